@@ -51,7 +51,7 @@ def running(command: Sequence[str], ready_url: str, environment: Mapping[str, st
 
 @contextmanager
 def serving(repository: Path, port: int, *flags: str, environment: Mapping[str, str] = NOTHING) -> Iterator[int]:
-    """An ortserve of its own on ``port`` (HTTP) and the two ports after it; yields its process id once it is ready."""
+    """Start an ortserve on ``port`` (HTTP) and the two ports after it; yield its process id once it is ready."""
     ports = [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
     command = [sys.executable, "-m", "ortserve", "serve", str(repository), "--log-level=warning", *ports, *flags]
     with running(command, f"http://127.0.0.1:{port}/v2/health/ready", environment) as pid:

@@ -50,7 +50,7 @@ AIMS: Final = {"FastAPI": 3.0, MLSERVER: 3.0, LITSERVE: 3.0, MOSEC: 1.5}
 
 @dataclass(frozen=True)
 class Arm:
-    """A server with the model: where and how it is asked. ``pid`` is None where it is not ours to look at."""
+    """A server with the model, its port and request. ``pid`` is None for a server whose CPU time is not measured."""
 
     server: str
     pid: int | None

@@ -129,7 +129,7 @@ def console(server: ServerProcess, tmp_path: Path, request: pytest.FixtureReques
     logs = {"ortserve": server.output, "fetch-models": "MODELS_SHA256: expected 9f86…"}
     kubelet = Kubelet({8000: int(port)}, variables, logs, {"ortserve": LAST_LOG})
     with serving_api(tmp_path / "cluster", kubelet) as kubeconfig:
-        # The home is where kubectl keeps what it learned of a cluster.
+        # kubectl caches its discovery of a cluster in the home folder.
         console = Console(root, {"PATH": path, "HOME": str(tmp_path), "KUBECONFIG": str(kubeconfig)})
         yield console
     callspec = getattr(request.node, "callspec", None)

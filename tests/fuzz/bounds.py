@@ -36,7 +36,7 @@ class MemoryWatch:
     """
 
     def __init__(self, pid: int, *, most_peak: int, most_growth: int) -> None:
-        """Begin.
+        """Start measuring.
 
         Args:
             pid: Of the server.

@@ -45,7 +45,7 @@ def server(grpc_transport: str) -> Iterator[ServerProcess]:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a caller sends on one stream.
+    """The messages that a client sends on one stream.
 
     Attributes:
         path: Of the call.
@@ -94,7 +94,7 @@ def message(rng: random.Random, path: str) -> bytes:
 
 
 def talk(channel: grpc.Channel, case: Conversation) -> tuple[grpc.StatusCode, str, list[bytes]]:
-    """Send all, read until one of the two ends it; the status is CANCELLED where that is the caller."""
+    """Send all messages and read until either side ends the stream; the status is CANCELLED if the client ends it."""
     begin: Callable[..., Any] = channel.stream_stream(case.path)
     call = begin(iter(case.messages), timeout=MOST_S, metadata=case.metadata)
     answers: list[bytes] = []
@@ -110,7 +110,7 @@ def talk(channel: grpc.Channel, case: Conversation) -> tuple[grpc.StatusCode, st
 
 
 def check_answers(described: str, case: Conversation, code: grpc.StatusCode, answers: list[bytes]) -> int:
-    """Whether there is one for each message, or as many as the status allows; how many of them tell of errors."""
+    """Check for one answer per message, or as many as the status allows; return the number of errors."""
     assert len(answers) <= len(case.messages), f"{described}: {len(answers)} answers"
     if code is grpc.StatusCode.OK:
         assert len(answers) == len(case.messages), f"{described}: {len(answers)} answers"

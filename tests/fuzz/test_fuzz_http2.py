@@ -38,7 +38,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def call_frames(rng: random.Random, stream_id: int) -> list[bytes]:
-    """A call as a client might make it: right, but for what it says."""
+    """A call as a client can send it: valid, except for the given changes."""
     path = f"/inference.GRPCInferenceService/{rng.choice(PATHS)}".encode()
     block = b"\x83\x86" + literal(b":path", path) + literal(b"content-type", b"application/grpc")
     if rng.random() < 0.3:

@@ -151,7 +151,7 @@ def _content(rng: random.Random, model: bytes) -> bytes:
 
 
 def by_rest(client: httpx.Client, load: Load, rng: random.Random) -> tuple[bool, str]:
-    """Whether the answer blames the server, and what it says."""
+    """Whether the answer reports a server fault, and its text."""
     given = {
         key: base64.b64encode(value).decode() if isinstance(value, bytes) else value
         for key, value in load.parameters.items()
@@ -171,7 +171,7 @@ def by_rest(client: httpx.Client, load: Load, rng: random.Random) -> tuple[bool,
 
 
 def by_grpc(channel: grpc.Channel, load: Load, rng: random.Random) -> tuple[bool, str]:
-    """Whether the status blames the server, and what it says."""
+    """Whether the status reports a server fault, and its text."""
     kind = service_pb2.RepositoryModelLoadRequest if load.is_load else service_pb2.RepositoryModelUnloadRequest
     message = kind(model_name=_utf8(load.name))
     for key, given in load.parameters.items():

@@ -140,7 +140,7 @@ def other_set_poisoned(made: OnDevice, monkeypatch: pytest.MonkeyPatch) -> Itera
     assert binding is not None
     device, record, (first, second), turn = streams.device, streams.device.record, binding.sets, count()
     others = {first.copied_in: second, second.copied_in: first}
-    nbytes = first.staging[0].nbytes  # of the output, too: the model gives what it takes
+    nbytes = first.staging[0].nbytes  # of the output, too: the model returns its input
     poison = made.instance.call(lambda: device.allocate_host(nbytes))  # what is not pinned would wait for the stream
     poison.fill(0xFF)
 

@@ -236,7 +236,7 @@ def test_requests_past_the_drain_timeout_are_aborted(tmp_path: Path) -> None:
         with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
             connection.sendall(post("slow", body_of(1)))
             while not decisions(server, "slow")["batches"]:
-                pass  # each look is a request of its own
+                pass  # each check is a separate request
             server.send(signal.SIGTERM)
             try:
                 came = connection.recv(100)

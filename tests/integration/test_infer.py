@@ -262,7 +262,7 @@ def properties(server: ServerProcess, model: str) -> dict[str, str]:
     """The model's properties in the metadata; both protocols must agree."""
     with triton_clients(server) as (http, grpc):
         by_http: dict[str, str] = http.get_model_metadata(model)["properties"]
-        # tritonclient's own message has no such field, but keeps what it does not know.
+        # tritonclient's own message has no such field, but keeps unknown fields.
         message = grpc.get_model_metadata(model).SerializeToString()
     by_grpc = dict(pb.ModelMetadataResponse.FromString(message).properties)
     assert by_http == by_grpc

@@ -107,7 +107,7 @@ def test_keys_rotate_under_load_without_a_rejection(server: ServerProcess, secre
     def wait_for_some() -> None:
         seen = caller.answers
         while caller.answers < seen + 5 and not caller.failures:
-            pass  # each is a request of its own
+            pass  # each is a separate request
 
     with caller.asking():
         wait_for_some()

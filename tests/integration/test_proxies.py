@@ -95,7 +95,7 @@ class Fleet:
         await until(is_in)
 
     async def replace(self, name: str) -> None:
-        """What an operator does, or Kubernetes: the old one leaves by itself, the new one serves when it is warm."""
+        """The steps of an operator or of Kubernetes: the old server ends, the new one serves once it is warm."""
         await self.proxy.take_out(name)
         old = self.servers[name]
         old.send(signal.SIGTERM)

@@ -161,7 +161,7 @@ async def test_shutdown_under_load_answers_every_admitted_request(
     assert len(traffic.answers) - before >= (HTTP_CALLERS + GRPC_CALLERS) / 2
     for request_id, output in traffic.answers.items():
         np.testing.assert_allclose(output, expected[row_of(request_id)], rtol=1e-3, atol=1e-4)
-    # The server's own account agrees: what it took it answered, and the answer arrived.
+    # The server's metrics agree: it answered every accepted request, and each answer arrived.
     outcomes = {_field(line, "request_id"): _field(line, "outcome") for line in logged}
     assert set(outcomes.values()) == {"ok"}
     assert set(outcomes) == set(traffic.answers)

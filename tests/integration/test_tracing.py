@@ -167,7 +167,7 @@ def test_spans_of_one_batch_share_its_id(traced: Traced) -> None:
     for one in spans:
         assert one["ortserve.rows"] == 2
         batches.setdefault(one["ortserve.batch.id"], []).append(one["ortserve.batch.rows"])
-    assert len(batches) < len(names)  # those that came while the first was computed rode together
+    assert len(batches) < len(names)  # requests that arrived during the first run shared batches
     assert all(rows == [2 * len(rows)] * len(rows) for rows in batches.values())
 
 

@@ -22,7 +22,7 @@ BATCHES: Final[tuple[Together, ...]] = ((0,), (1, 0), (2, 1), (0, 1, 2), (2, 0, 
 
 
 class Kind(Enum):
-    """What a claim says of a tensor. Nothing is claimed of tensors that are mixed or unknown."""
+    """The content of a claim about a tensor. Mixed and unknown tensors have no claim."""
 
     ROWS = "rows"
     FREE = "free"
@@ -58,18 +58,18 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One tensor in all runs. A run that ONNX Runtime refused is None."""
+    """One tensor in all runs. A run that ONNX Runtime rejected is None."""
 
     alone: Sequence[np.ndarray | None]
     batches: Mapping[Together, np.ndarray | None]
 
 
 class RefusedError(Exception):
-    """ONNX Runtime does not load the model, or refuses a row alone, so there is nothing to compare with."""
+    """ONNX Runtime does not load the model, or rejects a single row, so there is nothing to compare with."""
 
 
 def disagreement(claim: Claim, seen: Observation) -> str:
-    """What contradicts the claim; empty where nothing does, and where a row alone was refused."""
+    """The contradiction of a claim; empty if none exists, or if a single row was rejected."""
     alone = [array for array in seen.alone if array is not None]
     if claim.kind is Kind.NONE or len(alone) < len(seen.alone):
         return ""
@@ -95,7 +95,7 @@ def observe(
     *,
     inside: bool = True,
 ) -> dict[str, Observation]:
-    """Run rows alone and together, and give all tensors of the main graph by name.
+    """Run rows alone and together, and return all tensors of the main graph by name.
 
     Args:
         model: Any model that ONNX Runtime loads.

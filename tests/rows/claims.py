@@ -18,7 +18,7 @@ _KINDS = {Kind.ROWS: brute_force.Kind.ROWS, Kind.FREE: brute_force.Kind.FREE, Ki
 
 
 class Check:
-    """Compares claims about the tensors of one model with what was seen.
+    """Compares claims about the tensors of one model with the observed tensors.
 
     Attributes:
         findings: What is wrong, by tensor.
@@ -90,7 +90,7 @@ def check_model(
     believe_names: bool = True,
     node_by_node: bool = False,
 ) -> Check:
-    """Compare all tensors of a model, of which ``seen`` has some.
+    """Compare all observed tensors of a model with the claims.
 
     Args:
         model: The model.
@@ -117,13 +117,13 @@ def _without_refused(seen: Observation) -> Observation:
 
 
 class _Numbers:
-    """What atoms stand for, as far as it was seen."""
+    """The values of atoms, as far as observed."""
 
     def __init__(self) -> None:
         self._atoms: dict[object, Fraction] = {}
 
     def value(self, number: Number, count: int) -> Fraction | None:
-        """The value for a batch of so many rows; None where it is not known."""
+        """The value for a batch of so many rows, or None if it is unknown."""
         if isinstance(number, (int, Fraction)):
             return Fraction(number)
         if not isinstance(number, Product):

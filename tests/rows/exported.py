@@ -25,7 +25,7 @@ PACKAGES: Final = os.environ.get("ORTSERVE_TEST_PACKAGES", "")
 
 @dataclass(frozen=True)
 class Exported:
-    """A model by an exporter, and what a request of one row is.
+    """A model by an exporter, and its request of one row.
 
     Attributes:
         made_by: The exporter, with its version.

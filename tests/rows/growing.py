@@ -85,7 +85,7 @@ class GrowingGraph:
         return self.add_many(op, *inputs, outputs=outputs, domain=domain, **attributes)[0]
 
     def add_many(self, op: str, *inputs: str, outputs: int, domain: str = "", **attributes: Any) -> list[str]:
-        """Run a node in all runs, and keep it if each row alone can do it.
+        """Run a node in all runs, and keep it if each single row can run it.
 
         Raises:
             Unsuitable: A row alone is refused, or its numbers are too large.
@@ -194,7 +194,7 @@ _sessions: Final[dict[bytes, Any]] = {}
 
 
 def _session(node: onnx.NodeProto, dtypes: Mapping[str, np.dtype], opset: int) -> Any:
-    """A session of the node alone, whose inputs are ``i0``, ``i1``, ...; None where ONNX Runtime has no such node."""
+    """A session of a single node with inputs ``i0``, ``i1``, ...; None if ONNX Runtime has no such node."""
     renamed = onnx.NodeProto()
     renamed.CopyFrom(node)
     names = {name: f"i{position}" for position, name in enumerate(dtypes)}
@@ -227,7 +227,7 @@ def _model(graph: onnx.GraphProto, opset: int) -> onnx.ModelProto:
 
 
 def _value(name: str, dtype: np.dtype) -> onnx.ValueInfoProto:
-    """Of a type, but any rank."""
+    """Declare a value of a type with any rank."""
     element_type = helper.np_dtype_to_tensor_dtype(dtype)
     return helper.make_tensor_value_info(name, element_type, None)
 
@@ -237,7 +237,7 @@ def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 
 
 def _captured(node: onnx.NodeProto) -> list[str]:
-    """What the bodies of a node take from outside."""
+    """The outer values that the bodies of a node use."""
     found: dict[str, None] = {}
     for body in _bodies(node):
         inner = {value.name for value in body.input} | {name for one in body.node for name in one.output}

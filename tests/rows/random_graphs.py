@@ -150,7 +150,7 @@ class Grower:
         return graph.add("Slice", shape, graph.add_ints(axis), graph.add_ints(axis + 1), graph.add_ints(0))
 
     def scalar(self, vector: str) -> str:
-        """Of a vector of one element."""
+        """Reshape a vector of one element to a scalar."""
         return self.graph.add("Reshape", vector, self.graph.add_weight(np.array([], np.int64)))
 
     def unsqueeze(self, name: str, axes: Sequence[int]) -> str:
@@ -665,7 +665,7 @@ def _size_arithmetic(g: Grower) -> object:
 
 
 def _size_as_data(g: Grower) -> object:
-    """What was made of shapes, next to data."""
+    """Combine a value computed from shapes with data."""
     real = g.graph.add("Cast", g.numbers(), to=FLOAT)
     name = g.pick("f")
     return g.graph.add(g.rng.choice(("Add", "Mul")), name, real)

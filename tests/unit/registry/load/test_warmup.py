@@ -284,7 +284,7 @@ def test_rejection_is_reported_and_later_results_stay_unknown() -> None:
 
 
 def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple[int, ...] = ()) -> WarmUp:
-    """Of a runner that finds no memory for more than so many rows, and whose rows get cheaper the more there are."""
+    """The sweep of a runner without memory above a number of rows, whose rows get cheaper in larger batches."""
 
     def compute(batch: Batch) -> Arrays:
         if batch.bucket > most_rows:

@@ -15,7 +15,7 @@ from ortserve.frontends.grpc.native.header_blocks import literal
 
 CALM = ErrorCode.ENHANCE_YOUR_CALM
 MANY = 20_000
-"""More than any burst that is borne."""
+"""More than any tolerated burst."""
 
 
 def block(path: str = HOLD) -> bytes:
@@ -137,7 +137,7 @@ def test_immediate_resets_are_tolerated_up_to_the_answered_calls() -> None:
                 client.h2.reset_stream(client.open(HOLD))
             await client.exchange()
         assert not client.goaways
-        for _ in range(3_500):  # of which those of a burst and those that were answered last are borne
+        for _ in range(3_500):  # more than a burst and the last answered calls allow
             client.h2.reset_stream(client.open(HOLD))
         await client.exchange()
         assert client.goaways[0][0] == CALM
@@ -525,7 +525,7 @@ def test_small_window_updates_are_bounded_by_the_sent_bytes(room: int) -> None:
         assert wire.transport.is_lost
         assert wire.connection_errors == ["enhance_your_calm"]
         assert wire.cut_answers == ["connection_error"]
-        # Each turn takes two WINDOW_UPDATEs; one is earned by a KiB, and a burst is borne.
+        # Each turn takes two WINDOW_UPDATEs; each KiB earns one, beside a burst.
         assert count <= 1_100 + (total - frames.DEFAULT_WINDOW) / 1024
 
     on_wire(test)
