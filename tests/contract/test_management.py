@@ -23,7 +23,7 @@ FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 @pytest.fixture(scope="module")
 def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The mode ``explicit``, with ``identity``, ``poison``, ``broken`` and ``empty`` asked for, and ``idle`` not."""
+    """The mode ``explicit``: ``identity``, ``poison``, ``broken`` and ``empty`` are loaded, ``idle`` is not."""
     repository = tmp_path_factory.mktemp("managed")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "poison", builders.poison)

@@ -114,13 +114,13 @@ def test_bad_requests_get_answers_in_time_and_good_requests_succeed(
             try:
                 status, body = connection.ask(case.encode(), method=case.method)
             except (OSError, ValueError) as error:
-                raise AssertionError(f"case {SEED}/{number} got no answer: {error!r}: {_told(case)}") from error
+                raise AssertionError(f"case {SEED}/{number} got no answer: {error!r}: {_shown(case)}") from error
             took_s = time.monotonic() - began
             statuses[status] = statuses.get(status, 0) + 1
-            assert is_fine(status, body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_told(case)}"
-            assert took_s < MOST_S, f"case {SEED}/{number} took {took_s:.1f} s: {_told(case)}"
+            assert is_fine(status, body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_shown(case)}"
+            assert took_s < MOST_S, f"case {SEED}/{number} took {took_s:.1f} s: {_shown(case)}"
             if status >= 400 and case.method != "HEAD":
-                assert _is_error(body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_told(case)}"
+                assert _is_error(body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_shown(case)}"
             memory.after(f"{SEED}/{number}")
     # Else the cases are no test: many are taken apart down to the model, and some are even right.
     assert statuses[200] > CASES / 100
@@ -174,5 +174,5 @@ def _is_error(body: bytes) -> bool:
         return False
 
 
-def _told(case: HttpCase) -> str:
+def _shown(case: HttpCase) -> str:
     return f"{case.method} {case.target[:200]} {case.headers} {case.body[:600]!r}"

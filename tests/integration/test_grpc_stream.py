@@ -31,7 +31,7 @@ def models() -> FakeModelService:
 
 
 @pytest.fixture(autouse=True)
-def _server_complains_of_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def _server_logs_no_faults(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No behaviour of the clients here makes the server log a fault."""
     yield
     messages = [record.getMessage() for record in caplog.get_records("call")]

@@ -157,7 +157,7 @@ class GrowingGraph:
         return True
 
     def observation(self, name: str) -> Observation:
-        """What was seen of a tensor. A batch counts as refused by the node that refused it, not by those after it."""
+        """The observed values of a tensor. A batch counts as rejected by the node that rejected it, not by later ones."""
         runs, not_run = self.values[name], self._not_run.get(name, [])
         return Observation(
             runs[:ROWS], {RUNS[index]: runs[index] for index in range(ROWS, len(RUNS)) if index not in not_run}

@@ -38,22 +38,22 @@ class FakeNvml:
         return "NVIDIA H200"
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
-        return self._told(handle, SimpleNamespace(gpu=25, memory=3))
+        return self._reading(handle, SimpleNamespace(gpu=25, memory=3))
 
     def nvmlDeviceGetMemoryInfo(self, handle: int, version: int) -> Any:  # noqa: N802
         assert version == self.nvmlMemory_v2
-        return self._told(handle, SimpleNamespace(total=2**37, reserved=2**29, free=2**36, used=2**35))
+        return self._reading(handle, SimpleNamespace(total=2**37, reserved=2**29, free=2**36, used=2**35))
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:  # noqa: N802
-        return self._told(handle, 312_500)
+        return self._reading(handle, 312_500)
 
     def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> Any:  # noqa: N802
-        return self._told(handle, 700_000)
+        return self._reading(handle, 700_000)
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> Any:  # noqa: N802
-        return self._told(handle, self.energy_mj)
+        return self._reading(handle, self.energy_mj)
 
-    def _told(self, handle: int, answer: Any) -> Any:
+    def _reading(self, handle: int, answer: Any) -> Any:
         if handle:
             raise self.NVMLError
         return answer

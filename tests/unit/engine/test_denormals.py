@@ -139,11 +139,11 @@ def test_denormals_are_flushed_only_in_the_thread_and_scope(denormals: ThreadDen
     elsewhere: queue.SimpleQueue[bool] = queue.SimpleQueue()
     begin = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         begin.wait()
         elsewhere.put(are_zero_here())
 
-    other = threading.Thread(target=tell)
+    other = threading.Thread(target=report)
     other.start()
     with denormals.as_zero():
         assert are_zero_here()

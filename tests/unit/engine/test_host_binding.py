@@ -128,7 +128,7 @@ def constant_rows(path: Path) -> Path:
     return write(path, nodes, [fp32("x", "b", 4)], [fp32("y", "b", 4)], {"c": np.zeros((2, 4), np.float32)})
 
 
-def as_long_as_told(path: Path) -> Path:
+def data_dependent_length(path: Path) -> Path:
     """X FP32 [batch, 4] → y FP32 [batch, n], n the largest element: the shape of the output is in the data."""
     nodes = [
         helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
@@ -217,7 +217,7 @@ def test_model_that_does_not_fill_bound_buffers_runs_plainly(
 
 
 def test_data_dependent_shape_found_late_fails_no_request(tmp_path: Path, open_model: Open) -> None:
-    model = open_model(as_long_as_told(tmp_path / "model.onnx"))
+    model = open_model(data_dependent_length(tmp_path / "model.onnx"))
     for number in (3, 3, 2, 5, 3):
         (output,) = model.run(rows_of(number, 2))
         np.testing.assert_array_equal(output, np.full((2, number), 4 * number))

@@ -137,14 +137,14 @@ class TransportMachine(RuleBasedStateMachine):
         call.is_reset = True
 
     def change(self, chosen: "dict[SettingCodes | int, int]") -> None:
-        """One change after the other: h2 takes the first answer for that to all changes that are under way."""
+        """One change after the other: h2 takes the first acknowledgement for all pending changes."""
 
-        async def tell() -> None:
+        async def change() -> None:
             await self.client.exchange()
             self.client.h2.update_settings(chosen)
             await self.client.exchange()
 
-        self.run(tell())
+        self.run(change())
 
     @precondition(lambda self: not self.wire.transport.is_stuck)
     @rule(window=st.sampled_from([0, 1000, 65_535, 200_000]))
@@ -314,7 +314,7 @@ class MischiefMachine(RuleBasedStateMachine):
         self.wire.connection.begin_drain()
 
     @invariant()
-    def nothing_breaks(self) -> None:
+    def no_fault_occurred(self) -> None:
         assert not self.loop.faults, self.loop.faults
         if self.wire.transport.is_closing():
             self.sent += self.loop.run_until_complete(self.wire.turn())
