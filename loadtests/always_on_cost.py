@@ -67,7 +67,7 @@ ARMS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
 
 
 class Callers:
-    """Connections to a server in this process, each of which sends the same request again and again."""
+    """Connections to a server in this process, each of which repeats the same request."""
 
     def __init__(self, server: Server, request: bytes) -> None:
         inside: Any = server._parts.http._server

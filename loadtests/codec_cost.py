@@ -177,7 +177,7 @@ def wait(step: Callable[[], object]) -> Wait:
 
 @contextmanager
 def server_switch_interval() -> Iterator[None]:
-    """As ``app`` sets it: a waiting thread requests the lock after 50 µs, and gets it between two bytecodes."""
+    """As set by ``app``: a waiting thread requests the lock after 50 µs, and gets it between two bytecodes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.00005)
     try:

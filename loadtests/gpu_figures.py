@@ -216,7 +216,7 @@ def run_whole(instance: DeviceInstance, bound: BoundRun, batch: Batch) -> None:
 
 
 def against(ratio: float, goal: float) -> str:
-    """A figure, its goal, and whether it was met, as it is printed: three cells of a table."""
+    """A figure, its goal, and whether it was met, as three cells of a table."""
     return f"{ratio:.3f} | ≥ {goal:.2f} | {'met' if round(ratio, 3) >= goal else 'missed'}"
 
 
@@ -533,7 +533,7 @@ def run_section(name: str, device: str, scale: str) -> int:
 
 
 def run_apart(arguments: Sequence[str], out: Path, timeout_s: float) -> str:
-    """Have a section write behind what is in the file. Returns why it failed, empty where it did not.
+    """Let a section append to the file. Returns the reason of its failure, or an empty string.
 
     It leads a group of processes, all of which end with it: tests and trials of captures are processes, too.
     """

@@ -14,7 +14,7 @@ _ELEMENT = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.float16): Tenso
 
 
 class _Graph:
-    """Nodes and weights as they are made. Weights are scaled so that what goes through them keeps its size."""
+    """Nodes and weights under construction. Weights are scaled so that activations keep their size."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype

@@ -114,7 +114,7 @@ def wrk(
 
 @contextmanager
 def checking(check: Callable[[], None]) -> Iterator[None]:
-    """Call ``check`` again and again on a thread while the block runs.
+    """Call ``check`` repeatedly in a thread while the block runs.
 
     Raises:
         AssertionError: Whatever ``check`` raised, or that it never got to run.

@@ -45,7 +45,7 @@ Ask = Callable[[], Sequence[str]]
 
 @dataclass(frozen=True)
 class Ports:
-    """Of the server."""
+    """The address of the server."""
 
     http: int
     grpc: int
@@ -125,7 +125,7 @@ def _inferring(ports: Ports, model: str, body: bytes, headers: Mapping[str, str]
 
 
 def _calling(ports: Ports, stack: ExitStack, message: bytes) -> Ask:
-    """A call by gRPC's own client; the message goes as it is."""
+    """A call by gRPC's own client with the message's bytes unchanged."""
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
     channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{ports.grpc}", options))
     call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)

@@ -53,7 +53,7 @@ _SPAWN: Final = multiprocessing.get_context("spawn")
 
 @dataclass
 class Found:
-    """Of one neighbour and one server: stretches by protocol, alone and beside, and what they cost the server."""
+    """Results of one neighbour and one server: stretches by protocol, alone and beside, and the server's cost."""
 
     alone: dict[str, list[Stretch]] = field(default_factory=lambda: {protocol: [] for protocol in PROTOCOLS})
     beside: dict[str, list[Stretch]] = field(default_factory=lambda: {protocol: [] for protocol in PROTOCOLS})

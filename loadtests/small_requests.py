@@ -53,7 +53,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Row:
-    """The request that is sent again and again, and its right answer."""
+    """The repeated request, and its correct answer."""
 
     model: str
     values: np.ndarray

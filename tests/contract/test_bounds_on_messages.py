@@ -53,7 +53,7 @@ LONG: Final = 60_000_000
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A body or gRPC message. One that is to be sent compressed is so already, and ``size`` is what it becomes."""
+    """A body or gRPC message. A compressed one is stored compressed, and ``size`` is its inflated size."""
 
     data: bytes
     size: int
@@ -544,7 +544,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _memory_bytes(pid: int, name: str) -> int:
-    """Of the process and its children: the sum of peaks is at least the peak of the sum."""
+    """The memory of the process and its children: the sum of peaks is at least the peak of the sum."""
 
     def read(process: psutil.Process) -> int:
         found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())

@@ -52,7 +52,7 @@ def typed(program: str, verb: str) -> list[list[str]]:
 
 
 def engine(*arguments: str | Path, timeout_s: float = LONG_S, **variables: str) -> str:
-    """Have the engine do something; returns what it prints."""
+    """Run a command of the engine; return its output."""
     done = subprocess.run(
         [*ENGINE, *arguments],
         cwd=ROOT,

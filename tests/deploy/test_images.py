@@ -33,7 +33,7 @@ TEXT = (ROOT / "Dockerfile").read_text()
 
 @dataclass
 class Stage:
-    """One FROM: what it builds on, and its instructions in order."""
+    """One FROM: its base image, and its instructions in order."""
 
     base: str
     instructions: list[tuple[str, str]] = field(default_factory=list)
@@ -105,7 +105,7 @@ def test_image_contains_no_build_tools(name: str) -> None:
 
 
 def test_images_have_the_locale_that_string_normalizer_needs(tmp_path: Path) -> None:
-    """The step that makes it, taken here, and a model that lower-cases texts with what it makes."""
+    """The build step that makes the locale, run here, and a model that lower-cases texts with it."""
     installed, _ = STAGES["wheel"].all("RUN")
     assert "locales" in installed.split()
     (step,) = [step for step in installed.split("&&") if "localedef" in step]

@@ -92,7 +92,7 @@ class Console:
         return json.loads(self.type(f"kubectl -n {namespace} get {kind} {name} -o json"))
 
     def pods(self) -> dict[str, Any]:
-        """By name."""
+        """The pods by name."""
         return {pod["metadata"]["name"]: pod for pod in self.get("pods")["items"]}
 
     def install(self, overlay: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def console(server: ServerProcess, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Console]:
-    """On a cluster that nothing was installed in. What a test was given of the pages must have been typed."""
+    """A console on an empty cluster. At the end all commands that the test got from the pages must have been run."""
     if kubectl_version() < NEEDED:
         pytest.skip(f"needs kubectl {NEEDED}, got {kubectl_version()}")
     root = tmp_path / "repository"
@@ -303,7 +303,7 @@ def test_key_files_are_listed_by_date_without_keys(console: Console, commands: S
 
 @of_pages("ortserve health")
 def test_health_command_runs_in_the_named_pod(console: Console, commands: Sequence[str]) -> None:
-    """And not by the Deployment, of which ``kubectl`` takes the pod that needs no asking."""
+    """The command names the pod: for the Deployment, ``kubectl`` would choose the ready pod."""
     console.install(EXAMPLES)
     unready, ready = console.pods()
     assert console.type(commands[0], NAME=unready) == "ready\n"

@@ -145,7 +145,7 @@ def test_tls_overlays_enable_tls(overlay: str, asks_clients: bool) -> None:
 
 
 def test_services_declare_the_application_protocol(installed: Installation, options: ServerOptions) -> None:
-    """By the words of Kubernetes for gateways and service meshes."""
+    """``appProtocol`` has the values that Kubernetes defines for gateways and service meshes."""
     plain = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": None}
     spoken = plain if options.tls_cert_file is None else plain | {"http": "https", "grpc": "https"}
     for service in installed.all("Service"):

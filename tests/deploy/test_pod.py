@@ -62,7 +62,7 @@ def test_probes_succeed_while_clients_hold_every_connection() -> None:
 
 @pytest.mark.parametrize("overlay", ["tls", "mutual-tls"])
 def test_probes_of_a_pod_with_certificates_succeed(overlay: str, tmp_path: Path) -> None:
-    """With the mounted folders elsewhere."""
+    """The mounted folders are replaced by temporary ones."""
     installed = installation(overlay)
     secret = Secret(tmp_path / "secret")
     options = {
@@ -156,7 +156,7 @@ def test_missing_archive_fails_the_pod(archive: Path, tmp_path: Path) -> None:
 
 
 def test_kserves_arguments_serve_a_repository_on_kserves_ports(tmp_path: Path) -> None:
-    """By the ports that the system chooses, the flags being the same."""
+    """The flags are those of the runtime, with free ports in place of its ports."""
     (runtime, _) = yaml.safe_load_all((DEPLOY / "overlays" / "kserve" / "clusterservingruntimes.yaml").read_text())
     (container,) = runtime["spec"]["containers"]
     add_model(tmp_path, "identity", builders.identity)

@@ -51,7 +51,7 @@ def first_gpu() -> Place:
 
 
 def first_gpu_by_tensorrt(engines: Path) -> Place:
-    """Its engines are built once, and kept in this folder for the other sessions."""
+    """The first GPU by TensorRT; its engines are built once and kept in this folder for the other sessions."""
     gpu = first_gpu()
     try:
         ctypes.CDLL(_TENSORRT)

@@ -50,7 +50,7 @@ both_ways = pytest.mark.parametrize("captures", [False, True], ids=["bound", "re
 
 
 def is_near(output: np.ndarray, right: np.ndarray, datatype: DataType) -> bool:
-    """As the CPU's, within what other kernels make of it: convolutions by other algorithms, sums in other orders."""
+    """Whether an output equals the CPU's within the tolerance for other algorithms and summation orders."""
     if datatype not in TOLERANCES:
         return bool(np.array_equal(output, right))
     relative, absolute = TOLERANCES[datatype]
@@ -307,7 +307,7 @@ class Cramped:
 
 
 def test_batch_that_runs_out_of_memory_is_halved_for_good(place: Place, tmp_path: Path) -> None:
-    """Through a batcher, in batches beyond the sizes that have buffers: what they take is ONNX Runtime's to allocate.
+    """Runs through a batcher, in batches above the sizes with buffers: ONNX Runtime allocates their memory.
 
     On a GPU 8,192 rows of 4 KiB take 104 MiB at least (input, two layers, weights), a quarter of them 32 MiB.
     """

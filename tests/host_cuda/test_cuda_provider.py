@@ -76,7 +76,7 @@ def multiplying(path: Path) -> Path:
 
 
 def looping(path: Path) -> Path:
-    """Rows as they are, carried through a loop of one turn."""
+    """A model that returns its rows through a loop of one turn."""
     carried = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("before", "after")]
     goes_on = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("is_on", "goes_on")]
     turn = helper.make_tensor_value_info("turn", TensorProto.INT64, [])
@@ -87,7 +87,7 @@ def looping(path: Path) -> Path:
 
 
 def searching(path: Path) -> Path:
-    """Rows as they are, beside a node that there is for the CPU alone."""
+    """A model that returns its rows, beside a node that only the CPU provider supports."""
     nodes = [
         helper.make_node("Identity", ["x"], ["y"]),
         helper.make_node("Unique", ["x"], ["found"]),
@@ -178,7 +178,7 @@ def test_graph_belongs_to_its_thread(tmp_path: Path) -> None:
 
 
 def load(path: Path, runtime: DeviceRuntime, **options: Any) -> LoadedModel:
-    """As the server does, on the devices and with the lock of ``runtime``."""
+    """Load a model as the server does, on the devices and with the lock of ``runtime``."""
     chosen: dict[str, Any] = {
         "execution_providers": ("cuda",),
         "warmup_s": 0.2,

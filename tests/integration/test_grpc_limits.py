@@ -31,7 +31,7 @@ MIB = 1024 * 1024
 
 
 class PeakMemory:
-    """By how much this process grows at most from here on, all libraries included."""
+    """The largest growth of this process from here on, all libraries included."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, proc(5)

@@ -45,7 +45,7 @@ AGE_S: Final = 0.25
 
 @pytest.fixture(scope="module", params=["plain", "TLS"])
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """``wide`` answers with what it was sent; ``slow`` takes longer than a connection may idle."""
+    """``wide`` returns its input; ``slow`` takes longer than the idle timeout of a connection."""
     secret = Secret(tmp_path_factory.mktemp("tls")) if request.param == "TLS" else None
     repository = tmp_path_factory.mktemp("connection")
     add_model(repository, "identity", builders.identity)
@@ -306,7 +306,7 @@ OFFERS: Final = (
 def test_upgrade_offer_is_answered_in_http_1_1(
     connection: socket.socket, offer: tuple[str, ...], in_pieces: bool
 ) -> None:
-    """As `curl --http2` does with every request: RFC 9110, section 7.8, lets a server pass over the offer."""
+    """`curl --http2` sends it with every request: RFC 9110, section 7.8, lets a server ignore the offer."""
     answers = Answers(connection)
     requests = [
         offering(post("identity", body_of(1)), *offer),

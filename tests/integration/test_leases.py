@@ -119,7 +119,7 @@ async def stage(
 
 
 def keep_bytes(_request: InferRequest, response: InferResponse) -> object:
-    """As an encoder that leaves the joining of head and tensors to the socket would."""
+    """An encoder that leaves the joining of head and tensors to the socket."""
     (output,) = response.outputs
     return encode_binary_tensor(output.array, output.datatype)
 

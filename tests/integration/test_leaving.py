@@ -70,14 +70,14 @@ class Caller:
         return int(head[0].split(" ")[1]), headers, json.loads(body)
 
     async def leave(self) -> None:
-        """By a reset, unless it has left already."""
+        """Disconnect by a reset, unless already disconnected."""
         if not self._writer.is_closing():
             linger = struct.pack("ii", 1, 0)
             self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         await self.close()
 
     async def close(self) -> None:
-        """By a FIN."""
+        """Disconnect by a FIN."""
         self._writer.close()
         await self._writer.wait_closed()
 

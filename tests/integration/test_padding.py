@@ -45,7 +45,7 @@ def add_padded(repository: Path, name: str, options: str) -> Oracle:
 
 @pytest.fixture(scope="module")
 def oracles() -> dict[str, Oracle]:
-    """By model, filled by ``server``."""
+    """The reference by model, filled by ``server``."""
     return {}
 
 

@@ -98,7 +98,7 @@ def test_files_that_are_not_models_are_ignored(mixed_server: ServerProcess) -> N
 
 
 def test_model_not_yet_loading_is_unready_and_not_unknown(tmp_path: Path) -> None:
-    """As many models as load side by side come out of pipes, whose other ends the test opens when it is done."""
+    """All concurrent loads read models from pipes, whose other ends the test opens at its end."""
     names = [f"a_slow_{number}" for number in range(MAX_LOADS)]
     for name in names:
         os.mkfifo(tmp_path / f"{name}.onnx")

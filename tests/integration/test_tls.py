@@ -226,7 +226,7 @@ def test_key_update_flood_is_closed_and_delays_no_other_client(
 
 
 def read_metrics(mutual: Mutual) -> Samples:
-    """By a client that has no certificate, as Prometheus and Kubernetes' probes may have none."""
+    """The client has no certificate, as Prometheus and Kubernetes' probes may have none."""
     url = f"https://{mutual.server.metrics}/metrics"
     answer = httpx.get(url, verify=mutual.secret.client_context(), timeout=LONG_S)
     return Samples(answer.raise_for_status().text)

@@ -170,7 +170,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def as_grafana_would(expression: str) -> str:
-    """With its variables filled in: of all jobs and models, over a rate interval of four scrapes or more."""
+    """A query with its variables filled in: all jobs and models, over a rate interval of four scrapes or more."""
     filled = expression.replace("$__rate_interval", "3s").replace("$job", ".*").replace("$model", ".*")
     assert "$" not in filled
     return filled

@@ -80,7 +80,7 @@ def test_unreachable_service_differs_from_one_without_findings(tmp_path: Path) -
 
 
 def test_every_version_is_pinned_once() -> None:
-    """As pip-audit needs it to ask about them."""
+    """pip-audit needs pinned versions to query them."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.\-]+==[\w.]+", line) for line in lines)
     assert len(set(lines)) == len(lines)

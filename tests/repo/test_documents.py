@@ -175,7 +175,7 @@ def test_every_protection_names_a_test_or_an_option() -> None:
 
 
 def build_site(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """As ``make docs`` does it."""
+    """Build the site as ``make docs`` does."""
     command = re.search(r"\$\(BIN\)/mkdocs (build .*)", (ROOT / "Makefile").read_text())
     assert command is not None
     return subprocess.run(

@@ -31,7 +31,7 @@ _LARGEST: Final = 1e5
 
 
 class Unsuitable(Exception):  # noqa: N818 - nothing is wrong
-    """No such node fits here; the graph stays as it is."""
+    """No such node fits here; the graph is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class GrowingGraph:
         return True
 
     def observation(self, name: str) -> Observation:
-        """The observed values of a tensor. A batch counts as rejected by the node that rejected it, not by later ones."""
+        """The observed values of a tensor. A batch counts as rejected by the rejecting node, not by later nodes."""
         runs, not_run = self.values[name], self._not_run.get(name, [])
         return Observation(
             runs[:ROWS], {RUNS[index]: runs[index] for index in range(ROWS, len(RUNS)) if index not in not_run}

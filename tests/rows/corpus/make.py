@@ -40,7 +40,7 @@ def model(shapes, *, below=None, independent=True, axes=None):
 
 
 def script(module, example, path, inputs, outputs, axes, opset=17):
-    """By torch's older exporter, which traces."""
+    """Export by torch's older exporter, which traces."""
     torch.onnx.export(
         module.eval(), example, str(path), input_names=inputs, output_names=outputs, dynamic_axes=axes,
         opset_version=opset, dynamo=False,
@@ -49,7 +49,7 @@ def script(module, example, path, inputs, outputs, axes, opset=17):
 
 
 def dynamo(module, example, path, inputs, outputs, shapes):
-    """By torch's newer exporter."""
+    """Export by torch's newer exporter."""
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "model.onnx"
         torch.onnx.export(

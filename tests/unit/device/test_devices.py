@@ -20,7 +20,7 @@ from ortserve.telemetry.readings import DeviceReading
 
 
 class FakeNvml:
-    """As nvidia-ml-py is called."""
+    """The interface of nvidia-ml-py."""
 
     class NVMLError(Exception):
         pass

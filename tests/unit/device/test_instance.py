@@ -652,7 +652,7 @@ def test_device_lost_during_trials_stays_lost(tmp_path: Path, graph: bool) -> No
 
 def test_graphs_of_sizes_that_run_plainly_are_not_counted(tmp_path: Path) -> None:
     class WrongAtLast(HostDevice):
-        """Forgets what it computes for 8 rows."""
+        """A session that forgets its output for 8 rows."""
 
         def run(self, bound: BoundRun, stream: int) -> None:
             if bound.binding.get_outputs()[0].shape()[0] != 8:

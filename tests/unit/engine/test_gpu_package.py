@@ -90,7 +90,7 @@ def test_checked_options_are_accepted_by_onnx_runtime(tmp_path: Path, provider: 
 
 
 def test_rejected_options_are_rejected_by_onnx_runtime_too(tmp_path: Path, provider: str) -> None:
-    """So that what it takes is no matter of course."""
+    """Shows that acceptance of the other options is meaningful."""
     wrong = [{"no_such_option": "1"}, {"trt_fp16_enable" if provider == TENSORRT else "use_tf32": "maybe"}]
     assert refused(builders.mlp(tmp_path / "m.onnx"), provider, wrong) == [True, True]
 

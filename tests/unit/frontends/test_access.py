@@ -96,7 +96,7 @@ def test_path_has_the_group_of_its_route(segments: list[str], method: str) -> No
 
 
 def test_only_line_feeds_change_the_route_of_a_path() -> None:
-    """And so no character that ``is_unambiguous`` lets pass."""
+    """``is_unambiguous`` therefore needs to exclude no other character."""
     scope = {"type": "http", "method": "POST", "root_path": "", "headers": []}
     for code in range(sys.maxunicode + 1):
         character = chr(code)

@@ -67,7 +67,7 @@ def _any_rows(call: Call, values: list[Value]) -> tuple[int, Value] | None:
 
 
 def _summed_rows(value: Value, rank: int, result_rank: int, *, is_left: bool) -> int | None:
-    """As ``_matrix_axis``, without a look at the axis that is summed over."""
+    """As ``_matrix_axis``, without a check of the axis that is summed over."""
     del is_left
     return value.axis + result_rank - rank if value.is_rows else None
 

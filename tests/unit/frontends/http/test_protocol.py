@@ -196,7 +196,7 @@ async def test_empty_lines_between_requests_are_ignored() -> None:
 
 
 async def test_head_with_bare_line_feeds_is_not_cached() -> None:
-    """If it took lines that end without a carriage return, this body would have a head in it."""
+    """If the parser accepted lines without a carriage return, this body would contain a head."""
     side = HttpSide(heads=HeadCache())
     inner = b"\r\nContent-Length: 5\r\n\r\nhello"
     outer = b"%b\nHost: x\nContent-Length: %d\n\n%b" % (TARGETS[0], len(inner), inner)

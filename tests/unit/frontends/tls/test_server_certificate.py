@@ -184,7 +184,7 @@ async def test_renewed_authority_rejects_clients_of_the_old_one(tmp_path: Path) 
 
 
 def test_intermediate_authority_accepts_its_own_clients(tmp_path: Path) -> None:
-    """As with grpcio."""
+    """The behaviour equals grpcio's."""
     root = trustme.CA()
     between = root.create_child_ca()
     served = Served(tmp_path / "secret")

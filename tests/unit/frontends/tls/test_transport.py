@@ -167,7 +167,7 @@ class Listener:
         return self._made[-1]
 
     def count(self) -> int:
-        """Of protocols that were made."""
+        """The number of protocols that were made."""
         return len(self._made)
 
     def close(self) -> None:

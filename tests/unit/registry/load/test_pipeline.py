@@ -682,7 +682,7 @@ def test_buckets_are_those_that_fit_in_warm_up(
 def test_model_without_memory_for_one_row_fails_or_falls_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, options: dict[str, Any], error: str
 ) -> None:
-    """As one whose weights alone find none, when it is opened."""
+    """The error equals that of a model whose weights alone do not fit."""
     providers = Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows)
     path = builders.mlp(tmp_path / "m.onnx")
     with pytest.raises(ServeError, match=rf"^{error} \(with allow_fallback it would be tried on {CPU}\)$") as caught:

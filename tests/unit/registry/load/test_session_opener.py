@@ -86,7 +86,7 @@ def test_tensorrt_choice_gets_the_buckets(
     ],
 )
 def test_progress_shows_engine_building(tmp_path: Path, build: Any, expected: str) -> None:
-    """TensorRT itself is not there: what it was doing is left to be read."""
+    """TensorRT itself is absent: the test reads the progress text."""
     progress = Progress(lambda: 0)
     opener = opener_of(build(tmp_path / "m.onnx"), ModelOptions(), progress)
     with pytest.raises(ServeError, match=TENSORRT):
@@ -168,7 +168,7 @@ def test_graphs_on_tensorrt_need_fixed_engines(
 def test_lost_gpu_is_reported_by_a_session_without_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
-    """On the CPU it is a text like any other."""
+    """On the CPU the text has no special meaning."""
 
     def fail(*_: Any) -> Any:
         try:
@@ -207,7 +207,7 @@ def test_model_partly_on_tensorrt_has_implicit_profiles(tmp_path: Path, monkeypa
 
 
 def test_error_of_a_failed_session_does_not_reference_it(tmp_path: Path) -> None:
-    """Its streams are given back at once, and its frames would hold what there is of it."""
+    """Its streams are released at once; frames of its traceback would reference them."""
     with pytest.raises(ServeError) as failed:
         opener_of(builders.not_onnx(tmp_path / "m.onnx"), ModelOptions()).open(ProviderChoice(CPU), 1)
     assert failed.value.__cause__ is not None

@@ -52,8 +52,8 @@ def test_message_of_any_size_is_echoed(path: str, size: int) -> None:
 
 @pytest.mark.parametrize("path", [ECHO, STREAM])
 @pytest.mark.parametrize(("size", "most_copied"), [(700_000, 270_000), (5_000_000, 1_600_000)])
-def test_large_message_is_received_without_a_copy(path: str, size: int, most_copied: int) -> None:
-    """But for what came before memory was set aside for it, the read that showed it, and beside heads of frames."""
+def test_large_message_is_received_mostly_in_place(path: str, size: int, most_copied: int) -> None:
+    """Copied are only bytes before the allocation, those of the read that announced it, and those beside frame heads."""
 
     async def test(wire: Wire, client: Client) -> None:
         message = random.Random(size).randbytes(size)
