@@ -57,7 +57,7 @@ def main() -> None:
     with dense_model() as model:
         requests = model.requests()
         for number in range(options.rounds):
-            # Where an arm stands says nothing of it: neither its port, nor when it was started or loaded.
+            # The order of the arms has no effect on them: neither by port nor by the time of start or load.
             arms = [list(ARMS)[(place + number) % len(ARMS)] for place in range(len(ARMS))]
             with ExitStack() as servers:
                 for arm in arms:

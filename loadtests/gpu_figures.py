@@ -457,7 +457,7 @@ def checks(bench: Bench) -> Iterator[str]:
     """The tests of a GPU: right answers by type and size, guards of replay, memory, failures."""
     root = HERE.parent
     which = ["-m", "gpu"] if bench.device == "cuda" else ["-k", "host and not every_datatype"]
-    # The repository's own settings ask for plugins that a GPU machine may not have, and these tests need none.
+    # The repository's own settings require plugins that a GPU machine may lack; these tests need none of them.
     settings = ["-c", os.devnull, "--rootdir", str(root), "--import-mode=importlib", "-o", "markers=gpu"]
     settings += ["-o", "faulthandler_timeout=60"]  # then all threads say where they stand
     settings += ["-p", "no:cacheprovider", "-p", "no:asyncio"]

@@ -99,7 +99,7 @@ class Servers:
         environment |= {
             f"MLSERVER_{kind}_PORT": str(PORT + 20 + i) for i, kind in enumerate(("HTTP", "GRPC", "METRICS"))
         }
-        # It looks for its model's code from the folder that it is started in.
+        # The server imports its model's code from its working folder.
         command = ["env", "-C", PEERS / "mlserver", *(f"{name}={value}" for name, value in environment.items())]
         command += [python_with(MLSERVER).with_name("mlserver"), "start", "."]
         return self.by_address(MLSERVER, url, self._start(command, f"{url}/v2/models/mlp/ready"))

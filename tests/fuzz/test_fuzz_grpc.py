@@ -113,7 +113,7 @@ def test_bad_calls_get_statuses_in_time_and_good_calls_succeed(server: ServerPro
             codes[code] = codes.get(code, 0) + 1
             check_status(f"case {SEED}/{number}: {call}", code, details, time.monotonic() - began)
             memory.after(f"{SEED}/{number}")
-    # Else the cases are no test: many are taken apart down to the model, and some are even right.
+    # The cases must be varied: many must be decoded up to the model, and some must succeed.
     assert codes[grpc.StatusCode.OK] > CASES / 100
     assert codes[grpc.StatusCode.INVALID_ARGUMENT] > CASES / 5
     check_health(server)

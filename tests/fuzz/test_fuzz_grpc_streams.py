@@ -138,7 +138,7 @@ def test_bad_streams_end_in_time_and_good_calls_succeed(server: ServerProcess) -
             answer = service_pb2.ModelInferResponse.FromString(infer(good, timeout=MOST_S))
             assert len(answer.raw_output_contents) == 1, described
             memory.after(f"{SEED}/stream/{number}")
-    # Else the cases are no test: errors come among the answers, or as a status where the caller wants that.
+    # The cases must be varied: some errors are answers, others are the status, as the client chooses.
     assert errors > STREAMS
     assert codes[STREAM_INFER, grpc.StatusCode.OK] > STREAMS / 4
     assert codes[STREAM_INFER, grpc.StatusCode.INVALID_ARGUMENT] > STREAMS / 100

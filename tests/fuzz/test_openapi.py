@@ -16,7 +16,7 @@ def test_every_operation_conforms_to_the_openapi_document(tmp_path: Path) -> Non
     (tmp_path / "schemathesis.toml").write_text(settings)  # found in the folder that it runs in
     with serving("--example", *SHORT_WARMUP) as server:
         command = [str(Path(sys.executable).with_name("st")), "run", f"http://{server.http}/openapi.json"]
-        # What a model takes is no part of the document, so a request that keeps to it may well be refused.
+        # The document does not describe the inputs of a model, so a conforming request may be rejected.
         flags = ["--exclude-checks", "positive_data_acceptance", "--max-examples", EXAMPLES, "--seed", "1"]
         run = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=100)
         assert run.returncode == 0, run.stdout + run.stderr

@@ -155,7 +155,7 @@ def test_grpc_call_late_behind_the_backlog_is_rejected_with_retry_pushback(
 
 
 def test_earliest_deadline_runs_first(server: ServerProcess, expected: np.ndarray) -> None:
-    # The others have so much time that they are due after it, however long they took to come.
+    # The others have later deadlines, even if they took long to arrive.
     with backlog(server, "slow", headers=within(server, 300)) as waiting:
         answer = post(server, "slow", within(server, 12))
         assert sum(not call.done() for call in waiting) > WAITING / 4
@@ -176,7 +176,7 @@ def test_deadline_below_the_model_latency_gets_no_retry_after(server: ServerProc
 
 
 def test_idle_server_runs_a_request_predicted_to_be_late(server: ServerProcess, expected: np.ndarray) -> None:
-    # Else one wrong prediction would never be put right. It is answered late, which its caller may still see.
+    # Otherwise a wrong prediction would never be corrected. The answer is late, but its client may still read it.
     answer = post(server, "slow", within(server, 0.5))
     assert answer.status_code == 200, answer.text
     np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
@@ -261,7 +261,7 @@ def test_urgent_requests_overtake_queued_ones(server: ServerProcess) -> None:
         urgent = [pool.submit(post, server, "levelled", priority=1) for _ in range(2)]
         urgent += [pool.submit(post, server, "levelled") for _ in range(2)]  # the default level is the first
         order = [call in urgent for call in as_completed([*waiting, *urgent])]
-    # Of the last batches, none was urgent: at least half of the backlog had not run when the urgent ones came.
+    # No urgent request was in the last batches: at least half of the backlog had not run when they arrived.
     assert True not in order[-WAITING // 2 :]
 
 

@@ -85,7 +85,7 @@ def test_loop_sleeps_once_no_request_arrives(polling_server: ServerProcess) -> N
     with kept(polling_server, "http") as infer:
         for _ in range(20):
             infer()
-    # It polls for 10 ms at most, which one of these requests to another thread takes at least a third of.
+    # The loop polls for at most 10 ms; one of these requests to another thread takes at least a third of that.
     seconds = [read_metrics(polling_server).value("ortserve_busy_poll_seconds_total") for _ in range(30)]
     assert seconds[-1] == seconds[-10]
 

@@ -115,7 +115,7 @@ async def test_metadata_over_16_kib_is_rejected(front: Frontend, metadata: tuple
                 await ask(channel, metadata)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await stream.write(infer_request())
-        assert isinstance(await stream.read(), bytes)  # others on the connection go on
+        assert isinstance(await stream.read(), bytes)  # other streams of the connection continue
         stream.cancel()
 
 
@@ -219,7 +219,7 @@ async def test_concurrent_decompression_bombs_stay_within_the_memory_limit() -> 
                 tracemalloc.stop()
     assert sum("max_inflight_bytes" in end["grpc-message"] for end in ends) >= count // 2
     assert inference.gate.held_bytes == 0
-    # What may be held, a step in each thread, and the last of all, which is alone, in parts and whole.
+    # The bytes that may be held, a step in each thread, and the last message, which is alone, in parts and whole.
     assert peak < (8 + 4 * threads) * MIB + 2 * size + MIB
 
 

@@ -170,7 +170,7 @@ async def test_stream_reads_no_requests_past_its_unanswered_limit(
             await stream.write(infer_request("held", str(number)))
         await stream.done_writing()
         await wait_until(lambda: len(inference.received) == 3)
-        # Another call goes all the way there and back, and none of the waiting requests was taken meanwhile.
+        # Another call completes, and no waiting request was read meanwhile.
         other = open_stream(channel)
         await other.write(infer_request("double"))
         await read_answer(other)

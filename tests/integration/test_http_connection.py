@@ -186,7 +186,7 @@ def test_malformed_request_is_rejected_after_earlier_answers(connection: socket.
 def test_client_that_reads_no_answers_is_paused_and_uses_no_memory(server: ServerProcess) -> None:
     process = psutil.Process(server.pid)
     body = body_of(0.123, 100_000, parameters={"binary_data_output": True})
-    for _ in range(8):  # what these leave behind is there for all later ones
+    for _ in range(8):  # leftovers of these requests would affect all later ones
         ask(server, "wide", body)
     before = process.memory_info().rss
     with connect(server) as connection:
@@ -285,7 +285,7 @@ def test_expired_idle_connection_stays_open_for_one_request(ageing_server: Serve
         assert answers.is_at_end()
 
 
-# --- what else a head may ask for
+# --- other requests of a head
 
 
 def offering(request: bytes, *headers: str) -> bytes:

@@ -229,7 +229,7 @@ def test_announced_body_counts_only_received_bytes(narrow_server: ServerProcess)
         for connection in (first, second):
             connection.sendall(INFER + b"Content-Length: 90000\r\n\r\n" + b" " * 100)
         for _ in itertools.takewhile(lambda _: not is_well(narrow_server), range(1000)):
-            pass  # until the server has seen that no more came
+            pass  # until the server has detected the pause
         assert all(is_well(narrow_server) for _ in range(5))
 
 
@@ -238,7 +238,7 @@ def test_client_that_reads_nothing_is_disconnected(server: ServerProcess) -> Non
     request = INFER.replace(b"identity", b"wide") + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
     count = 4  # answers of 4 MB each, more than the system takes for them
     fds = "process_open_fds"
-    with connected(server) as connection:  # from then on the process that reads large JSON is there
+    with connected(server) as connection:  # starts the process that decodes large JSON
         connection.sendall(request)
         assert connection.recv(12) == b"HTTP/1.1 200"
     before = wait_for_sample(server, fds, lambda now: now > 0)

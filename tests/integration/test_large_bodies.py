@@ -110,7 +110,7 @@ def test_body_cut_anywhere_leaves_its_tensor_and_neighbours_intact(
             position, piece = position + count, piece[count:]
             if cuts.random() < 0.02:
                 any(is_read(connection) for _ in range(20))  # then the server saw that piece alone
-        with contextlib.suppress(*NOT_NOW):  # else neither end would go on before the other reads
+        with contextlib.suppress(*NOT_NOW):  # otherwise each end would wait for the other to read
             answers.receive()
     connection.settimeout(LONG_S)
     for array in arrays:
@@ -196,7 +196,7 @@ def test_large_bodies_count_as_received_and_are_rejected_at_the_limit(server: Se
         first.sendall(request[:55_000_000])
         wait_until(lambda: is_read(first))
         second.settimeout(LONG_S)
-        with contextlib.suppress(ConnectionError):  # it is refused before its end
+        with contextlib.suppress(ConnectionError):  # the body is rejected before its end
             second.sendall(request)
         status, _, document = Answers(second).next()
         assert status == 429

@@ -198,7 +198,7 @@ def test_rejected_and_disconnected_requests_release_their_bytes(small_server: Se
         post_padded(small_server, 500)
         for leaver in leavers:
             leaver.close()
-    # Until the server has seen that they are gone; nothing is refused any more then, though all of it is needed.
+    # Wait until the server has detected the disconnects; then no request is rejected, although all bytes are needed.
     assert any(post_padded(small_server, 500).status_code == 200 for _ in range(100))
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda _: post_padded(small_server, 49_000), range(2)))

@@ -127,7 +127,7 @@ def json_numbers(count: int) -> bytes:
 
 
 def test_killed_decoder_process_fails_at_most_one_request(server: ServerProcess, tmp_path: Path) -> None:
-    ask(server, "FP32", np.zeros((1, 50_000), np.float32))  # there is one now
+    ask(server, "FP32", np.zeros((1, 50_000), np.float32))  # starts the decoder process
     body = json_numbers(4_000_000)
     statuses: list[int] = []
 

@@ -80,7 +80,7 @@ def _calling(make: Callable[[], bytes]) -> Callable[[], Send]:
                     call(message, timeout=LONG_S)
                 except grpc.RpcError as error:
                     code, text = error.code().name, error.details() or ""
-                    # A call whose connection ended has a code that a refusal may have, too.
+                    # A call whose connection ended has a code that rejections use, too.
                     return f"the connection ended: {text}" if _CONNECTION_ENDED.search(text) else code
                 return "OK"
 

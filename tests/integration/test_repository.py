@@ -204,7 +204,7 @@ def test_server_without_any_model_is_ready(tmp_path: Path) -> None:
 
 
 def test_repository_that_cannot_be_read_ends_the_server_with_status_1(tmp_path: Path) -> None:
-    # Past the command line, which refuses what is no folder: this one is as if it vanished after that look.
+    # Bypasses the command line, which rejects paths that are not folders: simulates a folder removed after that check.
     script = (
         "import sys; from pathlib import Path; from ortserve.config.options import ServerOptions; "
         "from ortserve.app.run import run; "

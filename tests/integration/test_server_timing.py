@@ -64,4 +64,4 @@ def test_server_timing_phases_sum_to_the_counted_duration(
         longest.append(max(durations_ms, key=lambda name: durations_ms[name]))
         total_ms += sum(durations_ms.values())
     assert total_ms == pytest.approx(counted_s * 1000, abs=0.01 * REQUESTS)
-    assert statistics.mode(longest) == "compute"  # of most: on a busy machine the loop may come late now and then
+    assert statistics.mode(longest) == "compute"  # the mode, as on a busy machine the event loop is sometimes late

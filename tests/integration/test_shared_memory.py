@@ -245,7 +245,7 @@ def test_client_processes_do_not_disturb_each_other(server: ServerProcess) -> No
         assert process.returncode == 0, errors.decode()
 
 
-# --- what the server refuses
+# --- rejections
 
 
 def test_duplicate_region_name_is_rejected_on_both_protocols(caller: Caller) -> None:

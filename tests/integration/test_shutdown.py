@@ -211,7 +211,7 @@ def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path:
             assert answer.json()["outputs"][0]["data"] == [1, 2, 3, 4]
             np.testing.assert_array_equal(grpc_raw(server, "identity", {"x": row})["y"], row)
 
-        # Who cannot wait sends a second signal, which has its usual effect.
+        # A second signal has its usual effect and ends the server at once.
         server.send(signal.SIGTERM)
         assert server.wait() == -signal.SIGTERM
 

@@ -216,7 +216,7 @@ def test_key_update_flood_is_closed_and_delays_no_other_client(
         records = ClientRecords(session, tmp_path / "keys")
         flood = b"".join(records.key_update() for _ in range(20_000))
         is_grpcio = port == "grpc" and "--grpc-transport=grpcio" in ways
-        # Ours is cut off in the midst of it, grpcio reads on and says farewell.
+        # The native transport disconnects within the flood, grpcio reads on and sends close_notify.
         with suppress(ConnectionError) if is_grpcio else pytest.raises(ConnectionError):
             socket.socket.sendall(session, flood)  # past the session, which would encrypt it once more
             by_httpx(mutual)

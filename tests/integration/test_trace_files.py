@@ -110,7 +110,7 @@ def written(ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         for number in range(4):
             infer(grpc, triton_grpc, "identity", f"counted {number}")
         settings.append(http.get_trace_settings())
-        # Of one model only, every other request.
+        # Traces of one model only, for every other request.
         http.update_trace_settings(settings={"trace_level": ["OFF"], "trace_count": None})
         settings.append(http.update_trace_settings("other", {"trace_level": ["TIMESTAMPS"], "trace_rate": 2}))
         for number in range(4):

@@ -93,7 +93,7 @@ def test_name_repeats_no_label(declared: Declaration) -> None:
 def test_labels_are_bounded_and_avoid_reserved_names(declared: Declaration) -> None:
     assert set(declared.labels) <= BOUNDED_LABELS.keys()
     assert not {"le", "quantile", "job", "instance"} & set(declared.labels)
-    # A histogram's buckets multiply with its labels: for a model that is asked in every way.
+    # A histogram's buckets multiply with its labels: for a model with requests of every kind.
     counts = [BOUNDED_LABELS[label] for label in declared.labels]
     series = (len(declared.buckets) + 3) if declared.buckets else 1
     for count in counts:

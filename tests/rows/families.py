@@ -262,7 +262,7 @@ _apart("ml: words", "int64[N,6] x", 'y = TfIdfVectorizer<mode="TF", min_gram_len
 _meet("ml: a vector is normalized", "float[N] x", 'y = ai.onnx.ml.Normalizer<norm="L2">(x)', feeds={"x": [[1], [2], [5]]})
 _meet("ml: words of all", "int64[N] x", 'y = TfIdfVectorizer<mode="TF", min_gram_length=1, max_gram_length=1, max_skip_count=0, ngram_counts=[0], ngram_indexes=[0, 1, 2], pool_int64s=[1, 2, 3]>(x)')
 
-# As many results as all rows decide.
+# The number of results depends on all rows.
 _meet("count: NonZero", _X, "y = NonZero(x)")
 _meet("count: Unique", "int64[N] x", "y = Unique(x)")
 _meet("count: Compress", "float[N,4] x, bool[N] c", "y = Compress<axis=0>(x, c)", feeds={"c": [[1], [0], [1]]})

@@ -102,7 +102,7 @@ class GrowingGraph:
             raise Unsuitable
         results: list[list[np.ndarray] | None] = []
         for index in range(len(RUNS)):
-            # As the session's inputs are called, by position: the session may be another node's.
+            # Input names of the session, by position: the session may belong to another node.
             feeds = {f"i{position}": runs[index] for position, runs in enumerate(operands.values())}
             try:
                 result = None if any(array is None for array in feeds.values()) else session.run(None, feeds)

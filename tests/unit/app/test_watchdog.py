@@ -106,7 +106,7 @@ def test_stalls_in_quick_succession_are_counted_not_logged(lines: Lines) -> None
         if stalls == 2:
             loop.call_soon(loop.stop)
         else:
-            # After the answer to the watchdog, which is asked again then.
+            # After the reply to the watchdog, which then sends its next ping.
             loop.call_later(0.01, stand_still, loop, stalls + 1)
 
     def main(loop: asyncio.AbstractEventLoop) -> None:

@@ -589,7 +589,7 @@ def test_answer_of_every_datatype_decodes_as_a_request(
     array = array[: int(np.prod(shape))].reshape(shape)
     encoded = encode_rest_response(request(binary_output=is_binary), response(Tensor("y", datatype, array)))
     size = len(encoded.body) if encoded.json_size is None else encoded.json_size
-    document = json.loads(bytes(encoded.body)[:size])  # not orjson: there is an infinity
+    document = json.loads(bytes(encoded.body)[:size])  # not orjson, which rejects infinities
     assert document["outputs"][0]["shape"] == list(shape)
     document["inputs"] = document.pop("outputs")
     (tensor,) = decode_rest_request(

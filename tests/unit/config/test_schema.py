@@ -59,7 +59,7 @@ BAD = [
 
 
 def is_taken_by_the_schema(text: str) -> bool:
-    # As editors read the file: keys of mappings are texts.
+    # Editors read keys of mappings as strings.
     validator = jsonschema.Draft202012Validator(make_schema())
     return bool(validator.is_valid(_with_text_keys(yaml.safe_load(text) or {})))
 
@@ -105,7 +105,7 @@ def test_every_key_has_a_description() -> None:
         for name, described in definition.get("properties", {}).items()
     }
     undescribed = {key for key, described in nested.items() if not described.get("description")}
-    # Their own kind says all there is to say.
+    # Their type is sufficient.
     assert all(
         key.startswith(("PadAxis.", "LatestVersions.", "AllVersions.", "SpecificVersions.")) for key in undescribed
     )

@@ -268,7 +268,7 @@ def test_large_output_is_not_bound_but_smaller_batches_are(tmp_path: Path, open_
 
 
 def test_unbatched_model_answers_several_rows_at_once(tmp_path: Path, open_model: Open) -> None:
-    # As are models that were found, after they were opened, to be of rows that are not independent.
+    # The same holds for models whose rows were found dependent after they were opened.
     model = open_model(builders.row_mixer(tmp_path / "model.onnx"))
     draw = np.random.default_rng(0)
     for rows in (1, 5, 1, 3, 5):

@@ -321,7 +321,7 @@ def test_endless_run_is_aborted_and_the_instance_continues(open_instance: Open, 
         result, _ = run_on_worker(instance, batch_of(np.array([3])))
         assert isinstance(result, BatchResult)
         assert result.outputs[0] == 3
-    # What comes too late for a run ends none of those that follow.
+    # An abort that arrives after its run ends no later run.
     instance.terminate()
     assert instance.run(batch_of(np.array([4]))).outputs[0] == 4
 

@@ -67,5 +67,5 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
             logging.getLogger("ortserve.registry.versions").removeHandler(lines)
     assert (record.state, record.explanation) == (State.READY, "")
     await versions.close()
-    # Whatever the load began has ended, else there would be lines for ever.
+    # All tasks of the load have ended; otherwise there would be further lines.
     await asyncio.wait_for(asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True), 30)

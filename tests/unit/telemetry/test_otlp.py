@@ -111,7 +111,7 @@ def test_parent_decides_under_any_ratio(nowhere: str, ratio: float) -> None:
     assert sampled.trace_id == TRACE_ID
     assert sampled.span_id not in (PARENT_ID, "0" * 16)
     assert unsampled is None
-    assert of_later_version is None  # its flag says no, too
+    assert of_later_version is None  # its flag is unset, too
 
 
 @pytest.mark.parametrize(

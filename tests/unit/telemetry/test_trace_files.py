@@ -105,7 +105,7 @@ def test_full_disk_drops_traces_with_one_log_line_and_keeps_valid_files(
     path = tmp_path / "trace.json"
     files = TraceFiles(path, max_bytes=MANY)
     files.append(records(*range(20)))
-    files._writer.submit(int).result()  # the thread has come so far
+    files._writer.submit(int).result()  # the thread has caught up
     with files_of_at_most(path.stat().st_size + 50):
         for _ in range(3):
             files.append(records(*range(100)))

@@ -35,7 +35,7 @@ class SlowCaller:
         await self.may_write.wait()
         self.written.append(message)
 
-    async def abort(self, code: grpc.StatusCode, *_told: object) -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, *_details: object) -> NoReturn:
         self.status = code
         raise grpc.aio.AbortError
 

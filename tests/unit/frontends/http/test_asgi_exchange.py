@@ -114,10 +114,10 @@ async def test_100_continue_is_sent_when_the_application_reads() -> None:
             await receive()
         await sending(start((b"content-length", b"0")), part(b""))(scope, receive, send)
 
-    for path, is_told in (("/reads", True), ("/ignores", False)):
+    for path, sends_continue in (("/reads", True), ("/ignores", False)):
         head = get(path, "Expect: 100-continue", "Content-Length: 2", method="POST")
         written, _ = await HttpSide(app).answer([head, b"{}"])
-        assert written.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") == is_told
+        assert written.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") == sends_continue
 
 
 @pytest.mark.parametrize(

@@ -467,7 +467,7 @@ def without_garbage_collector() -> Iterator[None]:
     [
         builders.mlp,
         builders.fixed_batch,
-        partial(builders.pools_images, least=32),  # which the CPU refuses to take small, too
+        partial(builders.pools_images, least=32),  # whose small inputs the CPU rejects, too
         interfaces.optional_bias,
     ],
 )

@@ -245,7 +245,7 @@ def test_memory_of_unused_sizes_is_released(latency_ns: Callable[[int], int], mo
     )
     assert (found.max_rows, ran) == (most, given_back)
     if given_back:
-        assert runner.ran == [most]  # what serving needs is there again
+        assert runner.ran == [most]  # the memory that serving needs is allocated again
 
 
 def test_temporary_session_runs_one_row() -> None:

@@ -53,7 +53,7 @@ def test_message_of_any_size_is_echoed(path: str, size: int) -> None:
 @pytest.mark.parametrize("path", [ECHO, STREAM])
 @pytest.mark.parametrize(("size", "most_copied"), [(700_000, 270_000), (5_000_000, 1_600_000)])
 def test_large_message_is_received_mostly_in_place(path: str, size: int, most_copied: int) -> None:
-    """Copied are only bytes before the allocation, those of the read that announced it, and those beside frame heads."""
+    """Copied are only bytes before the allocation, the announcing read, and bytes beside frame heads."""
 
     async def test(wire: Wire, client: Client) -> None:
         message = random.Random(size).randbytes(size)
