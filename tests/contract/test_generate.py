@@ -76,7 +76,7 @@ def test_body_is_parsed_under_any_content_type(server: ServerProcess) -> None:
         ("digits", {}, 400, "missing required input(s)"),
         ("poison", {"x": [99, 1, 1, 1]}, 400, "[request id: <id_unknown>]"),
         ("broken", {}, 503, "broken"),
-        ("nobody", {}, 404, "Request for unknown model: 'nobody' is not found"),
+        ("absent", {}, 404, "Request for unknown model: 'absent' is not found"),
     ],
 )
 def test_failure_before_the_answer_is_an_error_status(

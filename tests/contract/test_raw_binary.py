@@ -50,4 +50,4 @@ def test_raw_body_that_does_not_fit_the_signature_is_400(server: ServerProcess) 
         answer = post(server, model, body)
         assert answer.status_code == 400
         assert text in answer.json()["error"]
-    assert post(server, "nobody", b"").status_code == 404
+    assert post(server, "absent", b"").status_code == 404

@@ -80,7 +80,7 @@ async def test_unmodified_client_reads_health_and_metadata(address: str) -> None
             assert client.is_model_ready("double")
             assert client.is_model_ready("double", "1")
             assert not client.is_model_ready("double", "2")
-            assert not client.is_model_ready("nobody")
+            assert not client.is_model_ready("absent")
             server = client.get_server_metadata()
             assert (server.name, server.version) == ("ortserve", "1.2.3")
             assert list(server.extensions) == ["binary_tensor_data", "parameters"]
@@ -178,7 +178,7 @@ with triton.InferenceServerClient(sys.argv[1]) as client:
     tensor.set_data_from_numpy(np.array([1, -2, 3], np.int16))
     assert client.infer("double", [tensor]).as_numpy("OUT0").tolist() == [2, -4, 6]
     try:
-        client.infer("nobody", [tensor])
+        client.infer("absent", [tensor])
     except triton.InferenceServerException as error:
         print(error.status(), error.message())
 """
@@ -190,7 +190,7 @@ async def test_unmodified_client_in_a_process_of_its_own_infers_and_gets_errors(
     )
     out, err = await client.communicate()
     assert client.returncode == 0, err.decode()
-    assert out.decode().strip() == "StatusCode.NOT_FOUND Request for unknown model: 'nobody' is not found"
+    assert out.decode().strip() == "StatusCode.NOT_FOUND Request for unknown model: 'absent' is not found"
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ async def test_request_error_names_its_request_and_the_stream_continues(
     inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=1)
     async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel)
-        for data in (infer_request("busy", "1"), b"\xff", infer_request("nobody", "3"), infer_request("double", "4")):
+        for data in (infer_request("busy", "1"), b"\xff", infer_request("absent", "3"), infer_request("double", "4")):
             await stream.write(data)
         await stream.done_writing()
         answers = [await read_answer(stream) for _ in range(4)]
@@ -79,11 +79,11 @@ async def test_request_error_names_its_request_and_the_stream_continues(
     assert [answer.error_message for answer in answers] == [
         "queue is full",
         "the request is not a valid message of type inference.ModelInferRequest",
-        "Request for unknown model: 'nobody' is not found",
+        "Request for unknown model: 'absent' is not found",
         "",
     ]
     assert [answer.infer_response.id for answer in answers] == ["1", "", "3", "4"]
-    assert [answer.infer_response.model_name for answer in answers] == ["busy", "", "nobody", "double"]
+    assert [answer.infer_response.model_name for answer in answers] == ["busy", "", "absent", "double"]
     assert all(map(is_final, answers))
     assert [len(answer.infer_response.outputs) for answer in answers] == [0, 0, 0, 1]
 
@@ -94,7 +94,7 @@ async def test_strict_mode_ends_the_stream_with_the_first_error(
     inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=2)
     async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel, metadata=(("triton_grpc_error", "true"),))
-        for model in ("held", "busy", "nobody"):
+        for model in ("held", "busy", "absent"):
             await stream.write(infer_request(model))
         await wait_until(lambda: len(inference.received) == 3)
         inference.release.set()

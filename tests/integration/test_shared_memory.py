@@ -260,7 +260,7 @@ def test_impossible_regions_are_rejected(caller: Caller) -> None:
     register = caller.client.register_system_shared_memory
     with owned(4096) as (key, _):
         for asked, size, offset, status, text in (
-            ("/ortserve-test-nobody", 8, 0, (500, "INTERNAL"), "Unable to open shared memory region: '/ortserve-test"),
+            ("/ortserve-test-absent", 8, 0, (500, "INTERNAL"), "Unable to open shared memory region: '/ortserve-test"),
             ("/../etc/passwd", 8, 0, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid"),
             (key, 4097, 0, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid args"),
             (key, 8, 4089, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid args"),

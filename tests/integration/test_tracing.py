@@ -178,7 +178,7 @@ def test_failures_are_spans_with_their_kind_and_status(traced: Traced) -> None:
     url = rest_url(server, "poison", "1")
     assert httpx.post(url, json=poisoned, headers=SAMPLED, timeout=LONG_S).status_code == 400
     with pytest.raises(grpc.RpcError):
-        _unary(server, _message("bad-name", model="nobody"), **SAMPLED)
+        _unary(server, _message("bad-name", model="absent"), **SAMPLED)
     expected: dict[str, dict[str, Any]] = {
         "bad-shape": {"http.response.status_code": 400, "error.type": "invalid_input"},
         "bad-run": {"http.response.status_code": 400, "error.type": "rejected_by_model"},
