@@ -3,7 +3,7 @@
 # make test-quick   those of the inner loop: most unit tests and the import arrows, in about a minute
 # make check   lint, types, import arrows, generated files
 # make docs    the documentation as a site, in site/; broken links fail
-# make wheel   the compiled wheel, in dist/, tested in an environment of its own (needs a C compiler)
+# make wheel   the compiled wheel, in dist/, tested in a separate environment (needs a C compiler)
 # make test-compiled   the same tests with the compiled package (needs a C compiler)
 # make fuzz    malformed input and random schedules, more cases than `make test`: CASES=1000000 of each kind, SEED=2 for others
 # make audit   known vulnerabilities of the pinned dependencies, if a vulnerability service can be reached

@@ -1,4 +1,4 @@
-"""What does each feature that cannot be turned off cost a REST JSON request?
+"""How much does each permanent feature cost a REST JSON request?
 
 Level: HTTP protocol in process, everything beneath it as served. Expected: metrics and ``Server-Timing`` about 1 µs
 each of some 35, limits less, and known heads save about 10.
@@ -67,7 +67,7 @@ ARMS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
 
 
 class Callers:
-    """Connections to a server in this process, each of which sends the same request again and again."""
+    """Connections to a server in this process, each of which repeats the same request."""
 
     def __init__(self, server: Server, request: bytes) -> None:
         inside: Any = server._parts.http._server

@@ -1,4 +1,4 @@
-"""Does the batcher keep its figures under loads that are known exactly?
+"""Does the batcher keep its figures under exactly known loads?
 
 Level: batching (the server's own batcher, planner, admission and device on a virtual clock; runs only take time).
 Expected:

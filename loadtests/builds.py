@@ -1,4 +1,4 @@
-"""Two builds of the package, measured in turns: what ``compiled_cost`` and ``package_cost`` share."""
+"""Two builds of the package, measured in turns; shared by ``compiled_cost`` and ``package_cost``."""
 
 import subprocess
 import sys

@@ -47,7 +47,7 @@ CALLERS: dict[str, Callable[[int, str, np.ndarray, np.ndarray], Caller]] = {"RES
 
 @dataclass(frozen=True)
 class Arm:
-    """A server of the tiny MLP, and what it is asked."""
+    """A server of the tiny MLP, and the request that clients send."""
 
     pid: int
     port: int
@@ -154,7 +154,7 @@ Measure = Callable[[Arm, int], dict[str, float]]
 
 
 def measures(seconds: float) -> dict[str, Measure]:
-    """What is measured in each round of each server; the round's number seeds what is random."""
+    """One round of measurements of each server; the round's number seeds the random choices."""
     return {
         "REST, one client": lambda arm, _: closed_loop(arm, "REST", seconds),
         "gRPC, one client": lambda arm, _: closed_loop(arm, "gRPC", seconds),

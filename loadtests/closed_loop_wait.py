@@ -1,4 +1,4 @@
-"""Do closed-loop callers gain from a batch that waits a moment for their next requests?
+"""Do closed-loop clients gain from a batch that waits a moment for their next requests?
 
 Level: server. Expected: at least 1.2 times the requests a second for 4 and 8 clients in a closed loop, and no loss for
 16, with a model whose run costs about the same for any number of rows (as small models on a GPU do).

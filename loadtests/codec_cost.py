@@ -156,7 +156,7 @@ class Wait:
 
 
 def wait(step: Callable[[], object]) -> Wait:
-    """Make a call on a thread while this one asks for the interpreter's lock again and again."""
+    """Make a call in a thread while this thread repeatedly acquires the interpreter lock."""
     took = 0.0
 
     def call() -> None:
@@ -177,7 +177,7 @@ def wait(step: Callable[[], object]) -> Wait:
 
 @contextmanager
 def server_switch_interval() -> Iterator[None]:
-    """As ``app`` sets it: a waiting thread requests the lock after 50 µs, and gets it between two bytecodes."""
+    """As set by ``app``: a waiting thread requests the lock after 50 µs, and gets it between two bytecodes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.00005)
     try:
@@ -187,7 +187,7 @@ def server_switch_interval() -> Iterator[None]:
 
 
 def spell(samples: Sequence[float]) -> str:
-    """Median and range, in as many digits as there are to tell."""
+    """Median and range with the significant digits."""
     digits = 1 if statistics.median(samples) < 100 else 0
     median, low, high = (f"{value:,.{digits}f}" for value in (statistics.median(samples), min(samples), max(samples)))
     return f"{median} ({low} to {high})"

@@ -1,4 +1,4 @@
-"""What does compiling the path of requests save?
+"""How much does compiling the request path save?
 
 Level: server. Expected: a REST JSON request takes at most 0.8 of the interpreted server's CPU at 32 connections, and
 less than its median time at one; so does a gRPC call.

@@ -37,7 +37,7 @@ class DenseModel:
 
     @property
     def path(self) -> str:
-        """Of the model's URLs."""
+        """The path of the model in URLs."""
         return f"/v2/models/{_NAME}"
 
     def requests(self, *headers: str) -> list[bytes]:

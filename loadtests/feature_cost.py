@@ -1,4 +1,4 @@
-"""What does each feature that can be turned on cost a REST JSON request?
+"""How much does each optional feature cost a REST JSON request?
 
 Level: server. Expected: load reports and traces that are left out 1 to 3 µs each of some 50; keys, an access log and
 TLS up to 10.
@@ -38,7 +38,7 @@ NO_COLLECTOR = "--otlp-endpoint=http://127.0.0.1:9"
 
 @dataclass(frozen=True)
 class Feature:
-    """``name`` is for the table; ``flags`` turn it on, ``headers`` are what its callers send."""
+    """``name`` is for the table; ``flags`` enable the feature, ``headers`` are sent with its requests."""
 
     name: str
     flags: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Would a fixed delay, in which batches wait for more rows, do better than leaving as soon as an instance is free?
+"""Would a fixed queue delay do better than dispatch as soon as an instance is idle?
 
 Level: server. Expected: no. At low load a delay only adds to the latency, at high load batches fill by themselves while
 the one before them runs; median and 99th percentile without delay should be the best, or within the noise, everywhere.
@@ -57,7 +57,7 @@ def main() -> None:
     with dense_model() as model:
         requests = model.requests()
         for number in range(options.rounds):
-            # Where an arm stands says nothing of it: neither its port, nor when it was started or loaded.
+            # The order of the arms has no effect on them: neither by port nor by the time of start or load.
             arms = [list(ARMS)[(place + number) % len(ARMS)] for place in range(len(ARMS))]
             with ExitStack() as servers:
                 for arm in arms:

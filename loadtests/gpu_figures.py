@@ -1,4 +1,4 @@
-"""What device buffers and graph replay are worth on a GPU: against plain runs, and against a bare IO-bound loop?
+"""How much do device buffers and graph replay gain on a GPU, against plain runs and a bare IO-bound loop?
 
 Level: engine (sections ``replay`` and ``overlap``), batcher and engine (``served``); ``checks`` runs ``tests/gpu``.
 Goals, each printed beside its figure: a plain bound run of a model with many kernels takes 1.5 times as long as a
@@ -12,8 +12,8 @@ One command, for a machine with a GPU and without a network: it needs onnx, cupy
 pyyaml and, for ``checks``, pytest, makes its models itself, and compares every model's answers with ONNX Runtime's on
 the CPU first. Each section is a process of its own, as a capture that fails may take its GPU with it, and writes its
 lines to the file as they come; within one, a model that fails is a line of the table. All of it ends within
-``--budget-s``, nine minutes less what starting takes, whatever hangs. ``--device host --scale tiny`` runs it on host
-memory, where the figures mean nothing.
+``--budget-s``, nine minutes less the start-up time, even if a section hangs. ``--device host --scale tiny`` runs it on
+host memory, where the figures mean nothing.
 """
 
 import argparse
@@ -90,7 +90,7 @@ _Begun = TypeVar("_Begun")
 
 
 class ImageShape(TypedDict, total=False):
-    """Of ``gpu_models.residual``; what is not said is ResNet-50's."""
+    """Parameters of ``gpu_models.residual``; the defaults are those of ResNet-50."""
 
     blocks: tuple[int, ...]
     width: int
@@ -137,7 +137,7 @@ class NoTrial(CaptureTrials):
 
 @dataclass(frozen=True)
 class Bench:
-    """Where it runs, and how large."""
+    """The device of the benchmark, and the scale of its models."""
 
     device: str
     scale: Scale
@@ -217,7 +217,7 @@ def run_whole(instance: DeviceInstance, bound: BoundRun, batch: Batch) -> None:
 
 
 def against(ratio: float, goal: float) -> str:
-    """A figure, its goal, and whether it was met, as it is printed: three cells of a table."""
+    """A figure, its goal, and whether it was met, as three cells of a table."""
     return f"{ratio:.3f} | ≥ {goal:.2f} | {'met' if round(ratio, 3) >= goal else 'missed'}"
 
 
@@ -410,7 +410,7 @@ def per_second(work: Callable[[], object], rows: int, seconds: float) -> float:
 
 
 async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, seconds: float) -> float:
-    """Rows a second of callers in a closed loop, a row each, four times as many as fit into a batch."""
+    """Rows a second of closed-loop clients with one row each, four times as many as fit into a batch."""
     loop = asyncio.get_running_loop()
     known = [(size.rows, size.round_trip_ns) for size in loaded.warm_up.latencies]
     runs = BatchRuns(
@@ -458,8 +458,8 @@ def plain_session(bench: Bench, path: Path, inputs: Arrays) -> Callable[[], obje
 def checks(bench: Bench) -> Iterator[str]:
     """The tests of a GPU: right answers by type and size, guards of replay, memory, failures."""
     root = HERE.parent
-    which = ["-m", "gpu"] if bench.device == "cuda" else ["-k", "host and not every_type"]
-    # The repository's own settings ask for plugins that a GPU machine may not have, and these tests need none.
+    which = ["-m", "gpu"] if bench.device == "cuda" else ["-k", "host and not every_datatype"]
+    # The repository's own settings require plugins that a GPU machine may lack; these tests need none of them.
     settings = ["-c", os.devnull, "--rootdir", str(root), "--import-mode=importlib", "-o", "markers=gpu"]
     settings += ["-o", "faulthandler_timeout=60"]  # then all threads say where they stand
     settings += ["-p", "no:cacheprovider", "-p", "no:asyncio"]
@@ -535,7 +535,7 @@ def run_section(name: str, device: str, scale: str) -> int:
 
 
 def run_apart(arguments: Sequence[str], out: Path, timeout_s: float) -> str:
-    """Have a section write behind what is in the file. Returns why it failed, empty where it did not.
+    """Let a section append to the file. Returns the reason of its failure, or an empty string.
 
     It leads a group of processes, all of which end with it: tests and trials of captures are processes, too.
     """

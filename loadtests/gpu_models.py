@@ -14,7 +14,7 @@ _ELEMENT = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.float16): Tenso
 
 
 class _Graph:
-    """Nodes and weights as they are made. Weights are scaled so that what goes through them keeps its size."""
+    """Nodes and weights under construction. Weights are scaled so that activations keep their size."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype
@@ -66,7 +66,7 @@ def mlp(path: Path, *, layers: int, width: int, dtype: type[np.floating] = np.fl
 
 
 def counting(path: Path, width: int = 8) -> Path:
-    """A model that no graph can hold, since NonZero tells the host how much it found: x [batch, width] → y, the same.
+    """A model that cannot be captured, since NonZero returns its count to the host: x [batch, width] → y, the same.
 
     y = x + 0 · elements that are not 0. Rows do not depend on each other, but the analysis of the graph cannot know
     that the product is 0: the model is batched only where ``batched: true`` says so.

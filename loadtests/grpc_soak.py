@@ -70,7 +70,7 @@ class Soak:
         self._body.write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
 
     def bulk(self) -> None:
-        """Many calls by h2load, on connections of their own."""
+        """Many calls by h2load, on new connections."""
         command = ["h2load", f"-n{BULK_CALLS}", "-c8", "-m16", "-d", str(self._body)]
         command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
         command.append(f"http://{self.address}{METHOD}ModelInfer")

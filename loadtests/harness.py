@@ -1,4 +1,4 @@
-"""What the benchmarks share: servers as processes, a load from wrk, CPU time of a process tree, tables."""
+"""Shared parts of the benchmarks: servers as processes, a load from wrk, CPU time of a process tree, tables."""
 
 import json
 import os
@@ -30,7 +30,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Load:
-    """What one stretch of load gave: requests per second, latency in ms, CPU of the server per request in µs."""
+    """The result of one stretch of load: requests per second, latency in ms, CPU of the server per request in µs."""
 
     requests_per_s: float
     p50_ms: float
@@ -51,7 +51,7 @@ def running(command: Sequence[str], ready_url: str, environment: Mapping[str, st
 
 @contextmanager
 def serving(repository: Path, port: int, *flags: str, environment: Mapping[str, str] = NOTHING) -> Iterator[int]:
-    """An ortserve of its own on ``port`` (HTTP) and the two ports after it; yields its process id once it is ready."""
+    """Start an ortserve on ``port`` (HTTP) and the two ports after it; yield its process id once it is ready."""
     ports = [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
     command = [sys.executable, "-m", "ortserve", "serve", str(repository), "--log-level=warning", *ports, *flags]
     with running(command, f"http://127.0.0.1:{port}/v2/health/ready", environment) as pid:
@@ -114,7 +114,7 @@ def wrk(
 
 @contextmanager
 def checking(check: Callable[[], None]) -> Iterator[None]:
-    """Call ``check`` again and again on a thread while the block runs.
+    """Call ``check`` repeatedly in a thread while the block runs.
 
     Raises:
         AssertionError: Whatever ``check`` raised, or that it never got to run.

@@ -225,7 +225,7 @@ def measure(pid: int, ask: Ask, requests: int) -> Measured:
 
 
 def cpu_ns(pid: int) -> int:
-    """Of all threads, by the scheduler's own count: that of ``times`` has ticks of 10 ms."""
+    """CPU time of all threads by the scheduler's own count: that of ``times`` has ticks of 10 ms."""
     threads = (Path(f"/proc/{pid}/task/{thread.id}/schedstat") for thread in psutil.Process(pid).threads())
     return sum(int(thread.read_text().split()[0]) for thread in threads)
 

@@ -40,7 +40,7 @@ def resident_bytes() -> int:
 
 
 def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """What it returns, and the CPU seconds that it took."""
+    """Call a function; return its result and the CPU seconds that it took."""
     began = time.process_time()
     return work(*arguments), time.process_time() - began
 

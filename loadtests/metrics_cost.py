@@ -68,7 +68,7 @@ def buckets_of(registry: CollectorRegistry) -> list[str]:
 
 
 def compare_counting(rounds: int, requests: int) -> str:
-    """What counting a request takes, as Markdown."""
+    """The cost of counting a request, as Markdown."""
     arms = {"prometheus_client.Histogram": library_arm(), "telemetry.metrics": collector_arm()}
     taken_us: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):

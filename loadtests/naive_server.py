@@ -1,4 +1,4 @@
-"""The server a user would write in an afternoon: FastAPI, pydantic documents, ``session.run`` in the thread pool.
+"""A minimal server without optimisation: FastAPI, pydantic documents, ``session.run`` in the thread pool.
 
     python naive_server.py PORT NAME=MODEL.onnx … [--one-thread]
 

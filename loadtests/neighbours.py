@@ -1,4 +1,4 @@
-"""The neighbours of ``noisy_neighbour.py``: what each sends, and the process that sends it.
+"""The neighbours of ``noisy_neighbour.py``: the requests of each, and the process that sends them.
 
 Bodies are made before the measurement and the same bytes go out each time; the process has the lowest priority, so that
 its own work takes little from the processors that it shares with the server.
@@ -45,7 +45,7 @@ Ask = Callable[[], Sequence[str]]
 
 @dataclass(frozen=True)
 class Ports:
-    """Of the server."""
+    """The address of the server."""
 
     http: int
     grpc: int
@@ -85,7 +85,7 @@ def write_models(repository: Path) -> tuple[str, ...]:
 
 
 def neighbour(pipe: Pipe, name: str, ports: Ports) -> None:
-    """The process: says when it is prepared, sends from any message to the next, then gives its counts back."""
+    """The process: reports that it is prepared, sends between one message and the next, then returns its counts."""
     os.nice(19)
     chosen = next(one for one in NEIGHBOURS if one.name == name)
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def _inferring(ports: Ports, model: str, body: bytes, headers: Mapping[str, str]
 
 
 def _calling(ports: Ports, stack: ExitStack, message: bytes) -> Ask:
-    """A call by gRPC's own client; the message goes as it is."""
+    """A call by gRPC's own client with the message's bytes unchanged."""
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
     channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{ports.grpc}", options))
     call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
@@ -225,7 +225,7 @@ def _loop_model(ports: Ports, _: ExitStack) -> Sequence[Ask]:
 
 
 def _endless_loop(ports: Ports, _: ExitStack) -> Sequence[Ask]:
-    """A run that would take 60,000 years, for a caller that waits half a second."""
+    """A run that would take 60,000 years, for a client that waits half a second."""
     tensor = {"name": "n", "datatype": "INT64", "shape": [1], "data": [2**62]}
     body = orjson.dumps({"inputs": [tensor]})
     return (_inferring(ports, "counted", body, {**_HEADERS, "X-Request-Timeout-Ms": "500"}),)

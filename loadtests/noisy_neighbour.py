@@ -1,4 +1,4 @@
-"""Can one caller hold up the others?
+"""Can one client delay the others?
 
 Level: server. Expected: beside every neighbour the 99th percentile of small requests is at most 3 ms and at most 3
 times that of the same requests alone, on both protocols, and the server's memory grows by no more than its account of
@@ -53,7 +53,7 @@ _SPAWN: Final = multiprocessing.get_context("spawn")
 
 @dataclass
 class Found:
-    """Of one neighbour and one server: stretches by protocol, alone and beside, and what they cost the server."""
+    """Results of one neighbour and one server: stretches by protocol, alone and beside, and the server's cost."""
 
     alone: dict[str, list[Stretch]] = field(default_factory=lambda: {protocol: [] for protocol in PROTOCOLS})
     beside: dict[str, list[Stretch]] = field(default_factory=lambda: {protocol: [] for protocol in PROTOCOLS})
@@ -184,7 +184,7 @@ def ask_stretch(small: Pipe, seconds: float) -> None:
 
 
 def receive(pipe: Pipe) -> Any:
-    """What a process has to say. Raises TimeoutError where it says nothing for long."""
+    """The next message of a process. Raises TimeoutError after a long silence."""
     if not pipe.poll(PATIENCE_S + SLOWEST_S):
         raise TimeoutError("a process of this benchmark does not answer")
     return pipe.recv()
@@ -192,7 +192,7 @@ def receive(pipe: Pipe) -> Any:
 
 @contextmanager
 def process(target: Any, *arguments: Any) -> Iterator[Pipe]:
-    """A process that is given a pipe, and ends on None or with the block."""
+    """A process with a pipe; it ends on None or with the block."""
     ours, theirs = _SPAWN.Pipe()
     started = _SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)
     started.start()

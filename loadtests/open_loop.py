@@ -1,4 +1,4 @@
-"""A load that does not wait for answers: requests leave at the times of a Poisson process, or in a closed loop.
+"""A load that does not wait for answers: requests are sent at the times of a Poisson process, or in a closed loop.
 
 Plain HTTP/1.1 on kept connections, read by hand, so that the load generator takes a fraction of what the server does.
 """
@@ -23,7 +23,7 @@ Check = Callable[[int, bytes], None]
 
 @dataclass
 class Outcome:
-    """What one stretch of load gave. Latencies are of answers with status 200, in seconds from when they were due."""
+    """The result of one stretch of load. Latencies are of answers with status 200, in seconds from the due time."""
 
     seconds: float
     offered: int = 0
@@ -53,7 +53,7 @@ def offer(
     seed: int,
     check_every: int = 20,
 ) -> Outcome:
-    """Send ``rate`` requests a second for ``seconds``, whatever becomes of them, and wait for all answers.
+    """Send ``rate`` requests a second for ``seconds`` without waiting between them, then wait for all answers.
 
     Args:
         port: Of the server on this machine.
@@ -88,7 +88,7 @@ def offer(
 def closed_loop(
     port: int, requests: Sequence[bytes], check: Check, *, callers: int, seconds: float, check_every: int = 20
 ) -> Outcome:
-    """Have ``callers`` send one request after the other for ``seconds``."""
+    """Let ``callers`` clients send one request after the other for ``seconds``."""
 
     async def run() -> Outcome:
         client = _Client(port, requests, check, check_every)

@@ -1,4 +1,4 @@
-"""Does a server that is offered more than it can do still do as much as it can, in time?
+"""Does an overloaded server keep its full throughput of timely answers?
 
 Level: server. Expected: at 1.2 and 2 times the capacity, with a deadline of five full batches on each request, at least
 0.90 of the capacity is answered within the deadline. Two models: one whose full batches take about 20 ms, so that the

@@ -50,7 +50,7 @@ AIMS: Final = {"FastAPI": 3.0, MLSERVER: 3.0, LITSERVE: 3.0, MOSEC: 1.5}
 
 @dataclass(frozen=True)
 class Arm:
-    """A server with the model: where and how it is asked. ``pid`` is None where it is not ours to look at."""
+    """A server with the model, its port and request. ``pid`` is None for a server whose CPU time is not measured."""
 
     server: str
     pid: int | None
@@ -70,7 +70,7 @@ class Arm:
 
 
 class Servers:
-    """Starts servers with one model and one request, each on ports of its own."""
+    """Starts servers with one model and one request, each on separate ports."""
 
     def __init__(self, repository: Path, stack: ExitStack) -> None:
         self._repository = repository
@@ -99,7 +99,7 @@ class Servers:
         environment |= {
             f"MLSERVER_{kind}_PORT": str(PORT + 20 + i) for i, kind in enumerate(("HTTP", "GRPC", "METRICS"))
         }
-        # It looks for its model's code from the folder that it is started in.
+        # The server imports its model's code from its working folder.
         command = ["env", "-C", PEERS / "mlserver", *(f"{name}={value}" for name, value in environment.items())]
         command += [python_with(MLSERVER).with_name("mlserver"), "start", "."]
         return self.by_address(MLSERVER, url, self._start(command, f"{url}/v2/models/mlp/ready"))

@@ -1,4 +1,4 @@
-"""How many REST JSON requests does one ortserve process answer, compared with the server a user would write?
+"""How many REST JSON requests does one ortserve process answer, compared with a minimal FastAPI server?
 
 Level: server. Expected: at 32 connections at least 6 times the naive server's requests per second for the tiny MLP, at
 about a tenth of its CPU time per request.

@@ -1,4 +1,4 @@
-"""A batcher on a clock of its own: the server's batching code, runners that only take time, seeded arrivals.
+"""A batcher in virtual time: the server's batching code, runners that only take time, seeded arrivals.
 
 Used by ``batching_simulation.py`` and by ``tests/simulation``. Batcher, planner, admission, queue and shared threads
 are those of the server; only the clock, the event loop and the runs are simulated. Every request has one row.
@@ -153,7 +153,7 @@ def set_stage(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an open load gave; requests are in the order of arrival and those of the warm-up are left out.
+    """The result of an open load; requests are in the order of arrival, without those of the warm-up.
 
     Attributes:
         latency_ns: Of each request, None for those refused or dropped.
@@ -226,7 +226,7 @@ def open_loop(
     slo_ns: int | None = None,
     limits: QueueLimits = _ROOM,
 ) -> Outcome:
-    """Offer requests at set times, whatever becomes of those before, each to be answered within ``slo_ns``."""
+    """Send requests at set times, independent of earlier answers, each to be answered within ``slo_ns``."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Outcome:
         stage = set_stage(
@@ -278,7 +278,7 @@ def _latency_ns(request: InflightRequest) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What clients in a closed loop got: requests a second with its standard error, and the mean latency."""
+    """The result of closed-loop clients: requests a second with its standard error, and the mean latency."""
 
     per_s: float
     error_per_s: float
@@ -294,7 +294,7 @@ Think = Callable[[random.Random], float]
 def closed_loop(
     machine: Machine, clients: int, think: Think, *, closed_loop_wait: bool, requests: int = 20_000
 ) -> Loop:
-    """Let each of ``clients`` ask, wait for the answer, think, and ask again. Each has a seeded thinking of its own."""
+    """Let each of ``clients`` send, wait for the answer, pause, and send again, with a seeded pause of its own."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Loop:
         stage = set_stage(machine, loop, clock, closed_loop_wait=closed_loop_wait)
@@ -342,7 +342,7 @@ def closed_loop(
 
 
 def _first_ns(machine: Machine, clients: int, draw: random.Random) -> float:
-    """When a client asks first: not all at once, or clients that think equally long would stay together for ever."""
+    """When a client sends first: spread out, as clients with equal pauses would otherwise stay together for ever."""
     return draw.uniform(0, machine.latency_ns(clients))
 
 
@@ -367,7 +367,7 @@ def _greedy(machine: Machine, ready: list[float], now: float) -> int:
 
 
 def _foresee(machine: Machine, clients: int, think: Think, least: int | None, requests: int) -> float:
-    """Requests a second when a batch goes as soon as ``least`` wait, or, for None, at the best moment."""
+    """Requests a second if a batch starts once ``least`` requests wait, or, for None, at the best moment."""
     draws = [random.Random(client) for client in range(clients)]
     back = sorted((_first_ns(machine, clients, draw), client) for client, draw in enumerate(draws))
     now = 0.0
@@ -386,7 +386,7 @@ def _foresee(machine: Machine, clients: int, think: Think, least: int | None, re
 
 @dataclass(frozen=True, slots=True)
 class SharedTime:
-    """What saturated models of one device got of it, in the order of the models."""
+    """The share of one device that each saturated model got, in the order of the models."""
 
     shares: list[float]
     batches: list[int]

@@ -1,4 +1,4 @@
-"""Small requests at a fixed rate on both protocols, sent from a process of their own: what other callers do to them.
+"""Small requests at a fixed rate on both protocols from a separate process: a measure of interference by other clients.
 
 The latency of a request counts from the time at which it was due, so that a server that stands still shows in the
 latency of every request that was due meanwhile. Each answer is compared with what ONNX Runtime gives.
@@ -38,7 +38,7 @@ _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 @dataclass(frozen=True)
 class Stretch:
-    """What became of one protocol's requests: latencies of right answers in seconds, others by what they were."""
+    """The results of one protocol's requests: latencies of correct answers in seconds, and counts of other results."""
 
     latencies_s: np.ndarray
     wrong: tuple[str, ...]
@@ -53,7 +53,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Row:
-    """The request that is sent again and again, and its right answer."""
+    """The repeated request, and its correct answer."""
 
     model: str
     values: np.ndarray

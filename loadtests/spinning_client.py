@@ -1,4 +1,4 @@
-"""One caller over REST or gRPC that never sleeps: it asks its socket again and again until the answer is there.
+"""One client over REST or gRPC that never sleeps: it polls its socket until the answer is there.
 
 A client that sleeps is woken as slowly as a server that sleeps, and would be in every figure. The first answer of each
 connection is checked against expected outputs, all others against the bytes of the first.

@@ -1,4 +1,4 @@
-"""A steady load on a server that runs already, to look at its dashboard by. Not a benchmark: it shares the machine.
+"""A steady load on a running server, to look at its dashboard. Not a benchmark: it shares the machine.
 
     python loadtests/steady_load.py [--port 8000] [--rate 200] [--seconds 60]
 

@@ -1,4 +1,4 @@
-"""What every test needs. Importing the package first silences ONNX Runtime's telemetry in this process."""
+"""Fixtures for all tests. Importing the package first silences ONNX Runtime's telemetry in this process."""
 
 from collections.abc import Iterator
 from functools import cache

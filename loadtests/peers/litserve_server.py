@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 
 class Mlp(litserve.LitAPI):
-    """What LitServe asks for, in the order of a request's way."""
+    """The methods of LitServe's interface, in the order of a request."""
 
     def setup(self, device: str) -> None:
         options = ort.SessionOptions()

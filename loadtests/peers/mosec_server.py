@@ -19,7 +19,7 @@ class Mlp(Worker):
     """Each batch is a list of what requests held."""
 
     def __init__(self) -> None:
-        """Each worker process has a session of its own."""
+        """Each worker process has its own session."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         self.session = ort.InferenceSession(os.environ["ONNX_FILE"], options, providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""The server that the wire's contract is held against."""
+"""The server under the contract tests of the wire formats."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -540,7 +540,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _memory_bytes(pid: int, name: str) -> int:
-    """Of the process and its children: the sum of peaks is at least the peak of the sum."""
+    """The memory of the process and its children: the sum of peaks is at least the peak of the sum."""
 
     def read(process: psutil.Process) -> int:
         found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())

@@ -69,7 +69,7 @@ def test_output_without_an_order_is_rejected_by_its_type(server: ServerProcess) 
             assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
 
 
-def test_many_classes_of_many_rows_come_complete(server: ServerProcess) -> None:
+def test_all_classes_of_all_rows_are_returned(server: ServerProcess) -> None:
     rows = np.random.default_rng(0).permutation(200_000).reshape(8, -1).astype(np.float32)
     with triton_http.InferenceServerClient(server.http) as client:
         result = client.infer(

@@ -52,7 +52,7 @@ def arrays(answer: httpx.Response) -> np.ndarray:
 
 @pytest.mark.parametrize("encoding", COMPRESSIONS)
 @pytest.mark.parametrize("array", [SMALL, LARGE, NOISE], ids=["small", "large", "noise"])
-def test_compressed_request_is_answered_as_any_other(server: ServerProcess, encoding: str, array: np.ndarray) -> None:
+def test_compressed_request_gets_the_same_answer(server: ServerProcess, encoding: str, array: np.ndarray) -> None:
     body, headers = binary_request(array)
     plain = post(server, body, headers)
     answer = post(server, COMPRESSIONS[encoding](body), headers | {"Content-Encoding": encoding})
@@ -122,7 +122,7 @@ async def test_asyncio_client_that_always_requests_compression_reads_either_answ
 
 
 @pytest.mark.parametrize("encoding", COMPRESSIONS)
-def test_body_that_inflates_beyond_the_limit_is_413(narrow_server: ServerProcess, encoding: str) -> None:
+def test_body_inflating_past_the_limit_is_rejected_with_413(narrow_server: ServerProcess, encoding: str) -> None:
     for size in (BODY_LIMIT + 1, 50_000_000):
         answer = post(narrow_server, COMPRESSIONS[encoding](bytes(size)), {"Content-Encoding": encoding})
         assert answer.status_code == 413

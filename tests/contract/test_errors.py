@@ -23,7 +23,7 @@ BODY_LIMIT: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input as a caller may spell it, right or wrong."""
+    """An input as a client can send it, valid or not."""
 
     name: str
     datatype: str
@@ -124,13 +124,13 @@ GRPC: Final[tuple[Send, ...]] = (send_grpc_raw, send_grpc_typed, send_grpc_strea
 def post(
     server: ServerProcess, request: Request, body: bytes | Iterator[bytes], headers: dict[str, str] | None = None
 ) -> Refusal | None:
-    """Send a REST body; None where it was answered."""
+    """Send a REST body; return the error, or None on success."""
     url = rest_url(server, request.model, request.version)
     return _refusal(httpx.post(url, content=body, headers=headers, timeout=LONG_S))
 
 
 def call(server: ServerProcess, data: bytes, method: str = "ModelInfer") -> Refusal | None:
-    """Send a gRPC message as bytes; None where it was answered."""
+    """Send a gRPC message as bytes; return the error, or None on success."""
     with grpc.insecure_channel(server.grpc) as channel:
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         send = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
@@ -288,7 +288,7 @@ BAD_REQUESTS: Final[dict[str, tuple[Request, int, StatusCode, tuple[str, ...]]]]
 
 @pytest.mark.parametrize("send", [*REST, *GRPC], ids=lambda send: send.__name__.removeprefix("send_"))
 @pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_bad_request_gets_its_status_and_a_text_naming_the_thing(server: ServerProcess, send: Send, case: str) -> None:
+def test_bad_request_gets_its_status_and_names_the_fault(server: ServerProcess, send: Send, case: str) -> None:
     request, http_status, grpc_status, words = BAD_REQUESTS[case]
     came = refusal(send(server, request))
     assert came.status == (http_status if send in REST else grpc_status)
@@ -408,9 +408,7 @@ def test_absent_length_of_the_json_part_is_400_if_binary_data_follow(server: Ser
 
 
 @pytest.mark.parametrize("encoding", ["br", "gzip, deflate", "none"])
-def test_unknown_compression_of_a_body_is_501_and_the_known_ones_are_named(
-    server: ServerProcess, encoding: str
-) -> None:
+def test_unknown_content_encoding_is_501_and_names_the_known_ones(server: ServerProcess, encoding: str) -> None:
     came = refusal(post(server, GOOD, b"\x1f\x8b", {"Content-Encoding": encoding}))
     assert came.status == 501
     assert f"'{encoding}'" in came.text
@@ -441,7 +439,7 @@ def test_typed_and_raw_contents_together_are_rejected(server: ServerProcess) -> 
     assert "'INPUT0'" in came.text
 
 
-def test_call_that_does_not_exist_is_unimplemented(server: ServerProcess) -> None:
+def test_unknown_method_is_unimplemented(server: ServerProcess) -> None:
     came = refusal(call(server, b"", "NoSuchCall"))
     assert came.status is StatusCode.UNIMPLEMENTED
     assert "unknown method 'NoSuchCall'" in came.text
@@ -510,13 +508,13 @@ def narrow_server(ways: tuple[str, ...]) -> Iterator[ServerProcess]:
         assert send_grpc_raw(server, GOOD) is None
 
 
-def test_body_announced_as_too_large_is_413(narrow_server: ServerProcess) -> None:
+def test_announced_oversized_body_is_rejected_with_413(narrow_server: ServerProcess) -> None:
     came = refusal(post(narrow_server, GOOD, b" " * (BODY_LIMIT + 1)))
     assert came.status == 413
     assert f"at most {BODY_LIMIT} bytes" in came.text
 
 
-def test_body_that_grows_too_large_in_chunks_is_413(narrow_server: ServerProcess) -> None:
+def test_chunked_oversized_body_is_rejected_with_413(narrow_server: ServerProcess) -> None:
     came = refusal(post(narrow_server, GOOD, iter([b" " * 5000] * 5)))
     assert came.status == 413
     assert f"at most {BODY_LIMIT} bytes" in came.text

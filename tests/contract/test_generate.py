@@ -43,7 +43,7 @@ def test_keys_are_inputs_and_outputs(server: ServerProcess, route: str) -> None:
     assert "queue;dur=" in answer.headers["server-timing"]
 
 
-def test_arrays_are_rows_and_come_back_flat(server: ServerProcess) -> None:
+def test_arrays_are_rows_and_are_returned_flat(server: ServerProcess) -> None:
     assert post(server, "echo", {"x": [1.5, 2, 3]}).json()["y"] == [1.5, 2, 3]
     assert post(server, "echo", {"x": [[1, 2], [3, 4]]}).json()["y"] == [1, 2, 3, 4]
     document = {"INPUT0": list(range(16)), "INPUT1": [1] * 16}
@@ -76,7 +76,7 @@ def test_body_is_read_as_json_with_any_content_type(server: ServerProcess) -> No
         ("digits", {}, 400, "missing required input(s)"),
         ("poison", {"x": [99, 1, 1, 1]}, 400, "[request id: <id_unknown>]"),
         ("broken", {}, 503, "broken"),
-        ("nobody", {}, 404, "Request for unknown model: 'nobody' is not found"),
+        ("absent", {}, 404, "Request for unknown model: 'absent' is not found"),
     ],
 )
 def test_error_before_the_answer_is_an_error_status(

@@ -18,7 +18,7 @@ SAMPLES = wire.samples()
 PAGE: dict[str, dict[str, dict[str, Any]]] = json.loads(golden_bytes.PAGE.read_text())
 
 
-def test_every_datatype_and_odd_shape_is_frozen() -> None:
+def test_every_datatype_and_odd_shape_is_recorded() -> None:
     assert list(PAGE) == list(SAMPLES)
     assert {datatype for datatype, _ in SAMPLES.values()} == set(DataType)
 
@@ -41,7 +41,7 @@ def test_frozen_request_is_decoded_as_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGE)
-def test_answer_is_the_frozen_one_to_the_byte(name: str) -> None:
+def test_answer_equals_the_recorded_bytes(name: str) -> None:
     datatype, array = SAMPLES[name]
     response = InferResponse("m", "3", "7", [Tensor("y", datatype, np.ascontiguousarray(array).reshape(array.shape))])
     assert {codec: golden_bytes.spell(body) for codec, body in golden_bytes.answers(response).items()} == PAGE[name][

@@ -13,7 +13,7 @@ CALLS = golden_calls.calls()
 PAGE: dict[str, dict[str, dict[str, Any]]] = json.loads(golden_calls.PAGE.read_text())
 
 
-def test_every_call_is_frozen_as_clients_spell_it() -> None:
+def test_every_call_is_recorded_as_clients_encode_it() -> None:
     assert {name: frozen["call"] for name, frozen in PAGE.items()} == {
         name: golden_calls.spell_call(call) for name, call in CALLS.items()
     }
@@ -21,5 +21,5 @@ def test_every_call_is_frozen_as_clients_spell_it() -> None:
 
 @ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("name", CALLS)
-def test_answer_over_a_socket_is_the_frozen_one_to_the_byte(server: ServerProcess, name: str) -> None:
+def test_answer_over_a_socket_equals_the_recorded_bytes(server: ServerProcess, name: str) -> None:
     assert golden_calls.answer(server, CALLS[name]) == PAGE[name]["answer"]

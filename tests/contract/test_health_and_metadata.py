@@ -44,7 +44,7 @@ def test_both_clients_read_the_readiness_of_a_model(
         assert grpc.is_model_ready(model, version) is is_ready
 
 
-def test_model_that_is_known_but_not_ready_is_400_and_one_that_is_unknown_404(server: ServerProcess) -> None:
+def test_unready_model_is_400_and_unknown_model_404(server: ServerProcess) -> None:
     assert get(server, "/v2/models/broken/ready").status_code == 400
     assert get(server, "/v2/models/nowhere/ready").status_code == 404
     ready = get(server, "/v2/models/simple/versions/1/ready")
@@ -79,7 +79,7 @@ def test_server_metadata_is_the_same_over_grpc(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("version", ["", "1"])
-def test_model_metadata_names_versions_tensors_and_how_the_model_runs(server: ServerProcess, version: str) -> None:
+def test_model_metadata_has_versions_tensors_and_properties(server: ServerProcess, version: str) -> None:
     path = f"/v2/models/digits{f'/versions/{version}' if version else ''}"
     metadata = get(server, path).json()
     properties = metadata.pop("properties")
@@ -105,7 +105,7 @@ def test_model_metadata_names_versions_tensors_and_how_the_model_runs(server: Se
         assert described == metadata[role]
 
 
-def test_openapi_document_describes_inference_and_the_documentation_page_is_there(server: ServerProcess) -> None:
+def test_openapi_document_and_its_page_describe_inference(server: ServerProcess) -> None:
     paths = get(server, "/openapi.json").json()["paths"]
     assert "post" in paths["/v2/models/{model}/infer"]
     assert "post" in paths["/v2/models/{model}/versions/{version}/infer"]

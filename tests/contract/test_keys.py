@@ -324,7 +324,7 @@ def test_rejections_are_counted_and_no_key_is_shown_anywhere(server: ServerProce
         assert key not in shown
 
 
-def test_server_does_not_start_with_a_file_that_holds_no_keys(tmp_path: Path) -> None:
+def test_key_file_without_keys_stops_the_start(tmp_path: Path) -> None:
     file = tmp_path / "secret-but-bad"
     file.write_text("secret-but-bad!!!!!!!")
     with starting("--example", "--control-keys-file", file) as server:

@@ -142,7 +142,7 @@ def test_impossible_call_is_rejected_in_the_words_of_the_protocol(
 
 @pytest.mark.parametrize("path", ["/v2/repository/models/identity/load", "/v2/repository/models/none/unload"])
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"parameters":{}}'])
-def test_load_and_unload_answer_nothing_with_status_200(managed: ServerProcess, path: str, body: bytes) -> None:
+def test_load_and_unload_answer_200_with_an_empty_body(managed: ServerProcess, path: str, body: bytes) -> None:
     assert call(managed, path, body, FORM) is None
 
 
@@ -304,7 +304,7 @@ def test_configuration_has_numbers_as_numbers_on_rest_and_the_same_on_grpc(
             grpc.get_model_config("none")
 
 
-def test_log_settings_switch_the_lines_of_a_running_server(managed: ServerProcess) -> None:
+def test_log_settings_change_the_lines_of_a_running_server(managed: ServerProcess) -> None:
     start = {
         "log_file": "",
         "log_info": True,

@@ -61,7 +61,7 @@ def test_sequences_are_rejected_by_name_on_both_protocols(server: ServerProcess)
         ([], "parameters"),
     ],
 )
-def test_odd_parameter_is_400_and_named(server: ServerProcess, parameters: Any, text: str) -> None:
+def test_invalid_parameter_is_400_and_named(server: ServerProcess, parameters: Any, text: str) -> None:
     answer = post(server, parameters)
     assert answer.status_code == 400
     assert text in answer.json()["error"]

@@ -32,7 +32,7 @@ def test_row_of_fixed_shape_is_answered_with_all_outputs_binary(server: ServerPr
     assert "id" not in result.get_response()
 
 
-def test_string_is_sent_without_its_length(server: ServerProcess) -> None:
+def test_string_output_has_no_length_prefix(server: ServerProcess) -> None:
     assert read(post(server, "echo_text", "añb".encode())).as_numpy("y").tolist() == [["añb".encode()]]
 
 
@@ -50,4 +50,4 @@ def test_body_that_fits_no_shape_is_400(server: ServerProcess) -> None:
         answer = post(server, model, body)
         assert answer.status_code == 400
         assert text in answer.json()["error"]
-    assert post(server, "nobody", b"").status_code == 404
+    assert post(server, "absent", b"").status_code == 404

@@ -27,5 +27,5 @@ def test_each_kind_of_error_has_its_status_on_both_protocols() -> None:
     }
 
 
-def test_no_kind_of_error_is_without_a_status() -> None:
+def test_every_error_kind_has_a_status() -> None:
     assert set(STATUSES) == set(ErrorKind)

@@ -1,4 +1,4 @@
-"""docker-compose.yml, without Docker: what it names is there, and its parts agree."""
+"""docker-compose.yml, without Docker: the files that it names exist, and its parts agree."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 SERVERS = ("ortserve", "ortserve-gpu")
 
 
-def test_files_that_are_mounted_are_there() -> None:
+def test_mounted_files_exist() -> None:
     for service in SERVICES.values():
         for mount in service.get("volumes", []):
             source = mount.split(":")[0]
@@ -53,7 +53,7 @@ def test_every_service_is_limited_and_gains_no_privileges() -> None:
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_options_are_real_and_agree_with_the_container(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_exist_and_agree_with_the_container(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     service = SERVICES[name]
     for variable, value in service["environment"].items():
         assert variable.removeprefix("ORTSERVE_").lower() in ServerOptions.model_fields
@@ -70,7 +70,7 @@ def test_options_are_real_and_agree_with_the_container(name: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_certificate_is_named_in_the_folder_that_is_mounted_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificate_path_is_in_the_mounted_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     service = yaml.safe_load((DEPLOY / "compose.tls.yml").read_text())["services"][name]
     for variable, value in service["environment"].items():
         monkeypatch.setenv(variable, value)
@@ -107,7 +107,7 @@ def test_prometheus_finds_the_server_and_grafana_finds_prometheus() -> None:
 
 
 def test_server_starts_with_the_command_of_the_file_and_takes_the_load_test(tmp_path: Path) -> None:
-    """With an empty folder in the place of the volume, as at the first start."""
+    """The volume is an empty folder, as at the first start."""
     service = SERVICES["ortserve"]
     command, *arguments = [str(tmp_path) if word == "/models" else word for word in service["command"]]
     assert command == "serve"

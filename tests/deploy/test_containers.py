@@ -1,4 +1,4 @@
-"""The image, its pod and docker-compose.yml, run by a container engine where one is named.
+"""The image, its pod and docker-compose.yml, run by a container engine if one is configured.
 
     ORTSERVE_TEST_ENGINE=docker .venv/bin/python -m pytest tests/deploy/test_containers.py
 
@@ -52,7 +52,7 @@ def typed(program: str, verb: str) -> list[list[str]]:
 
 
 def engine(*arguments: str | Path, timeout_s: float = LONG_S, **variables: str) -> str:
-    """Have the engine do something; returns what it prints."""
+    """Run a command of the engine; return its output."""
     done = subprocess.run(
         [*ENGINE, *arguments],
         cwd=ROOT,
@@ -100,7 +100,7 @@ class Container:
 
 @contextmanager
 def running(command: list[str], image: str, folder: Path, *, verify: Any = True) -> Iterator[Container]:
-    """A command of the page with another image, ports of its own and ``folder`` for the folder that it is typed in."""
+    """A command of the page with another image, other ports and ``folder`` for its working folder."""
     ports = free_ports()
     container = f"ortserve-test-{os.getpid()}-{ports.http}"
     words = [word.replace("$PWD", str(folder)) for word in command[2:-1]]
@@ -126,7 +126,7 @@ def running(command: list[str], image: str, folder: Path, *, verify: Any = True)
 
 
 def wait_until(look: Callable[[], bool]) -> None:
-    """Look until it is so, for what no engine tells."""
+    """Poll until the condition holds, as no engine reports it."""
     ends = time.monotonic() + LONG_S
     while not look():
         assert time.monotonic() < ends
@@ -147,7 +147,7 @@ def with_models(folder: Path) -> Path:
     return folder
 
 
-def test_container_serves_both_protocols_as_nobody_in_particular_and_drains(image: str, tmp_path: Path) -> None:
+def test_container_serves_both_protocols_under_any_uid_and_drains(image: str, tmp_path: Path) -> None:
     command, _ = typed("docker", "run")
     with running(command, image, with_models(tmp_path)) as container:
         rows = np.arange(16, dtype=np.int32).reshape(1, 16)
@@ -176,7 +176,7 @@ def readable_secret(folder: Path) -> Secret:
     return secret
 
 
-def test_container_speaks_tls_by_a_mounted_folder(image: str, tmp_path: Path) -> None:
+def test_container_serves_tls_with_a_mounted_folder(image: str, tmp_path: Path) -> None:
     _, command = typed("docker", "run")
     secret = readable_secret(with_models(tmp_path) / "tls")
     with running(command, image, tmp_path, verify=secret.client_context()) as container:
@@ -211,7 +211,7 @@ def test_rendered_pod_is_ready_with_no_rights_and_drains(image: str, tmp_path: P
 
 @pytest.fixture
 def compose() -> Iterator[Callable[..., str]]:
-    """Types a command of the page, in a project of its own, of which nothing is left."""
+    """Runs a command of the page in a separate project, which is removed at the end."""
     if "podman" in " ".join(ENGINE):
         pytest.skip("needs Docker, for its compose command")
     project = {"COMPOSE_PROJECT_NAME": f"ortserve-test-{os.getpid()}"}
@@ -244,7 +244,7 @@ def test_compose_starts_a_server_that_prometheus_finds_and_loads_it(
     assert rules["data"]["groups"]
 
 
-def test_compose_speaks_tls_by_the_folder_that_is_named(compose: Callable[..., str], tmp_path: Path) -> None:
+def test_compose_serves_tls_with_the_named_folder(compose: Callable[..., str], tmp_path: Path) -> None:
     _, _, up = typed("docker", "compose")
     tmp_path.chmod(0o755)
     secret = readable_secret(tmp_path / "tls")

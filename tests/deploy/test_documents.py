@@ -1,4 +1,4 @@
-"""The pages of operations: their commands name what exists, and have the effect that the pages describe."""
+"""The pages of operations: their commands name existing files and have the described effect."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ TYPED: Final = [command.words for command in commands(*OPERATIONS)]
 COMPOSE: Final = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 
 
-def test_images_are_built_from_stages_that_are_there() -> None:
+def test_images_are_built_from_existing_stages() -> None:
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     built = [words for words in TYPED if words[:2] == ["docker", "build"]]
     assert len(built) == 2
@@ -31,7 +31,7 @@ def test_images_are_built_from_stages_that_are_there() -> None:
         assert words[-1] == "."
 
 
-def test_compose_commands_name_services_and_profiles_that_are_there() -> None:
+def test_compose_commands_name_existing_services_and_profiles() -> None:
     typed = [words for words in TYPED if words[:2] == ["docker", "compose"]]
     typed += [shlex.split(line.split("  ")[0]) for line in compose_header()]
     typed = [list(without_files(words)) for words in typed]
@@ -66,7 +66,7 @@ def compose_header() -> list[str]:
     return [line.removeprefix("#").strip() for line in text.splitlines() if re.match(r"#   .*docker compose", line)]
 
 
-def test_applied_overlays_are_there_and_every_overlay_is_described() -> None:
+def test_applied_overlays_exist_and_every_overlay_is_described() -> None:
     described = re.findall(r"^\| `([\w-]+)` \|", KUBERNETES, re.MULTILINE)
     assert sorted(described) == sorted([*overlays(), "kserve"])
     for words in TYPED:
@@ -81,7 +81,7 @@ def test_every_component_is_described() -> None:
         assert component.name in KUBERNETES or component.name in ("gpu", "mig", "hpa", "keda")
 
 
-def test_overlay_of_the_page_serves_a_volume_with_the_image_and_the_options_that_it_says(tmp_path: Path) -> None:
+def test_documented_overlay_serves_a_volume_with_its_image_and_options(tmp_path: Path) -> None:
     overlay = yaml_block("newTag")
     installed = rendered(own_overlay(tmp_path, overlay))
     assert installed.server["image"] == f"registry.example.com/ortserve:{__version__}-cpu"
@@ -93,7 +93,7 @@ def test_overlay_of_the_page_serves_a_volume_with_the_image_and_the_options_that
     assert {"tmp", "shm"} <= set(volumes)
 
 
-def test_archive_of_the_page_reaches_the_init_container(tmp_path: Path) -> None:
+def test_documented_archive_reaches_the_init_container(tmp_path: Path) -> None:
     overlay = yaml_block("newTag")
     overlay["components"] = ["../deploy/components/models-download"]
     overlay["configMapGenerator"] += yaml_block("MODELS_URL")["configMapGenerator"]
@@ -118,7 +118,7 @@ def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
     assert set(volume) == {"name", "image"}
 
 
-def test_traces_of_the_page_reach_the_collector_and_its_name(tmp_path: Path) -> None:
+def test_documented_traces_reach_the_named_collector(tmp_path: Path) -> None:
     overlay = yaml_block("newTag")
     traces = yaml_block("ORTSERVE_OTLP_ENDPOINT")
     overlay["configMapGenerator"][0]["literals"] += traces["configMapGenerator"][0]["literals"]
@@ -129,7 +129,7 @@ def test_traces_of_the_page_reach_the_collector_and_its_name(tmp_path: Path) -> 
     assert ports == {53, 4318}
 
 
-def test_timings_of_the_page_are_those_of_the_manifests() -> None:
+def test_documented_timings_equal_those_of_the_manifests() -> None:
     base = installation("base, by its files")
     section = KUBERNETES[KUBERNETES.index("A pod ends in this order") :]
     assert f"waits {base.server['lifecycle']['preStop']['sleep']['seconds']} s (`preStop`)" in section
@@ -140,7 +140,7 @@ def test_timings_of_the_page_are_those_of_the_manifests() -> None:
     assert base.environment["ORTSERVE_GRPC_MAX_CONNECTION_AGE_S"] == "300"  # "five minutes old"
 
 
-def test_channels_of_the_page_use_every_address() -> None:
+def test_documented_channels_use_every_address() -> None:
     """Round robin and the weighted one, with two servers' addresses in the place of the headless Service's name."""
     snippets = blocks("python", KUBERNETES)
     assert len(snippets) == 2
@@ -162,7 +162,7 @@ def test_channels_of_the_page_use_every_address() -> None:
             assert any(b"second" in answer for answer in seen)
 
 
-def test_every_alert_is_in_the_runbook_and_no_other() -> None:
+def test_runbook_lists_exactly_the_alerts() -> None:
     rules = yaml.safe_load((DEPLOY / "monitoring" / "rules" / "ortserve.yaml").read_text())
     alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
     assert alerts == set(re.findall(r"\*\*(Ortserve\w+)\*\*", RUNBOOK))

@@ -1,4 +1,4 @@
-"""The Dockerfile, without a container engine: what it says, and its steps taken in a folder.
+"""The Dockerfile, without a container engine: its text, and its steps run in a folder.
 
 What cannot be shown here is that the base images are there and that packages install in them.
 """
@@ -33,7 +33,7 @@ TEXT = (ROOT / "Dockerfile").read_text()
 
 @dataclass
 class Stage:
-    """One FROM: what it builds on, and its instructions in order."""
+    """One FROM: its base image, and its instructions in order."""
 
     base: str
     instructions: list[tuple[str, str]] = field(default_factory=list)
@@ -75,7 +75,7 @@ def test_base_images_are_pinned_and_of_one_release() -> None:
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_image_runs_the_server_as_nobody_in_particular(name: str) -> None:
+def test_image_runs_the_server_under_any_uid(name: str) -> None:
     stage = STAGES[name]
     assert json.loads(stage.last("ENTRYPOINT")) == ["tini", "--", "ortserve"]
     assert json.loads(stage.last("CMD")) == ["serve", "/models"]
@@ -88,7 +88,7 @@ def test_image_runs_the_server_as_nobody_in_particular(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_image_has_nothing_that_builds(name: str) -> None:
+def test_image_contains_no_build_tools(name: str) -> None:
     stage = STAGES[name]
     (installed,) = stage.all("RUN")
     packages = installed.partition("--no-install-recommends")[2].partition("&&")[0].split()
@@ -105,7 +105,7 @@ def test_image_has_nothing_that_builds(name: str) -> None:
 
 
 def test_images_have_the_locale_that_string_normalizer_needs(tmp_path: Path) -> None:
-    """The step that makes it, taken here, and a model that lower-cases texts with what it makes."""
+    """The build step that makes the locale, run here, and a model that lower-cases texts with it."""
     installed, _ = STAGES["wheel"].all("RUN")
     assert "locales" in installed.split()
     (step,) = [step for step in installed.split("&&") if "localedef" in step]
@@ -131,7 +131,7 @@ def test_images_have_the_locale_that_string_normalizer_needs(tmp_path: Path) -> 
         assert run.stdout.strip() == expected, run.stderr
 
 
-def test_path_of_requests_is_compiled_in_the_images() -> None:
+def test_images_contain_the_compiled_request_path() -> None:
     installed, made = STAGES["wheel"].all("RUN")
     assert {"gcc", "libc6-dev", "python3-dev"} <= set(installed.split())
     assert "'.[cpu,otel,compile]'" in made
@@ -139,7 +139,7 @@ def test_path_of_requests_is_compiled_in_the_images() -> None:
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_image_says_what_it_is(name: str) -> None:
+def test_image_has_descriptive_labels(name: str) -> None:
     stage = STAGES[name]
     labels = dict(pair.split("=", 1) for words in stage.all("LABEL") for pair in shlex.split(words))
     wanted = ("title", "description", "version", "revision", "licenses")
@@ -156,7 +156,7 @@ def test_variables_of_the_image_are_options(name: str, monkeypatch: pytest.Monke
     assert read_options({}).host == "0.0.0.0"
 
 
-def test_images_differ_in_what_a_gpu_needs_only() -> None:
+def test_images_differ_only_in_gpu_requirements() -> None:
     cpu, gpu = (STAGES[name] for name in SERVERS)
     only_gpu = {"CUDA_CACHE_PATH", "CUPY_CACHE_DIR", "ORTSERVE_EXECUTION_PROVIDERS"}
     assert {key for key, value in gpu.environment.items() if cpu.environment.get(key) != value} == only_gpu | {"PATH"}
@@ -176,7 +176,7 @@ def context_files() -> set[str]:
     }
 
 
-def test_context_holds_what_is_copied_and_what_the_package_needs() -> None:
+def test_build_context_contains_all_copied_and_needed_files() -> None:
     files = context_files()
     for stage in STAGES.values():
         for words in stage.all("COPY"):
@@ -189,7 +189,7 @@ def test_context_holds_what_is_copied_and_what_the_package_needs() -> None:
 
 @pytest.fixture
 def image() -> Iterator[Path]:
-    """What the image holds of ours, read-only, where any user may read it; the packages are this environment's."""
+    """The image's own files, read-only, in a folder that any user can read; the packages are this environment's."""
     folder = Path(tempfile.mkdtemp(prefix="ortserve-image-"))
     try:
         for file in context_files():
@@ -221,7 +221,7 @@ def can_be(uid: int) -> bool:
 
 
 def entry_point(stage: Stage) -> list[str]:
-    """What the image starts, with this environment's Python in the place of its own."""
+    """The command of the image, with this environment's Python in place of the image's."""
     *init, ortserve = json.loads(stage.last("ENTRYPOINT"))
     return [*init, sys.executable, "-m", ortserve]
 
@@ -235,10 +235,10 @@ def read_until(output: IO[str], text: str) -> None:
         lines.append(line)
 
 
-def test_server_runs_as_the_images_user_in_a_tree_that_it_cannot_write(image: Path) -> None:
+def test_server_runs_as_the_image_user_in_a_read_only_tree(image: Path) -> None:
     stage = STAGES["cpu"]
     uid = int(stage.last("USER").split(":")[0])
-    user = uid if can_be(uid) else None  # else as whoever runs the tests
+    user = uid if can_be(uid) else None  # otherwise as the user that runs the tests
     with socket.create_server(("127.0.0.1", 0)) as free:
         metrics_port = str(free.getsockname()[1])
     ports = {"ORTSERVE_HTTP_PORT": "0", "ORTSERVE_GRPC_PORT": "0", "ORTSERVE_METRICS_PORT": metrics_port}

@@ -1,4 +1,4 @@
-"""The component ``keys``: its Secret is mounted so that it may change, options name it, and probes need none."""
+"""The component ``keys``: its Secret is mounted so that it can change, options name it, and probes need no key."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -36,7 +36,7 @@ def test_every_group_of_the_http_and_grpc_ports_has_its_file() -> None:
     assert [options.infer_keys_file, options.metadata_keys_file, options.control_keys_file] == list(named.values())
 
 
-def test_files_lie_in_the_mounted_secret_which_only_the_server_reads() -> None:
+def test_key_files_are_in_the_mounted_secret_that_only_the_server_reads() -> None:
     (container,) = patched_pod()["containers"]
     (mount,) = container["volumeMounts"]
     (volume,) = patched_pod()["volumes"]
@@ -60,7 +60,7 @@ def test_no_manifest_holds_a_secret_or_a_key_in_a_variable() -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Installation:
-    """The overlay ``cpu`` with the component, as the page tells one to write it."""
+    """The overlay ``cpu`` with the component, as the page describes it."""
     overlay = tmp_path / "kustomization.yaml"
     base, component = (f"{'../' * 20}{path.relative_to('/')}" for path in (DEPLOY / "overlays" / "cpu", COMPONENT))
     kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
@@ -68,7 +68,7 @@ def installed(tmp_path: Path) -> Installation:
     return rendered(tmp_path)
 
 
-def test_component_adds_to_what_an_overlay_has(installed: Installation) -> None:
+def test_component_keeps_the_settings_of_an_overlay(installed: Installation) -> None:
     assert options_of_component().items() <= installed.environment.items()
     assert installation(BASE).environment.items() <= installed.environment.items()
     volumes = {volume["name"]: volume for volume in installed.pod["spec"]["volumes"]}
@@ -90,7 +90,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def test_probes_need_no_key_and_callers_do(server: ServerProcess) -> None:
+def test_probes_need_no_key_and_requests_do(server: ServerProcess) -> None:
     base = installation(BASE)
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         asked = base.server[probe]["httpGet"]

@@ -1,4 +1,4 @@
-"""Every ``kubectl`` command of the pages is typed as it stands there, and has the effect that the page says.
+"""Every documented ``kubectl`` command is run as written and has the documented effect.
 
 ``kubectl`` is real, and so are the server behind the pods and what runs in them. The cluster is ``kubernetes_api``,
 which says what that proves.
@@ -92,7 +92,7 @@ class Console:
         return json.loads(self.type(f"kubectl -n {namespace} get {kind} {name} -o json"))
 
     def pods(self) -> dict[str, Any]:
-        """By name."""
+        """The pods by name."""
         return {pod["metadata"]["name"]: pod for pod in self.get("pods")["items"]}
 
     def install(self, overlay: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def console(server: ServerProcess, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Console]:
-    """On a cluster that nothing was installed in. What a test was given of the pages must have been typed."""
+    """A console on an empty cluster. At the end all commands that the test got from the pages must have been run."""
     if kubectl_version() < NEEDED:
         pytest.skip(f"needs kubectl {NEEDED}, got {kubectl_version()}")
     root = tmp_path / "repository"
@@ -129,7 +129,7 @@ def console(server: ServerProcess, tmp_path: Path, request: pytest.FixtureReques
     logs = {"ortserve": server.output, "fetch-models": "MODELS_SHA256: expected 9f86…"}
     kubelet = Kubelet({8000: int(port)}, variables, logs, {"ortserve": LAST_LOG})
     with serving_api(tmp_path / "cluster", kubelet) as kubeconfig:
-        # The home is where kubectl keeps what it learned of a cluster.
+        # kubectl caches its discovery of a cluster in the home folder.
         console = Console(root, {"PATH": path, "HOME": str(tmp_path), "KUBECONFIG": str(kubeconfig)})
         yield console
     callspec = getattr(request.node, "callspec", None)
@@ -140,10 +140,10 @@ def console(server: ServerProcess, tmp_path: Path, request: pytest.FixtureReques
 def kubectl_version() -> tuple[int, ...]:
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl")
-    told = subprocess.run(
+    output = subprocess.run(
         ["kubectl", "version", "--client", "-o", "json"], capture_output=True, check=True, timeout=LONG_S
     ).stdout
-    version = re.match(r"v(\d+)\.(\d+)", json.loads(told)["clientVersion"]["gitVersion"])
+    version = re.match(r"v(\d+)\.(\d+)", json.loads(output)["clientVersion"]["gitVersion"])
     assert version is not None
     return tuple(map(int, version.groups()))
 
@@ -157,12 +157,12 @@ def write_files_of_pages(root: Path) -> None:
         (root / f"{group}.keys").write_text(f"key-of-{group}-0123456789\n")
 
 
-def test_every_kubectl_command_of_the_pages_is_typed_by_a_test() -> None:
+def test_every_documented_kubectl_command_is_run_by_a_test() -> None:
     assert sorted(TYPED) == sorted(OF_PAGES)
 
 
 @of_pages("apply -k my-models")
-def test_overlay_of_the_page_starts_when_its_claim_is_there(console: Console, commands: Sequence[str]) -> None:
+def test_documented_overlay_starts_once_its_claim_exists(console: Console, commands: Sequence[str]) -> None:
     own_overlay(console.root, PAGE_OVERLAY)
     console.type(commands[0])
     waiting = [pod["status"]["containerStatuses"][0]["state"]["waiting"] for pod in console.pods().values()]
@@ -184,14 +184,14 @@ def test_rollout_status_waits_until_the_pods_are_ready(console: Console, command
 
 
 @pytest.mark.parametrize("overlay", overlays())
-def test_every_overlay_is_taken_and_rolled_out(overlay: str, console: Console) -> None:
+def test_every_overlay_is_accepted_and_rolled_out(overlay: str, console: Console) -> None:
     console.type(f"kubectl apply -k deploy/overlays/{overlay}")
     console.type("kubectl -n ortserve create secret tls ortserve-tls --cert=tls.crt --key=tls.key")
     console.type("kubectl -n ortserve create configmap ortserve-client-ca --from-file=ca.crt")
     console.wait_for_rollout()
 
 
-def test_overlay_that_changed_replaces_the_pods_and_the_same_one_does_not(console: Console) -> None:
+def test_changed_overlay_replaces_the_pods_and_an_unchanged_one_does_not(console: Console) -> None:
     console.install(EXAMPLES)
     first = console.pods()
     console.type("kubectl apply -k my-models")
@@ -208,9 +208,9 @@ def forwarded(console: Console, command: str, **places: str) -> Iterator[httpx.C
     """Asks what a command forwards; ``kubectl`` chooses the port here, since others may use the page's."""
     with console.started(command, **places, **{"8000:8000": ":8000"}) as forwarding:
         assert forwarding.stdout is not None
-        told = re.match(r"Forwarding from (127.0.0.1:\d+) -> 8000", forwarding.stdout.readline())
-        assert told is not None
-        with httpx.Client(base_url=f"http://{told[1]}", timeout=LONG_S) as client:
+        listening = re.match(r"Forwarding from (127.0.0.1:\d+) -> 8000", forwarding.stdout.readline())
+        assert listening is not None
+        with httpx.Client(base_url=f"http://{listening[1]}", timeout=LONG_S) as client:
             yield client
 
 
@@ -236,7 +236,7 @@ def test_forwarded_port_of_a_pod_reaches_its_server(console: Console, commands: 
 
 
 @of_pages("label namespace")
-def test_labelled_namespace_is_one_that_the_network_policy_lets_in(console: Console, commands: Sequence[str]) -> None:
+def test_network_policy_admits_the_labelled_namespace(console: Console, commands: Sequence[str]) -> None:
     console.install(EXAMPLES)
     console.type("kubectl create namespace my-application")
     console.type(commands[0])
@@ -247,7 +247,7 @@ def test_labelled_namespace_is_one_that_the_network_policy_lets_in(console: Cons
 
 
 def assert_mounted(console: Console, n_files: int) -> None:
-    """Whether the files that the server is told to read are in the pods."""
+    """Whether the files named by the server's options are mounted in the pods."""
     (source,) = next(iter(console.pods().values()))["spec"]["containers"][0]["envFrom"]
     options = console.get("configmap", source["configMapRef"]["name"])["data"]
     files = [value for value in options.values() if value.startswith("/etc/ortserve/")]
@@ -256,7 +256,7 @@ def assert_mounted(console: Console, n_files: int) -> None:
 
 
 @of_pages("apply -f .*namespace.yaml", "create secret generic .*control.keys$")
-def test_keys_may_be_there_before_the_pods(console: Console, commands: Sequence[str]) -> None:
+def test_keys_can_be_created_before_the_pods(console: Console, commands: Sequence[str]) -> None:
     make_namespace, make_keys = commands
     assert 'namespaces "ortserve" not found' in console.type(make_keys, expect=1)
     console.type(make_namespace)
@@ -267,7 +267,7 @@ def test_keys_may_be_there_before_the_pods(console: Console, commands: Sequence[
 
 
 @of_pages("create secret tls", "create configmap")
-def test_pods_start_when_certificates_are_there(console: Console, commands: Sequence[str]) -> None:
+def test_pods_start_once_certificates_exist(console: Console, commands: Sequence[str]) -> None:
     console.type("kubectl apply -k deploy/overlays/mutual-tls")
     for command in commands:
         assert not any(pod["status"]["phase"] == "Running" for pod in console.pods().values())
@@ -278,32 +278,32 @@ def test_pods_start_when_certificates_are_there(console: Console, commands: Sequ
 
 
 @of_pages("apply -f -$")
-def test_changed_keys_reach_the_secret_and_no_group_leaves_it(console: Console, commands: Sequence[str]) -> None:
+def test_changed_keys_update_the_secret_and_keep_every_group(console: Console, commands: Sequence[str]) -> None:
     console.type("kubectl apply -f deploy/base/namespace.yaml")
     console.type(commands[0].partition(" --dry-run")[0])
     for change in range(2):
         (console.root / "infer.keys").write_text(f"old\nnew-{change}\n")
-        told = console.type(commands[0])
-        assert ("missing the kubectl.kubernetes.io/last-applied-configuration" in told) == (change == 0)
+        output = console.type(commands[0])
+        assert ("missing the kubectl.kubernetes.io/last-applied-configuration" in output) == (change == 0)
         held = console.get("secret", "ortserve-keys")["data"]
         assert base64.b64decode(held["infer"]) == (console.root / "infer.keys").read_bytes()
         assert held.keys() == {"infer", "metadata", "control"}
 
 
 @of_pages("ls -l .*/keys")
-def test_files_of_keys_are_listed_with_their_date_and_no_key(console: Console, commands: Sequence[str]) -> None:
+def test_key_files_are_listed_by_date_without_keys(console: Console, commands: Sequence[str]) -> None:
     console.type("kubectl apply -f deploy/base/namespace.yaml")
     files = " ".join(f"--from-file={group}={group}.keys" for group in GROUPS)
     console.type(f"kubectl -n ortserve create secret generic ortserve-keys {files}")
     console.install(EXAMPLES | {"components": ["../deploy/components/keys"]})
-    told = console.type(commands[0])
-    assert {line.split()[-1] for line in told.splitlines()[1:]} == set(GROUPS)
-    assert "key-of" not in told
+    output = console.type(commands[0])
+    assert {line.split()[-1] for line in output.splitlines()[1:]} == set(GROUPS)
+    assert "key-of" not in output
 
 
 @of_pages("ortserve health")
-def test_health_is_asked_in_the_pod_that_is_named(console: Console, commands: Sequence[str]) -> None:
-    """And not by the Deployment, of which ``kubectl`` takes the pod that needs no asking."""
+def test_health_command_runs_in_the_named_pod(console: Console, commands: Sequence[str]) -> None:
+    """The command names the pod: for the Deployment, ``kubectl`` would choose the ready pod."""
     console.install(EXAMPLES)
     unready, ready = console.pods()
     assert console.type(commands[0], NAME=unready) == "ready\n"
@@ -313,7 +313,7 @@ def test_health_is_asked_in_the_pod_that_is_named(console: Console, commands: Se
 
 
 @of_pages("ls /dev/nvidia0")
-def test_exit_status_tells_whether_the_pod_has_a_gpu(console: Console, commands: Sequence[str]) -> None:
+def test_exit_status_shows_whether_the_pod_has_a_gpu(console: Console, commands: Sequence[str]) -> None:
     console.install(EXAMPLES)
     console.type(commands[0], expect=0 if Path("/dev/nvidia0").exists() else 2)
 
@@ -350,7 +350,7 @@ def test_deleted_pod_is_replaced(console: Console, commands: Sequence[str]) -> N
 
 
 @of_pages("describe pod", "logs .*--previous")
-def test_pod_that_was_killed_says_so_and_keeps_its_last_log(console: Console, commands: Sequence[str]) -> None:
+def test_killed_pod_shows_the_reason_and_keeps_its_last_log(console: Console, commands: Sequence[str]) -> None:
     describe, read_log = commands
     console.install(EXAMPLES)
     name, pod = next(iter(console.pods().items()))
@@ -363,7 +363,7 @@ def test_pod_that_was_killed_says_so_and_keeps_its_last_log(console: Console, co
 
 
 @of_pages("logs .*fetch-models")
-def test_log_of_the_container_that_fetches_models_is_there(console: Console, commands: Sequence[str]) -> None:
+def test_log_of_the_init_container_is_available(console: Console, commands: Sequence[str]) -> None:
     components = {"components": ["../deploy/components/models-download"]}
     options = PAGE_OVERLAY["configMapGenerator"] + yaml_block("MODELS_URL")["configMapGenerator"]
     console.install(PAGE_OVERLAY | components | {"configMapGenerator": options})
@@ -388,10 +388,10 @@ def test_services_of_kserve_find_their_runtimes(console: Console, commands: Sequ
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "expected_error"),
     [({"nodeNam": "a"}, r"BadRequest.*strict decoding.*'nodeNam'"), ({"nodeName": 1}, r"invalid.*nodeName.*'string'")],
 )
-def test_stand_in_refuses_what_kubernetes_refuses(spec: dict[str, Any], told: str, console: Console) -> None:
+def test_fake_api_rejects_what_kubernetes_rejects(spec: dict[str, Any], expected_error: str, console: Console) -> None:
     patch = yaml.safe_dump({"kind": "Deployment", "metadata": {"name": "x"}, "spec": {"template": {"spec": spec}}})
     own_overlay(console.root, EXAMPLES | {"patches": [{"target": {"kind": "Deployment"}, "patch": patch}]})
-    assert re.search(told, console.type("kubectl apply -k my-models", expect=1))
+    assert re.search(expected_error, console.type("kubectl apply -k my-models", expect=1))

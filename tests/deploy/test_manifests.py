@@ -1,4 +1,4 @@
-"""What every installation on Kubernetes must keep to, whatever else it changes."""
+"""Rules that every overlay for Kubernetes must follow."""
 
 import re
 
@@ -31,7 +31,7 @@ def installed(request: pytest.FixtureRequest) -> Installation:
 
 @pytest.fixture
 def options(installed: Installation, monkeypatch: pytest.MonkeyPatch) -> ServerOptions:
-    """What the server reads from its environment in this installation; fails where it would refuse it."""
+    """The options that the server reads from its environment in this installation; fails if they are invalid."""
     for name in (*ServerOptions.model_fields, "config"):
         monkeypatch.delenv(variable_name(name), raising=False)
     for name, value in installed.environment.items():
@@ -55,7 +55,7 @@ def test_ports_are_those_that_the_server_listens_on(installed: Installation, opt
     assert ports == {"http": options.http_port, "grpc": options.grpc_port, "metrics": options.metrics_port}
 
 
-def test_services_lead_to_the_ports_of_the_pod(installed: Installation) -> None:
+def test_services_target_the_ports_of_the_pod(installed: Installation) -> None:
     labels = installed.pod["metadata"]["labels"].items()
     ports = {port["name"]: port["containerPort"] for port in installed.server["ports"]}
     services = installed.all("Service")
@@ -72,7 +72,7 @@ def test_headless_service_for_grpc_names_ready_pods_only(installed: Installation
     assert not spec.get("publishNotReadyAddresses", False)
 
 
-def test_old_grpc_connections_end_so_that_callers_find_new_pods(options: ServerOptions) -> None:
+def test_old_grpc_connections_end_so_that_clients_find_new_pods(options: ServerOptions) -> None:
     assert options.grpc_max_connection_age_s is not None
     assert options.grpc_max_connection_age_grace_s is not None
 
@@ -90,13 +90,13 @@ def test_selectors_find_the_pod(installed: Installation) -> None:
         assert selector["matchLabels"].items() <= labels
 
 
-def test_network_policy_opens_every_port_to_somebody_and_none_to_everybody(installed: Installation) -> None:
+def test_network_policy_opens_every_port_to_named_peers_only(installed: Installation) -> None:
     rules = installed.one("NetworkPolicy")["spec"]["ingress"]
     assert {port["port"] for rule in rules for port in rule["ports"]} == {"http", "grpc", "metrics"}
     assert all(rule["from"] for rule in rules)
 
 
-def test_pod_is_given_longer_to_end_than_the_server_takes(installed: Installation, options: ServerOptions) -> None:
+def test_termination_grace_period_exceeds_the_drain(installed: Installation, options: ServerOptions) -> None:
     before = installed.server["lifecycle"]["preStop"]["sleep"]["seconds"]
     longest = before + options.drain_delay_s + options.drain_timeout_s
     assert installed.pod["spec"]["terminationGracePeriodSeconds"] > longest + 5  # seconds to free models and leave
@@ -107,8 +107,8 @@ def test_drain_delay_outlasts_the_readiness_probe(installed: Installation, optio
     assert options.drain_delay_s >= probe["periodSeconds"] * probe["failureThreshold"]
 
 
-def test_probes_ask_what_they_are_for(installed: Installation, options: ServerOptions) -> None:
-    """Where callers cannot have all connections and nobody is asked for a certificate."""
+def test_each_probe_uses_its_health_path(installed: Installation, options: ServerOptions) -> None:
+    """Probes use a port whose connections clients cannot exhaust and that requires no client certificate."""
     asked = {name: installed.server[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     has_tls = options.tls_cert_file is not None and options.tls_metrics
     assert {probe.get("scheme", "HTTP") for probe in asked.values()} == {"HTTPS" if has_tls else "HTTP"}
@@ -119,7 +119,7 @@ def test_probes_ask_what_they_are_for(installed: Installation, options: ServerOp
     }
 
 
-def test_options_of_tls_agree_and_their_files_are_mounted_so_that_they_are_renewed(
+def test_tls_options_agree_and_their_mounted_files_can_be_renewed(
     installed: Installation, options: ServerOptions
 ) -> None:
     assert list(tls_problems(options, grpc_transport=options.grpc_transport)) == []
@@ -138,14 +138,14 @@ def test_options_of_tls_agree_and_their_files_are_mounted_so_that_they_are_renew
 
 
 @pytest.mark.parametrize(("overlay", "asks_clients"), [("tls", False), ("mutual-tls", True)])
-def test_overlays_of_tls_turn_it_on(overlay: str, asks_clients: bool) -> None:
+def test_tls_overlays_enable_tls(overlay: str, asks_clients: bool) -> None:
     named = {name for name in installation(overlay).environment if name.startswith("ORTSERVE_TLS_")}
     wanted = {"ORTSERVE_TLS_CERT_FILE", "ORTSERVE_TLS_KEY_FILE"}
     assert named == wanted | ({"ORTSERVE_TLS_CLIENT_CA_FILE"} if asks_clients else set())
 
 
-def test_services_say_what_is_spoken(installed: Installation, options: ServerOptions) -> None:
-    """By the words of Kubernetes for gateways and service meshes."""
+def test_services_declare_the_application_protocol(installed: Installation, options: ServerOptions) -> None:
+    """``appProtocol`` has the values that Kubernetes defines for gateways and service meshes."""
     plain = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": None}
     spoken = plain if options.tls_cert_file is None else plain | {"http": "https", "grpc": "https"}
     for service in installed.all("Service"):
@@ -153,21 +153,21 @@ def test_services_say_what_is_spoken(installed: Installation, options: ServerOpt
             assert port.get("appProtocol") == spoken[port["name"]]
 
 
-def test_every_container_is_limited(installed: Installation) -> None:
+def test_every_container_has_resource_limits(installed: Installation) -> None:
     for container in installed.containers:
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
         assert cpus(limits["cpu"]) >= cpus(requests["cpu"]) > 0
         assert n_bytes(limits["memory"]) >= n_bytes(requests["memory"]) > 0
 
 
-def test_requests_that_wait_fit_into_the_memory(installed: Installation, options: ServerOptions) -> None:
+def test_queued_requests_fit_into_the_memory_limit(installed: Installation, options: ServerOptions) -> None:
     (shm,) = (volume["emptyDir"] for volume in installed.pod["spec"]["volumes"] if volume["name"] == "shm")
     memory = n_bytes(installed.server["resources"]["limits"]["memory"])
     bodies = options.max_inflight_bytes or memory // 4
     assert bodies + options.max_queue_bytes + n_bytes(shm["sizeLimit"]) <= 0.75 * memory
 
 
-def test_no_container_may_do_more_than_it_must(installed: Installation) -> None:
+def test_containers_drop_all_privileges(installed: Installation) -> None:
     pod = installed.pod["spec"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -184,7 +184,7 @@ def test_no_container_may_do_more_than_it_must(installed: Installation) -> None:
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
-def test_what_the_server_writes_to_is_a_volume(installed: Installation) -> None:
+def test_writable_paths_are_volumes(installed: Installation) -> None:
     volumes = {volume["name"]: volume for volume in installed.pod["spec"]["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in installed.server["volumeMounts"]}
     assert "sizeLimit" in mounts["/tmp"]["emptyDir"]
@@ -213,12 +213,12 @@ def test_images_are_pinned_and_the_server_is_of_this_version(installed: Installa
         ("a@sha256:" + "0" * 64, True),
     ],
 )
-def test_pinned_images_are_told_from_others(image: str, expected: bool) -> None:
+def test_pinned_images_are_recognised(image: str, expected: bool) -> None:
     assert is_pinned(image) is expected
 
 
 @pytest.mark.parametrize(("overlay", "resource"), [("gpu", "nvidia.com/gpu"), ("mig", "nvidia.com/mig-1g.10gb")])
-def test_gpu_overlays_ask_for_one_and_never_fall_to_the_cpu(overlay: str, resource: str) -> None:
+def test_gpu_overlays_request_a_gpu_and_exclude_the_cpu(overlay: str, resource: str) -> None:
     installed = installation(overlay)
     limits = installed.server["resources"]["limits"]
     assert {name: count for name, count in limits.items() if "/" in name} == {resource: "1"}
@@ -226,7 +226,7 @@ def test_gpu_overlays_ask_for_one_and_never_fall_to_the_cpu(overlay: str, resour
     assert installed.environment["ORTSERVE_EXECUTION_PROVIDERS"] == "cuda"
 
 
-def test_both_autoscalers_scale_the_same_way_by_the_same_metric() -> None:
+def test_both_autoscalers_use_the_same_metric_and_bounds() -> None:
     (hpa,) = read_documents(DEPLOY / "components" / "hpa" / "horizontalpodautoscaler.yaml")
     (keda,) = read_documents(DEPLOY / "components" / "keda" / "scaledobject.yaml")
     adapter = yaml.safe_load((DEPLOY / "components" / "hpa" / "prometheus-adapter.yaml").read_text())
@@ -246,11 +246,11 @@ def test_both_autoscalers_scale_the_same_way_by_the_same_metric() -> None:
 
 
 @pytest.mark.parametrize("overlay", ["autoscaled", "autoscaled-keda"])
-def test_what_is_scaled_has_no_number_of_its_own(overlay: str) -> None:
+def test_autoscaled_deployment_sets_no_replicas(overlay: str) -> None:
     assert "replicas" not in installation(overlay).one("Deployment")["spec"]
 
 
-def test_metrics_are_looked_for_where_they_are() -> None:
+def test_service_monitor_selects_the_metrics_service() -> None:
     base = installation(BASE)
     (monitor,) = read_documents(DEPLOY / "monitoring" / "servicemonitor.yaml")
     service = base.one("Service", "ortserve-metrics")

@@ -1,4 +1,4 @@
-"""The pod without a cluster: the server with the manifests' arguments and options, probed as the kubelet would."""
+"""The pod without a cluster: the server with the manifests' arguments and options, probed as by the kubelet."""
 
 import hashlib
 import shutil
@@ -26,7 +26,7 @@ FETCH = DEPLOY / "components" / "models-download" / "fetch.sh"
 
 
 def statuses_of_probes(installed: Installation, server: ServerProcess) -> dict[str, int]:
-    """What the kubelet would be answered: it verifies nothing and brings nothing."""
+    """The kubelet's probe: it verifies no certificate and presents none."""
     addresses = {"http": server.http, "metrics": server.metrics}
     statuses = {}
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -39,7 +39,7 @@ def statuses_of_probes(installed: Installation, server: ServerProcess) -> dict[s
 YES: Final = {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 200}
 
 
-def test_probes_of_the_pod_say_yes() -> None:
+def test_probes_of_the_pod_succeed() -> None:
     base = installation(BASE)
     options = base.environment | {"ORTSERVE_DRAIN_DELAY_S": "0"}
     command, *arguments = base.server["args"]
@@ -48,8 +48,8 @@ def test_probes_of_the_pod_say_yes() -> None:
         assert statuses_of_probes(base, server) == YES
 
 
-def test_probes_say_yes_while_callers_have_every_connection() -> None:
-    """Else the kubelet would kill a pod for having many callers."""
+def test_probes_succeed_while_clients_hold_every_connection() -> None:
+    """Otherwise the kubelet would kill a pod with many clients."""
     base = installation(BASE)
     options = base.environment | {"ORTSERVE_DRAIN_DELAY_S": "0", "ORTSERVE_HTTP_MAX_CONNECTIONS": "1"}
     with serving(*base.server["args"][1:], *SHORT_WARMUP, env=options) as server:
@@ -61,8 +61,8 @@ def test_probes_say_yes_while_callers_have_every_connection() -> None:
 
 
 @pytest.mark.parametrize("overlay", ["tls", "mutual-tls"])
-def test_probes_of_a_pod_with_certificates_say_yes(overlay: str, tmp_path: Path) -> None:
-    """With the mounted folders elsewhere."""
+def test_probes_of_a_pod_with_certificates_succeed(overlay: str, tmp_path: Path) -> None:
+    """The mounted folders are replaced by temporary ones."""
     installed = installation(overlay)
     secret = Secret(tmp_path / "secret")
     options = {
@@ -148,7 +148,7 @@ def test_archive_with_another_checksum_is_not_unpacked(archive: Path, tmp_path: 
     assert not [path for path in (tmp_path / "models").rglob("*") if path.name != ".archive"]
 
 
-def test_archive_that_is_not_there_fails_the_pod(archive: Path, tmp_path: Path) -> None:
+def test_missing_archive_fails_the_pod(archive: Path, tmp_path: Path) -> None:
     with web_server(archive.parent) as url:
         done = fetch(f"{url}/absent.tar", "0" * 64, tmp_path / "models")
     assert done.returncode != 0
@@ -156,7 +156,7 @@ def test_archive_that_is_not_there_fails_the_pod(archive: Path, tmp_path: Path) 
 
 
 def test_kserves_arguments_serve_a_repository_on_kserves_ports(tmp_path: Path) -> None:
-    """By the ports that the system chooses, the flags being the same."""
+    """The flags are those of the runtime, with free ports in place of its ports."""
     (runtime, _) = yaml.safe_load_all((DEPLOY / "overlays" / "kserve" / "clusterservingruntimes.yaml").read_text())
     (container,) = runtime["spec"]["containers"]
     add_model(tmp_path, "identity", builders.identity)

@@ -1,4 +1,4 @@
-"""Files that other programs read are what their published schemas say."""
+"""Files for other programs are valid under their published schemas."""
 
 import copy
 import runpy
@@ -21,7 +21,7 @@ CUSTOM = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
 
 
 def complaint(document: dict[str, Any], minor: tuple[int, ...]) -> str | None:
-    """What a cluster of this version would say against a document; unknown fields count."""
+    """The error of a cluster of this version for a document; unknown fields are errors."""
     try:
         kubernetes_validate.utils.validate(document, ".".join(map(str, minor)), strict=True)
     except kubernetes_validate.utils.ValidationError as error:
@@ -33,16 +33,16 @@ def complaint(document: dict[str, Any], minor: tuple[int, ...]) -> str | None:
 @pytest.mark.parametrize("name", [BASE, *overlays()])
 def test_manifests_are_valid(name: str, minor: tuple[int, ...]) -> None:
     own = [document for document in installation(name).documents if document["kind"] not in CUSTOM]
-    assert [told for document in own if (told := complaint(document, minor))] == []
+    assert [message for document in own if (message := complaint(document, minor))] == []
 
 
 def test_misspelled_field_is_found() -> None:
     broken = copy.deepcopy(installation(BASE).one("Deployment"))
     container = broken["spec"]["template"]["spec"]["containers"][0]
     container["readynessProbe"] = container.pop("readinessProbe")
-    told = complaint(broken, MINORS[-1])
-    assert told is not None
-    assert "readynessProbe" in told
+    message = complaint(broken, MINORS[-1])
+    assert message is not None
+    assert "readynessProbe" in message
 
 
 @pytest.mark.parametrize("file", ["docker-compose.yml", "deploy/compose.tls.yml"])
@@ -58,7 +58,7 @@ def test_compose_file_is_valid(file: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_dockerfile_has_nothing_to_complain_of() -> None:
+def test_dockerfile_passes_its_linter() -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("hadolint"), "Dockerfile"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""How many cases there are, and what they may take of time and of the server's memory.
+"""The number of fuzz cases, and the bounds on their time and on the server's memory.
 
 Three thousand of each kind among all tests, fewer where each takes longer. ``make fuzz`` runs 100,000, or as many as
 ``CASES=1000000`` says, ``SEED=2`` others; for pytest they are ``ORTSERVE_TEST_FUZZ_CASES`` and
@@ -36,7 +36,7 @@ class MemoryWatch:
     """
 
     def __init__(self, pid: int, *, most_peak: int, most_growth: int) -> None:
-        """Begin.
+        """Start measuring.
 
         Args:
             pid: Of the server.

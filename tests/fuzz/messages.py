@@ -1,4 +1,4 @@
-"""Bad messages of protobuf, made from good: any field, at any depth, with any value that its type has.
+"""Bad protobuf messages, derived from valid ones: any field, at any depth, with any value of its type.
 
 Each follows from the generator that it is given; see ``mutations`` for what is no protobuf.
 """

@@ -1,4 +1,4 @@
-"""Bad input, made from good: each case follows from its seed alone, so that one that hurts can be had again.
+"""Bad input, derived from valid input by a seed, so that each failing case can be repeated.
 
 Nothing here knows the server; the tests send what these functions make.
 """
@@ -58,7 +58,7 @@ ROUTES: Final = (
 
 @dataclass(frozen=True)
 class HttpCase:
-    """A request that is HTTP at least: its length is told rightly."""
+    """A request that is valid HTTP: its Content-Length is correct."""
 
     method: str
     target: str
@@ -237,13 +237,13 @@ def _infer_binary(rng: random.Random) -> HttpCase:
         document["parameters"]["binary_data_output"] = True
     if rng.random() < 0.8:
         document = mutate(rng, document)
-    told = dumps(document)
-    size = len(told) + (rng.choice((0, 0, 1, -1, -len(told), 128, 10**9)))
+    header = dumps(document)
+    size = len(header) + (rng.choice((0, 0, 1, -1, -len(header), 128, 10**9)))
     tail = rng.randbytes(rng.choice((128, 128, 128, 0, 1, 64, 127, 129, 4000)))
     if rng.random() < 0.03:
         tail += bytes(rng.choice((66_000, 200_000, 3_900_000)))  # received where it stays
     return HttpCase(
-        "POST", _infer_target(rng), told + tail, {"Inference-Header-Content-Length": str(size)} | _headers(rng)
+        "POST", _infer_target(rng), header + tail, {"Inference-Header-Content-Length": str(size)} | _headers(rng)
     )
 
 

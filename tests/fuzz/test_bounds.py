@@ -1,4 +1,4 @@
-"""The watch sees what a process took and gave back, and names the cases between two looks."""
+"""The memory watch detects allocated and released memory and names the cases between two samples."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def taker() -> Iterator[tuple[int, Callable[[int], None]]]:
         asks.write("\n")
 
 
-def test_case_that_takes_much_for_a_moment_fails_with_those_beside_it(taker: tuple[int, Callable[[int], None]]) -> None:
+def test_case_with_a_memory_peak_fails_with_its_neighbours(taker: tuple[int, Callable[[int], None]]) -> None:
     pid, take = taker
     watch = MemoryWatch(pid, most_peak=50 * MIB, most_growth=50 * MIB)
     for number in range(100):

@@ -1,4 +1,4 @@
-"""Bad input over gRPC: every call gets a status, in time, and never one that blames the server."""
+"""Bad input over gRPC: every call gets a status in time, and never one of a server fault."""
 
 import random
 import time
@@ -98,7 +98,7 @@ def check_health(server: ServerProcess) -> None:
     assert "Traceback" not in server.output
 
 
-def test_bad_calls_get_statuses_in_time_and_harm_nobody(server: ServerProcess) -> None:
+def test_bad_calls_get_statuses_in_time_and_good_calls_succeed(server: ServerProcess) -> None:
     codes: dict[grpc.StatusCode, int] = {}
     with watching_memory(server) as memory, grpc.insecure_channel(server.grpc) as channel:
         calls: dict[str, Callable[..., bytes]] = {path: channel.unary_unary(path) for path in REQUESTS}
@@ -107,13 +107,13 @@ def test_bad_calls_get_statuses_in_time_and_harm_nobody(server: ServerProcess) -
             began = time.monotonic()
             try:
                 calls[call.path](call.data, timeout=MOST_S, compression=call.compression)
-                code, told = grpc.StatusCode.OK, ""
+                code, details = grpc.StatusCode.OK, ""
             except grpc.RpcError as error:
-                code, told = error.code(), error.details() or ""
+                code, details = error.code(), error.details() or ""
             codes[code] = codes.get(code, 0) + 1
-            check_status(f"case {SEED}/{number}: {call}", code, told, time.monotonic() - began)
+            check_status(f"case {SEED}/{number}: {call}", code, details, time.monotonic() - began)
             memory.after(f"{SEED}/{number}")
-    # Else the cases are no test: many are taken apart down to the model, and some are even right.
+    # The cases must be varied: many must be decoded up to the model, and some must succeed.
     assert codes[grpc.StatusCode.OK] > CASES / 100
     assert codes[grpc.StatusCode.INVALID_ARGUMENT] > CASES / 5
     check_health(server)

@@ -1,4 +1,4 @@
-"""Bad input on gRPC streams: each ends in time, whatever was sent on it, and the next good request is served.
+"""Bad input on gRPC streams: each stream ends in time, and the next good request is served.
 
 On inference streams errors come among the answers, so that the stream goes on.
 """
@@ -45,7 +45,7 @@ def server(grpc_transport: str) -> Iterator[ServerProcess]:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a caller sends on one stream.
+    """The messages that a client sends on one stream.
 
     Attributes:
         path: Of the call.
@@ -93,13 +93,13 @@ def message(rng: random.Random, path: str) -> bytes:
     return flip(rng, data) if rng.random() < 0.1 else data
 
 
-def talk(channel: grpc.Channel, told: Conversation) -> tuple[grpc.StatusCode, str, list[bytes]]:
-    """Send all, read until one of the two ends it; the status is CANCELLED where that is the caller."""
-    begin: Callable[..., Any] = channel.stream_stream(told.path)
-    call = begin(iter(told.messages), timeout=MOST_S, metadata=told.metadata)
+def talk(channel: grpc.Channel, case: Conversation) -> tuple[grpc.StatusCode, str, list[bytes]]:
+    """Send all messages and read until either side ends the stream; the status is CANCELLED if the client ends it."""
+    begin: Callable[..., Any] = channel.stream_stream(case.path)
+    call = begin(iter(case.messages), timeout=MOST_S, metadata=case.metadata)
     answers: list[bytes] = []
     try:
-        while told.most_answers is None or len(answers) < told.most_answers:
+        while case.most_answers is None or len(answers) < case.most_answers:
             answers.append(next(call))
         call.cancel()
     except StopIteration:
@@ -109,36 +109,36 @@ def talk(channel: grpc.Channel, told: Conversation) -> tuple[grpc.StatusCode, st
     return call.code(), call.details() or "", answers
 
 
-def check_answers(described: str, told: Conversation, code: grpc.StatusCode, answers: list[bytes]) -> int:
-    """Whether there is one for each message, or as many as the status allows; how many of them tell of errors."""
-    assert len(answers) <= len(told.messages), f"{described}: {len(answers)} answers"
+def check_answers(described: str, case: Conversation, code: grpc.StatusCode, answers: list[bytes]) -> int:
+    """Check for one answer per message, or as many as the status allows; return the number of errors."""
+    assert len(answers) <= len(case.messages), f"{described}: {len(answers)} answers"
     if code is grpc.StatusCode.OK:
-        assert len(answers) == len(told.messages), f"{described}: {len(answers)} answers"
-    if told.path != STREAM_INFER:
+        assert len(answers) == len(case.messages), f"{described}: {len(answers)} answers"
+    if case.path != STREAM_INFER:
         return 0
     errors = [service_pb2.ModelStreamInferResponse.FromString(answer).error_message for answer in answers]
     assert "internal error" not in errors, described
     return len(errors) - errors.count("")
 
 
-def test_bad_streams_end_in_time_and_harm_nobody(server: ServerProcess) -> None:
+def test_bad_streams_end_in_time_and_good_calls_succeed(server: ServerProcess) -> None:
     codes: dict[tuple[str, grpc.StatusCode], int] = {}
     errors = 0
     good = good_infer().SerializeToString()
     with watching_memory(server) as memory, grpc.insecure_channel(server.grpc) as channel:
         infer: Callable[..., bytes] = channel.unary_unary(MODEL_INFER)
         for number in range(STREAMS):
-            told = conversation(random.Random(f"{SEED}/stream/{number}"))
-            described = f"case {SEED}/stream/{number}: {told}"
+            case = conversation(random.Random(f"{SEED}/stream/{number}"))
+            described = f"case {SEED}/stream/{number}: {case}"
             began = time.monotonic()
-            code, details, answers = talk(channel, told)
+            code, details, answers = talk(channel, case)
             check_status(described, code, details, time.monotonic() - began)
-            errors += check_answers(described, told, code, answers)
-            codes[told.path, code] = codes.get((told.path, code), 0) + 1
+            errors += check_answers(described, case, code, answers)
+            codes[case.path, code] = codes.get((case.path, code), 0) + 1
             answer = service_pb2.ModelInferResponse.FromString(infer(good, timeout=MOST_S))
             assert len(answer.raw_output_contents) == 1, described
             memory.after(f"{SEED}/stream/{number}")
-    # Else the cases are no test: errors come among the answers, or as a status where the caller wants that.
+    # The cases must be varied: some errors are answers, others are the status, as the client chooses.
     assert errors > STREAMS
     assert codes[STREAM_INFER, grpc.StatusCode.OK] > STREAMS / 4
     assert codes[STREAM_INFER, grpc.StatusCode.INVALID_ARGUMENT] > STREAMS / 100

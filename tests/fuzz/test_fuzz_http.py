@@ -1,4 +1,4 @@
-"""Bad input over HTTP: every answer is an answer, in time, and never the server's fault."""
+"""Bad input over HTTP: every request gets a valid answer in time, and never one of a server fault."""
 
 import json
 import random
@@ -21,7 +21,7 @@ pytestmark = LONG_ENOUGH
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """With traces, whose files must be JSON whatever callers call their requests and set."""
+    """A server that writes traces, whose files must be valid JSON under any request id and trace setting."""
     file = tmp_path_factory.mktemp("traces") / "trace"
     tracing = ("--trace-file", file, "--trace-level", "TIMESTAMPS", "--trace-rate", "1", "--trace-log-frequency", "100")
     flags = ("--max-body-bytes", "4000000", "--allow-client-shm")
@@ -103,7 +103,9 @@ def is_fine(status: int, body: bytes) -> bool:
     return 200 <= status < 500 or status in (501, 503, 504)
 
 
-def test_bad_requests_get_answers_in_time_and_harm_nobody(server: ServerProcess, connection: Connection) -> None:
+def test_bad_requests_get_answers_in_time_and_good_requests_succeed(
+    server: ServerProcess, connection: Connection
+) -> None:
     statuses: dict[int, int] = {}
     with watching_memory(server) as memory:
         for number in range(CASES):
@@ -112,21 +114,21 @@ def test_bad_requests_get_answers_in_time_and_harm_nobody(server: ServerProcess,
             try:
                 status, body = connection.ask(case.encode(), method=case.method)
             except (OSError, ValueError) as error:
-                raise AssertionError(f"case {SEED}/{number} got no answer: {error!r}: {_told(case)}") from error
+                raise AssertionError(f"case {SEED}/{number} got no answer: {error!r}: {_shown(case)}") from error
             took_s = time.monotonic() - began
             statuses[status] = statuses.get(status, 0) + 1
-            assert is_fine(status, body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_told(case)}"
-            assert took_s < MOST_S, f"case {SEED}/{number} took {took_s:.1f} s: {_told(case)}"
+            assert is_fine(status, body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_shown(case)}"
+            assert took_s < MOST_S, f"case {SEED}/{number} took {took_s:.1f} s: {_shown(case)}"
             if status >= 400 and case.method != "HEAD":
-                assert _is_error(body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_told(case)}"
+                assert _is_error(body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_shown(case)}"
             memory.after(f"{SEED}/{number}")
-    # Else the cases are no test: many are taken apart down to the model, and some are even right.
+    # The cases must be varied: many must be decoded up to the model, and some must succeed.
     assert statuses[200] > CASES / 100
     assert statuses[400] > CASES / 4
     _check_health(server)
 
 
-def test_what_is_no_http_is_refused_or_closed_and_harms_nobody(server: ServerProcess) -> None:
+def test_malformed_http_is_rejected_or_closed_and_good_requests_succeed(server: ServerProcess) -> None:
     host, port = server.http.split(":")
     with watching_memory(server) as memory:
         for number in range(CASES // 10):
@@ -172,5 +174,5 @@ def _is_error(body: bytes) -> bool:
         return False
 
 
-def _told(case: HttpCase) -> str:
+def _shown(case: HttpCase) -> str:
     return f"{case.method} {case.target[:200]} {case.headers} {case.body[:600]!r}"

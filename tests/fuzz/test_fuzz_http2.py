@@ -1,4 +1,4 @@
-"""Bad HTTP/2 on the gRPC port: every connection ends in time, and nothing of it stays."""
+"""Bad HTTP/2 on the gRPC port: every connection ends in time and releases its resources."""
 
 import errno
 import random
@@ -38,7 +38,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def call_frames(rng: random.Random, stream_id: int) -> list[bytes]:
-    """A call as a client might make it: right, but for what it says."""
+    """A call as a client can send it: valid, except for the given changes."""
     path = f"/inference.GRPCInferenceService/{rng.choice(PATHS)}".encode()
     block = b"\x83\x86" + literal(b":path", path) + literal(b"content-type", b"application/grpc")
     if rng.random() < 0.3:
@@ -121,7 +121,7 @@ def exchange(server: ServerProcess, rng: random.Random) -> bytes:
     return bytes(received)
 
 
-def test_bad_connections_end_in_time_and_leave_nothing_behind(server: ServerProcess) -> None:
+def test_bad_connections_end_in_time_and_release_everything(server: ServerProcess) -> None:
     process = psutil.Process(server.pid)
     for number in range(100):  # until all that is made once is made
         exchange(server, random.Random(f"{SEED}/warm/{number}"))
@@ -143,7 +143,7 @@ def test_bad_connections_end_in_time_and_leave_nothing_behind(server: ServerProc
             memory.after(f"{SEED}/{number}")
     assert codes.get(frames.ErrorCode.INTERNAL_ERROR, 0) == 0
     assert "Traceback" not in server.output
-    # Else the cases are no test.
+    # The cases must be varied.
     assert answered > CONNECTIONS / 10
     assert codes[frames.ErrorCode.PROTOCOL_ERROR] > CONNECTIONS / 50
     ones = {name: np.ones((1, 16), np.int32) for name in ("INPUT0", "INPUT1")}

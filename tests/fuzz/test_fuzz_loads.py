@@ -1,7 +1,7 @@
-"""Bad load requests, with configurations and files of clients: refused in time, or the model is loaded so.
+"""Bad load requests with configurations and files of clients: rejected in time, or loaded as sent.
 
-In the mode ``explicit``, the only one in which they are read. Files are mostly whether they can be read at all: who may
-load may send any model, and what ONNX Runtime makes of that is its own affair.
+The server runs in the mode ``explicit``, the only one that reads them. The cases for files mostly test whether they can
+be decoded: a client that may load may send any model, and ONNX Runtime's handling of the model is outside this test.
 """
 
 import base64
@@ -82,8 +82,8 @@ class Load:
     parameters: Mapping[str, Any]
 
     def __str__(self) -> str:
-        told = {key[:300]: repr(value)[:2000] for key, value in self.parameters.items()}
-        return f"{'load' if self.is_load else 'unload'} {self.name[:300]!r} {told}"
+        shown = {key[:300]: repr(value)[:2000] for key, value in self.parameters.items()}
+        return f"{'load' if self.is_load else 'unload'} {self.name[:300]!r} {shown}"
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def _content(rng: random.Random, model: bytes) -> bytes:
 
 
 def by_rest(client: httpx.Client, load: Load, rng: random.Random) -> tuple[bool, str]:
-    """Whether the answer blames the server, and what it says."""
+    """Whether the answer reports a server fault, and its text."""
     given = {
         key: base64.b64encode(value).decode() if isinstance(value, bytes) else value
         for key, value in load.parameters.items()
@@ -171,7 +171,7 @@ def by_rest(client: httpx.Client, load: Load, rng: random.Random) -> tuple[bool,
 
 
 def by_grpc(channel: grpc.Channel, load: Load, rng: random.Random) -> tuple[bool, str]:
-    """Whether the status blames the server, and what it says."""
+    """Whether the status reports a server fault, and its text."""
     kind = service_pb2.RepositoryModelLoadRequest if load.is_load else service_pb2.RepositoryModelUnloadRequest
     message = kind(model_name=_utf8(load.name))
     for key, given in load.parameters.items():
@@ -211,7 +211,7 @@ def check_good_load(client: httpx.Client, server: ServerProcess) -> None:
     assert (rest_json(server, "m", {"x": ones})["y"] == ones).all()
 
 
-def test_bad_loads_are_refused_in_time_and_harm_nobody(server: ServerProcess, repository: Path) -> None:
+def test_bad_loads_are_rejected_in_time_and_good_models_serve(server: ServerProcess, repository: Path) -> None:
     model = (repository / "m/1/model.onnx").read_bytes()
     loaded = 0
     with (
@@ -238,7 +238,7 @@ def test_bad_loads_are_refused_in_time_and_harm_nobody(server: ServerProcess, re
             if number % 20 == 0:
                 check_good_load(client, server)
         check_good_load(client, server)
-    # Else the cases are no test: some are even right.
+    # The cases must be varied: some must succeed.
     assert loaded > LOADS / 20
     assert read_metrics(server).by_labels("ortserve_queue_rows", "model") == {}
     assert "Traceback" not in server.output

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says is what the server does, as Schemathesis finds it."""
+"""The server conforms to its OpenAPI document, as checked by Schemathesis."""
 
 import os
 import subprocess
@@ -10,13 +10,13 @@ from servers import SHORT_WARMUP, serving
 EXAMPLES = os.environ.get("ORTSERVE_TEST_OPENAPI_EXAMPLES", "30")
 
 
-def test_every_operation_keeps_what_the_document_says_of_it(tmp_path: Path) -> None:
+def test_every_operation_conforms_to_the_openapi_document(tmp_path: Path) -> None:
     # Whether an operation is allowed is no part of the document: 501 and 503 say that the operator has it off.
     settings = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "501", "503"]\n'
     (tmp_path / "schemathesis.toml").write_text(settings)  # found in the folder that it runs in
     with serving("--example", *SHORT_WARMUP) as server:
         command = [str(Path(sys.executable).with_name("st")), "run", f"http://{server.http}/openapi.json"]
-        # What a model takes is no part of the document, so a request that keeps to it may well be refused.
+        # The document does not describe the inputs of a model, so a conforming request may be rejected.
         flags = ["--exclude-checks", "positive_data_acceptance", "--max-examples", EXAMPLES, "--seed", "1"]
         run = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=100)
         assert run.returncode == 0, run.stdout + run.stderr

@@ -1,4 +1,4 @@
-"""Devices for tests: a GPU where there is one, and host memory in its place, so that the tests themselves are tried."""
+"""Devices for the tests: a GPU if there is one, and host memory in its place, so that the tests run everywhere."""
 
 import ctypes
 import os
@@ -51,7 +51,7 @@ def first_gpu() -> Place:
 
 
 def first_gpu_by_tensorrt(engines: Path) -> Place:
-    """Its engines are built once, and kept in this folder for the other sessions."""
+    """The first GPU by TensorRT; its engines are built once and kept in this folder for the other sessions."""
     gpu = first_gpu()
     try:
         ctypes.CDLL(_TENSORRT)
@@ -63,7 +63,7 @@ def first_gpu_by_tensorrt(engines: Path) -> Place:
 
 @pytest.fixture(params=["host", pytest.param("tensorrt", marks=pytest.mark.gpu)])
 def one_graph_per_session(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Where a session keeps a single graph: host memory, and the first GPU by TensorRT."""
+    """Devices on which a session keeps a single graph: host memory, and the first GPU by TensorRT."""
     if request.param == "host":
         return host_memory_with_one_graph_a_session()
     return first_gpu_by_tensorrt(tmp_path / "engines")
@@ -77,7 +77,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture
 def host() -> Place:
-    """Host memory, for what may take a GPU from the tests behind it."""
+    """Host memory, for tests that may leave a GPU unusable for later ones."""
     return host_memory()
 
 

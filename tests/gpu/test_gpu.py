@@ -1,4 +1,4 @@
-"""What only a GPU can show, of buffers and replay; where host memory can stand in for it, the same is shown there."""
+"""Properties of buffers and replay that need a GPU; cases that host memory can simulate run there too."""
 
 import asyncio
 import gc
@@ -51,7 +51,7 @@ both_ways = pytest.mark.parametrize("captures", [False, True], ids=["bound", "re
 
 
 def is_near(output: np.ndarray, right: np.ndarray, datatype: DataType) -> bool:
-    """As the CPU's, within what other kernels make of it: convolutions by other algorithms, sums in other orders."""
+    """Whether an output equals the CPU's within the tolerance for other algorithms and summation orders."""
     if datatype not in TOLERANCES:
         return bool(np.array_equal(output, right))
     relative, absolute = TOLERANCES[datatype]
@@ -69,7 +69,7 @@ def all_sizes_are_right(made: OnDevice) -> None:
 
 
 @pytest.mark.gpu
-def test_the_gpu_really_runs_the_model(gpu: Place, tmp_path: Path) -> None:
+def test_gpu_runs_the_model(gpu: Place, tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     session = open_session(path, "m", SessionOptions(ProviderChoice(CUDA), 1))
     assert session.get_providers()[0] == CUDA
@@ -78,7 +78,7 @@ def test_the_gpu_really_runs_the_model(gpu: Place, tmp_path: Path) -> None:
 
 @both_ways
 @pytest.mark.parametrize("datatype", [kind for kind in DataType if kind is not DataType.BYTES], ids=lambda k: k.value)
-def test_every_type_is_as_on_the_cpu_at_every_size(
+def test_every_datatype_and_size_equals_the_cpu_result(
     place: Place, tmp_path: Path, datatype: DataType, captures: bool
 ) -> None:
     path = builders.identity(tmp_path / "m.onnx", datatype)
@@ -90,7 +90,7 @@ def test_every_type_is_as_on_the_cpu_at_every_size(
 
 @both_ways
 @pytest.mark.parametrize("kind", ["mlp", "mlp16", "encoder", "image"])
-def test_networks_are_as_on_the_cpu_at_every_size(place: Place, tmp_path: Path, kind: str, captures: bool) -> None:
+def test_networks_of_every_size_equal_the_cpu_result(place: Place, tmp_path: Path, kind: str, captures: bool) -> None:
     path = tmp_path / "m.onnx"
     match kind:
         case "mlp":
@@ -107,8 +107,8 @@ def test_networks_are_as_on_the_cpu_at_every_size(place: Place, tmp_path: Path, 
         all_sizes_are_right(made)
 
 
-def test_a_shape_run_under_the_id_of_another_is_answered_with_the_other(place: Place, tmp_path: Path) -> None:
-    """What ONNX Runtime does, and why an id is made of the rows it is bound with and of nothing else."""
+def test_run_with_the_id_of_another_shape_replays_that_shape(place: Place, tmp_path: Path) -> None:
+    """Documents the behaviour of ONNX Runtime because of which an id encodes the bound rows and set, and no more."""
     path = builders.identity(tmp_path / "m.onnx")
     with on_device(path, place.make(), provider=place.provider, captures=True) as made:
         binding = made.instance.binding
@@ -141,7 +141,7 @@ def other_set_poisoned(made: OnDevice, monkeypatch: pytest.MonkeyPatch) -> Itera
     assert binding is not None
     device, record, (first, second), turn = streams.device, streams.device.record, binding.sets, count()
     others = {first.copied_in: second, second.copied_in: first}
-    nbytes = first.staging[0].nbytes  # of the output, too: the model gives what it takes
+    nbytes = first.staging[0].nbytes  # of the output, too: the model returns its input
     poison = made.instance.call(lambda: device.allocate_host(nbytes))  # what is not pinned would wait for the stream
     poison.fill(0xFF)
 
@@ -189,9 +189,7 @@ def mixed_rows(made: OnDevice, requests: int) -> int:
     return wrong
 
 
-def test_overlapping_sets_never_mix_rows_with_the_other_poisoned_before_each_replay(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlapping_buffer_sets_never_mix_rows(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = builders.identity(tmp_path / "m.onnx")
     with on_device(path, place.make(), provider=place.provider, captures=True) as made:
         with other_set_poisoned(made, monkeypatch):
@@ -201,7 +199,7 @@ def test_overlapping_sets_never_mix_rows_with_the_other_poisoned_before_each_rep
         assert (counts.bound, counts.plain) == (0, {})
 
 
-def test_rows_of_the_other_set_would_be_noticed_on_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_the_other_set_are_detected_on_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Crossed(HostDevice):
         """A device that replays, once in a while, the graph of the other set."""
 
@@ -222,7 +220,7 @@ def test_rows_of_the_other_set_would_be_noticed_on_host_memory(tmp_path: Path, m
 
 
 def served_without_replay(loaded: LoadedModel, made: OnDevice) -> str:
-    """See that a model whose capture was asked for and failed is served all the same; returns what is told of it."""
+    """Check that a model whose requested capture failed is served without replay; return the reason that it shows."""
     why = loaded.on_device.no_replay_because
     assert why
     assert describe_properties(loaded, SIZES[-1])["graph_replay"] == f"none: {why}"
@@ -236,22 +234,22 @@ def served_without_replay(loaded: LoadedModel, made: OnDevice) -> str:
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "expected_reason"),
     [
         (gpu_models.counting, "capture failed|CPUExecutionProvider runs"),
         (partial(builders.slow, steps=3), "Loop|control flow"),
     ],
     ids=["NonZero", "Loop"],
 )
-def test_a_model_that_its_trial_cannot_capture_is_served_without_and_says_why(
-    place: Place, tmp_path: Path, build: Callable[[Path], Path], told: str
+def test_model_whose_trial_capture_fails_is_served_without_replay(
+    place: Place, tmp_path: Path, build: Callable[[Path], Path], expected_reason: str
 ) -> None:
     path = build(tmp_path / "m.onnx")
     with loaded_on(place, path, buckets=SIZES, graph_replay=True, batched=True) as (loaded, made):
-        assert re.search(told, served_without_replay(loaded, made))
+        assert re.search(expected_reason, served_without_replay(loaded, made))
 
 
-def test_on_host_memory_a_capture_that_fails_behind_its_trial_is_served_without(host: Place, tmp_path: Path) -> None:
+def test_capture_failure_after_its_trial_on_host_memory_is_served(host: Place, tmp_path: Path) -> None:
     """In the server's own process, where on a GPU it might be the end of it."""
 
     class Careless(CaptureTrials):
@@ -265,7 +263,7 @@ def test_on_host_memory_a_capture_that_fails_behind_its_trial_is_served_without(
         assert made.instance.counts.not_captured == {"failed": len(SIZES)}
 
 
-def test_a_model_that_its_trial_captures_is_replayed(place: Place, tmp_path: Path) -> None:
+def test_model_whose_trial_capture_succeeds_is_replayed(place: Place, tmp_path: Path) -> None:
     path = gpu_models.mlp(tmp_path / "m.onnx", layers=4, width=64)
     with loaded_on(place, path, buckets=SIZES, graph_replay=True) as (loaded, made):
         assert loaded.on_device.replayed == SIZES, loaded.on_device
@@ -274,7 +272,7 @@ def test_a_model_that_its_trial_captures_is_replayed(place: Place, tmp_path: Pat
 
 
 @both_ways
-def test_a_provider_whose_sessions_keep_one_graph_each_gives_every_caller_its_own_rows(
+def test_provider_with_one_graph_per_session_returns_each_request_its_rows(
     one_graph_per_session: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
     place = one_graph_per_session
@@ -291,7 +289,7 @@ def test_a_provider_whose_sessions_keep_one_graph_each_gives_every_caller_its_ow
 
 
 class Cramped:
-    """A session that finds no memory for more than so many rows, and says so as ONNX Runtime's arena does."""
+    """A session that runs out of memory above a number of rows, with the error of ONNX Runtime's arena."""
 
     def __init__(self, session: ort.InferenceSession, most_rows: int) -> None:
         self._session = session
@@ -309,8 +307,8 @@ class Cramped:
         return self._session.run(names, feeds, options)
 
 
-def test_a_batch_that_finds_too_little_memory_is_halved_and_batches_stay_small(place: Place, tmp_path: Path) -> None:
-    """Through a batcher, in batches beyond the sizes that have buffers: what they take is ONNX Runtime's to allocate.
+def test_batch_that_runs_out_of_memory_is_halved_for_good(place: Place, tmp_path: Path) -> None:
+    """Runs through a batcher, in batches above the sizes with buffers: ONNX Runtime allocates their memory.
 
     On a GPU 8,192 rows of 4 KiB take 104 MiB at least (input, two layers, weights), a quarter of them 32 MiB.
     """
@@ -382,7 +380,7 @@ print(content.tobytes().hex(), flush=True)
 
 
 @pytest.mark.gpu
-def test_another_processs_memory_is_read_and_written_and_no_more_of_it_than_there_is(gpu: Place) -> None:
+def test_memory_of_another_process_is_accessed_within_its_bounds(gpu: Place) -> None:
     devices = Devices({CUDA: DeviceProvider(lambda _: gpu.make())})
     content = bytes(range(256)) * 16
     with subprocess.Popen(
@@ -405,7 +403,7 @@ def test_another_processs_memory_is_read_and_written_and_no_more_of_it_than_ther
 
 
 @pytest.mark.gpu
-def test_a_hundred_loads_leave_the_memory_as_it_was(gpu: Place, tmp_path: Path) -> None:
+def test_hundred_loads_leave_no_memory_allocated(gpu: Place, tmp_path: Path) -> None:
     path = gpu_models.mlp(tmp_path / "m.onnx", layers=8, width=1024)  # 32 MiB of weights
     device = gpu.make()
     device.use()

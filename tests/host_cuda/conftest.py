@@ -1,4 +1,4 @@
-"""Collected where a CUDA runtime on host memory is: ``tests/integration/test_host_cuda`` starts such runs."""
+"""Collected only with a CUDA runtime on host memory: ``tests/integration/test_host_cuda`` starts such runs."""
 
 import os
 

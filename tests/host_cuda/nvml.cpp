@@ -24,8 +24,8 @@ int nvmlInitWithFlags(unsigned) { return 0; }
 int nvmlInit_v2() { return 0; }
 int nvmlShutdown() { return 0; }
 const char *nvmlErrorString(int) { return "an error"; }
-int nvmlDeviceGetCount_v2(unsigned *told) {
-    *told = count();
+int nvmlDeviceGetCount_v2(unsigned *out) {
+    *out = count();
     return 0;
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned number, void **handle) {
@@ -45,12 +45,12 @@ int nvmlDeviceGetName(void *, char *text, unsigned length) {
     snprintf(text, length, "host memory");
     return 0;
 }
-int nvmlDeviceGetUtilizationRates(void *, Utilization *told) {
-    *told = {25, 3};
+int nvmlDeviceGetUtilizationRates(void *, Utilization *out) {
+    *out = {25, 3};
     return 0;
 }
-int nvmlDeviceGetMemoryInfo_v2(void *, Memory *told) {
-    *told = {told->version, 4ull << 30, 1 << 20, 3ull << 30, 1ull << 30};
+int nvmlDeviceGetMemoryInfo_v2(void *, Memory *out) {
+    *out = {out->version, 4ull << 30, 1 << 20, 3ull << 30, 1ull << 30};
     return 0;
 }
 int nvmlDeviceGetPowerUsage(void *, unsigned *milliwatts) {

@@ -76,7 +76,7 @@ std::string pace() {
     return text ? text : "late";
 }
 
-cudaError_t told(cudaError_t error) {
+cudaError_t store_error(cudaError_t error) {
     if (error != cudaSuccess) last = error;
     return error;
 }
@@ -84,10 +84,10 @@ cudaError_t told(cudaError_t error) {
 #define CALL(name)                                     \
     std::lock_guard<std::recursive_mutex> guard(lock); \
     calls[name]++;                                     \
-    if (lost.count(current)) return told(lost[current])
+    if (lost.count(current)) return store_error(lost[current])
 // Breaks every capture that is going on, and fails then.
 #define BREAKS_CAPTURES \
-    if (captures) return told(break_captures())
+    if (captures) return store_error(break_captures())
 
 cudaError_t break_captures() {
     for (auto &one : streams)
@@ -117,11 +117,11 @@ void finish_all() {
 
 cudaError_t enqueue(cudaStream_t handle, Work work) {
     StreamPtr stream = stream_of(handle);
-    if (!stream) return told(cudaErrorInvalidResourceHandle);
+    if (!stream) return store_error(cudaErrorInvalidResourceHandle);
     if (stream->recording) {
         if (captures_to_break > 0) {
             captures_to_break--;
-            return told(break_captures());
+            return store_error(break_captures());
         }
         stream->recording->work.push_back(std::move(work));
         return cudaSuccess;
@@ -177,10 +177,10 @@ cudaError_t copy_async(void *target, const void *source, size_t size, cudaMemcpy
                   : (from ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost);
     }
     StreamPtr own = stream_of(stream);
-    if (!own) return told(cudaErrorInvalidResourceHandle);
+    if (!own) return store_error(cudaErrorInvalidResourceHandle);
     bool from_host = kind == cudaMemcpyHostToDevice, to_host = kind == cudaMemcpyDeviceToHost;
     if (own->recording && ((from_host && !is_pinned(source)) || (to_host && !is_pinned(target))))
-        return told(break_captures());
+        return store_error(break_captures());
     if (from_host && !is_pinned(source)) {  // pageable: it has been read once the call returns
         auto kept = std::make_shared<std::vector<char>>(static_cast<const char *>(source),
                                                         static_cast<const char *>(source) + size);
@@ -189,19 +189,19 @@ cudaError_t copy_async(void *target, const void *source, size_t size, cudaMemcpy
     }
     cudaError_t error = enqueue(stream, copy(target, source, size, kind, own->device));
     if (!error && to_host && !is_pinned(target)) finish(own);  // pageable: it is there once the call returns
-    return lost.count(own->device) ? told(lost[own->device]) : error;
+    return lost.count(own->device) ? store_error(lost[own->device]) : error;
 }
 
 cudaError_t allocate(void **address, size_t size) {
     size_t used = 0;
     for (auto &one : memory)
         if (one.second.device == current) used += one.second.size;
-    if (used + size > device_bytes()) return told(cudaErrorMemoryAllocation);
+    if (used + size > device_bytes()) return store_error(cudaErrorMemoryAllocation);
     int file = memfd_create("host_cuda", 0);  // so that another process can open it
     size_t whole = size ? size : 1;
-    if (file < 0 || ftruncate(file, static_cast<off_t>(whole))) return told(cudaErrorMemoryAllocation);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(whole))) return store_error(cudaErrorMemoryAllocation);
     void *made = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (made == MAP_FAILED) return told(cudaErrorMemoryAllocation);
+    if (made == MAP_FAILED) return store_error(cudaErrorMemoryAllocation);
     memory[static_cast<char *>(made)] = {whole, current, file};
     *address = made;
     return cudaSuccess;
@@ -210,7 +210,7 @@ cudaError_t allocate(void **address, size_t size) {
 cudaError_t give_back(void *address) {
     if (!address) return cudaSuccess;
     auto found = memory.find(static_cast<char *>(address));
-    if (found == memory.end()) return told(cudaErrorInvalidValue);
+    if (found == memory.end()) return store_error(cudaErrorInvalidValue);
     finish_all();
     munmap(address, found->second.size);
     close(found->second.file);
@@ -263,10 +263,10 @@ int host_cuda_range(unsigned long long address, unsigned long long *base, size_t
 
 cudaError_t cudaGetDeviceCount(int *count) {
     *count = device_count();
-    return *count ? cudaSuccess : told(cudaErrorNoDevice);
+    return *count ? cudaSuccess : store_error(cudaErrorNoDevice);
 }
 cudaError_t cudaSetDevice(int device) {
-    if (device < 0 || device >= device_count()) return told(cudaErrorInvalidDevice);
+    if (device < 0 || device >= device_count()) return store_error(cudaErrorInvalidDevice);
     current = device;
     return cudaSuccess;
 }
@@ -274,21 +274,21 @@ cudaError_t cudaGetDevice(int *device) {
     *device = current;
     return cudaSuccess;
 }
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp *told_of, int device) {
-    memset(told_of, 0, sizeof(*told_of));
-    snprintf(told_of->name, sizeof(told_of->name), "host memory in a GPU's place");
-    told_of->totalGlobalMem = device_bytes();
-    told_of->sharedMemPerBlock = told_of->sharedMemPerBlockOptin = told_of->sharedMemPerMultiprocessor = 96 << 10;
-    told_of->regsPerBlock = told_of->regsPerMultiprocessor = 65536;
-    told_of->warpSize = 32;
-    told_of->maxThreadsPerBlock = 1024;
-    told_of->maxThreadsPerMultiProcessor = 2048;
-    for (int axis = 0; axis < 3; axis++) told_of->maxThreadsDim[axis] = 1024, told_of->maxGridSize[axis] = 65535;
-    told_of->major = 9;
-    told_of->multiProcessorCount = 4;
-    told_of->pciBusID = device + 1;
-    told_of->asyncEngineCount = 2;
-    told_of->unifiedAddressing = told_of->concurrentKernels = 1;
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
+    memset(properties, 0, sizeof(*properties));
+    snprintf(properties->name, sizeof(properties->name), "host memory in a GPU's place");
+    properties->totalGlobalMem = device_bytes();
+    properties->sharedMemPerBlock = properties->sharedMemPerBlockOptin = properties->sharedMemPerMultiprocessor = 96 << 10;
+    properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
+    properties->warpSize = 32;
+    properties->maxThreadsPerBlock = 1024;
+    properties->maxThreadsPerMultiProcessor = 2048;
+    for (int axis = 0; axis < 3; axis++) properties->maxThreadsDim[axis] = 1024, properties->maxGridSize[axis] = 65535;
+    properties->major = 9;
+    properties->multiProcessorCount = 4;
+    properties->pciBusID = device + 1;
+    properties->asyncEngineCount = 2;
+    properties->unifiedAddressing = properties->concurrentKernels = 1;
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int device) {
@@ -347,7 +347,7 @@ cudaError_t cudaFreeHost(void *address) {
     CALL("cudaFreeHost");
     BREAKS_CAPTURES;
     if (!address) return cudaSuccess;
-    if (!pinned.erase(static_cast<char *>(address))) return told(cudaErrorInvalidValue);
+    if (!pinned.erase(static_cast<char *>(address))) return store_error(cudaErrorInvalidValue);
     finish_all();
     free(address);
     return cudaSuccess;
@@ -399,7 +399,7 @@ cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWith
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     CALL("cudaStreamDestroy");
     StreamPtr own = stream_of(stream);
-    if (!own || own == legacy) return told(cudaErrorInvalidResourceHandle);
+    if (!own || own == legacy) return store_error(cudaErrorInvalidResourceHandle);
     finish(own);
     streams.erase(own.get());
     return cudaSuccess;
@@ -408,20 +408,20 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     CALL("cudaStreamSynchronize");
     BREAKS_CAPTURES;
     StreamPtr own = stream_of(stream);
-    if (!own) return told(cudaErrorInvalidResourceHandle);
+    if (!own) return store_error(cudaErrorInvalidResourceHandle);
     finish(own);
-    return lost.count(current) ? told(lost[current]) : cudaSuccess;
+    return lost.count(current) ? store_error(lost[current]) : cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
     CALL("cudaDeviceSynchronize");
     BREAKS_CAPTURES;
     finish_all();
-    return lost.count(current) ? told(lost[current]) : cudaSuccess;
+    return lost.count(current) ? store_error(lost[current]) : cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     CALL("cudaStreamWaitEvent");
     auto found = events.find(reinterpret_cast<Event *>(event));
-    if (found == events.end()) return told(cudaErrorInvalidResourceHandle);
+    if (found == events.end()) return store_error(cudaErrorInvalidResourceHandle);
     StreamPtr other = found->second->stream;
     size_t position = found->second->position;
     if (!other) return cudaSuccess;
@@ -442,13 +442,13 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
 cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     CALL("cudaEventDestroy");
-    return events.erase(reinterpret_cast<Event *>(event)) ? cudaSuccess : told(cudaErrorInvalidResourceHandle);
+    return events.erase(reinterpret_cast<Event *>(event)) ? cudaSuccess : store_error(cudaErrorInvalidResourceHandle);
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     CALL("cudaEventRecord");
     auto found = events.find(reinterpret_cast<Event *>(event));
     StreamPtr own = stream_of(stream);
-    if (found == events.end() || !own) return told(cudaErrorInvalidResourceHandle);
+    if (found == events.end() || !own) return store_error(cudaErrorInvalidResourceHandle);
     if (own->recording) return cudaSuccess;
     std::shared_ptr<Event> marked = found->second;
     marked->stream = own;
@@ -462,9 +462,9 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     CALL("cudaEventSynchronize");
     BREAKS_CAPTURES;
     auto found = events.find(reinterpret_cast<Event *>(event));
-    if (found == events.end()) return told(cudaErrorInvalidResourceHandle);
+    if (found == events.end()) return store_error(cudaErrorInvalidResourceHandle);
     if (found->second->stream) carry_out(found->second->stream, found->second->position);
-    return lost.count(current) ? told(lost[current]) : cudaSuccess;
+    return lost.count(current) ? store_error(lost[current]) : cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t first, cudaEvent_t second) {
     CALL("cudaEventElapsedTime");
@@ -476,7 +476,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t first, cudaEve
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
     CALL("cudaStreamBeginCapture");
     StreamPtr own = stream_of(stream);
-    if (!own || own == legacy || own->recording) return told(cudaErrorStreamCaptureUnsupported);
+    if (!own || own == legacy || own->recording) return store_error(cudaErrorStreamCaptureUnsupported);
     own->recording = std::make_shared<Recorded>();
     own->is_broken = false;
     captures++;
@@ -486,10 +486,10 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     CALL("cudaStreamEndCapture");
     StreamPtr own = stream_of(stream);
     *graph = nullptr;
-    if (!own || !own->recording) return told(cudaErrorIllegalState);
+    if (!own || !own->recording) return store_error(cudaErrorIllegalState);
     std::shared_ptr<Recorded> recorded = std::move(own->recording);
     captures--;
-    if (own->is_broken) return told(cudaErrorStreamCaptureInvalidated);
+    if (own->is_broken) return store_error(cudaErrorStreamCaptureInvalidated);
     graphs[recorded.get()] = recorded;
     *graph = reinterpret_cast<cudaGraph_t>(recorded.get());
     return cudaSuccess;
@@ -503,7 +503,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long) {
     CALL("cudaGraphInstantiate");
     auto found = graphs.find(graph);
-    if (found == graphs.end()) return told(cudaErrorInvalidValue);
+    if (found == graphs.end()) return store_error(cudaErrorInvalidValue);
     auto made = std::make_shared<Recorded>(*found->second);
     graphs[made.get()] = made;
     *executable = reinterpret_cast<cudaGraphExec_t>(made.get());
@@ -512,7 +512,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph,
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
     CALL("cudaGraphLaunch");
     auto found = graphs.find(executable);
-    if (found == graphs.end()) return told(cudaErrorInvalidValue);
+    if (found == graphs.end()) return store_error(cudaErrorInvalidValue);
     std::shared_ptr<Recorded> recorded = found->second;
     return enqueue(stream, [recorded] {
         for (auto &work : recorded->work) work();
@@ -520,17 +520,17 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
     CALL("cudaGraphDestroy");
-    return graphs.erase(graph) ? cudaSuccess : told(cudaErrorInvalidValue);
+    return graphs.erase(graph) ? cudaSuccess : store_error(cudaErrorInvalidValue);
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
     CALL("cudaGraphExecDestroy");
-    return graphs.erase(executable) ? cudaSuccess : told(cudaErrorInvalidValue);
+    return graphs.erase(executable) ? cudaSuccess : store_error(cudaErrorInvalidValue);
 }
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *address) {
     CALL("cudaIpcGetMemHandle");
     auto found = memory.find(static_cast<char *>(address));
-    if (found == memory.end()) return told(cudaErrorInvalidValue);
+    if (found == memory.end()) return store_error(cudaErrorInvalidValue);
     memset(handle, 0, sizeof(*handle));
     snprintf(handle->reserved, sizeof(handle->reserved), "/proc/%d/fd/%d %zu", getpid(), found->second.file,
              found->second.size);
@@ -541,13 +541,13 @@ cudaError_t cudaIpcOpenMemHandle(void **address, cudaIpcMemHandle_t handle, unsi
     char path[64];
     size_t size = 0;
     handle.reserved[sizeof(handle.reserved) - 1] = 0;
-    if (sscanf(handle.reserved, "%63s %zu", path, &size) != 2) return told(cudaErrorInvalidValue);
+    if (sscanf(handle.reserved, "%63s %zu", path, &size) != 2) return store_error(cudaErrorInvalidValue);
     FILE *file = fopen(path, "r+");
-    if (!file) return told(cudaErrorInvalidValue);
+    if (!file) return store_error(cudaErrorInvalidValue);
     void *made = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
     int kept = dup(fileno(file));
     fclose(file);
-    if (made == MAP_FAILED) return told(cudaErrorMapBufferObjectFailed);
+    if (made == MAP_FAILED) return store_error(cudaErrorMapBufferObjectFailed);
     memory[static_cast<char *>(made)] = {size, current, kept};
     *address = made;
     return cudaSuccess;

@@ -76,7 +76,7 @@ def multiplying(path: Path) -> Path:
 
 
 def looping(path: Path) -> Path:
-    """Rows as they are, carried through a loop of one turn."""
+    """A model that returns its rows through a loop of one turn."""
     carried = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("before", "after")]
     goes_on = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("is_on", "goes_on")]
     turn = helper.make_tensor_value_info("turn", TensorProto.INT64, [])
@@ -87,7 +87,7 @@ def looping(path: Path) -> Path:
 
 
 def searching(path: Path) -> Path:
-    """Rows as they are, beside a node that there is for the CPU alone."""
+    """A model that returns its rows, beside a node that only the CPU provider supports."""
     nodes = [
         helper.make_node("Identity", ["x"], ["y"]),
         helper.make_node("Unique", ["x"], ["found"]),
@@ -107,7 +107,7 @@ def write(graph: onnx.GraphProto, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
-def test_a_batch_is_enqueued_and_waited_for_once(tmp_path: Path, captures: bool) -> None:
+def test_batch_is_enqueued_and_awaited_once(tmp_path: Path, captures: bool) -> None:
     with on_cuda(multiplying(tmp_path / "m.onnx"), captures=captures) as made:
         x = np.random.default_rng(1).standard_normal((4, 16)).astype(np.float32)
         kept = [landed(made.start(batch_of((x,)))) for _ in range(3)]  # so that there is memory for answers
@@ -121,7 +121,7 @@ def test_a_batch_is_enqueued_and_waited_for_once(tmp_path: Path, captures: bool)
         assert copies == [20]
 
 
-def test_each_graph_is_captured_once_and_replayed_by_one_launch(tmp_path: Path) -> None:
+def test_graph_is_captured_once_and_replayed_by_one_launch(tmp_path: Path) -> None:
     with (
         counted("cudaStreamBeginCapture", "cudaGraphInstantiate") as captured,
         on_cuda(multiplying(tmp_path / "m.onnx")) as made,
@@ -151,7 +151,7 @@ def test_the_first_run_with_an_id_captures_and_launches(tmp_path: Path) -> None:
         assert CAPTURING_RUNS > 1
 
 
-def test_runs_of_neither_id_neither_capture_nor_replay(tmp_path: Path) -> None:
+def test_run_without_an_id_neither_captures_nor_replays(tmp_path: Path) -> None:
     with (
         on_cuda(builders.identity(tmp_path / "m.onnx"), sizes=(2,)) as made,
         counted("cudaStreamBeginCapture", "cudaGraphLaunch") as counts,
@@ -162,7 +162,7 @@ def test_runs_of_neither_id_neither_capture_nor_replay(tmp_path: Path) -> None:
     assert counts == [0, 0]
 
 
-def test_a_graph_is_its_threads_alone(tmp_path: Path) -> None:
+def test_graph_belongs_to_its_thread(tmp_path: Path) -> None:
     """Why captures and replays are the worker's: to another thread the graph is not there, and is captured anew."""
     with on_cuda(builders.identity(tmp_path / "m.onnx"), sizes=(2,)) as made:
         binding = made.instance.binding
@@ -178,7 +178,7 @@ def test_a_graph_is_its_threads_alone(tmp_path: Path) -> None:
 
 
 def load(path: Path, runtime: DeviceRuntime, **options: Any) -> LoadedModel:
-    """As the server does, on the devices and with the lock of ``runtime``."""
+    """Load a model as the server does, on the devices and with the lock of ``runtime``."""
     chosen: dict[str, Any] = {
         "execution_providers": ("cuda",),
         "warmup_s": 0.2,
@@ -193,7 +193,7 @@ def device_instances(loaded: LoadedModel) -> list[DeviceInstance]:
     return [instance for instance in loaded.instances if isinstance(instance, DeviceInstance)]
 
 
-def test_batches_of_one_model_and_captures_of_others_do_not_meet(tmp_path: Path) -> None:
+def test_captures_exclude_batches_of_other_models(tmp_path: Path) -> None:
     """Each would break the other: a capture bears no copy, allocation or wait of any thread."""
     path, runtime = multiplying(tmp_path / "m.onnx"), DeviceRuntime()
     x = np.random.default_rng(2).standard_normal((4, 16)).astype(np.float32)
@@ -230,21 +230,21 @@ def test_batches_of_one_model_and_captures_of_others_do_not_meet(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "expected_reason"),
     [
         (looping, "control flow"),
         (searching, "all compute graph nodes have not been partitioned to the CUDAExecutionProvider"),
     ],
 )
 def test_model_that_its_provider_cannot_capture_is_served_without_replay(
-    tmp_path: Path, build: Callable[[Path], Path], told: str
+    tmp_path: Path, build: Callable[[Path], Path], expected_reason: str
 ) -> None:
     loaded = load(build(tmp_path / "m.onnx"), DeviceRuntime(), buckets=(2,), batched=True)
     (instance,) = device_instances(loaded)
     try:
         assert loaded.on_device.replayed == ()
         properties = describe_properties(loaded, 2)
-        assert told in properties["graph_replay"], properties["graph_replay"]
+        assert expected_reason in properties["graph_replay"], properties["graph_replay"]
         x = numbered(2, 1)
         assert np.array_equal(instance.run(batch_of((x,))).outputs[0], x)
     finally:
@@ -274,7 +274,7 @@ def free_bytes(opened: OpenDevice) -> int:
     return opened.device.memory().free_bytes
 
 
-def test_a_capture_that_breaks_leaves_nothing_capturing_and_the_size_is_served(tmp_path: Path) -> None:
+def test_broken_capture_is_ended_and_its_size_is_served(tmp_path: Path) -> None:
     path = multiplying(tmp_path / "m.onnx")
     before = what_is_there()
     _LIBRARY.host_cuda_break_captures(1)
@@ -296,7 +296,7 @@ def test_a_capture_that_breaks_leaves_nothing_capturing_and_the_size_is_served(t
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
-def test_all_is_given_back(tmp_path: Path, captures: bool) -> None:
+def test_all_memory_is_released(tmp_path: Path, captures: bool) -> None:
     path = multiplying(tmp_path / "m.onnx")
     before = what_is_there()
     for _ in range(30):
@@ -308,7 +308,7 @@ def test_all_is_given_back(tmp_path: Path, captures: bool) -> None:
     assert what_is_there() == before
 
 
-def test_the_providers_own_words_for_too_little_memory_make_batches_smaller(tmp_path: Path) -> None:
+def test_out_of_memory_error_of_the_provider_reduces_batches(tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "m.onnx", shape=("batch", 2**16))
     options = {"gpu_mem_limit": str(4 * 2**20)}
     with on_device(path, CudaDevice(0), provider=CUDA, sizes=(1,), options=options) as made:
@@ -340,9 +340,7 @@ print("closed")
 
 @pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
 @pytest.mark.parametrize("error", [700, 719])
-def test_a_lost_device_is_known_by_its_error_and_closed_without_harm(
-    tmp_path: Path, captures: bool, error: int
-) -> None:
+def test_lost_device_is_recognised_by_its_error_and_closed(tmp_path: Path, captures: bool, error: int) -> None:
     path = builders.identity(tmp_path / "m.onnx")
     first, second, closed = run_apart(_LOSE, path, str(Path(__file__).parent), str(captures), str(error)).splitlines()
     assert first == second

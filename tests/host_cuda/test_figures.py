@@ -1,4 +1,4 @@
-"""The script of the figures, on ONNX Runtime's CUDA provider: that it measures, and not what."""
+"""The script of the figures on ONNX Runtime's CUDA provider: it measures; its numbers are not checked."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def multiplying(path: Path, *_: Any, dtype: type[np.floating] = np.float32, **__
 
 
 @pytest.mark.parametrize(("section", "rows"), [("replay", 14), ("served", 4), ("overlap", 3)])
-def test_every_section_measures_all_its_models(
+def test_every_section_measures_all_models(
     section: str, rows: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("mlp", "encoder", "residual"):

@@ -1,4 +1,4 @@
-"""Servers that tests share. Tests that count, overload or stop a server start their own."""
+"""Servers shared by tests. Tests that count, overload or stop a server start their own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""What a user of KServe's client library writes. Runs in a process of its own, where that library is installed.
+"""Calls with KServe's client library. Runs in a separate process of an environment with that library.
 
     python kserve_calls.py HTTP GRPC
 

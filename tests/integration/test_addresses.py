@@ -1,4 +1,4 @@
-"""Where the ports listen: over IPv4, over IPv6, over both."""
+"""The addresses of the ports: IPv4, IPv6, or both."""
 
 import socket
 import subprocess
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6
     ("host", "reached", "not_reached"),
     [("::1", ["[::1]"], ["127.0.0.1"]), ("::", ["[::1]", "127.0.0.1"], []), ("127.0.0.1", ["127.0.0.1"], ["[::1]"])],
 )
-def test_every_port_listens_where_it_was_told_to(
+def test_every_port_listens_on_its_configured_address(
     tmp_path: Path, transport: str, host: str, reached: list[str], not_reached: list[str]
 ) -> None:
     add_model(tmp_path, "identity", builders.identity)
@@ -53,7 +53,7 @@ def test_every_port_listens_where_it_was_told_to(
 
 
 @pytest.mark.parametrize("option", ["http_port", "grpc_port", "metrics_port"])
-def test_port_that_is_taken_is_named(tmp_path: Path, option: str) -> None:
+def test_error_names_the_port_in_use(tmp_path: Path, option: str) -> None:
     ports = dict.fromkeys(("--http-port", "--grpc-port", "--metrics-port"), "0")
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = str(taken.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Concurrent callers of a real server share batches, and each gets its own rows."""
+"""Concurrent requests to a real server share batches, and each gets its own rows."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +31,7 @@ MAX_ROWS = 16
 @pytest.mark.parametrize(
     "protocols", [[rest_binary], [grpc_raw], [rest_binary, grpc_raw]], ids=["http", "grpc", "both"]
 )
-def test_concurrent_callers_share_batches_and_each_gets_its_own_rows(tmp_path: Path, protocols: list[Infer]) -> None:
+def test_concurrent_requests_share_batches_and_get_their_own_rows(tmp_path: Path, protocols: list[Infer]) -> None:
     folder = add_model(tmp_path, "heavy", builders.heavy)
     session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(0)
@@ -73,7 +73,7 @@ def oracle(folder: Path) -> "onnxruntime.InferenceSession":
     ],
     ids=["instances", "buckets", "delay", "all"],
 )
-def test_every_answer_is_that_of_the_request_alone_however_batches_are_made(tmp_path: Path, options: str) -> None:
+def test_batching_changes_no_answer(tmp_path: Path, options: str) -> None:
     table = add_model(tmp_path, "poison", builders.poison)
     dense = add_model(tmp_path, "mlp", builders.mlp)
     slow = add_model(tmp_path, "slow", builders.slow, steps=1_500)
@@ -123,7 +123,7 @@ def test_every_answer_is_that_of_the_request_alone_however_batches_are_made(tmp_
             assert taken[name]["padding_rows"] == 0
 
 
-def test_preferred_batch_leaves_without_the_delay_and_others_wait_for_it(tmp_path: Path) -> None:
+def test_preferred_batch_runs_without_the_queue_delay(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "poison", builders.poison)
     (folder / "model.yaml").write_text("queue_delay_s: 60\npreferred_rows: [3, 8]\nmax_rows: 16\n")
     rows = np.arange(8).reshape(8, 1, 1) + np.zeros((8, 1, 4), np.int64)
@@ -148,15 +148,15 @@ def test_two_instances_run_at_the_same_time(tmp_path: Path) -> None:
 
         def phases_ms(_: int) -> dict[str, float]:
             answer = httpx.post(rest_url(server, "slow"), json=document, timeout=LONG_S).raise_for_status()
-            told = answer.headers["server-timing"].split(", ")
-            return {name: float(ms) for name, ms in (phase.split(";dur=") for phase in told)}
+            timings = answer.headers["server-timing"].split(", ")
+            return {name: float(ms) for name, ms in (phase.split(";dur=") for phase in timings)}
 
         for phases in pool.map(phases_ms, range(2)):
             assert phases["queue"] < phases["compute"] / 2, "it waited for the other"
         assert decisions(server, "slow")["batches"] == 2
 
 
-def test_what_was_learned_and_decided_is_shown_and_agrees_with_the_metrics(tmp_path: Path) -> None:
+def test_learned_batching_values_agree_with_the_metrics(tmp_path: Path) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=1_500)
     row = np.zeros((1, 4), np.float32)
     with serving(tmp_path, "--warmup-s", "1", "--max-rows", "8") as server:

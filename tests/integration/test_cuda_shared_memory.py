@@ -1,4 +1,4 @@
-"""Regions on GPUs on both protocols, with the host's memory in the GPUs' place: ``tests/gpu`` has a real one."""
+"""Regions on GPUs on both protocols, with host memory in the GPUs' place: ``tests/gpu`` uses a real one."""
 
 import base64
 import os
@@ -46,7 +46,7 @@ def client(library: Any, server: ServerProcess) -> Iterator[Any]:
 
 @contextmanager
 def owned(content: bytes) -> Iterator[tuple[bytes, Path]]:
-    """Memory of ours: its handle as the clients take it, and where to see what is in it."""
+    """Device memory of the test: its handle as the clients pass it, and a view of its content."""
     path = FOLDER / f"ortserve-test-{uuid4().hex}"
     path.write_bytes(content)
     try:
@@ -81,7 +81,7 @@ def refusal(call: Any, *arguments: Any) -> str:
     return str(caught.value.message())
 
 
-def test_tensors_go_through_a_gpus_memory_in_both_directions(server: ServerProcess, library: Any, client: Any) -> None:
+def test_tensors_pass_through_gpu_memory_in_both_directions(server: ServerProcess, library: Any, client: Any) -> None:
     sums = np.arange(16, dtype=np.int32).reshape(1, 16)
     ones = np.ones((1, 16), np.int32)
     with owned(sums.tobytes() + ones.tobytes() + bytes(128)) as (handle, path):
@@ -112,26 +112,26 @@ def test_tensors_go_through_a_gpus_memory_in_both_directions(server: ServerProce
         assert not is_mapped(server, path)
 
 
-def test_what_cannot_be_registered_is_refused_and_says_why(library: Any, client: Any) -> None:
+def test_impossible_registration_is_rejected_with_its_reason(library: Any, client: Any) -> None:
     with owned(bytes(SIZE)) as (handle, _):
         client.register_cuda_shared_memory("taken", handle, 0, SIZE)
         unknown, short = base64.b64encode(b"none".ljust(64, b"\0")), base64.b64encode(b"none")
         begin = "failed to register CUDA shared memory region: 'r', "
-        for told, *arguments in (
+        for expected_error, *arguments in (
             ("shared memory region 'taken' already in manager", "taken", handle, 0, SIZE),
             (f"{begin}expected byte_size within the 256 bytes of its memory, got 257", "r", handle, 0, 257),
             (f"{begin}failed to open CUDA IPC handle: cudaErrorInvalidValue: invalid argument", "r", unknown, 0, 8),
             (f"{begin}expected a raw_handle of 64 bytes, got 4", "r", short, 0, 8),
             (f"{begin}GPUs not supported: CUDAExecutionProvider has no device 2: there is no CUDA", "r", handle, 2, 8),
         ):
-            assert refusal(client.register_cuda_shared_memory, *arguments).startswith(told)
+            assert refusal(client.register_cuda_shared_memory, *arguments).startswith(expected_error)
         assert [name for name, *_ in names(client)] == ["taken"]
         assert "cuda shared memory region: 'r'" in refusal(client.get_cuda_shared_memory_status, "r")
         client.unregister_cuda_shared_memory("r")
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected_error"),
     [
         (b'{"device_id": 0, "byte_size": 8}', "Unable to parse 'raw_handle': expected an object with a string 'b64'"),
         (b'{"device_id": 0, "byte_size": 8, "raw_handle": "x"}', "Unable to parse 'raw_handle': expected an object"),
@@ -141,12 +141,12 @@ def test_what_cannot_be_registered_is_refused_and_says_why(library: Any, client:
         (b'{"raw_handle": {"b64": ""}, "device_id": 0, "byte_size": 8}', "expected a raw_handle of 64 bytes, got 0"),
     ],
 )
-def test_malformed_registrations_are_refused(server: ServerProcess, body: bytes, told: str) -> None:
+def test_malformed_registrations_are_rejected(server: ServerProcess, body: bytes, expected_error: str) -> None:
     url = f"http://{server.http}/v2/cudasharedmemory/region/r/register"
     came = httpx.post(url, content=body, timeout=LONG_S)
     assert came.status_code == 400
-    assert told in came.json()["error"]
+    assert expected_error in came.json()["error"]
 
 
-def test_the_server_says_that_it_can(server: ServerProcess) -> None:
+def test_server_metadata_lists_the_extension(server: ServerProcess) -> None:
     assert "cuda_shared_memory" in httpx.get(f"{server.url}/v2", timeout=LONG_S).json()["extensions"]

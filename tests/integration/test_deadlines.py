@@ -1,4 +1,4 @@
-"""Requests that bring a deadline, a bound for their wait or a priority, while others wait before them."""
+"""Requests with a deadline, a queue timeout or a priority, behind queued requests."""
 
 import math
 import re
@@ -83,7 +83,7 @@ def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
 def call(
     channel: grpc.Channel, model: str, *, timeout_s: float = LONG_S, queue_timeout_us: int = 0
 ) -> grpc.Call | None:
-    """Call by gRPC; the failure, or None where it was answered."""
+    """Call by gRPC; return the failure, or None on success."""
     request = service_pb2.ModelInferRequest(model_name=model)
     request.inputs.add(name="x", datatype="FP32", shape=ROW.shape)
     request.raw_input_contents.append(ROW.tobytes())
@@ -98,13 +98,13 @@ def call(
 
 
 def learned_ms(server: ServerProcess, model: str = "slow") -> float:
-    """What the server expects one run to take; it is slower where others use the machine too."""
+    """The server's estimate of one run; it is longer on a busy machine."""
     answer = httpx.get(f"http://{server.http}/v2/models/{model}/batching", timeout=LONG_S).raise_for_status()
     return float(answer.json()["classes"][0]["latency_ms"]["1"])
 
 
 def within(server: ServerProcess, runs: float) -> dict[str, str]:
-    """The header of a caller who waits as long as so many runs take."""
+    """The header of a request with a timeout of so many runs."""
     return {"X-Request-Timeout-Ms": str(round(runs * learned_ms(server)))}
 
 
@@ -112,7 +112,7 @@ def within(server: ServerProcess, runs: float) -> dict[str, str]:
 def backlog(
     server: ServerProcess, model: str, callers: int = WAITING, headers: dict[str, str] | None = None, **parameters: int
 ) -> Iterator[list["Future[httpx.Response]"]]:
-    """Have callers, without a deadline unless by a header, wait for a model; at the end all must have been answered."""
+    """Let requests, with a deadline only by a header, wait for a model; at the end all must have been answered."""
     with ThreadPoolExecutor(callers) as pool:
         calls = [pool.submit(post, server, model, headers, **parameters) for _ in range(callers)]
         wait_for_queue(server, model, callers - 3)
@@ -121,7 +121,7 @@ def backlog(
 
 
 def excess_ms(text: str) -> float:
-    """By how much an answer would be late, as a refusal says."""
+    """The lateness of an answer, as a rejection states it."""
     found = re.search(r"([\d.]+) ms are left, and the answer is expected in ([\d.]+) ms", text)
     assert found is not None, text
     return float(found[2]) - float(found[1])
@@ -132,9 +132,7 @@ BEHIND_THE_BACKLOG: Final = 14
 
 
 @pytest.mark.parametrize("header", ["X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms"])
-def test_request_that_the_backlog_makes_late_is_told_at_once_when_to_come_back(
-    server: ServerProcess, header: str
-) -> None:
+def test_request_late_behind_the_backlog_is_rejected_with_retry_after(server: ServerProcess, header: str) -> None:
     before = decisions(server, "slow")["refused_late"]
     with backlog(server, "slow") as waiting:
         (timeout_ms,) = within(server, BEHIND_THE_BACKLOG).values()
@@ -145,7 +143,7 @@ def test_request_that_the_backlog_makes_late_is_told_at_once_when_to_come_back(
     assert decisions(server, "slow")["refused_late"] == before + 1
 
 
-def test_grpc_deadline_that_the_backlog_makes_late_is_refused_with_the_exact_time_to_come_back(
+def test_grpc_call_late_behind_the_backlog_is_rejected_with_retry_pushback(
     server: ServerProcess, channel: grpc.Channel
 ) -> None:
     with backlog(server, "slow"):
@@ -156,8 +154,8 @@ def test_grpc_deadline_that_the_backlog_makes_late_is_refused_with_the_exact_tim
     assert pushback_ms == pytest.approx(excess_ms(failure.details() or ""), abs=1.2)
 
 
-def test_request_whose_deadline_comes_first_goes_first(server: ServerProcess, expected: np.ndarray) -> None:
-    # The others have so much time that they are due after it, however long they took to come.
+def test_earliest_deadline_runs_first(server: ServerProcess, expected: np.ndarray) -> None:
+    # The others have later deadlines, even if they took long to arrive.
     with backlog(server, "slow", headers=within(server, 300)) as waiting:
         answer = post(server, "slow", within(server, 12))
         assert sum(not call.done() for call in waiting) > WAITING / 4
@@ -165,9 +163,7 @@ def test_request_whose_deadline_comes_first_goes_first(server: ServerProcess, ex
     np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
 
 
-def test_deadline_shorter_than_the_models_own_latency_is_no_matter_of_coming_back(
-    server: ServerProcess, channel: grpc.Channel
-) -> None:
+def test_deadline_below_the_model_latency_gets_no_retry_after(server: ServerProcess, channel: grpc.Channel) -> None:
     with backlog(server, "slow", 8):
         answer = post(server, "slow", within(server, 0.3))
         failure = call(channel, "slow", timeout_s=0.7 * learned_ms(server) / 1000)
@@ -179,20 +175,20 @@ def test_deadline_shorter_than_the_models_own_latency_is_no_matter_of_coming_bac
     assert "grpc-retry-pushback-ms" not in dict(failure.trailing_metadata() or ())
 
 
-def test_idle_server_tries_what_it_expects_to_be_late(server: ServerProcess, expected: np.ndarray) -> None:
-    # Else one wrong prediction would never be put right. It is answered late, which its caller may still see.
+def test_idle_server_runs_a_request_predicted_to_be_late(server: ServerProcess, expected: np.ndarray) -> None:
+    # Otherwise a wrong prediction would never be corrected. The answer is late, but its client may still read it.
     answer = post(server, "slow", within(server, 0.5))
     assert answer.status_code == 200, answer.text
     np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
 
 
-def test_deadline_that_passes_while_it_runs_is_counted_as_one(server: ServerProcess, channel: grpc.Channel) -> None:
+def test_deadline_that_passes_during_the_run_is_counted(server: ServerProcess, channel: grpc.Channel) -> None:
     count = "ortserve_request_duration_seconds_count"
     labels = {"model": "slow", "version": "1", "protocol": "grpc"}
 
     def counted(outcome: str) -> float:
-        told = {**labels, "outcome": outcome}
-        return read_metrics(server).by_labels(count, *told).get(" ".join(told.values()), 0.0)
+        expected = {**labels, "outcome": outcome}
+        return read_metrics(server).by_labels(count, *expected).get(" ".join(expected.values()), 0.0)
 
     late, left = counted("deadline"), counted("cancelled")
     failure = call(channel, "slow", timeout_s=0.4 * learned_ms(server) / 1000)
@@ -203,25 +199,25 @@ def test_deadline_that_passes_while_it_runs_is_counted_as_one(server: ServerProc
     assert post(server, "slow").status_code == 200  # behind the run that went on, which the next test would meet
 
 
-def test_deadline_that_has_passed_is_refused_even_by_an_idle_server(server: ServerProcess) -> None:
+def test_passed_deadline_is_rejected_by_an_idle_server(server: ServerProcess) -> None:
     answer = post(server, "slow", {"x-request-timeout-ms": "0"})
     assert answer.status_code == 504
     assert "retry-after" not in answer.headers
 
 
-def test_shorter_of_two_timeouts_holds(server: ServerProcess) -> None:
+def test_shorter_of_two_timeouts_applies(server: ServerProcess) -> None:
     answer = post(server, "slow", {"x-request-timeout-ms": "60000", "x-envoy-expected-rq-timeout-ms": "0"})
     assert answer.status_code == 504
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "1.5", "", "9" * 30])
-def test_timeout_that_is_no_number_of_milliseconds_is_400(server: ServerProcess, value: str) -> None:
+def test_timeout_that_is_not_milliseconds_is_400(server: ServerProcess, value: str) -> None:
     answer = post(server, "slow", {"x-request-timeout-ms": value})
     assert answer.status_code == 400
     assert "x-request-timeout-ms: expected a whole number of milliseconds" in answer.json()["error"]
 
 
-def test_what_a_model_promises_holds_for_those_without_a_deadline(server: ServerProcess, expected: np.ndarray) -> None:
+def test_latency_target_applies_to_requests_without_a_deadline(server: ServerProcess, expected: np.ndarray) -> None:
     callers = 80
     with ThreadPoolExecutor(callers) as pool:
         calls = [pool.submit(post, server, "promised") for _ in range(callers)]
@@ -254,22 +250,22 @@ def test_timeout_parameter_bounds_the_wait_and_not_the_run(server: ServerProcess
 
 
 @pytest.mark.parametrize("name", ["timeout", "priority"])
-def test_parameter_that_is_no_unsigned_integer_is_400(server: ServerProcess, name: str) -> None:
+def test_parameter_that_is_not_an_unsigned_integer_is_400(server: ServerProcess, name: str) -> None:
     answer = post(server, "slow", None, **{name: -1})
     assert answer.status_code == 400
     assert f"parameter '{name}': expected an unsigned integer, got -1" in answer.json()["error"]
 
 
-def test_urgent_requests_overtake_those_that_wait(server: ServerProcess) -> None:
+def test_urgent_requests_overtake_queued_ones(server: ServerProcess) -> None:
     with backlog(server, "levelled", priority=2) as waiting, ThreadPoolExecutor(4) as pool:
         urgent = [pool.submit(post, server, "levelled", priority=1) for _ in range(2)]
         urgent += [pool.submit(post, server, "levelled") for _ in range(2)]  # the default level is the first
         order = [call in urgent for call in as_completed([*waiting, *urgent])]
-    # Of the last batches, none was urgent: at least half of the backlog had not run when the urgent ones came.
+    # No urgent request was in the last batches: at least half of the backlog had not run when they arrived.
     assert True not in order[-WAITING // 2 :]
 
 
-def test_priority_means_nothing_to_a_model_without_levels(server: ServerProcess) -> None:
+def test_priority_is_ignored_for_a_model_without_levels(server: ServerProcess) -> None:
     with backlog(server, "slow", 8) as waiting, ThreadPoolExecutor(1) as pool:
         late = pool.submit(post, server, "slow", priority=1)
         order = [call is late for call in as_completed([*waiting, late])]

@@ -1,4 +1,4 @@
-"""The example classifier, from one end to the other: real images in, the promised accuracy out."""
+"""The example classifier end to end: real images reach the stated accuracy."""
 
 import re
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def predict(request: pytest.FixtureRequest, example_server: ServerProcess) -> Pr
     return by_name[request.param](example_server)
 
 
-def test_all_held_out_digits_are_classified_as_well_as_promised(
+def test_held_out_digits_reach_the_stated_accuracy(
     predict: Predict, held_out: tuple[np.ndarray, np.ndarray], promised_accuracy: float
 ) -> None:
     images, labels = held_out

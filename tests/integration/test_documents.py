@@ -1,4 +1,4 @@
-"""The documents, run as they stand: their requests and snippets print what the pages show.
+"""The documents' requests and snippets run as written and print the documented output.
 
 ``tests/repo/test_documents.py`` checks the names in them, ``tests/deploy`` the commands for containers and Kubernetes.
 """
@@ -37,7 +37,7 @@ def on_ports_of(server: ServerProcess, text: str) -> str:
 
 
 def bash(script: str, folder: Path, **variables: str) -> str:
-    """Run a command of a page in a folder of its own; ``ortserve`` is that of the tests."""
+    """Run a command of a page in a temporary folder; ``ortserve`` is that of the tests."""
     script = f'ortserve() {{ {shlex.quote(sys.executable)} -m ortserve "$@"; }}\n{script}'
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", "-ec", script]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
@@ -46,7 +46,7 @@ def bash(script: str, folder: Path, **variables: str) -> str:
 
 
 @pytest.mark.parametrize("command", REQUESTS, ids=str)
-def test_request_prints_what_the_page_shows(example_server: ServerProcess, command: Command, tmp_path: Path) -> None:
+def test_request_prints_the_documented_output(example_server: ServerProcess, command: Command, tmp_path: Path) -> None:
     printed = bash(on_ports_of(example_server, command.text), tmp_path)
     if command.output:
         assert printed.strip() == command.output
@@ -62,7 +62,7 @@ def test_requests_are_found() -> None:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "quickstart.md"], ids=lambda page: page.name)
-def test_snippet_prints_what_the_page_shows(example_server: ServerProcess, page: Path) -> None:
+def test_snippet_prints_the_documented_output(example_server: ServerProcess, page: Path) -> None:
     (snippet,) = blocks("python", page.read_text())
     (shown,) = blocks("text", page.read_text())
     command = [sys.executable, "-c", on_ports_of(example_server, snippet)]
@@ -86,7 +86,7 @@ def test_models_are_loaded_and_unloaded_as_the_page_describes(tmp_path: Path) ->
         client.close()
 
 
-def test_trace_settings_are_taken_as_the_page_describes(tmp_path: Path) -> None:
+def test_trace_settings_are_accepted_as_the_page_describes(tmp_path: Path) -> None:
     (snippet,) = blocks("python", (DOCS / "observability.md").read_text())
     with serving("--example", "--trace-file", tmp_path / "traces", *SHORT_WARMUP) as server:
         client = triton_http.InferenceServerClient(server.http)

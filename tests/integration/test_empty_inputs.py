@@ -1,4 +1,4 @@
-"""Requests with empty tensors: of 0 rows, batched or not, and those that ONNX Runtime would crash on."""
+"""Requests with empty tensors: of 0 rows, batched or not, and those that would crash ONNX Runtime."""
 
 from collections.abc import Iterator
 
@@ -63,9 +63,7 @@ def test_request_of_no_rows_gets_an_answer_of_no_rows(server: ServerProcess, inf
 
 
 @pytest.mark.parametrize("model", ["recurrent", "gated"])
-def test_batched_recurrence_answers_no_rows_and_one_that_is_not_batched_rejects_them(
-    server: ServerProcess, model: str
-) -> None:
+def test_only_batched_recurrence_answers_requests_without_rows(server: ServerProcess, model: str) -> None:
     no_rows, no_steps = np.empty((0, 5, 2), np.float32), np.empty((2, 0, 2), np.float32)
     assert rest_json(server, model, {"x": no_rows})["y"].shape == (0, 3)
     for name, empty in ((f"{model}_alone", no_rows), (f"{model}_alone", no_steps), (model, no_steps)):
@@ -78,14 +76,14 @@ def test_einsum_of_no_rows_is_answered_batched_and_rejected_alone(server: Server
     check_rejected(server, "einsum_alone", empty, "Einsum")
 
 
-def test_model_that_rejects_zeros_says_so_of_the_made_up_row(server: ServerProcess) -> None:
+def test_error_for_rejected_zeros_names_the_synthetic_row(server: ServerProcess) -> None:
     document = {"inputs": [json_input("x", np.empty((0, 4), np.int64))]}
     answer = httpx.post(rest_url(server, "positive"), json=document, timeout=LONG_S)
     assert answer.status_code == 400
     assert "for the placeholder row of zeros in their place the model rejected the inputs" in answer.json()["error"]
 
 
-def test_row_that_is_made_up_is_bounded(server: ServerProcess) -> None:
+def test_synthetic_row_is_bounded(server: ServerProcess) -> None:
     check_rejected(server, "free", {"x": np.empty((0, 2**40), np.float32)}, "at most 8388608 elements a row")
 
 

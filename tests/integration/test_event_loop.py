@@ -1,4 +1,4 @@
-"""A loop that stands still is reported; a loop that waits for the one client there is polls for it."""
+"""A blocked event loop is reported; a loop with one waiting client polls for it."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def test_stall_is_logged_and_counted(tmp_path: Path, way: str, step: str) -> Non
         assert samples.value("ortserve_event_loop_stall_seconds_total") > 1
 
 
-def test_stall_is_told_while_it_lasts(tmp_path: Path) -> None:
+def test_stall_is_reported_while_it_lasts(tmp_path: Path) -> None:
     with starting(tmp_path, env=freezing("call")) as server:
         server.wait_until_loaded()
         # The loop answers once it is past its last line: one that is frozen in the middle of a line keeps the log.
@@ -68,7 +68,7 @@ def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerP
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_loop_polls_for_a_client_that_comes_back_at_once(polling_server: ServerProcess, protocol: str) -> None:
+def test_loop_polls_for_a_client_that_sends_again_at_once(polling_server: ServerProcess, protocol: str) -> None:
     before = polls(polling_server)["hit"]
     with kept(polling_server, protocol) as infer:
         for _ in range(200):
@@ -81,16 +81,16 @@ def test_loop_polls_for_a_client_that_comes_back_at_once(polling_server: ServerP
     assert read_metrics(polling_server).value("ortserve_busy_poll_seconds_total") > 0
 
 
-def test_loop_sleeps_once_no_client_comes(polling_server: ServerProcess) -> None:
+def test_loop_sleeps_once_no_request_arrives(polling_server: ServerProcess) -> None:
     with kept(polling_server, "http") as infer:
         for _ in range(20):
             infer()
-    # It polls for 10 ms at most, which one of these requests to another thread takes at least a third of.
+    # The loop polls for at most 10 ms; one of these requests to another thread takes at least a third of that.
     seconds = [read_metrics(polling_server).value("ortserve_busy_poll_seconds_total") for _ in range(30)]
     assert seconds[-1] == seconds[-10]
 
 
-def test_loop_that_is_not_to_poll_never_does(tmp_path: Path) -> None:
+def test_loop_with_polling_off_never_polls(tmp_path: Path) -> None:
     add_model(tmp_path, "identity", builders.identity)
     with serving(tmp_path, *SHORT_WARMUP, "--busy-poll-us", "0") as server:
         with kept(server, "http") as infer:

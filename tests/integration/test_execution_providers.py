@@ -1,4 +1,4 @@
-"""Where models run, and where they do not: wish lists of execution providers through a real server."""
+"""Execution providers of models by configured preference, through a real server."""
 
 import json
 from collections.abc import Iterator
@@ -80,15 +80,15 @@ def write_options(folder: Path, options: dict[str, Any]) -> None:
 
 def properties(server: ServerProcess, model: str) -> dict[str, str]:
     answer = httpx.get(f"http://{server.http}/v2/models/{model}", timeout=LONG_S)
-    told: dict[str, str] = answer.raise_for_status().json()["properties"]
-    return told
+    found: dict[str, str] = answer.raise_for_status().json()["properties"]
+    return found
 
 
 def reason(server: ServerProcess, model: str) -> str:
     """Why a model is not served; empty where it is."""
     answer = httpx.post(f"http://{server.http}/v2/repository/index", json={}, timeout=LONG_S)
-    told: str = next(entry for entry in answer.json() if entry["name"] == model).get("reason", "")
-    return told
+    found: str = next(entry for entry in answer.json() if entry["name"] == model).get("reason", "")
+    return found
 
 
 def infer(server: ServerProcess, model: str, rows: np.ndarray) -> np.ndarray:
@@ -99,50 +99,50 @@ def infer(server: ServerProcess, model: str, rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", ["first", "behind_a_missing_one", "beside_a_built_in", "one_thread"])
-def test_model_runs_on_the_first_provider_there_is_and_its_metadata_says_so(server: ServerProcess, model: str) -> None:
-    told = properties(server, model)
-    assert (told["execution_provider"], told["nodes"]) == (OPENVINO, f"{OPENVINO}: 4")
+def test_model_runs_on_the_first_available_provider_that_metadata_names(server: ServerProcess, model: str) -> None:
+    described = properties(server, model)
+    assert (described["execution_provider"], described["nodes"]) == (OPENVINO, f"{OPENVINO}: 4")
     rows = np.random.default_rng(1).normal(size=(5, 64)).astype(np.float32)
     np.testing.assert_allclose(infer(server, model, rows), infer(server, "behind_the_cpu", rows), atol=1e-5)
 
 
-def test_nothing_runs_on_a_provider_behind_the_cpu(server: ServerProcess) -> None:
-    told = properties(server, "behind_the_cpu")
-    assert (told["execution_provider"], told["nodes"]) == (CPU, f"{CPU}: 4")
-    assert "execution_providers_passed_over" not in told
+def test_no_node_runs_on_a_provider_after_the_cpu(server: ServerProcess) -> None:
+    described = properties(server, "behind_the_cpu")
+    assert (described["execution_provider"], described["nodes"]) == (CPU, f"{CPU}: 4")
+    assert "execution_providers_passed_over" not in described
 
 
-def test_provider_that_is_not_there_is_passed_over_with_its_reason(server: ServerProcess) -> None:
+def test_unavailable_provider_is_skipped_with_its_reason(server: ServerProcess) -> None:
     expected = "TensorrtExecutionProvider is not offered by this ONNX Runtime"
     assert properties(server, "behind_a_missing_one")["execution_providers_passed_over"] == expected
     server.wait_for_line("execution provider passed over", "behind_a_missing_one", expected)
 
 
-def test_device_that_a_provider_does_not_have_is_passed_over(server: ServerProcess) -> None:
-    told = properties(server, "by_device")
-    assert told["execution_provider"] == CPU
-    assert told["execution_providers_passed_over"] == f"{OPENVINO} has no device NPU 0"
+def test_missing_device_of_a_provider_is_skipped(server: ServerProcess) -> None:
+    described = properties(server, "by_device")
+    assert described["execution_provider"] == CPU
+    assert described["execution_providers_passed_over"] == f"{OPENVINO} has no device NPU 0"
 
 
-def test_provider_that_fails_fails_the_model_and_is_named_with_its_reason(server: ServerProcess) -> None:
-    told = reason(server, "fails")
-    assert told.startswith(f"ONNX Runtime cannot load the model on {OPENVINO}: ")
-    assert "Unsupported property NO_SUCH_PROPERTY" in told
-    assert told.endswith(f"(with allow_fallback it would be tried on {CPU})")
+def test_failing_provider_fails_the_model_with_name_and_reason(server: ServerProcess) -> None:
+    failure = reason(server, "fails")
+    assert failure.startswith(f"ONNX Runtime cannot load the model on {OPENVINO}: ")
+    assert "Unsupported property NO_SUCH_PROPERTY" in failure
+    assert failure.endswith(f"(with allow_fallback it would be tried on {CPU})")
 
 
-def test_provider_that_fails_is_passed_over_where_that_is_allowed(server: ServerProcess) -> None:
+def test_failing_provider_is_skipped_with_allow_fallback(server: ServerProcess) -> None:
     assert reason(server, "falls_back") == ""
-    told = properties(server, "falls_back")
-    assert (told["execution_provider"], told["nodes"]) == (CPU, f"{CPU}: 4")
-    assert told["execution_providers_passed_over"].startswith(f"ONNX Runtime cannot load the model on {OPENVINO}: ")
+    found = properties(server, "falls_back")
+    assert (found["execution_provider"], found["nodes"]) == (CPU, f"{CPU}: 4")
+    assert found["execution_providers_passed_over"].startswith(f"ONNX Runtime cannot load the model on {OPENVINO}: ")
     assert infer(server, "falls_back", np.zeros((1, 64), np.float32)).shape == (1, 10)
 
 
-def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_cpu_fails_as_well(
+def test_provider_that_fails_every_run_has_failed_unless_the_cpu_fails_too(
     tmp_path: Path,
 ) -> None:
-    """OpenVINO takes no tensor of no elements, and says so in its runs; neither takes images that are too small."""
+    """OpenVINO fails runs with empty tensors; both providers fail runs with too small images."""
     environment = openvino_environment()
     wishes: dict[str, Any] = {"execution_providers": ["openvino", "cpu"]}
 
@@ -159,31 +159,31 @@ def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_c
     with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
         failed = f"execution_providers: {OPENVINO} opens the model, but fails on inputs that {CPU} accepts: "
         words = "Tensor data equal nullptr"
-        told = reason(server, "fails")
-        assert told.startswith(failed)
-        assert words in told
-        assert told.endswith(f"(with allow_fallback it would be tried on {CPU})")
-        told_of = {model: properties(server, model) for model in ("falls_back", "not_warmed", "picky")}
-        assert [told["execution_provider"] for told in told_of.values()] == [CPU, OPENVINO, OPENVINO]
-        passed_over = told_of["falls_back"]["execution_providers_passed_over"]
+        shown = reason(server, "fails")
+        assert shown.startswith(failed)
+        assert words in shown
+        assert shown.endswith(f"(with allow_fallback it would be tried on {CPU})")
+        described = {model: properties(server, model) for model in ("falls_back", "not_warmed", "picky")}
+        assert [found["execution_provider"] for found in described.values()] == [CPU, OPENVINO, OPENVINO]
+        passed_over = described["falls_back"]["execution_providers_passed_over"]
         assert passed_over.startswith(failed)
         assert words in passed_over
-        assert told_of["falls_back"]["warm_up"].startswith("1: ")
+        assert described["falls_back"]["warm_up"].startswith("1: ")
         assert infer(server, "falls_back", np.zeros((3, 0, 5), np.float32)).shape == (3, 0, 5)
         server.wait_for_line("execution provider passed over", "falls_back", words)
-        assert told_of["not_warmed"]["warm_up"] == "not warmed up"
-        assert told_of["picky"]["warm_up"].startswith("not warmed up: the model rejects synthetic inputs: ")
+        assert described["not_warmed"]["warm_up"] == "not warmed up"
+        assert described["picky"]["warm_up"].startswith("not warmed up: the model rejects synthetic inputs: ")
         images = np.ones((1, 1, 500, 500), np.float32)
         assert infer(server, "picky", images) == 1
 
 
-def test_arena_of_a_gpu_is_refused_where_a_plug_in_has_none(server: ServerProcess) -> None:
+def test_gpu_arena_is_rejected_on_a_plug_in_without_one(server: ServerProcess) -> None:
     assert reason(server, "gpu_arena").startswith("session.shrink_arenas: expected arenas out of cpu:0, got gpu:0")
     assert properties(server, "cpu_arena")["execution_provider"] == OPENVINO
     assert infer(server, "cpu_arena", np.zeros((1, 64), np.float32)).shape == (1, 10)
 
 
-def test_plug_in_that_is_no_package_is_named_by_its_library(tmp_path: Path) -> None:
+def test_plug_in_outside_a_package_is_named_by_its_library(tmp_path: Path) -> None:
     environment = openvino_environment(with_package=False)
     write_options(add_model(tmp_path, "m", builders.mlp), WISHES["first"])
     library = openvino_folder() / "onnxruntime_ep_openvino" / "libonnxruntime_providers_openvino_plugin.so"
@@ -191,7 +191,7 @@ def test_plug_in_that_is_no_package_is_named_by_its_library(tmp_path: Path) -> N
         assert properties(server, "m")["execution_provider"] == OPENVINO
 
 
-def test_library_that_is_no_plug_in_stops_the_start(tmp_path: Path) -> None:
+def test_library_that_is_not_a_plug_in_stops_the_start(tmp_path: Path) -> None:
     library = tmp_path / "plugin.so"
     library.write_bytes(b"no library")
     with starting("--example", "--execution-provider-libraries", library) as server:
@@ -199,7 +199,7 @@ def test_library_that_is_no_plug_in_stops_the_start(tmp_path: Path) -> None:
         server.wait_for_line("the server cannot start", f"execution_provider_libraries: '{library}' cannot be used: ")
 
 
-def test_models_share_the_threads_of_the_process_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_models_share_the_process_threads_when_configured(tmp_path: Path) -> None:
     for number in range(3):
         write_options(add_model(tmp_path, f"m{number}", builders.mlp), {"intra_op_threads": 9})
     rows = np.ones((2, 64), np.float32)
@@ -212,17 +212,17 @@ def test_models_share_the_threads_of_the_process_where_that_is_asked_for(tmp_pat
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-6)
 
 
-def test_what_a_plug_in_leaves_to_the_cpu_is_warned_of_and_named_unless_it_is_forbidden(server: ServerProcess) -> None:
-    told = properties(server, "partly")
-    assert told["nodes"] == f"{OPENVINO}: 2, {CPU}: 1"
-    assert told["nodes_elsewhere"] == f"{CPU}: com.microsoft.FastGelu '/head/gelu'"
+def test_nodes_left_to_the_cpu_are_reported_or_forbidden(server: ServerProcess) -> None:
+    described = properties(server, "partly")
+    assert described["nodes"] == f"{OPENVINO}: 2, {CPU}: 1"
+    assert described["nodes_elsewhere"] == f"{CPU}: com.microsoft.FastGelu '/head/gelu'"
     server.wait_for_line("nodes are left to the CPU", "model=partly", OPENVINO, "1 FastGelu")
     assert "nodes_elsewhere" not in properties(server, "first")
     assert not [line for line in server.lines if "nodes are left to the CPU" in line and "model=first" in line]
     assert "fallback to CPU EP has been explicitly disabled" in reason(server, "forbidden")
 
 
-def test_second_provider_of_a_plug_in_is_found_whichever_is_asked_for_first(tmp_path: Path) -> None:
+def test_plug_in_providers_are_found_in_any_order(tmp_path: Path) -> None:
     environment = openvino_environment()
     second = f"{OPENVINO}.AUTO"
     write_options(add_model(tmp_path, "a", builders.mlp), {"execution_providers": [second, "cpu"]})
@@ -248,7 +248,7 @@ def test_plug_in_named_by_its_library_is_not_registered_again_for_its_package(tm
         assert properties(server, "b")["execution_providers_passed_over"] == f"{OPENVINO} has no device 1"
 
 
-def test_compiled_model_that_a_plug_in_writes_is_no_change_of_the_model(tmp_path: Path) -> None:
+def test_compiled_model_written_by_a_plug_in_is_no_change(tmp_path: Path) -> None:
     environment = openvino_environment()
     options = WISHES["first"] | {"intra_op_threads": 1, "session": {"entries": {"ep.context_enable": 1}}}
     folder = add_model(tmp_path, "m", builders.mlp)

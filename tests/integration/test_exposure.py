@@ -1,4 +1,4 @@
-"""A server is for its own machine unless told otherwise, and then says what it leaves open."""
+"""By default the server listens on loopback only; on other addresses it logs the groups of calls that need no key."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from transports import ON_BOTH_TRANSPORTS
 
 
 @ON_BOTH_TRANSPORTS
-def test_all_ports_are_on_the_loopback_address_and_what_changes_the_server_is_off(grpc_transport: str) -> None:
+def test_default_ports_are_on_loopback_and_control_calls_are_off(grpc_transport: str) -> None:
     with serving("--example", *SHORT_WARMUP, f"--grpc-transport={grpc_transport}") as server:
         listening = [one.laddr for one in psutil.Process(server.pid).net_connections() if one.status == "LISTEN"]
         assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}  # grpcio maps it
@@ -20,10 +20,10 @@ def test_all_ports_are_on_the_loopback_address_and_what_changes_the_server_is_of
         url = f"http://{server.http}/v2/systemsharedmemory/region/x/register"
         share = httpx.post(url, json=region, timeout=LONG_S)
         assert (load.status_code, share.status_code) == (503, 501), (load.text, share.text)
-        assert "everybody" not in server.output
+        assert "these groups need no key" not in server.output
 
 
-def test_server_for_other_machines_says_in_one_line_what_is_open(tmp_path: Path) -> None:
+def test_server_on_other_addresses_logs_its_open_groups(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("a-key-of-inference-0123456789")
     flags = ("--host", "0.0.0.0", "--model-control-mode", "explicit", "--infer-keys-file", tmp_path / "keys")
     with serving("--example", *SHORT_WARMUP, *flags) as server:

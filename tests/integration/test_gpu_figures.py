@@ -1,4 +1,4 @@
-"""The script that measures GPUs runs through, on host memory and with tiny models, so that a GPU finds it in order."""
+"""The script that measures GPUs runs on host memory with tiny models, so that it works on a machine with a GPU."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
-    """Of each table the names of its columns, and its lines."""
+    """The column names and lines of each table."""
     found = []
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
@@ -30,17 +30,17 @@ def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
     return found
 
 
-def test_every_section_runs_on_host_memory_and_every_figure_stands_beside_its_goal(tmp_path: Path) -> None:
+def test_every_section_runs_on_host_memory_and_shows_goals(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
     run = run_script("--device", "host", "--out", str(out))
     assert run.returncode == 0, run.stdout + run.stderr
-    told = out.read_text()
-    assert run.stdout == told
-    assert "FAILED" not in told
-    assert " passed, " in told
-    assert "host memory in the place of a GPU: the figures mean nothing" in told
+    report = out.read_text()
+    assert run.stdout == report
+    assert "FAILED" not in report
+    assert " passed, " in report
+    assert "host memory in the place of a GPU: the figures mean nothing" in report
     goals: list[tuple[str, str, str]] = []
-    for columns, lines in tables(told):
+    for columns, lines in tables(report):
         place = columns.index("goal")
         assert columns[place + 1] == ""
         for line in lines:
@@ -59,18 +59,18 @@ def test_every_section_runs_on_host_memory_and_every_figure_stands_beside_its_go
     }
 
 
-def test_overlap_is_what_the_slower_half_alone_takes_of_both() -> None:
+def test_overlap_is_the_ratio_of_the_slower_half_to_both() -> None:
     ((columns, lines),) = tables(run_script("--only", "overlap", "--device", "host").stdout)
     assert len(lines) == 3
     for line in lines:
-        told = dict(zip(columns, line, strict=True))
-        alone = max(float(told["copying alone µs"]), float(told["computing alone µs"]))
-        expected = pytest.approx(alone / float(told["two at a time µs"]), rel=0.1)  # of figures that were rounded
-        assert float(told["slower alone ÷ two at a time"]) == expected
+        figures = dict(zip(columns, line, strict=True))
+        alone = max(float(figures["copying alone µs"]), float(figures["computing alone µs"]))
+        expected = pytest.approx(alone / float(figures["two at a time µs"]), rel=0.1)  # of figures that were rounded
+        assert float(figures["slower alone ÷ two at a time"]) == expected
 
 
 @without_cuda
-def test_what_fails_says_why_and_what_comes_behind_it_is_written(tmp_path: Path) -> None:
+def test_failed_section_shows_its_reason_and_later_ones_are_written(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
     run = run_script("--device", "cuda", "--out", str(out))
     assert run.returncode == 1
@@ -84,7 +84,7 @@ def test_what_fails_says_why_and_what_comes_behind_it_is_written(tmp_path: Path)
     assert "| encoder of 1 layers, FP16 | FAILED: " in others[0], "a model that fails leaves the others their turns"
 
 
-def test_no_section_takes_more_time_than_there_is(tmp_path: Path) -> None:
+def test_sections_stay_within_the_time_budget(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
     run = run_script("--device", "host", "--budget-s", "0.2", "--out", str(out))
     assert run.returncode == 1

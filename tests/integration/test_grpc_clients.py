@@ -142,7 +142,7 @@ async def test_stream_of_the_aio_client_answers_in_order(zoo_server: ServerProce
     assert number == 50
 
 
-def test_requests_of_one_stream_ride_in_one_batch(tmp_path: Path, grpc_transport: str) -> None:
+def test_requests_of_one_stream_share_a_batch(tmp_path: Path, grpc_transport: str) -> None:
     (add_model(tmp_path, "slow", builders.slow, steps=20_000) / "model.yaml").write_text("batched: true\n")
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with (
@@ -161,7 +161,7 @@ def test_requests_of_one_stream_ride_in_one_batch(tmp_path: Path, grpc_transport
     assert sum(samples.by_labels("ortserve_batch_rows_count", "model").values()) < 16
 
 
-def test_cancelled_stream_takes_its_requests_out_of_the_queue(slow_server: ServerProcess) -> None:
+def test_cancelled_stream_removes_its_requests_from_the_queue(slow_server: ServerProcess) -> None:
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with triton.InferenceServerClient(slow_server.grpc) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -187,7 +187,7 @@ def test_stream_timeout_of_the_client_ends_the_stream(slow_server: ServerProcess
     wait_for_sample(slow_server, "ortserve_queue_rows", lambda rows: rows == 0, model="slow", version="1")
 
 
-def test_async_infer_calls_back_and_a_cancelled_one_is_told_so(slow_server: ServerProcess) -> None:
+def test_async_infer_calls_back_also_when_cancelled(slow_server: ServerProcess) -> None:
     answered: Future[tuple[Any, Any]] = Future()
     cancelled: Future[tuple[Any, Any]] = Future()
     with triton.InferenceServerClient(slow_server.grpc) as client:
@@ -214,7 +214,7 @@ def test_client_timeout_is_a_deadline(slow_server: ServerProcess) -> None:
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
 
-async def test_aio_infer_that_is_cancelled_leaves_the_queue(slow_server: ServerProcess) -> None:
+async def test_cancelled_aio_infer_leaves_the_queue(slow_server: ServerProcess) -> None:
     async with triton_aio.InferenceServerClient(slow_server.grpc) as client:
         calls = [asyncio.create_task(client.infer("slow", inputs(row(number)))) for number in range(4)]
         await asyncio.to_thread(wait_for_queue, slow_server, "slow", 2)
@@ -237,7 +237,7 @@ def test_keepalive_options_of_the_client_are_served(zoo_server: ServerProcess) -
 
 @ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("answers", ["gzip", "deflate"])
-def test_answers_are_compressed_as_the_option_says_whatever_the_compression_of_requests(
+def test_answer_compression_follows_the_option_not_the_request(
     tmp_path: Path, answers: str, grpc_transport: str
 ) -> None:
     add_model(tmp_path, "identity", builders.identity)
@@ -256,7 +256,7 @@ def test_answers_are_compressed_as_the_option_says_whatever_the_compression_of_r
             assert 0 < relayed.total - before < array.nbytes / 10
 
 
-async def test_many_streams_are_answered_and_nothing_of_them_stays(zoo_server: ServerProcess) -> None:
+async def test_many_streams_are_answered_and_released(zoo_server: ServerProcess) -> None:
     streams, requests = 40, 50
 
     async def one(client: triton_aio.InferenceServerClient, stream: int, *, leaves_after: int) -> int:
@@ -293,9 +293,7 @@ async def test_many_streams_are_answered_and_nothing_of_them_stays(zoo_server: S
 
 
 @ON_BOTH_TRANSPORTS
-def test_open_stream_does_not_hold_up_the_end_of_the_server_and_what_it_asked_is_answered(
-    tmp_path: Path, grpc_transport: str
-) -> None:
+def test_open_stream_is_answered_and_delays_no_shutdown(tmp_path: Path, grpc_transport: str) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=60_000)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with (
@@ -335,18 +333,18 @@ async def test_health_is_watched_from_loading_to_the_end(tmp_path: Path, grpc_tr
         address = await asyncio.to_thread(lambda: server.grpc)
         async with grpc.aio.insecure_channel(address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-            told: list[int] = []
+            statuses: list[int] = []
 
             async def listen() -> None:
                 async for answer in watch:
-                    told.append(answer.status)
+                    statuses.append(answer.status)
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         server.send(signal.SIGTERM)
 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await asyncio.wait_for(listen(), LONG_S / 2)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert told[0] == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert told.count(health_pb2.HealthCheckResponse.SERVING) == 1
+        assert statuses[0] == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert statuses.count(health_pb2.HealthCheckResponse.SERVING) == 1
         assert await asyncio.to_thread(server.wait) == 0
         assert "Traceback" not in server.output

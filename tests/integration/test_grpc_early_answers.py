@@ -1,4 +1,4 @@
-"""Calls that are answered before their request is complete, as grpc's clients, sync and asyncio, see them."""
+"""Calls that are answered before their request is complete, seen by grpc's sync and asyncio clients."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ async def served(grpc_transport: str) -> AsyncIterator[tuple[Frontend, grpc.aio.
         yield front
 
 
-async def test_unknown_method_is_refused_although_the_client_would_send_on(
+async def test_unknown_method_is_rejected_while_the_client_sends(
     served: tuple[Frontend, grpc.aio.Channel],
 ) -> None:
     stream = open_stream(served[1], "/nothing/Here")
@@ -42,7 +42,7 @@ async def test_unary_call_is_answered_before_its_client_has_ended_its_side(
 
 
 @pytest.mark.parametrize("size", [MAX_BODY_BYTES + 1, 20_000_000])
-async def test_upload_that_is_refused_at_its_beginning_shows_its_status(
+async def test_upload_rejected_at_its_start_shows_its_status(
     served: tuple[Frontend, grpc.aio.Channel], size: int
 ) -> None:
     front, channel = served

@@ -80,7 +80,7 @@ async def test_unmodified_client_reads_health_and_metadata(address: str) -> None
             assert client.is_model_ready("double")
             assert client.is_model_ready("double", "1")
             assert not client.is_model_ready("double", "2")
-            assert not client.is_model_ready("nobody")
+            assert not client.is_model_ready("absent")
             server = client.get_server_metadata()
             assert (server.name, server.version) == ("ortserve", "1.2.3")
             assert list(server.extensions) == ["binary_tensor_data", "parameters"]
@@ -124,7 +124,7 @@ class FailingService(FakeInferenceService):
 
 
 @pytest.mark.parametrize("step", ["receive", "hold", "start", "answer"])
-async def test_caller_learns_of_any_fault_and_the_connection_goes_on(
+async def test_every_fault_reaches_the_client_and_keeps_the_connection(
     step: str, models: FakeModelService, grpc_transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if grpc_transport == "grpcio" and step in ("receive", "answer"):
@@ -178,7 +178,7 @@ with triton.InferenceServerClient(sys.argv[1]) as client:
     tensor.set_data_from_numpy(np.array([1, -2, 3], np.int16))
     assert client.infer("double", [tensor]).as_numpy("OUT0").tolist() == [2, -4, 6]
     try:
-        client.infer("nobody", [tensor])
+        client.infer("absent", [tensor])
     except triton.InferenceServerException as error:
         print(error.status(), error.message())
 """
@@ -190,7 +190,7 @@ async def test_unmodified_client_in_a_process_of_its_own_infers_and_gets_errors(
     )
     out, err = await client.communicate()
     assert client.returncode == 0, err.decode()
-    assert out.decode().strip() == "StatusCode.NOT_FOUND Request for unknown model: 'nobody' is not found"
+    assert out.decode().strip() == "StatusCode.NOT_FOUND Request for unknown model: 'absent' is not found"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ async def test_garbage_is_an_invalid_argument(channel: grpc.aio.Channel, method:
         ("ModelInfer", infer_request(version="one")),
     ],
 )
-async def test_version_that_is_no_number_is_an_invalid_argument(
+async def test_version_that_is_not_a_number_is_an_invalid_argument(
     channel: grpc.aio.Channel, method: str, data: bytes
 ) -> None:
     error = await failure(channel, method, data)
@@ -229,9 +229,7 @@ async def test_version_that_is_no_number_is_an_invalid_argument(
         ("/", "unknown method '/'"),
     ],
 )
-async def test_call_this_server_lacks_is_unimplemented_and_says_what_is_wrong(
-    channel: grpc.aio.Channel, path: str, text: str
-) -> None:
+async def test_unknown_call_is_unimplemented_with_a_reason(channel: grpc.aio.Channel, path: str, text: str) -> None:
     one: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await one(b"", timeout=LONG_S)
@@ -242,15 +240,13 @@ async def test_call_this_server_lacks_is_unimplemented_and_says_what_is_wrong(
     assert (await stream.code(), await stream.details()) == (caught.value.code(), caught.value.details())
 
 
-async def test_draining_server_says_that_it_is_not_ready(channel: grpc.aio.Channel, models: FakeModelService) -> None:
+async def test_draining_server_is_not_ready(channel: grpc.aio.Channel, models: FakeModelService) -> None:
     models.ready = False
     answer = pb.ServerReadyResponse.FromString(await call(channel, "ServerReady", b""))
     assert not answer.ready
 
 
-async def test_overload_tells_the_client_when_to_come_back(
-    channel: grpc.aio.Channel, inference: FakeInferenceService
-) -> None:
+async def test_overload_answer_has_retry_pushback(channel: grpc.aio.Channel, inference: FakeInferenceService) -> None:
     inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=0.0123)
     error = await failure(channel, "ModelInfer", infer_request("busy"))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -267,9 +263,7 @@ async def test_answer_carries_its_own_timing(channel: grpc.aio.Channel) -> None:
     assert dict(await answering.trailing_metadata())["server-timing"] == phases
 
 
-async def test_deadline_of_the_client_is_known_to_the_service(
-    channel: grpc.aio.Channel, inference: FakeInferenceService
-) -> None:
+async def test_client_deadline_reaches_the_service(channel: grpc.aio.Channel, inference: FakeInferenceService) -> None:
     await call(channel, "ModelInfer", infer_request(), timeout_s=LONG_S)
     assert inference.received[0].timeout_ns is not None
     assert inference.received[0].timeout_ns == pytest.approx(LONG_S * 1e9, rel=0.05)  # grpc rounds up, and time passes
@@ -279,7 +273,7 @@ async def test_deadline_of_the_client_is_known_to_the_service(
     assert inference.received[1].timeout_ns is None
 
 
-async def test_full_body_gate_refuses_a_call_and_is_empty_after_all(
+async def test_full_body_limit_rejects_a_call_and_is_empty_afterwards(
     channel: grpc.aio.Channel, inference: FakeInferenceService
 ) -> None:
     request = infer_request("held")
@@ -309,7 +303,7 @@ async def test_long_message_is_cut_rather_than_lost(
     assert set(details) == {letter}
 
 
-async def test_fault_of_the_server_does_not_show_its_inside(
+async def test_internal_error_hides_its_details(
     channel: grpc.aio.Channel, models: FakeModelService, caplog: pytest.LogCaptureFixture
 ) -> None:
     models.fault = RuntimeError("/secret/path")
@@ -334,7 +328,7 @@ async def test_request_over_the_body_limit_is_resource_exhausted_and_one_under_i
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-async def test_message_that_grows_over_the_body_limit_by_decompression_is_refused(
+async def test_message_inflating_past_the_body_limit_is_rejected(
     channel: grpc.aio.Channel, inference: FakeInferenceService, compression: grpc.Compression
 ) -> None:
     send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
@@ -348,7 +342,7 @@ async def test_message_that_grows_over_the_body_limit_by_decompression_is_refuse
     assert len(inference.received) == 1
 
 
-async def test_client_that_leaves_cancels_its_request(
+async def test_client_disconnect_cancels_its_request(
     channel: grpc.aio.Channel, inference: FakeInferenceService
 ) -> None:
     running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
@@ -366,7 +360,7 @@ async def test_deadline_of_the_client_cancels_its_request(
     await asyncio.wait_for(inference.cancelled.wait(), LONG_S)
 
 
-async def test_stopping_finishes_the_running_call_and_takes_no_other(
+async def test_stop_finishes_the_running_call_and_rejects_others(
     server: GrpcioServer | NativeGrpcServer, channel: grpc.aio.Channel, address: str, inference: FakeInferenceService
 ) -> None:
     running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
@@ -381,7 +375,7 @@ async def test_stopping_finishes_the_running_call_and_takes_no_other(
 
 
 async def wait_until_refused(address: str) -> None:
-    """Until nobody listens any more: the server closes its port some turns of the loop after it was asked to stop."""
+    """Wait until the port is closed, which happens some turns of the loop after the stop."""
     host, port = address.split(":")
     async with asyncio.timeout(LONG_S):
         while True:
@@ -393,7 +387,7 @@ async def wait_until_refused(address: str) -> None:
             await writer.wait_closed()
 
 
-async def test_stopping_cancels_what_runs_beyond_the_grace(
+async def test_stop_cancels_calls_past_the_grace_period(
     server: GrpcioServer | NativeGrpcServer, channel: grpc.aio.Channel, inference: FakeInferenceService
 ) -> None:
     running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
@@ -429,7 +423,7 @@ async def test_ipv6_address_is_served(
     await server.stop(0)
 
 
-async def test_calls_beyond_those_of_one_connection_wait_at_the_client(
+async def test_calls_past_the_stream_limit_wait_in_the_client(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport, grpc_max_connection_calls=1) as (front, channel):
@@ -445,7 +439,7 @@ async def test_calls_beyond_those_of_one_connection_wait_at_the_client(
     assert len(inference.received) == 3
 
 
-async def test_connection_that_is_too_old_finishes_its_calls_and_its_client_comes_back_on_a_new_one(
+async def test_expired_connection_finishes_its_calls_and_the_client_reconnects(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport, grpc_max_connection_age_s=0.1) as (_, channel):

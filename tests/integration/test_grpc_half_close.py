@@ -1,4 +1,4 @@
-"""Callers of the gRPC port who close their side of the socket, or all of it, while their calls run."""
+"""Clients of the gRPC port that close their side of the socket, or all of it, during their calls."""
 
 import socket
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def call(server: ServerProcess, calls: int) -> tuple[socket.socket, h2.connectio
     return peer, connection
 
 
-def test_caller_who_half_closes_gets_all_answers_and_then_the_end(server: ServerProcess) -> None:
+def test_half_closed_connection_gets_all_answers_then_ends(server: ServerProcess) -> None:
     peer, connection = call(server, CALLS)
     statuses: list[str] = []
     with closing(peer):
@@ -58,7 +58,7 @@ def test_caller_who_half_closes_gets_all_answers_and_then_the_end(server: Server
     assert statuses == ["0"] * CALLS
 
 
-def test_calls_of_a_caller_who_is_gone_leave_the_queue(server: ServerProcess) -> None:
+def test_calls_of_a_closed_connection_leave_the_queue(server: ServerProcess) -> None:
     left = decisions(server, "slow")["left"]
     peer, _ = call(server, CALLS)
     wait_for_queue(server, "slow", CALLS - 2)

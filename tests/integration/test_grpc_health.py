@@ -1,4 +1,4 @@
-"""grpc.health.v1 on a real socket, asked by the protocol's own client."""
+"""grpc.health.v1 on a real socket, queried by the protocol's own client."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,7 +41,7 @@ def stub(channel: grpc.aio.Channel) -> health_pb2_grpc.HealthStub:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_check_follows_readiness_whatever_the_name(
+async def test_check_follows_readiness_for_every_service_name(
     stub: health_pb2_grpc.HealthStub, models: FakeModelService, name: str
 ) -> None:
     request = health_pb2.HealthCheckRequest(service=name)
@@ -50,12 +50,12 @@ async def test_check_follows_readiness_whatever_the_name(
     assert (await stub.Check(request, timeout=LONG_S)).status == NOT_SERVING
 
 
-async def test_list_tells_every_service(channel: grpc.aio.Channel, models: FakeModelService) -> None:
+async def test_list_contains_every_service(channel: grpc.aio.Channel, models: FakeModelService) -> None:
     models.turn(ready=False)
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]  # the library's client has no List yet
     call = channel.unary_unary("/grpc.health.v1.Health/List")
     answer = pb.HealthListResponse.FromString(await call(b"", timeout=LONG_S))
-    assert {name: told.status for name, told in answer.statuses.items()} == dict.fromkeys(
+    assert {name: health.status for name, health in answer.statuses.items()} == dict.fromkeys(
         (
             "",
             "inference.GRPCInferenceService",
@@ -67,21 +67,21 @@ async def test_list_tells_every_service(channel: grpc.aio.Channel, models: FakeM
     )
 
 
-async def test_watch_tells_the_present_and_then_each_change_once(
+async def test_watch_sends_the_current_status_and_each_change_once(
     stub: health_pb2_grpc.HealthStub, models: FakeModelService
 ) -> None:
     models.ready = False
     watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=LONG_S)
-    told = [(await watch.read()).status]
+    statuses = [(await watch.read()).status]
     for ready in (True, True, False, True):  # the second is no change
         models.turn(ready=ready)
-        if ready is not (told[-1] == SERVING):
-            told.append((await watch.read()).status)
-    assert told == [NOT_SERVING, SERVING, NOT_SERVING, SERVING]
+        if ready is not (statuses[-1] == SERVING):
+            statuses.append((await watch.read()).status)
+    assert statuses == [NOT_SERVING, SERVING, NOT_SERVING, SERVING]
     watch.cancel()
 
 
-async def test_watcher_who_leaves_is_forgotten(
+async def test_cancelled_watch_is_removed(
     stub: health_pb2_grpc.HealthStub, served: tuple[Frontend, grpc.aio.Channel]
 ) -> None:
     watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=LONG_S)
@@ -91,7 +91,7 @@ async def test_watcher_who_leaves_is_forgotten(
     await wait_until(lambda: served[0].streams.open_count == 0)
 
 
-async def test_watch_does_not_hold_up_a_drain(
+async def test_watch_does_not_delay_a_drain(
     stub: health_pb2_grpc.HealthStub, served: tuple[Frontend, grpc.aio.Channel]
 ) -> None:
     watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=LONG_S)
@@ -100,7 +100,7 @@ async def test_watch_does_not_hold_up_a_drain(
     assert await watch.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_message_that_is_none_is_an_invalid_argument(channel: grpc.aio.Channel) -> None:
+async def test_malformed_message_is_an_invalid_argument(channel: grpc.aio.Channel) -> None:
     for data in (b"\xff", None):
         stream = open_stream(channel, "/grpc.health.v1.Health/Watch")
         if data is not None:

@@ -1,4 +1,4 @@
-"""What callers of gRPC may cost, on both transports: connections, metadata, messages and the memory that they leave."""
+"""Bounds on the cost of gRPC clients on both transports: connections, metadata, messages and retained memory."""
 
 import asyncio
 import gc
@@ -31,7 +31,7 @@ MIB = 1024 * 1024
 
 
 class PeakMemory:
-    """By how much this process grows at most from here on, all libraries included."""
+    """The largest growth of this process from here on, all libraries included."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, proc(5)
@@ -63,7 +63,7 @@ async def ask(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...] =
 
 
 async def is_answered(front: Frontend) -> bool:
-    """Whether a new client is; one that was refused now and then stays so, although it is connected."""
+    """Whether a new client is ready; one that was rejected once stays unready although it is connected."""
     async with open_channel(front) as channel:
         try:
             await ask(channel)
@@ -79,7 +79,7 @@ def open_channel(front: Frontend) -> grpc.aio.Channel:
 
 
 @ON_BOTH_TRANSPORTS
-async def test_connection_beyond_the_limit_is_refused_until_a_place_is_free(front: Frontend) -> None:
+async def test_connection_past_the_limit_is_rejected_until_another_closes(front: Frontend) -> None:
     async with AsyncExitStack() as stack:
         others = [await stack.enter_async_context(open_channel(front)) for _ in range(2)]
         for channel in others:
@@ -102,7 +102,7 @@ async def test_connection_beyond_the_limit_is_refused_until_a_place_is_free(fron
     [(("large", "x" * 17_000),), (("large", "x" * 60_000),), tuple((f"key-{number}", "x") for number in range(600))],
     ids=["large", "very large", "many"],
 )
-async def test_metadata_over_16_kib_is_refused(front: Frontend, metadata: tuple[tuple[str, str], ...]) -> None:
+async def test_metadata_over_16_kib_is_rejected(front: Frontend, metadata: tuple[tuple[str, str], ...]) -> None:
     async with open_channel(front) as channel:
         call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             f"/{SERVICE_NAME}/ModelStreamInfer"
@@ -115,31 +115,31 @@ async def test_metadata_over_16_kib_is_refused(front: Frontend, metadata: tuple[
                 await ask(channel, metadata)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await stream.write(infer_request())
-        assert isinstance(await stream.read(), bytes)  # others on the connection go on
+        assert isinstance(await stream.read(), bytes)  # other streams of the connection continue
         stream.cancel()
 
 
 @ON_BOTH_TRANSPORTS
-async def test_metadata_of_almost_16_kib_are_taken_each_time(front: Frontend) -> None:
+async def test_metadata_just_under_16_kib_is_accepted_repeatedly(front: Frontend) -> None:
     async with open_channel(front) as channel:
         for _ in range(20):
             await ask(channel, (("large", "x" * 15_500),))
 
 
 @ON_BOTH_TRANSPORTS
-async def test_space_around_the_values_of_metadata_is_borne(front: Frontend) -> None:
+async def test_white_space_around_metadata_values_is_accepted(front: Frontend) -> None:
     async with open_channel(front) as channel:
         await ask(channel, (("a", " x"), ("b", "x  "), ("c", " ")))
 
 
 @ON_BOTH_TRANSPORTS
-async def test_thousands_of_calls_that_come_at_once_on_a_connection_are_all_answered(front: Frontend) -> None:
+async def test_thousands_of_simultaneous_calls_are_all_answered(front: Frontend) -> None:
     async with open_channel(front) as channel:
         assert len(await asyncio.gather(*(ask(channel) for _ in range(5_000)))) == 5_000
 
 
 @ON_BOTH_TRANSPORTS
-async def test_stream_beyond_all_that_may_be_open_is_refused_on_the_connection_that_has_them(
+async def test_stream_past_the_limit_is_rejected(
     grpc_transport: str,
 ) -> None:
     inference, models = FakeInferenceService(), FakeModelService()
@@ -171,13 +171,13 @@ SMALL_CALLS = [
 @ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
 @pytest.mark.parametrize("path", SMALL_CALLS)
-async def test_call_that_brings_no_tensors_takes_small_messages_alone(
+async def test_calls_without_tensors_reject_large_messages(
     front: Frontend, path: str, compression: grpc.Compression
 ) -> None:
     async with open_channel(front) as channel:
         for size, is_refused in ((SMALL_MESSAGE_BYTES + 1, True), (SMALL_MESSAGE_BYTES, False)):
             call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
-            # A field that nobody knows, so that it is a valid message of every type.
+            # An unknown field, so that the bytes are a valid message of every type.
             message = b"\xfa\x7f" + varint(size - 5) + bytes(size - 5)
             answers = call(message, timeout=LONG_S, compression=compression)
             if is_refused:
@@ -189,7 +189,7 @@ async def test_call_that_brings_no_tensors_takes_small_messages_alone(
 
 
 @ON_BOTH_TRANSPORTS
-async def test_bomb_that_inflates_beyond_the_limit_takes_no_memory(front: Frontend) -> None:
+async def test_decompression_bomb_allocates_no_memory(front: Frontend) -> None:
     bomb = gzip.compress(bytes(48 * MIB), 9)
     sent = b"\x01" + len(bomb).to_bytes(4, "big") + bomb
     grown = PeakMemory()
@@ -199,7 +199,7 @@ async def test_bomb_that_inflates_beyond_the_limit_takes_no_memory(front: Fronte
     assert grown.by_bytes() < 16 * MIB
 
 
-async def test_bombs_take_no_more_memory_together_than_the_server_may_hold() -> None:
+async def test_concurrent_decompression_bombs_stay_within_the_memory_limit() -> None:
     size, count, threads = 32 * MIB, 20, 8
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(threads))
@@ -219,14 +219,12 @@ async def test_bombs_take_no_more_memory_together_than_the_server_may_hold() -> 
                 tracemalloc.stop()
     assert sum("max_inflight_bytes" in end["grpc-message"] for end in ends) >= count // 2
     assert inference.gate.held_bytes == 0
-    # What may be held, a step in each thread, and the last of all, which is alone, in parts and whole.
+    # The bytes that may be held, a step in each thread, and the last message, which is alone, in parts and whole.
     assert peak < (8 + 4 * threads) * MIB + 2 * size + MIB
 
 
 @pytest.mark.parametrize(("announced", "sent", "calls"), [(3_900_000, 100_000, 90), (60 * MIB, 1_200_000, 30)])
-async def test_messages_that_are_announced_take_memory_as_far_as_they_come(
-    announced: int, sent: int, calls: int
-) -> None:
+async def test_announced_message_counts_only_received_bytes(announced: int, sent: int, calls: int) -> None:
     block = b"\x83\x86" + literal(b":path", INFER.encode()) + literal(b"content-type", b"application/grpc")
     begun = b"\0" + announced.to_bytes(4, "big") + bytes(sent)
     step = frames.MIN_FRAME_SIZE
@@ -248,7 +246,7 @@ async def test_messages_that_are_announced_take_memory_as_far_as_they_come(
         await wait_until(lambda: inference.gate.held_bytes == 0)
 
 
-async def test_answer_that_its_caller_does_not_take_ends_with_the_time_and_its_memory_is_free() -> None:
+async def test_unread_answer_times_out_and_releases_its_memory() -> None:
     request = infer_request(size=10_000)
     sent = b"\x00" + len(request).to_bytes(4, "big") + request
     async with frontend(FakeInferenceService(), FakeModelService(), "native", grpc_send_timeout_s=0.2) as (
@@ -263,7 +261,7 @@ async def test_answer_that_its_caller_does_not_take_ends_with_the_time_and_its_m
 
 @ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
-async def test_refused_messages_leave_nothing_for_the_garbage_collector(grpc_transport: str, method: str) -> None:
+async def test_rejected_messages_leave_no_reference_cycles(grpc_transport: str, method: str) -> None:
     size = 4_000_000
     garbage = b"\xff" * size
     inference, models = FakeInferenceService(), FakeModelService()

@@ -1,4 +1,4 @@
-"""Calls whose ``:path`` names nothing, whatever is in it: on both transports they cost themselves alone."""
+"""Calls with an arbitrary unknown ``:path`` fail alone, on both transports."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ def call(path: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_port_goes_on_after_any_path(path: bytes, grpc_transport: str) -> None:
+async def test_any_path_leaves_the_port_serving(path: bytes, grpc_transport: str) -> None:
     inference = FakeInferenceService()
     async with frontend(inference, FakeModelService(), grpc_transport) as (front, channel):
         send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(INFER)

@@ -1,4 +1,4 @@
-"""Real proxies in front of the gRPC port: what they ask of a server behind them differs from what clients ask.
+"""Real proxies in front of the gRPC port: they use HTTP/2 in other ways than clients do.
 
 Needs nginx, HAProxy and Envoy (packages nginx and haproxy; Envoy is fetched); tests of one that is missing are skipped.
 """
@@ -156,7 +156,7 @@ def inputs(array: np.ndarray) -> list[triton.InferInput]:
 
 
 @pytest.mark.parametrize("rows", [1, 10, 10_000, 1_000_000])
-def test_request_and_answer_of_any_size_pass(proxy: str, rows: int) -> None:
+def test_request_and_answer_of_any_size_are_transmitted(proxy: str, rows: int) -> None:
     array = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
     with triton.InferenceServerClient(proxy) as client:
         for _ in range(20 if rows < 1000 else 1):
@@ -166,7 +166,7 @@ def test_request_and_answer_of_any_size_pass(proxy: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "calls"), [(600 * 1024, 200), (20 * 2**20, 4)])
-def test_large_answers_pass_side_by_side(proxy: str, server: ServerProcess, size: int, calls: int) -> None:
+def test_large_answers_are_sent_concurrently(proxy: str, server: ServerProcess, size: int, calls: int) -> None:
     """Windows differ by proxy: HAProxy returns those of a large answer in uneven parts, of which some are tiny."""
     count = triton.InferInput("x", [1], "INT32")
     count.set_data_from_numpy(np.array([size // 4], np.int32))
@@ -180,7 +180,7 @@ def test_large_answers_pass_side_by_side(proxy: str, server: ServerProcess, size
     assert not metrics.by_labels("ortserve_grpc_cut_answers_total", "cause")
 
 
-def test_stream_passes_in_both_directions(proxy: str) -> None:
+def test_stream_is_transmitted_in_both_directions(proxy: str) -> None:
     answers: queue.Queue[object] = queue.Queue()
     with triton.InferenceServerClient(proxy) as client:
         client.start_stream(lambda result, error: answers.put(error or result))
@@ -192,7 +192,7 @@ def test_stream_passes_in_both_directions(proxy: str) -> None:
         client.stop_stream()
 
 
-def test_status_and_its_text_pass(proxy: str) -> None:
+def test_status_and_details_are_transmitted(proxy: str) -> None:
     with (
         triton.InferenceServerClient(proxy) as client,
         pytest.raises(triton.InferenceServerException) as caught,
@@ -202,7 +202,7 @@ def test_status_and_its_text_pass(proxy: str) -> None:
     assert caught.value.message() == "Request for unknown model: 'nowhere' is not found"
 
 
-def test_many_calls_at_one_time_pass(proxy: str) -> None:
+def test_many_concurrent_calls_are_answered(proxy: str) -> None:
     with triton.InferenceServerClient(proxy) as client:
 
         def one(number: int) -> float:

@@ -1,4 +1,4 @@
-"""grpc.reflection on a real socket, asked by the library's own client and, in the newer version, as bytes."""
+"""grpc.reflection on a real socket, queried by the library's own client and, in the newer version, as bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -91,7 +91,7 @@ async def ask_v1(channel: grpc.aio.Channel, request: pb.ServerReflectionRequest)
 
 
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
-async def test_file_is_found_by_its_name_and_by_whatever_it_declares(
+async def test_file_is_found_by_name_and_by_declared_symbols(
     channel: grpc.aio.Channel, request_: pb.ServerReflectionRequest
 ) -> None:
     answer = await ask_v1(channel, request_)
@@ -130,7 +130,7 @@ UNANSWERABLE = {
 
 
 @pytest.mark.parametrize(("request_", "code", "text"), UNANSWERABLE.values(), ids=UNANSWERABLE)
-async def test_what_is_not_there_is_an_error_in_the_answer(
+async def test_unknown_symbol_is_an_error_in_the_answer(
     channel: grpc.aio.Channel, request_: pb.ServerReflectionRequest, code: grpc.StatusCode, text: str
 ) -> None:
     answer = await ask_v1(channel, request_)
@@ -139,7 +139,7 @@ async def test_what_is_not_there_is_an_error_in_the_answer(
     assert answer.valid_host == request_.host
 
 
-async def test_idle_client_does_not_hold_up_a_drain(served: tuple[Frontend, grpc.aio.Channel]) -> None:
+async def test_idle_client_does_not_delay_a_drain(served: tuple[Frontend, grpc.aio.Channel]) -> None:
     front, channel = served
     stream = open_stream(channel, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
     await stream.write(pb.ServerReflectionRequest(list_services="*").SerializeToString())

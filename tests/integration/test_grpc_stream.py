@@ -1,4 +1,4 @@
-"""ModelStreamInfer on a real socket, called by raw channels: order, errors, room, endings."""
+"""ModelStreamInfer on a real socket, called by raw channels: order, errors, limits and ends."""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,19 +31,19 @@ def models() -> FakeModelService:
 
 
 @pytest.fixture(autouse=True)
-def _server_complains_of_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """However its callers behave, none of it is a fault of the server."""
+def _server_logs_no_faults(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No behaviour of the clients here makes the server log a fault."""
     yield
-    told = [record.getMessage() for record in caplog.get_records("call")]
+    messages = [record.getMessage() for record in caplog.get_records("call")]
     # The client's: grpc.aio has one poller for all loops, which now and then hands an event to one that has ended.
-    assert [message for message in told if "PollerCompletionQueue._handle_events" not in message] == []
+    assert [message for message in messages if "PollerCompletionQueue._handle_events" not in message] == []
 
 
 def is_final(answer: pb.ModelStreamInferResponse) -> bool:
     return answer.infer_response.parameters["triton_final_response"].bool_param
 
 
-async def test_requests_are_answered_in_their_order_although_a_later_one_is_done_first(
+async def test_answers_keep_request_order_when_a_later_one_finishes_first(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport) as (_, channel):
@@ -64,13 +64,13 @@ async def test_requests_are_answered_in_their_order_although_a_later_one_is_done
         assert np.frombuffer(answer.infer_response.raw_output_contents[0], np.float32).tolist() == [2, 4]
 
 
-async def test_error_of_a_request_is_told_under_its_names_and_the_stream_goes_on(
+async def test_request_error_names_its_request_and_the_stream_continues(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=1)
     async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel)
-        for data in (infer_request("busy", "1"), b"\xff", infer_request("nobody", "3"), infer_request("double", "4")):
+        for data in (infer_request("busy", "1"), b"\xff", infer_request("absent", "3"), infer_request("double", "4")):
             await stream.write(data)
         await stream.done_writing()
         answers = [await read_answer(stream) for _ in range(4)]
@@ -79,22 +79,22 @@ async def test_error_of_a_request_is_told_under_its_names_and_the_stream_goes_on
     assert [answer.error_message for answer in answers] == [
         "queue is full",
         "the request is not a valid message of type inference.ModelInferRequest",
-        "Request for unknown model: 'nobody' is not found",
+        "Request for unknown model: 'absent' is not found",
         "",
     ]
     assert [answer.infer_response.id for answer in answers] == ["1", "", "3", "4"]
-    assert [answer.infer_response.model_name for answer in answers] == ["busy", "", "nobody", "double"]
+    assert [answer.infer_response.model_name for answer in answers] == ["busy", "", "absent", "double"]
     assert all(map(is_final, answers))
     assert [len(answer.infer_response.outputs) for answer in answers] == [0, 0, 0, 1]
 
 
-async def test_caller_who_wants_it_gets_the_first_error_as_the_status_of_the_stream(
+async def test_strict_mode_ends_the_stream_with_the_first_error(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=2)
     async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel, metadata=(("triton_grpc_error", "true"),))
-        for model in ("held", "busy", "nobody"):
+        for model in ("held", "busy", "absent"):
             await stream.write(infer_request(model))
         await wait_until(lambda: len(inference.received) == 3)
         inference.release.set()
@@ -104,7 +104,7 @@ async def test_caller_who_wants_it_gets_the_first_error_as_the_status_of_the_str
         assert dict(await stream.trailing_metadata())["grpc-retry-pushback-ms"] == "2000"
 
 
-async def test_empty_final_response_is_accepted_and_there_is_none_to_send(
+async def test_empty_final_response_parameter_is_accepted(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     message = pb.ModelInferRequest.FromString(infer_request())
@@ -119,7 +119,7 @@ async def test_empty_final_response_is_accepted_and_there_is_none_to_send(
     assert is_final(answer)
 
 
-async def test_stream_without_requests_ends_well(
+async def test_stream_without_requests_ends_with_ok(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport) as (_, channel):
@@ -129,7 +129,7 @@ async def test_stream_without_requests_ends_well(
         assert await stream.code() is grpc.StatusCode.OK
 
 
-async def test_leaving_cancels_what_is_unanswered(
+async def test_disconnect_cancels_unanswered_requests(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport) as (front, channel):
@@ -142,7 +142,7 @@ async def test_leaving_cancels_what_is_unanswered(
     assert inference.gate.held_bytes == 0
 
 
-async def test_deadline_of_the_stream_is_that_of_its_requests_and_cancels_them(
+async def test_stream_deadline_applies_to_its_requests(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport) as (front, channel):
@@ -161,7 +161,7 @@ async def test_deadline_of_the_stream_is_that_of_its_requests_and_cancels_them(
         assert inference.received[1].timeout_ns is None
 
 
-async def test_no_more_requests_are_read_than_a_stream_may_have_unanswered(
+async def test_stream_reads_no_requests_past_its_unanswered_limit(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport, grpc_stream_requests=3) as (_, channel):
@@ -170,7 +170,7 @@ async def test_no_more_requests_are_read_than_a_stream_may_have_unanswered(
             await stream.write(infer_request("held", str(number)))
         await stream.done_writing()
         await wait_until(lambda: len(inference.received) == 3)
-        # Another call goes all the way there and back, and none of the waiting requests was taken meanwhile.
+        # Another call completes, and no waiting request was read meanwhile.
         other = open_stream(channel)
         await other.write(infer_request("double"))
         await read_answer(other)
@@ -180,7 +180,7 @@ async def test_no_more_requests_are_read_than_a_stream_may_have_unanswered(
         assert await read(stream) is None
 
 
-async def test_client_that_sends_without_reading_is_held_back(
+async def test_client_that_sends_without_reading_is_paused(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     size = 20_000
@@ -208,7 +208,7 @@ async def test_client_that_sends_without_reading_is_held_back(
         await until_all_have_ended(front)
 
 
-async def test_full_body_gate_refuses_a_request_and_not_the_stream(
+async def test_full_body_limit_rejects_the_request_not_the_stream(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     inference.gate.max_bytes = len(infer_request("held"))
@@ -226,7 +226,7 @@ async def test_full_body_gate_refuses_a_request_and_not_the_stream(
     assert inference.gate.held_bytes == 0
 
 
-async def test_streams_beyond_those_that_may_be_open_are_refused(
+async def test_streams_past_the_limit_are_rejected(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport, grpc_max_streams=1) as (front, channel):
@@ -245,7 +245,7 @@ async def test_streams_beyond_those_that_may_be_open_are_refused(
         await read_answer(third)
 
 
-async def test_drain_answers_what_was_read_and_ends_the_stream_so_that_its_caller_goes_elsewhere(
+async def test_drain_answers_read_requests_and_ends_the_stream_as_unavailable(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport) as (front, channel):
@@ -267,7 +267,7 @@ async def test_drain_answers_what_was_read_and_ends_the_stream_so_that_its_calle
         await asyncio.wait_for(stopping, LONG_S)
 
 
-async def test_drain_ends_a_stream_well_whose_caller_had_sent_all(
+async def test_drain_ends_a_half_closed_stream_with_ok(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport) as (front, channel):
@@ -287,7 +287,7 @@ async def test_drain_ends_a_stream_well_whose_caller_had_sent_all(
         await asyncio.wait_for(stopping, LONG_S)
 
 
-async def test_client_that_never_reads_is_cut_when_the_time_to_drain_is_over(
+async def test_client_that_never_reads_is_disconnected_at_the_drain_timeout(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport, grpc_stream_bytes=200_000) as (front, channel):
@@ -305,7 +305,7 @@ async def test_client_that_never_reads_is_cut_when_the_time_to_drain_is_over(
         await asyncio.gather(sending, return_exceptions=True)
 
 
-async def test_request_over_the_body_limit_ends_the_stream_with_grpcs_own_status(
+async def test_oversized_request_ends_the_stream_with_resource_exhausted(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     async with frontend(inference, models, grpc_transport, max_body_bytes=1000) as (front, channel):

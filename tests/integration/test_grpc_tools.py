@@ -1,4 +1,4 @@
-"""Programs that speak HTTP/2 and know nothing of gRPC: curl and h2load, where they are installed."""
+"""HTTP/2 programs without gRPC support: curl and h2load, if installed."""
 
 import re
 import shutil
@@ -59,7 +59,7 @@ def test_curl_infers(server: ServerProcess, tmp_path: Path) -> None:
     assert pb.ModelInferResponse.FromString(body[5:]).model_name == "simple"
 
 
-def test_curl_sees_the_status_of_a_refused_call(server: ServerProcess, tmp_path: Path) -> None:
+def test_curl_reads_the_status_of_a_rejected_call(server: ServerProcess, tmp_path: Path) -> None:
     head, body = curl(server, tmp_path, *GRPC, body=framed(b"\xff"))
     assert "grpc-status: 3" in head
     assert body == b""
@@ -71,9 +71,9 @@ def test_curl_without_grpc_gets_a_status_of_http(server: ServerProcess, tmp_path
 
 
 @pytest.mark.parametrize("streams", [1, 32, 100])
-def test_h2load_sees_every_call_answered(server: ServerProcess, tmp_path: Path, streams: int) -> None:
+def test_h2load_counts_every_call_as_answered(server: ServerProcess, tmp_path: Path, streams: int) -> None:
     (tmp_path / "body").write_bytes(infer_request())
     method = f"http://{server.grpc}/inference.GRPCInferenceService/ModelInfer"
     command = [program("h2load"), "-n5000", "-c4", f"-m{streams}", "-d", str(tmp_path / "body"), *GRPC, method]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True).stdout
-    assert re.search(r"5000 total, .*5000 succeeded, 0 failed, 0 errored, 0 timeout", told), told
+    output = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True).stdout
+    assert re.search(r"5000 total, .*5000 succeeded, 0 failed, 0 errored, 0 timeout", output), output

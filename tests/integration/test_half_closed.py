@@ -1,4 +1,4 @@
-"""A FIN over HTTP/1.1 means "no more requests": those that came whole are answered in order, then the server closes.
+"""A FIN over HTTP/1.1 means "no more requests": complete requests are answered in order, then the server closes.
 
 In plain text and over TLS.
 """
@@ -104,7 +104,7 @@ def test_requests_before_a_fin_are_answered_in_order(server: ServerProcess, name
             assert "error" in came[-1][2]
 
 
-def test_answers_after_a_fin_are_whole_where_their_caller_does_not_read_at_first(server: ServerProcess) -> None:
+def test_answers_after_a_fin_are_complete_for_a_slow_reader(server: ServerProcess) -> None:
     count = 8  # more than the system takes for it
     with connect(server) as connection:
         connection.sendall(post("wide", body(0.5, COUNT)) * count)
@@ -116,8 +116,8 @@ def test_answers_after_a_fin_are_whole_where_their_caller_does_not_read_at_first
         assert answers.is_at_end()
 
 
-def test_request_of_a_caller_that_is_gone_is_run_and_forgotten(server: ServerProcess) -> None:
-    """Its FIN says no more than that of a caller that waits."""
+def test_request_of_a_closed_connection_is_run_and_dropped(server: ServerProcess) -> None:
+    """A client that has gone sends the same FIN as one that waits."""
     fds = "process_open_fds"
     before = read_metrics(server).value(fds)
     batches = read_metrics(server).value(DECISIONS, model="slow", version="1", decision="batches")
@@ -129,7 +129,7 @@ def test_request_of_a_caller_that_is_gone_is_run_and_forgotten(server: ServerPro
 
 @pytest.fixture(scope="module")
 def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """``long`` runs for longer than a test lasts, so that what waits behind it leaves or stays for ever."""
+    """``long`` runs longer than a test lasts, so queued requests leave by cancellation or stay for ever."""
     repository = tmp_path_factory.mktemp("long")
     (add_model(repository, "long", builders.slow, steps=30_000_000) / "model.yaml").write_text("warmup_s: 0\n")
     with starting(repository, "--drain-timeout-s", "0.2") as server:
@@ -151,7 +151,7 @@ def test_reset_after_a_fin_frees_the_place_in_the_queue(long_server: ServerProce
         wait_for_sample(long_server, DECISIONS, lambda n: n == 1, model="long", version="1", decision="left")
 
 
-def test_fin_cancels_where_the_server_is_told_so(tmp_path: Path) -> None:
+def test_fin_cancels_when_configured(tmp_path: Path) -> None:
     (add_model(tmp_path, "slow", builders.slow, steps=100_000) / "model.yaml").write_text("warmup_s: 0\n")
     with (
         serving(tmp_path, "--no-http-answer-half-closed") as server,
@@ -168,7 +168,7 @@ def test_fin_cancels_where_the_server_is_told_so(tmp_path: Path) -> None:
         assert Answers(first).next()[0] == 200
 
 
-def test_drain_that_cuts_requests_off_is_a_warning_and_no_error(long_server: ServerProcess) -> None:
+def test_drain_that_aborts_requests_logs_a_warning_only(long_server: ServerProcess) -> None:
     """The last test of its server."""
     sent = [post("long", body()), generate("long"), post("long", body())[:-1], generate("long")[:-1], INDEX[:-1]]
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own CUDA provider, and all of ours above it, on a CUDA runtime of host memory in a GPU's place.
+"""ONNX Runtime's own CUDA provider, and the server above it, on a CUDA runtime of host memory in a GPU's place.
 
 What kernels compute is not there, so these models copy, or multiply. All else is the real thing: sessions, streams,
 bindings, captures and replays of the provider, and a server in front of them.
@@ -27,7 +27,7 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics
 pytestmark = pytest.mark.timeout(600)  # the package may have to be installed
 
 TESTS: Final = Path(__file__).parents[1]
-OF_GPU: Final = "every_type or under_the_id or overlapping or another_process or really_runs"
+OF_GPU: Final = "every_datatype or id_of_another_shape or overlapping or another_process or gpu_runs"
 """The tests that need a GPU, but for those whose models compute by kernels."""
 DEVICES: Final = 2
 
@@ -49,7 +49,7 @@ def host_cuda(**settings: str) -> dict[str, str]:
 
 
 def pytest_in(environment: Mapping[str, str], *arguments: str | Path) -> str:
-    """What a run of pytest of its own says, which must go well and skip nothing."""
+    """The output of a separate run of pytest, which must pass and skip no test."""
     alone = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-o", "faulthandler_timeout=60", *alone, *arguments],
@@ -67,14 +67,14 @@ def pytest_in(environment: Mapping[str, str], *arguments: str | Path) -> str:
 
 
 @pytest.mark.parametrize("pace", ["late", "any"])
-def test_the_tests_of_a_gpu_pass_whose_models_only_copy(pace: str) -> None:
+def test_gpu_tests_of_copying_models_pass_on_host_memory(pace: str) -> None:
     environment = host_cuda(pace=pace) | {"ORTSERVE_TEST_GPU": "1"}
-    told = pytest_in(environment, "-m", "gpu", "-k", OF_GPU, TESTS / "gpu")
-    assert re.search(r"\b30 passed", told), told
+    output = pytest_in(environment, "-m", "gpu", "-k", OF_GPU, TESTS / "gpu")
+    assert re.search(r"\b30 passed", output), output
 
 
 @pytest.mark.parametrize("pace", ["late", "any"])
-def test_the_provider_does_what_is_thought_of_it(pace: str) -> None:
+def test_provider_behaves_as_assumed(pace: str) -> None:
     pytest_in(host_cuda(pace=pace), TESTS / "host_cuda")
 
 
@@ -92,8 +92,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def properties(server: ServerProcess, model: str) -> dict[str, str]:
     answer = httpx.get(f"{server.url}/v2/models/{model}", timeout=LONG_S)
-    told: dict[str, str] = answer.raise_for_status().json()["properties"]
-    return told
+    found: dict[str, str] = answer.raise_for_status().json()["properties"]
+    return found
 
 
 def rows(number: int) -> np.ndarray:
@@ -101,7 +101,7 @@ def rows(number: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", [name for name in WISHES if name != "refused"])
-def test_callers_get_their_rows_over_both_protocols(server: ServerProcess, model: str) -> None:
+def test_requests_get_their_rows_over_both_protocols(server: ServerProcess, model: str) -> None:
     with triton_http.InferenceServerClient(server.http) as http, triton_grpc.InferenceServerClient(server.grpc) as grpc:
         for client, module in ((http, triton_http), (grpc, triton_grpc)):
             for number in (1, 2, 3, 4, 1):
@@ -111,7 +111,7 @@ def test_callers_get_their_rows_over_both_protocols(server: ServerProcess, model
                 assert np.array_equal(client.infer(model, [tensor]).as_numpy("y"), x)
 
 
-def test_what_runs_how_is_told(server: ServerProcess) -> None:
+def test_metadata_describes_how_models_run(server: ServerProcess) -> None:
     assert properties(server, "replayed")["device_buffers"] == "batches of 1, 2, 4 rows"
     assert properties(server, "replayed")["graph_replay"] == "batches of 1, 2, 4 rows"
     assert properties(server, "bound")["device_buffers"] == "batches of 1, 2, 4 rows"
@@ -141,7 +141,7 @@ def test_runs_captures_and_memory_are_counted(server: ServerProcess) -> None:
     assert ledger["cuda:0 spread/1 buffers"] == ledger["cuda:1 spread/1 1 buffers"] == 1024
 
 
-def test_what_nvml_tells_is_told_of_each_gpu(server: ServerProcess) -> None:
+def test_nvml_figures_are_exported_for_each_gpu(server: ServerProcess) -> None:
     samples = read_metrics(server)
     assert samples.by_labels("ortserve_device_utilization", "device") == {"cuda:0": 0.25, "cuda:1": 0.25}
     assert samples.by_labels("nv_gpu_utilization", "gpu_uuid") == {"GPU-0": 0.25, "GPU-1": 0.25}
@@ -152,7 +152,7 @@ def test_what_nvml_tells_is_told_of_each_gpu(server: ServerProcess) -> None:
     assert samples.by_labels("nv_energy_consumption", "gpu_uuid")["GPU-0"] >= 1
 
 
-def test_an_unloaded_model_gives_its_memory_back_and_can_be_loaded_again(server: ServerProcess) -> None:
+def test_unloaded_model_releases_its_memory_and_can_be_reloaded(server: ServerProcess) -> None:
     name, labels = "ortserve_device_memory_bytes", {"device": "cuda:1", "kind": "free"}
 
     def free_bytes() -> float:
@@ -183,7 +183,7 @@ print(*answer, flush=True)
 """Has eight numbers on a GPU, shows the handle of their memory, and says what is 64 bytes behind them then."""
 
 
-def test_another_processs_memory_on_a_gpu_is_read_and_written(server: ServerProcess) -> None:
+def test_gpu_memory_of_another_process_is_read_and_written(server: ServerProcess) -> None:
     with (
         subprocess.Popen(
             [sys.executable, "-c", EXPORTER], env=host_cuda(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

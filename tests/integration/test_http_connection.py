@@ -1,4 +1,4 @@
-"""What HTTP/1.1 asks of a connection: order, bodies, keep-alive, back-pressure.
+"""Rules of HTTP/1.1 for a connection: order, bodies, keep-alive, back-pressure.
 
 In plain text and over TLS.
 """
@@ -45,7 +45,7 @@ AGE_S: Final = 0.25
 
 @pytest.fixture(scope="module", params=["plain", "TLS"])
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """``wide`` answers with what it was sent; ``slow`` takes longer than a connection may idle."""
+    """``wide`` returns its input; ``slow`` takes longer than the idle timeout of a connection."""
     secret = Secret(tmp_path_factory.mktemp("tls")) if request.param == "TLS" else None
     repository = tmp_path_factory.mktemp("connection")
     add_model(repository, "identity", builders.identity)
@@ -70,7 +70,7 @@ def body_of(number: float, width: int = 4, **more: Any) -> bytes:
 
 
 def ask(server: ServerProcess, model: str, body: bytes) -> httpx.Response:
-    """On a connection of its own."""
+    """Send on a new connection."""
     answer = httpx.post(rest_url(server, model), content=body, timeout=LONG_S, verify=server.client or True)
     return answer.raise_for_status()
 
@@ -117,7 +117,7 @@ def test_request_in_pieces_is_the_same_request(connection: socket.socket, step: 
     assert first_value(Answers(connection).next()[2]) == 5
 
 
-def test_chunked_body_is_put_together(connection: socket.socket) -> None:
+def test_chunked_body_is_joined(connection: socket.socket) -> None:
     connection.sendall(b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
     body = body_of(6)
     for first in range(0, len(body), 10):
@@ -127,7 +127,7 @@ def test_chunked_body_is_put_together(connection: socket.socket) -> None:
     assert first_value(Answers(connection).next()[2]) == 6
 
 
-def test_caller_who_expects_to_be_told_to_go_on_is_told(connection: socket.socket) -> None:
+def test_expect_continue_gets_100_continue(connection: socket.socket) -> None:
     request = post("identity", body_of(8), "Expect: 100-continue")
     head, body = request.split(b"\r\n\r\n", 1)
     connection.sendall(head + b"\r\n\r\n")
@@ -137,7 +137,7 @@ def test_caller_who_expects_to_be_told_to_go_on_is_told(connection: socket.socke
     assert first_value(answers.next()[2]) == 8
 
 
-def test_caller_who_expects_to_send_too_much_is_refused_at_once(connection: socket.socket) -> None:
+def test_expect_continue_with_an_oversized_length_is_rejected(connection: socket.socket) -> None:
     head = f"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {BODY_LIMIT + 1}\r\n"
     connection.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
     status, headers, document = Answers(connection).next()
@@ -146,9 +146,7 @@ def test_caller_who_expects_to_send_too_much_is_refused_at_once(connection: sock
 
 
 @pytest.mark.parametrize(("version", "header"), [("1.1", "Connection: close"), ("1.0", "Accept: */*")])
-def test_connection_of_a_caller_who_wants_no_more_is_closed(
-    connection: socket.socket, version: str, header: str
-) -> None:
+def test_connection_close_header_closes_the_connection(connection: socket.socket, version: str, header: str) -> None:
     connection.sendall(post("identity", body_of(9), header, version=version))
     answers = Answers(connection)
     status, headers, _ = answers.next()
@@ -165,7 +163,7 @@ def test_query_and_escapes_in_the_path_name_the_same_model(connection: socket.so
         assert first_value(answers.next()[2]) == 3
 
 
-def test_idle_connection_is_closed_but_not_one_that_waits_for_its_answer(connection: socket.socket) -> None:
+def test_idle_connection_is_closed_unless_an_answer_is_pending(connection: socket.socket) -> None:
     answers = Answers(connection)
     connection.sendall(post("slow", body_of(1)))
     status, headers, _ = answers.next()
@@ -177,7 +175,7 @@ def test_idle_connection_is_closed_but_not_one_that_waits_for_its_answer(connect
     assert answers.is_at_end()
 
 
-def test_what_is_no_request_is_refused_after_the_answers_before_it(connection: socket.socket) -> None:
+def test_malformed_request_is_rejected_after_earlier_answers(connection: socket.socket) -> None:
     connection.sendall(post("slow", body_of(1)) + b"no request\r\n\r\n")
     answers = Answers(connection)
     assert answers.next()[0] == 200
@@ -185,10 +183,10 @@ def test_what_is_no_request_is_refused_after_the_answers_before_it(connection: s
     assert answers.is_at_end()
 
 
-def test_caller_who_reads_no_answers_is_kept_waiting_and_costs_no_memory(server: ServerProcess) -> None:
+def test_client_that_reads_no_answers_is_paused_and_uses_no_memory(server: ServerProcess) -> None:
     process = psutil.Process(server.pid)
     body = body_of(0.123, 100_000, parameters={"binary_data_output": True})
-    for _ in range(8):  # what these leave behind is there for all later ones
+    for _ in range(8):  # leftovers of these requests would affect all later ones
         ask(server, "wide", body)
     before = process.memory_info().rss
     with connect(server) as connection:
@@ -214,7 +212,7 @@ def test_caller_who_reads_no_answers_is_kept_waiting_and_costs_no_memory(server:
             )
 
 
-def test_caller_who_leaves_while_waiting_leaves_the_queue(server: ServerProcess, connection: socket.socket) -> None:
+def test_disconnected_request_leaves_the_queue(server: ServerProcess, connection: socket.socket) -> None:
     def taken(decision: str) -> float:
         decisions = read_metrics(server).by_labels("ortserve_batching_decisions_total", "model", "decision")
         return decisions.get(f"slow {decision}", 0.0)
@@ -229,7 +227,7 @@ def test_caller_who_leaves_while_waiting_leaves_the_queue(server: ServerProcess,
         wait_until(lambda: taken("left") == left + 1)
 
 
-def test_requests_that_outlast_the_drain_are_cut_off_and_the_server_ends(tmp_path: Path) -> None:
+def test_requests_past_the_drain_timeout_are_aborted(tmp_path: Path) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for much longer
     flags = ("--warmup-s", "0", "--drain-timeout-s", "0.2")
     with starting(tmp_path, *flags) as server:
@@ -238,7 +236,7 @@ def test_requests_that_outlast_the_drain_are_cut_off_and_the_server_ends(tmp_pat
         with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
             connection.sendall(post("slow", body_of(1)))
             while not decisions(server, "slow")["batches"]:
-                pass  # each look is a request of its own
+                pass  # each check is a separate request
             server.send(signal.SIGTERM)
             try:
                 came = connection.recv(100)
@@ -257,24 +255,24 @@ def ageing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPr
 
 
 @pytest.mark.parametrize("request_bytes", [post("identity", body_of(1)), get("/v2/models/identity")])
-def test_answer_on_an_old_connection_asks_for_another(ageing_server: ServerProcess, request_bytes: bytes) -> None:
+def test_answer_on_an_expired_connection_closes_it(ageing_server: ServerProcess, request_bytes: bytes) -> None:
     host, port = ageing_server.http.split(":")
     with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
         made_s = time.monotonic()
         answers = Answers(connection)
-        told: list[str | None] = []
-        while not told or told[-1] is None:
+        connection_headers: list[str | None] = []
+        while not connection_headers or connection_headers[-1] is None:
             connection.sendall(request_bytes)
             status, headers, _ = answers.next()
             assert status == 200
-            told.append(headers.get("connection"))
-        assert told[-1] == "close"
+            connection_headers.append(headers.get("connection"))
+        assert connection_headers[-1] == "close"
         assert answers.is_at_end()
         assert time.monotonic() - made_s > AGE_S * 0.85
-        assert len(told) > 1, "the first answer came late already: the age was not tried"
+        assert len(connection_headers) > 1, "the first answer came late already: the age was not tried"
 
 
-def test_old_connection_without_a_request_is_left_open_for_one(ageing_server: ServerProcess) -> None:
+def test_expired_idle_connection_stays_open_for_one_request(ageing_server: ServerProcess) -> None:
     host, port = ageing_server.http.split(":")
     with socket.create_connection((host, int(port)), timeout=AGE_S * 2) as connection:
         with pytest.raises(TimeoutError):
@@ -287,7 +285,7 @@ def test_old_connection_without_a_request_is_left_open_for_one(ageing_server: Se
         assert answers.is_at_end()
 
 
-# --- what else a head may ask for
+# --- other requests of a head
 
 
 def offering(request: bytes, *headers: str) -> bytes:
@@ -305,10 +303,10 @@ OFFERS: Final = (
 
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "another"])
-def test_who_offers_another_protocol_is_answered_in_this_one(
+def test_upgrade_offer_is_answered_in_http_1_1(
     connection: socket.socket, offer: tuple[str, ...], in_pieces: bool
 ) -> None:
-    """As `curl --http2` does with every request: RFC 9110, section 7.8, lets a server pass over the offer."""
+    """`curl --http2` sends it with every request: RFC 9110, section 7.8, lets a server ignore the offer."""
     answers = Answers(connection)
     requests = [
         offering(post("identity", body_of(1)), *offer),
@@ -332,9 +330,9 @@ def test_who_offers_another_protocol_is_answered_in_this_one(
 
 
 @pytest.mark.skipif(not which("curl"), reason="curl is not installed")
-def test_curl_that_would_rather_speak_http2_is_answered(server: ServerProcess, tmp_path: Path) -> None:
+def test_curl_that_prefers_http2_is_answered(server: ServerProcess, tmp_path: Path) -> None:
     if server.client is not None:
-        pytest.skip("over TLS it asks by ALPN, and is told")
+        pytest.skip("over TLS the client negotiates the protocol by ALPN")
     (tmp_path / "body").write_bytes(body_of(5))
     came = subprocess.run(
         ["curl", "--silent", "--http2", "--data-binary", f"@{tmp_path / 'body'}", rest_url(server, "identity")],
@@ -345,7 +343,7 @@ def test_curl_that_would_rather_speak_http2_is_answered(server: ServerProcess, t
     assert json.loads(came.stdout)["id"] == "5"
 
 
-def test_space_behind_the_transfer_coding_is_none_of_it(connection: socket.socket) -> None:
+def test_white_space_after_the_transfer_coding_is_ignored(connection: socket.socket) -> None:
     body = body_of(6)
     head = post("identity", b"", "Transfer-Encoding: chunked ").replace(b"Content-Length: 0\r\n", b"")
     connection.sendall(head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
@@ -353,7 +351,7 @@ def test_space_behind_the_transfer_coding_is_none_of_it(connection: socket.socke
     assert (status, document["id"]) == (200, "6")
 
 
-def test_what_follows_such_an_offer_as_its_body_is_no_request(connection: socket.socket) -> None:
+def test_body_after_an_upgrade_offer_is_not_a_request(connection: socket.socket) -> None:
     hidden = b"POST /v2/repository/index HTTP/1.1\r\nHost: y\r\nContent-Length: 0\r\n\r\n"
     answers = Answers(connection)
     for request in (post("identity", hidden), post("identity", b"").replace(b"infer", b"config")):
@@ -388,7 +386,7 @@ def test_what_follows_such_an_offer_as_its_body_is_no_request(connection: socket
         ("POST /v2/logging HTTP/1.1", "Transfer-Encoding: gzip, chunked", 501, "Transfer-Encoding: expected chunked"),
     ],
 )
-def test_what_no_server_of_this_kind_does_is_refused_and_the_connection_closed(
+def test_unsupported_requests_are_rejected_and_the_connection_closed(
     connection: socket.socket, request_line: str, header: str, status: int, text: str
 ) -> None:
     connection.sendall(f"{request_line}\r\n{header}\r\n\r\n".encode() + get("/v2/health/live"))

@@ -1,4 +1,4 @@
-"""Callers who send too many headers, too slowly or on too many connections are told so, and nobody else notices."""
+"""Too many headers, slow requests and too many connections are rejected without effect on other clients."""
 
 import contextlib
 import itertools
@@ -91,7 +91,7 @@ def rejected(server: ServerProcess, reason: str) -> float:
 
 @pytest.mark.parametrize("begin", [INFER, GET, LOAD], ids=["infer", "get", "post"])
 @pytest.mark.parametrize(
-    ("headers", "told"),
+    ("headers", "expected_error"),
     [
         (b"a: b\r\n" * MAX_HEADERS, "http_max_headers: expected at most 20 headers, got 22 or more"),
         (
@@ -102,38 +102,38 @@ def rejected(server: ServerProcess, reason: str) -> float:
     ],
     ids=["many", "large", "long name"],
 )
-def test_headers_over_the_limits_are_refused_and_the_connection_ends(
-    server: ServerProcess, begin: bytes, headers: bytes, told: str
+def test_headers_over_the_limits_are_rejected_and_the_connection_closed(
+    server: ServerProcess, begin: bytes, headers: bytes, expected_error: str
 ) -> None:
     before = rejected(server, "headers_too_large")
     (answer,) = answers_to(server, begin + headers + b"Content-Length: 2\r\n\r\n{}")
     assert answer.startswith(b"431 Request Header Fields Too Large\r\n")
     assert b"\r\nconnection: close\r\n" in answer
-    assert told in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert expected_error in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert rejected(server, "headers_too_large") == before + 1
     assert is_well(server)
 
 
-def test_headers_at_the_limits_are_taken(server: ServerProcess) -> None:
+def test_headers_at_the_limits_are_accepted(server: ServerProcess) -> None:
     more = b"a: b\r\n" * (MAX_HEADERS - 3) + b"Connection: close\r\n"
     (answer,) = answers_to(server, INFER + more + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
     assert answer.startswith(b"200 ")
 
 
 @pytest.mark.parametrize("begin", [INFER, GET], ids=["infer", "get"])
-def test_url_counts_as_headers_do(server: ServerProcess, begin: bytes) -> None:
+def test_url_counts_against_the_header_limit(server: ServerProcess, begin: bytes) -> None:
     long = begin.replace(b" HTTP", b"?" + b"x" * MAX_HEADER_BYTES + b" HTTP")
     (answer,) = answers_to(server, long + b"Content-Length: 0\r\n\r\n")
     assert answer.startswith(b"431 ")
 
 
-def test_refusal_waits_for_the_answers_before_it(server: ServerProcess) -> None:
+def test_rejection_follows_the_earlier_answers(server: ServerProcess) -> None:
     answers = answers_to(server, GOOD + GOOD + INFER + b"a: b\r\n" * 50 + b"\r\n" + GOOD)
     assert [answer[:3] for answer in answers] == [b"200", b"200", b"431"]
 
 
 def endless(begin: bytes, part: bytes) -> Callable[[ServerProcess], bytes]:
-    """Send ``part`` again and again behind ``begin`` until the server has enough; returns what it said."""
+    """A function that sends ``part`` repeatedly after ``begin`` until the server ends it, and returns the answer."""
 
     def send(server: ServerProcess) -> bytes:
         with connected(server) as connection:
@@ -166,16 +166,14 @@ CHUNKED: Final = INFER + b"Transfer-Encoding: chunked\r\n\r\n"
     ],
     ids=["headers", "value", "name", "trailers", "value of a trailer", "chunk extension"],
 )
-def test_what_never_ends_beside_a_body_is_given_up(
-    server: ServerProcess, send: Callable[[ServerProcess], bytes]
-) -> None:
+def test_endless_heads_and_trailers_are_rejected(server: ServerProcess, send: Callable[[ServerProcess], bytes]) -> None:
     came = send(server)
     assert came == b"" or came.startswith(b"HTTP/1.1 431 ")  # a reset may overtake the answer
     assert is_well(server)
 
 
 def trickle(server: ServerProcess, begin: bytes, part: bytes) -> bytes:
-    """Send a part now and then until the server says something, or closes the connection."""
+    """Send a part now and then until the server answers or closes the connection."""
     with connected(server) as connection:
         connection.sendall(begin)
         came: list[bytes] = []
@@ -212,35 +210,35 @@ TRICKLES: Final = {
 }
 
 
-def test_callers_who_send_byte_by_byte_are_told_that_they_are_too_slow(server: ServerProcess) -> None:
+def test_trickled_requests_are_rejected_as_too_slow(server: ServerProcess) -> None:
     with ThreadPoolExecutor(len(TRICKLES)) as pool:
         sending = {name: pool.submit(trickle, server, begin, part) for name, (begin, part, _) in TRICKLES.items()}
         assert is_well(server)
-    for name, (_, _, told) in TRICKLES.items():
+    for name, (_, _, expected_error) in TRICKLES.items():
         answer = sending[name].result()
-        if not told:
+        if not expected_error:
             assert answer == b"", name
         else:
             assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n"), name
-            assert told in json.loads(answer.partition(b"\r\n\r\n")[2])["error"], name
+            assert expected_error in json.loads(answer.partition(b"\r\n\r\n")[2])["error"], name
 
 
-def test_announced_body_counts_only_as_far_as_it_came(narrow_server: ServerProcess) -> None:
-    """Else who announces much and sends little keeps all others out."""
+def test_announced_body_counts_only_received_bytes(narrow_server: ServerProcess) -> None:
+    """Otherwise a client that announces much and sends little would exhaust the limit."""
     with connected(narrow_server) as first, connected(narrow_server) as second:
         for connection in (first, second):
             connection.sendall(INFER + b"Content-Length: 90000\r\n\r\n" + b" " * 100)
         for _ in itertools.takewhile(lambda _: not is_well(narrow_server), range(1000)):
-            pass  # until the server has seen that no more came
+            pass  # until the server has detected the pause
         assert all(is_well(narrow_server) for _ in range(5))
 
 
-def test_caller_who_takes_nothing_of_its_answer_is_left(server: ServerProcess) -> None:
+def test_client_that_reads_nothing_is_disconnected(server: ServerProcess) -> None:
     body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1_000_000], "data": [0] * 1_000_000}]})
     request = INFER.replace(b"identity", b"wide") + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
     count = 4  # answers of 4 MB each, more than the system takes for them
     fds = "process_open_fds"
-    with connected(server) as connection:  # from then on the process that reads large JSON is there
+    with connected(server) as connection:  # starts the process that decodes large JSON
         connection.sendall(request)
         assert connection.recv(12) == b"HTTP/1.1 200"
     before = wait_for_sample(server, fds, lambda now: now > 0)
@@ -253,7 +251,7 @@ def test_caller_who_takes_nothing_of_its_answer_is_left(server: ServerProcess) -
     assert is_well(server)
 
 
-def test_connections_beyond_the_limit_are_answered_and_closed(narrow_server: ServerProcess) -> None:
+def test_connections_past_the_limit_are_answered_and_closed(narrow_server: ServerProcess) -> None:
     for _ in itertools.takewhile(lambda _: not is_served(narrow_server), range(1000)):
         pass  # until the server has seen that the connections of the other tests are gone
     with connected(narrow_server) as first, connected(narrow_server) as second, connected(narrow_server) as third:

@@ -1,4 +1,4 @@
-"""What no request to this server begins with is refused in words, and the refusal arrives whatever else is sent."""
+"""Malformed requests are rejected with a text, which the client can read even while it sends more."""
 
 import json
 import socket
@@ -60,7 +60,9 @@ METADATA = get("/v2/models/identity")
     ],
     ids=["none", "two", "list", "user"],
 )
-def test_request_names_its_host_once(connection: socket.socket, request_bytes: bytes, hosts: bytes, text: str) -> None:
+def test_request_needs_exactly_one_host_header(
+    connection: socket.socket, request_bytes: bytes, hosts: bytes, text: str
+) -> None:
     connection.sendall(request_bytes.replace(b"Host: x\r\n", hosts) + METADATA)
     answers = Answers(connection)
     status, headers, document = answers.next()
@@ -85,7 +87,7 @@ def test_http_1_0_needs_no_host(connection: socket.socket, host: bytes) -> None:
     ],
     ids=["method", "target", "header", "length", "framing"],
 )
-def test_refusal_of_a_malformed_request_names_the_fault(connection: socket.socket, sent: bytes, text: str) -> None:
+def test_rejection_of_a_malformed_request_names_the_fault(connection: socket.socket, sent: bytes, text: str) -> None:
     connection.sendall(sent)
     status, _, document = Answers(connection).next()
     assert status == 400
@@ -100,7 +102,7 @@ INDEX = CHUNKED.replace(b"/models/identity/infer", b"/repository/index")
 @pytest.mark.parametrize("head", [CHUNKED, GENERATE, INDEX], ids=["infer", "generate", "control"])
 @pytest.mark.parametrize("chunk", [b"8000000000000000\r\n", b"1\r\n{\r\n186a1;a=b\r\n{", b"00FFffFFff\r\n{"])
 @pytest.mark.parametrize("is_apart", [False, True], ids=["at once", "apart"])
-def test_chunk_over_the_limit_is_refused_before_it_comes(
+def test_chunk_over_the_limit_is_rejected_by_its_size_line(
     connection: socket.socket, head: bytes, chunk: bytes, is_apart: bool
 ) -> None:
     connection.sendall(head if is_apart else head + chunk)
@@ -147,7 +149,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_client_that_goes_on_sending_reads_its_refusal_in_the_end(
+def test_client_that_keeps_sending_reads_its_rejection(
     connection: socket.socket, holding: socket.socket, name: str
 ) -> None:
     """A close with unread bytes would reset the connection, and lose the answer on many clients' systems."""
@@ -167,7 +169,7 @@ def test_client_that_goes_on_sending_reads_its_refusal_in_the_end(
     assert answers.is_at_end()
 
 
-def test_pipelined_refusal_arrives_behind_the_answers_before_it(connection: socket.socket) -> None:
+def test_pipelined_rejection_arrives_after_earlier_answers(connection: socket.socket) -> None:
     connection.sendall(INFER + METADATA + b"no request\r\n" + MORE)
     wait_until(lambda: is_read(connection))
     answers = Answers(connection)
@@ -175,7 +177,7 @@ def test_pipelined_refusal_arrives_behind_the_answers_before_it(connection: sock
     assert answers.is_at_end()
 
 
-def test_caller_that_never_stops_sending_is_cut_off(connection: socket.socket) -> None:
+def test_client_that_never_stops_sending_is_disconnected(connection: socket.socket) -> None:
     connection.sendall(b"no request\r\n")
     with pytest.raises(ConnectionError):
         connection.sendall(MORE * 100)

@@ -88,7 +88,7 @@ def test_nan_and_infinities_pass_in_binary_encodings(zoo_server: ServerProcess, 
     assert_same(answer["y"], sent)
 
 
-def test_rest_json_takes_and_writes_the_bare_tokens_of_triton_clients(zoo_server: ServerProcess) -> None:
+def test_rest_json_uses_the_bare_tokens_of_triton_clients(zoo_server: ServerProcess) -> None:
     body = '{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[NaN,Infinity,-Infinity,0.1]}]}'
     answer = httpx.post(rest_url(zoo_server, "identity_fp32"), content=body, timeout=LONG_S)
     assert answer.status_code == 200, answer.text
@@ -96,7 +96,7 @@ def test_rest_json_takes_and_writes_the_bare_tokens_of_triton_clients(zoo_server
     np.testing.assert_array_equal(output, np.array([[np.nan, np.inf, -np.inf, 0.1]], np.float32))
 
 
-def test_strings_and_numbers_together_are_answered_alike_in_every_encoding(example_server: ServerProcess) -> None:
+def test_mixed_strings_and_numbers_are_the_same_in_every_encoding(example_server: ServerProcess) -> None:
     inputs = {
         "text": np.array([["two words"], ["-1.5"], [""], ["drei  Wörter hier"]], object),
         "weight": np.array([[2.0], [0.5], [1.0], [-1.0]], np.float32),
@@ -115,7 +115,7 @@ def test_strings_and_numbers_together_are_answered_alike_in_every_encoding(examp
 
 
 @IN_EVERY_ENCODING
-def test_two_inputs_reach_the_model_by_name_whatever_their_order(example_server: ServerProcess, infer: Infer) -> None:
+def test_inputs_are_matched_by_name_in_any_order(example_server: ServerProcess, infer: Infer) -> None:
     minuend = np.arange(32, dtype=np.int32).reshape(2, 16)
     subtrahend = np.full((2, 16), 100, np.int32)
     answer = infer(example_server, "simple", {"INPUT1": subtrahend, "INPUT0": minuend})
@@ -134,7 +134,7 @@ def test_version_may_be_named_or_left_to_the_server(example_server: ServerProces
 
 
 @pytest.mark.parametrize("request_id", ["", "a-1", "ünï ✓"])
-def test_request_id_is_echoed(example_server: ServerProcess, request_id: str) -> None:
+def test_request_id_is_returned(example_server: ServerProcess, request_id: str) -> None:
     ones = {"INPUT0": np.ones((1, 16), np.int32), "INPUT1": np.ones((1, 16), np.int32)}
     with triton_clients(example_server) as (http, grpc):
         by_http = http.infer("simple", triton_inputs(triton_http, ones), request_id=request_id).get_response()
@@ -144,9 +144,7 @@ def test_request_id_is_echoed(example_server: ServerProcess, request_id: str) ->
 
 
 @pytest.mark.parametrize("names", [["OUTPUT1"], ["OUTPUT1", "OUTPUT0"], ["OUTPUT0", "OUTPUT1"]], ids=", ".join)
-def test_requested_outputs_come_alone_and_in_the_order_asked_for(
-    example_server: ServerProcess, names: list[str]
-) -> None:
+def test_only_requested_outputs_are_returned_in_request_order(example_server: ServerProcess, names: list[str]) -> None:
     ones = {"INPUT0": np.full((1, 16), 3, np.int32), "INPUT1": np.ones((1, 16), np.int32)}
     expected = {"OUTPUT0": 4, "OUTPUT1": 2}
     with triton_clients(example_server) as (http, grpc):
@@ -168,7 +166,7 @@ def test_requested_outputs_come_alone_and_in_the_order_asked_for(
         np.testing.assert_array_equal(by_grpc.as_numpy(name), np.full((1, 16), expected[name], np.int32))
 
 
-async def test_both_asyncio_clients_are_answered_while_many_calls_are_under_way(example_server: ServerProcess) -> None:
+async def test_both_asyncio_clients_get_answers_during_many_calls(example_server: ServerProcess) -> None:
     async with (
         triton_http_aio.InferenceServerClient(example_server.http) as http,
         triton_grpc_aio.InferenceServerClient(example_server.grpc) as grpc,
@@ -190,7 +188,7 @@ async def test_both_asyncio_clients_are_answered_while_many_calls_are_under_way(
 
 
 @IN_EVERY_ENCODING
-def test_an_output_without_axes_is_one_number(zoo_server: ServerProcess, infer: Infer) -> None:
+def test_output_without_axes_is_one_number(zoo_server: ServerProcess, infer: Infer) -> None:
     answer = infer(zoo_server, "scalar_sum", {"x": np.array([1.5, 2.5, -1.0], np.float32)})
     assert_same(answer["y"], np.array(3.0, np.float32))
 
@@ -215,7 +213,7 @@ def test_inputs_with_different_leading_axes_keep_them(zoo_server: ServerProcess,
 
 
 @pytest.mark.parametrize("infer", [rest_binary, grpc_raw], ids=lambda infer: infer.__name__)
-def test_rows_that_influence_each_other_are_never_run_with_a_strangers(zoo_server: ServerProcess, infer: Infer) -> None:
+def test_dependent_rows_never_share_a_batch(zoo_server: ServerProcess, infer: Infer) -> None:
     def ask(number: int) -> None:
         sent = np.random.default_rng(number).standard_normal((1 + number % 3, 4)).astype(np.float32)
         answer = infer(zoo_server, "row_mixer", {"x": sent})
@@ -246,7 +244,7 @@ def test_free_dimensions_without_names_take_any_size(zoo_server: ServerProcess, 
 
 
 @IN_EVERY_ENCODING
-def test_more_rows_than_fit_a_batch_are_run_in_pieces_and_put_together(zoo_server: ServerProcess, infer: Infer) -> None:
+def test_request_larger_than_a_batch_is_split_and_joined(zoo_server: ServerProcess, infer: Infer) -> None:
     batching = re.match(r"up to (\d+) rows run together", properties(zoo_server, "identity_fp32")["batching"])
     assert batching is not None
     max_rows = int(batching[1])
@@ -255,18 +253,16 @@ def test_more_rows_than_fit_a_batch_are_run_in_pieces_and_put_together(zoo_serve
 
 
 @IN_EVERY_ENCODING
-def test_model_that_refused_the_made_up_inputs_of_warm_up_answers_real_ones(
-    zoo_server: ServerProcess, infer: Infer
-) -> None:
+def test_model_that_rejects_synthetic_inputs_answers_real_ones(zoo_server: ServerProcess, infer: Infer) -> None:
     answer = infer(zoo_server, "refuses_synthetic", {"x": np.array([[2, 3, 10, 33]], np.int64)})
     assert_same(answer["y"], np.array([[0.0, 0.5, 4.0, 15.5]], np.float32))
 
 
 def properties(server: ServerProcess, model: str) -> dict[str, str]:
-    """What the model's metadata says of how it is run; both protocols must agree."""
+    """The model's properties in the metadata; both protocols must agree."""
     with triton_clients(server) as (http, grpc):
         by_http: dict[str, str] = http.get_model_metadata(model)["properties"]
-        # tritonclient's own message has no such field, but keeps what it does not know.
+        # tritonclient's own message has no such field, but keeps unknown fields.
         message = grpc.get_model_metadata(model).SerializeToString()
     by_grpc = dict(pb.ModelMetadataResponse.FromString(message).properties)
     assert by_http == by_grpc

@@ -1,4 +1,4 @@
-"""Models of unusual interfaces through a real server: optional inputs, types that no tensor has, no inputs at all."""
+"""Models with unusual interfaces through a real server: optional inputs, non-tensor types, no inputs at all."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,8 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def properties(server: ServerProcess, model: str) -> dict[str, str]:
     answer = httpx.get(f"http://{server.http}/v2/models/{model}", timeout=LONG_S).raise_for_status()
-    told: dict[str, str] = answer.json()["properties"]
-    return told
+    found: dict[str, str] = answer.json()["properties"]
+    return found
 
 
 @IN_BINARY
@@ -61,7 +61,7 @@ def test_bfloat16_is_computed_beside_other_types(server: ServerProcess, infer: I
     assert "proven" in properties(server, "bfloat16_sum")["batching"]
 
 
-def test_bfloat16_of_many_callers_is_told_apart(server: ServerProcess) -> None:
+def test_concurrent_bfloat16_requests_get_their_own_rows(server: ServerProcess) -> None:
     def ask(value: int) -> bool:
         x = np.full((1 + value % 3, 4), value, ml_dtypes.bfloat16)
         answer = grpc_raw(server, "bfloat16_sum", {"x": x, "n": np.zeros(x.shape, np.float32)})
@@ -72,7 +72,7 @@ def test_bfloat16_of_many_callers_is_told_apart(server: ServerProcess) -> None:
 
 
 @IN_BINARY
-def test_bfloat16_that_cannot_be_handed_out_beside_strings_is_left_out(server: ServerProcess, infer: Infer) -> None:
+def test_bfloat16_output_beside_strings_is_not_served(server: ServerProcess, infer: Infer) -> None:
     texts = np.array(["one", "zwei"], object)
     answer = infer(server, "bfloat16_and_text", {"x": np.array([1, 2], ml_dtypes.bfloat16), "s": texts})
     assert sorted(answer) == ["t", "wide"]
@@ -81,7 +81,7 @@ def test_bfloat16_that_cannot_be_handed_out_beside_strings_is_left_out(server: S
     assert "output 'y'" in properties(server, "bfloat16_and_text")["not_served"]
 
 
-def test_what_is_not_served_is_refused_by_name(server: ServerProcess) -> None:
+def test_request_for_an_unserved_output_is_rejected_by_name(server: ServerProcess) -> None:
     texts = {"x": np.array([1], ml_dtypes.bfloat16), "s": np.array(["one"], object)}
     sequence = {"x": X[0], "more": X[0]}
     with triton_clients(server) as (http, rpc):
@@ -104,7 +104,7 @@ def test_what_is_not_served_is_refused_by_name(server: ServerProcess) -> None:
         ("float8_output", "output 'y' has type tensor(float8e4m3fn), which is not supported"),
     ],
 )
-def test_model_that_cannot_do_without_says_so_where_its_state_is(server: ServerProcess, model: str, why: str) -> None:
+def test_model_with_unservable_inputs_shows_its_reason(server: ServerProcess, model: str, why: str) -> None:
     answer = httpx.get(f"http://{server.http}/v2/models/{model}", timeout=LONG_S)
     assert answer.status_code == 503
     assert why in answer.json()["error"]
@@ -114,9 +114,9 @@ def test_model_that_cannot_do_without_says_so_where_its_state_is(server: ServerP
 def test_input_of_an_optional_type_may_be_left_out(server: ServerProcess, infer: Infer) -> None:
     np.testing.assert_array_equal(infer(server, "optional_bias", {"x": X})["y"], X)
     np.testing.assert_array_equal(infer(server, "optional_bias", {"x": X, "bias": X + 1})["y"], 2 * X + 1)
-    told = properties(server, "optional_bias")
-    assert told["optional_inputs"] == "'bias'"
-    assert "rows run together, tried on" in told["batching"]
+    described = properties(server, "optional_bias")
+    assert described["optional_inputs"] == "'bias'"
+    assert "rows run together, tried on" in described["batching"]
 
 
 @pytest.mark.parametrize(("model", "scales"), [("default_scale", [[3]]), ("default_scale_by_row", [[[3], [5]]])])
@@ -131,7 +131,7 @@ def test_input_with_a_default_may_be_left_out(
 
 
 @pytest.mark.parametrize("model", ["default_scale", "default_scale_by_row", "optional_bias"])
-def test_callers_with_and_without_an_optional_input_get_their_own_answers(server: ServerProcess, model: str) -> None:
+def test_requests_with_and_without_an_optional_input_get_their_own_answers(server: ServerProcess, model: str) -> None:
     name = "bias" if model == "optional_bias" else "scale"
 
     def ask(number: int) -> bool:
@@ -147,7 +147,7 @@ def test_callers_with_and_without_an_optional_input_get_their_own_answers(server
         assert all(callers.map(ask, range(96)))
 
 
-def test_default_that_is_the_same_for_all_rows_stays_where_batches_are_padded(server: ServerProcess) -> None:
+def test_default_without_rows_is_kept_in_padded_batches(server: ServerProcess) -> None:
     assert "input 'scale': it is the same for all rows" in properties(server, "padded_scale")["not_served"]
     np.testing.assert_array_equal(grpc_raw(server, "padded_scale", {"x": X})["y"], X * 2)
     with pytest.raises(InferenceServerException, match="'scale' of model 'padded_scale' is not served"):
@@ -160,7 +160,7 @@ def test_model_without_inputs_answers(server: ServerProcess, infer: Infer) -> No
 
 
 @IN_EVERY_ENCODING
-def test_optional_sequence_is_nobodys_business_who_does_not_bring_it(server: ServerProcess, infer: Infer) -> None:
+def test_optional_sequence_can_be_absent(server: ServerProcess, infer: Infer) -> None:
     answer = infer(server, "optional_sequence", {"x": X[0]})
     np.testing.assert_array_equal(answer["y"], X[0])
     assert not answer["has"]
@@ -168,7 +168,7 @@ def test_optional_sequence_is_nobodys_business_who_does_not_bring_it(server: Ser
 
 
 @IN_EVERY_ENCODING
-def test_shape_that_data_decides_is_that_of_each_callers_data(server: ServerProcess, infer: Infer) -> None:
+def test_data_dependent_shape_follows_each_request(server: ServerProcess, infer: Infer) -> None:
     for values in ([1, -1, 2], [-1, -2], [3], []):
         x = np.array(values, np.float32)
         np.testing.assert_array_equal(infer(server, "positive", {"x": x})["y"], x[x > 0])
@@ -178,7 +178,7 @@ def test_shape_that_data_decides_is_that_of_each_callers_data(server: ServerProc
 
 
 @IN_EVERY_ENCODING
-def test_tensors_without_axes_and_without_elements_pass(server: ServerProcess, infer: Infer) -> None:
+def test_scalars_and_empty_tensors_are_served(server: ServerProcess, infer: Infer) -> None:
     scalar = np.array(7, np.int32)
     assert infer(server, "scalar", {"x": scalar})["y"] == scalar
     empty = np.empty((0, 5, 3), np.float32)
@@ -186,7 +186,7 @@ def test_tensors_without_axes_and_without_elements_pass(server: ServerProcess, i
 
 
 @IN_EVERY_ENCODING
-def test_input_whose_shape_the_model_leaves_open_may_have_any(server: ServerProcess, infer: Infer) -> None:
+def test_input_of_undeclared_shape_accepts_any_shape(server: ServerProcess, infer: Infer) -> None:
     one = np.array(1, np.float32)
     for x in (X, X[0], one, np.empty((2, 0), np.float32)):
         answer = infer(server, "any_shape", {"x": x, "s": one})

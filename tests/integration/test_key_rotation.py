@@ -1,4 +1,4 @@
-"""Keys change while the server runs and is asked without a pause: nobody who holds a good key is refused."""
+"""Keys change while the server is under load: no request with a valid key is rejected."""
 
 import threading
 from collections.abc import Iterator
@@ -101,13 +101,13 @@ class Caller:
             thread.join(LONG_S)
 
 
-def test_keys_rotate_under_load_without_a_refusal(server: ServerProcess, secret: Secret) -> None:
+def test_keys_rotate_under_load_without_a_rejection(server: ServerProcess, secret: Secret) -> None:
     caller = Caller(server)
 
     def wait_for_some() -> None:
         seen = caller.answers
         while caller.answers < seen + 5 and not caller.failures:
-            pass  # each is a request of its own
+            pass  # each is a separate request
 
     with caller.asking():
         wait_for_some()

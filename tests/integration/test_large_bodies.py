@@ -1,4 +1,4 @@
-"""Bodies that are received where they stay: over HTTP, over TLS, and gRPC's messages."""
+"""Bodies that are received in place, without a copy: over HTTP, over TLS, and in gRPC messages."""
 
 import contextlib
 import gzip
@@ -42,7 +42,7 @@ def secret(way: str, tmp_path_factory: pytest.TempPathFactory) -> Secret | None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a repository: ``wide`` answers with what it was sent."""
+    """A folder of models, in which ``wide`` returns its input."""
     repository = tmp_path_factory.mktemp("large")
     add_model(repository, "wide", builders.identity, shape=("batch", "width"))
     return repository
@@ -93,7 +93,7 @@ def values(answer: tuple[int, Mapping[str, str], bytes]) -> np.ndarray:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("most", [20_000, 10_000_000])
-def test_tensor_is_the_same_wherever_its_body_is_cut_and_so_are_the_requests_around_it(
+def test_body_cut_anywhere_leaves_its_tensor_and_neighbours_intact(
     connection: socket.socket, nbytes: int, most: int
 ) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -110,14 +110,14 @@ def test_tensor_is_the_same_wherever_its_body_is_cut_and_so_are_the_requests_aro
             position, piece = position + count, piece[count:]
             if cuts.random() < 0.02:
                 any(is_read(connection) for _ in range(20))  # then the server saw that piece alone
-        with contextlib.suppress(*NOT_NOW):  # else neither end would go on before the other reads
+        with contextlib.suppress(*NOT_NOW):  # otherwise each end would wait for the other to read
             answers.receive()
     connection.settimeout(LONG_S)
     for array in arrays:
         assert np.array_equal(values(answers.next()), array)
 
 
-def test_large_bodies_of_every_form_are_understood(connection: socket.socket) -> None:
+def test_large_bodies_of_every_form_are_decoded(connection: socket.socket) -> None:
     array = tensor(400_000)
     answers = Answers(connection)
     connection.sendall(binary(array, encoding="gzip"))
@@ -136,7 +136,7 @@ def test_large_bodies_of_every_form_are_understood(connection: socket.socket) ->
     assert np.array_equal(values(answers.next()), array)
 
 
-def test_caller_who_waits_to_be_told_to_go_on_sends_a_large_body_then(connection: socket.socket) -> None:
+def test_large_body_is_sent_after_100_continue(connection: socket.socket) -> None:
     array = tensor(1_000_000)
     head, _, body = binary(array, "Expect: 100-continue").partition(b"\r\n\r\n")
     answers = Answers(connection)
@@ -146,7 +146,7 @@ def test_caller_who_waits_to_be_told_to_go_on_sends_a_large_body_then(connection
     assert np.array_equal(values(answers.next()), array)
 
 
-def test_large_body_that_comes_too_slowly_is_refused(folder: Path, secret: Secret | None) -> None:
+def test_slow_large_body_is_rejected(folder: Path, secret: Secret | None) -> None:
     with (
         large_serving(folder, secret, "--http-body-timeout-s", "0.5") as server,
         connect(server) as connection,
@@ -160,7 +160,7 @@ def test_large_body_that_comes_too_slowly_is_refused(folder: Path, secret: Secre
         assert answers.is_at_end()
 
 
-def test_nothing_is_held_for_callers_who_leave_in_the_middle_of_a_large_body(server: ServerProcess) -> None:
+def test_disconnect_within_a_large_body_releases_its_memory(server: ServerProcess) -> None:
     for sent in (1, 100_000, 3_000_000):
         with connect(server) as leaver:
             request = binary(tensor(20_000_000))
@@ -170,7 +170,7 @@ def test_nothing_is_held_for_callers_who_leave_in_the_middle_of_a_large_body(ser
         wait_until(lambda: not holds(server, 1))
 
 
-def test_who_announces_much_and_sends_little_takes_little_memory(server: ServerProcess) -> None:
+def test_announced_but_unsent_body_uses_little_memory(server: ServerProcess) -> None:
     process = psutil.Process(server.pid)
     head = binary(tensor(20_000_000)).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
     with connect(server) as warm:
@@ -190,13 +190,13 @@ def test_who_announces_much_and_sends_little_takes_little_memory(server: ServerP
             connection.close()
 
 
-def test_large_bodies_count_as_they_come_and_are_refused_where_there_is_no_room(server: ServerProcess) -> None:
+def test_large_bodies_count_as_received_and_are_rejected_at_the_limit(server: ServerProcess) -> None:
     request = binary(tensor(60_000_000))
     with connect(server) as first, connect(server) as second:
         first.sendall(request[:55_000_000])
         wait_until(lambda: is_read(first))
         second.settimeout(LONG_S)
-        with contextlib.suppress(ConnectionError):  # it is refused before its end
+        with contextlib.suppress(ConnectionError):  # the body is rejected before its end
             second.sendall(request)
         status, _, document = Answers(second).next()
         assert status == 429
@@ -206,7 +206,7 @@ def test_large_bodies_count_as_they_come_and_are_refused_where_there_is_no_room(
 
 
 @pytest.mark.parametrize("nbytes", [*SIZES, 30_000_000])
-def test_messages_of_any_size_come_by_grpc(server: ServerProcess, secret: Secret | None, nbytes: int) -> None:
+def test_grpc_messages_of_any_size_are_received(server: ServerProcess, secret: Secret | None, nbytes: int) -> None:
     array = tensor(nbytes)
     authority = str(secret.ca) if secret else None
     with triton_grpc.InferenceServerClient(server.grpc, ssl=secret is not None, root_certificates=authority) as client:

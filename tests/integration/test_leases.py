@@ -1,7 +1,7 @@
 """An answer's memory is leased until it is encoded, or as long as the encoder keeps it, and no longer.
 
-Real models, batcher and worker thread. At the start of each run everything a run might write to is filled with 0xFF:
-who still reads memory that was given up sees NaN.
+Real models, batcher and worker thread. At the start of each run all memory that it might write is filled with 0xFF, so
+that a read of released memory yields NaN.
 """
 
 import asyncio
@@ -64,15 +64,15 @@ class Stage:
         return await self.service.serve(self.service.receive("http"), Given(lambda: request), EncodedBy(encode))
 
     async def become_free(self) -> None:
-        """Return when nobody reads an answer any more.
+        """Return when no answer is held any more.
 
-        That is after asyncio's and the worker's next turn: until then they hold what they have just handed over.
+        That is after the next turn of asyncio and of the worker: until then both hold the last result.
         """
         for _ in range(100_000):
             if all(buffers.is_free for buffers in self.sets()):
                 return
             await asyncio.sleep(0)
-        pytest.fail("an answer is still held, and nobody reads it")
+        pytest.fail("an answer is still held without a reader")
 
     def right(self, rows: np.ndarray) -> np.ndarray:
         answer: np.ndarray = self.oracle.run(None, {"x": rows})[0]
@@ -119,7 +119,7 @@ async def stage(
 
 
 def keep_bytes(_request: InferRequest, response: InferResponse) -> object:
-    """As an encoder that leaves the joining of head and tensors to the socket would."""
+    """An encoder that leaves the joining of head and tensors to the socket."""
     (output,) = response.outputs
     return encode_binary_tensor(output.array, output.datatype)
 
@@ -149,7 +149,7 @@ ENCODERS: Final[list[Callable[[InferRequest, InferResponse], object]]] = [
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_what_encoders_keep_is_theirs_whatever_becomes_of_the_others(stage: Stage, seed: int) -> None:
+async def test_encoded_answers_keep_their_bytes(stage: Stage, seed: int) -> None:
     draw, numbers = random.Random(seed), np.random.default_rng(seed)
     kept: list[tuple[np.ndarray, object]] = []
 
@@ -192,7 +192,7 @@ async def test_lease_ends_at_encode_in_every_encoding_and_when_encoding_fails(
     assert stage.bound_runs == 40
 
 
-async def test_callers_who_left_before_their_answers_lease_nothing(stage: Stage) -> None:
+async def test_disconnected_requests_hold_no_lease(stage: Stage) -> None:
     rows = np.ones((1, 64), np.float32)
     for turns in range(6):
         calls = [asyncio.ensure_future(stage.ask(rows, as_grpc)) for _ in range(8)]

@@ -1,6 +1,6 @@
-"""Callers that abort while they wait, on both protocols: they leave the queue, and cost the others nothing.
+"""Requests whose client disconnects while they wait leave the queue without effect on others, on both protocols.
 
-Over HTTP/1.1 that is a reset. A FIN alone cancels only where the server is told so, which ``test_half_closed`` tries.
+Over HTTP/1.1 the client sends a reset. A FIN alone cancels only if the option says so; ``test_half_closed`` tests it.
 """
 
 import asyncio
@@ -70,21 +70,21 @@ class Caller:
         return int(head[0].split(" ")[1]), headers, json.loads(body)
 
     async def leave(self) -> None:
-        """By a reset, unless it has left already."""
+        """Disconnect by a reset, unless already disconnected."""
         if not self._writer.is_closing():
             linger = struct.pack("ii", 1, 0)
             self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         await self.close()
 
     async def close(self) -> None:
-        """By a FIN."""
+        """Disconnect by a FIN."""
         self._writer.close()
         await self._writer.wait_closed()
 
 
 @pytest.fixture
 async def callers(server: ServerProcess) -> AsyncIterator[list[Caller]]:
-    """As many as a storm has; those who have not left yet leave at the end."""
+    """``FIRST + STORM`` connected clients; those still connected disconnect at the end."""
     callers = [await Caller.connect(server) for _ in range(FIRST + STORM)]
     yield callers
     for caller in callers:
@@ -117,19 +117,17 @@ async def wait_until_left(server: ServerProcess, count: int) -> None:
 
 
 async def check_answers(callers: Sequence[Caller], numbers: Sequence[int], constant: np.ndarray) -> None:
-    """Each caller gets the answer to the row of its own number, bit for bit as if it had been alone."""
+    """Each request gets the answer to the row of its number, bit for bit as if alone."""
     for number in numbers:
         status, _, document = await callers[number].receive()
         assert (status, document.get("id")) == (200, str(number)), document
         np.testing.assert_array_equal(json_array(document["outputs"][0]), row(number) + constant)
 
 
-async def test_half_of_the_callers_leave_and_no_work_is_done_for_them(
-    server: ServerProcess, callers: list[Caller]
-) -> None:
+async def test_disconnected_requests_are_not_run(server: ServerProcess, callers: list[Caller]) -> None:
     constant = rest_json(server, "slow", {"x": row(0)})["y"]
     left, wasted, ran = decisions(server, "slow")["left"], decisions(server, "slow")["wasted_rows"], rows_run(server)
-    # Those who stay for certain come first, so that no one who leaves is in a batch already.
+    # The requests that stay are sent first, so that no request to be cancelled is in a batch already.
     for number in range(FIRST):
         await callers[number].send(asking(number))
     await asyncio.to_thread(wait_for_queue, server, "slow", FIRST - 2 * MAX_ROWS)
@@ -181,7 +179,7 @@ async def test_cancelled_grpc_calls_leave_the_queue(server: ServerProcess) -> No
     assert decisions(server, "slow")["wasted_rows"] == wasted
 
 
-async def test_caller_who_leaves_in_the_middle_of_its_run_is_a_wasted_row_and_no_more(
+async def test_disconnect_during_the_run_wastes_only_its_row(
     server: ServerProcess,
 ) -> None:
     leaver = await Caller.connect(server)
@@ -228,7 +226,7 @@ async def test_pipelined_requests_are_answered_in_their_order(server: ServerProc
     await caller.leave()
 
 
-async def test_caller_who_leaves_with_pipelined_requests_behind_is_forgotten(server: ServerProcess) -> None:
+async def test_disconnect_drops_pipelined_requests(server: ServerProcess) -> None:
     before = decisions(server, "slow")
     others = [await Caller.connect(server) for _ in range(3 * MAX_ROWS)]
     for number, other in enumerate(others):

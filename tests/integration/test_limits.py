@@ -1,4 +1,4 @@
-"""What bounds a server: full queues, and callers who do not wait for their answers."""
+"""Bounds of the server: full queues, byte limits, and requests whose client disconnects."""
 
 import socket
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def message(rows: np.ndarray) -> bytes:
     return data
 
 
-def test_full_queue_is_refused_on_both_protocols_and_the_admitted_are_answered(narrow_server: ServerProcess) -> None:
+def test_full_queue_rejects_on_both_protocols_and_answers_admitted_requests(narrow_server: ServerProcess) -> None:
     callers = 10  # of each protocol; while one run lasts, one request runs and two wait
     constant = rest_json(narrow_server, "slow", {"x": ROW})["y"]
 
@@ -99,7 +99,7 @@ def test_full_queue_is_refused_on_both_protocols_and_the_admitted_are_answered(n
     )
 
 
-def test_callers_who_leave_harm_nobody(narrow_server: ServerProcess) -> None:
+def test_disconnects_affect_no_other_request(narrow_server: ServerProcess) -> None:
     host, port = narrow_server.http.split(":")
     body = httpx.Request("POST", "http://x", json={"inputs": [json_input("x", ROW)]}).content
     head = f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -141,7 +141,7 @@ def post_padded(server: ServerProcess, size: int) -> httpx.Response:
     return httpx.post(rest_url(server, "slow"), content=body.ljust(size), timeout=LONG_S)
 
 
-def test_bodies_beyond_the_bytes_that_may_be_held_are_refused_before_they_are_read(small_server: ServerProcess) -> None:
+def test_bodies_past_the_byte_limit_are_rejected_unread(small_server: ServerProcess) -> None:
     with ThreadPoolExecutor(2) as pool:
         held = [pool.submit(post_padded, small_server, 45_000) for _ in range(2)]
         wait_for_queue(small_server, "slow", 1)  # one runs, the other waits
@@ -164,7 +164,7 @@ def test_bodies_beyond_the_bytes_that_may_be_held_are_refused_before_they_are_re
     assert "grpc-retry-pushback-ms" in dict(refusal.trailing_metadata() or ())
 
 
-def test_body_without_a_length_counts_as_it_grows(small_server: ServerProcess) -> None:
+def test_chunked_body_counts_as_it_grows(small_server: ServerProcess) -> None:
     with ThreadPoolExecutor(2) as pool:
         held = [pool.submit(post_padded, small_server, 45_000) for _ in range(2)]
         wait_for_queue(small_server, "slow", 1)
@@ -175,7 +175,7 @@ def test_body_without_a_length_counts_as_it_grows(small_server: ServerProcess) -
     assert "max_inflight_bytes" in answer.json()["error"]
 
 
-def test_tensors_beyond_the_bytes_that_may_wait_are_refused(small_server: ServerProcess) -> None:
+def test_tensors_past_the_queued_byte_limit_are_rejected(small_server: ServerProcess) -> None:
     callers = 10
     with ThreadPoolExecutor(callers) as pool:
         answers = list(pool.map(lambda _: post_padded(small_server, 500), range(callers)))
@@ -187,7 +187,7 @@ def test_tensors_beyond_the_bytes_that_may_wait_are_refused(small_server: Server
     assert decisions(small_server, "slow")["refused_full"] >= len(refused)
 
 
-def test_no_bytes_stay_counted_for_callers_who_were_refused_or_left(small_server: ServerProcess) -> None:
+def test_rejected_and_disconnected_requests_release_their_bytes(small_server: ServerProcess) -> None:
     host, port = small_server.http.split(":")
     body = httpx.Request("POST", "http://x", json={"inputs": [json_input("x", ROW)]}).content.ljust(40_000)
     head = f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -198,14 +198,14 @@ def test_no_bytes_stay_counted_for_callers_who_were_refused_or_left(small_server
         post_padded(small_server, 500)
         for leaver in leavers:
             leaver.close()
-    # Until the server has seen that they are gone; nothing is refused any more then, though all of it is needed.
+    # Wait until the server has detected the disconnects; then no request is rejected, although all bytes are needed.
     assert any(post_padded(small_server, 500).status_code == 200 for _ in range(100))
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda _: post_padded(small_server, 49_000), range(2)))
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
-def test_rows_that_nobody_had_to_send_are_refused_at_once(tmp_path: Path) -> None:
+def test_too_many_empty_rows_are_rejected_at_once(tmp_path: Path) -> None:
     add_model(tmp_path, "wide", builders.identity, datatype=DataType.UINT8, shape=("batch", "width"))
     with serving(tmp_path, *SHORT_WARMUP) as server:
         for rows in (5_000, 10**8, 2**40):

@@ -1,4 +1,4 @@
-"""What operators and callers see of a model that takes its time to load."""
+"""The shown state of a model that takes long to load, for operators and clients."""
 
 import os
 import re
@@ -19,7 +19,7 @@ OPENING = r"opening the session on CPUExecutionProvider, for \d+ s"
 ONES = {"x": np.ones((1, 4), np.float32)}
 
 
-def test_load_that_lasts_says_what_it_is_doing_on_both_protocols_and_in_the_log(tmp_path: Path) -> None:
+def test_long_load_reports_its_step_on_both_protocols_and_in_the_log(tmp_path: Path) -> None:
     """The model comes out of a pipe, so that ONNX Runtime opens it for as long as the test wants.
 
     That the server answers meanwhile shows, too, that ONNX Runtime gives back the interpreter's lock.
@@ -34,9 +34,9 @@ def test_load_that_lasts_says_what_it_is_doing_on_both_protocols_and_in_the_log(
             (entry,) = http.get_model_repository_index()
             assert (entry["name"], entry["version"], entry["state"]) == ("m", "1", "LOADING")
             assert re.fullmatch(OPENING, entry["reason"])
-            (told,) = grpc.get_model_repository_index().models
-            assert (told.name, told.version, told.state) == ("m", "1", "LOADING")
-            assert re.fullmatch(OPENING, told.reason)
+            (listed,) = grpc.get_model_repository_index().models
+            assert (listed.name, listed.version, listed.state) == ("m", "1", "LOADING")
+            assert re.fullmatch(OPENING, listed.reason)
             for client, library in ((http, triton_http), (grpc, triton_grpc)):
                 with pytest.raises(InferenceServerException, match=rf"LOADING \({OPENING}\)"):
                     client.infer("m", triton_inputs(library, ONES))
@@ -48,7 +48,7 @@ def test_load_that_lasts_says_what_it_is_doing_on_both_protocols_and_in_the_log(
 
 
 @pytest.mark.skipif(cpu_budget() < 2, reason="loads are as many as processors")
-def test_model_that_takes_long_to_open_delays_no_other_and_not_the_end_of_the_server(tmp_path: Path) -> None:
+def test_slow_model_delays_no_other_load_and_no_shutdown(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
     os.mkfifo(repository / "a_slow.onnx")

@@ -1,4 +1,4 @@
-"""Answers say how busy the server is, to callers who ask or to all, in ORCA's formats."""
+"""Answers carry the server's load in ORCA's formats, on request or always."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ from transports import ON_BOTH_TRANSPORTS
 ROW: Final = np.ones((1, 4), np.float32)
 DOCUMENT: Final = {"inputs": [json_input("x", ROW)]}
 ASKING: Final = "endpoint-load-metrics-format"
-TOLD: Final = ("endpoint-load-metrics", "endpoint-load-metrics-bin")
+REPORT_HEADERS: Final = ("endpoint-load-metrics", "endpoint-load-metrics-bin")
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +33,19 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
-    """One that answers who asks."""
+    """A server that sends reports on request."""
     with serving(repository, "--warmup-s", "0.2", *ways) as server:
         yield server
 
 
 def rest(server: ServerProcess, asked: str = "", route: str = "") -> Mapping[str, str]:
-    """What an answer's headers say of the load."""
+    """The load report in an answer's headers."""
     headers = {ASKING: asked} if asked else {}
     url = f"http://{server.http}/v2/models/slow/{route}" if route else rest_url(server, "slow")
     document = {"x": [1.0, 2.0, 3.0, 4.0]} if route else DOCUMENT
     answer = httpx.post(url, json=document, headers=headers, timeout=LONG_S)
     assert answer.status_code == 200, answer.text
-    return {name: value for name, value in answer.headers.items() if name in TOLD}
+    return {name: value for name, value in answer.headers.items() if name in REPORT_HEADERS}
 
 
 def unary(server: ServerProcess, asked: str = "", accepted: str = "identity") -> Trailers:
@@ -61,7 +61,7 @@ def streamed(server: ServerProcess, asked: str = "", accepted: str = "identity")
 def _of_call(server: ServerProcess, method: str, messages: Sequence[bytes], asked: str, accepted: str) -> Trailers:
     metadata = {"grpc-accept-encoding": accepted} | ({ASKING: asked} if asked else {})
     trailers = trailers_of_call(server.grpc, f"/inference.GRPCInferenceService/{method}", messages, metadata)
-    return {name: value for name, value in trailers.items() if name in TOLD}
+    return {name: value for name, value in trailers.items() if name in REPORT_HEADERS}
 
 
 def message(model: str = "slow") -> bytes:
@@ -81,7 +81,7 @@ def is_plausible(report: OrcaLoadReport) -> bool:
     return report.rps_fractional > 0 and report.application_utilization > 0 and 0 < report.cpu_utilization < 1.5
 
 
-def test_who_asks_over_rest_is_told_in_the_format_asked_for(server: ServerProcess) -> None:
+def test_rest_request_gets_a_report_in_the_requested_format(server: ServerProcess) -> None:
     (text,) = rest(server, "text").values()
     assert {"application_utilization", "cpu_utilization", "rps_fractional", "eps"} < numbers(text).keys()
     assert rest(server, "json")["endpoint-load-metrics"].startswith('JSON {"application_utilization":')
@@ -92,7 +92,7 @@ def test_who_asks_over_rest_is_told_in_the_format_asked_for(server: ServerProces
 
 
 @ON_BOTH_TRANSPORTS
-def test_who_asks_over_grpc_is_told_in_the_format_asked_for(server: ServerProcess) -> None:
+def test_grpc_call_gets_a_report_in_the_requested_format(server: ServerProcess) -> None:
     for send in (unary, streamed):
         (text,) = send(server, "text").values()
         assert numbers(str(text))["rps_fractional"] > 0
@@ -102,19 +102,19 @@ def test_who_asks_over_grpc_is_told_in_the_format_asked_for(server: ServerProces
         assert is_plausible(OrcaLoadReport.FromString(serialized))
 
 
-def test_who_asks_for_generate_is_told_too(server: ServerProcess) -> None:
+def test_generate_answers_carry_a_report_on_request(server: ServerProcess) -> None:
     for route in ("generate", "generate_stream"):
         (text,) = rest(server, "TEXT", route).values()
         assert "named_metrics.saturation" in numbers(text)
 
 
-def test_who_does_not_ask_or_asks_for_what_nobody_knows_is_told_nothing(server: ServerProcess) -> None:
+def test_no_report_without_a_known_requested_format(server: ServerProcess) -> None:
     for send in (rest, unary, streamed):
         assert send(server) == {}
         assert send(server, "xml") == {}
 
 
-def test_with_always_everybody_is_told_in_binary_unless_they_ask(repository: Path, ways: tuple[str, ...]) -> None:
+def test_always_mode_sends_binary_reports_by_default(repository: Path, ways: tuple[str, ...]) -> None:
     flags = ("--load-reports=always", "--warmup-s=0", "--grpc-response-compression=gzip")
     with serving(repository, *flags, *ways) as server:
         assert rest(server).keys() == rest(server, route="generate").keys() == {"endpoint-load-metrics-bin"}
@@ -124,13 +124,13 @@ def test_with_always_everybody_is_told_in_binary_unless_they_ask(repository: Pat
                 assert send(server, "json", accepted=accepted).keys() == {"endpoint-load-metrics"}
 
 
-def test_with_never_nobody_is_told(repository: Path) -> None:
+def test_never_mode_sends_no_reports(repository: Path) -> None:
     with serving(repository, "--load-reports=never", "--warmup-s=0") as server:
         assert rest(server, "text") == rest(server, "text", "generate") == {}
         assert unary(server, "text") == streamed(server, "bin") == {}
 
 
-def test_the_report_grows_with_the_load(server: ServerProcess) -> None:
+def test_report_grows_with_the_load(server: ServerProcess) -> None:
     growing = ("rps_fractional", "named_metrics.saturation")
     with httpx.Client(timeout=LONG_S) as client:  # one request after the other, where the tests before made a few
 
@@ -149,7 +149,7 @@ def test_the_report_grows_with_the_load(server: ServerProcess) -> None:
     assert busy["eps"] == 0
 
 
-def test_a_grpc_client_sends_more_to_the_server_that_says_it_is_less_busy(tmp_path: Path) -> None:
+def test_grpc_client_prefers_the_less_utilised_server(tmp_path: Path) -> None:
     """The client is grpc's own, and its weights are made of nothing but the reports in the trailing metadata."""
     for name, steps in (("fast", 300), ("slow", 6000)):
         add_model(tmp_path / name, "m", builders.slow, steps=steps)

@@ -1,4 +1,4 @@
-"""What a real server writes: lines that machines can read, with request ids, and nothing that was in a tensor."""
+"""The log of a real server: machine-readable lines with request ids and without tensor values."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def _add_models(repository: Path) -> None:
 
 
 def _send_secrets(server: ServerProcess) -> None:
-    """Good requests and bad ones of every kind, on both protocols; each holds a secret and has an id of its own."""
+    """Good requests and bad ones of every kind, on both protocols; each has a secret and its own id."""
     words = {"x": np.full((1, 4), SECRET_TEXT.encode(), np.object_)}
     numbers = {"x": np.full((1, 4), SECRET_NUMBER, np.float32)}
     bad_run = {"x": np.full((1, 4), SECRET_NUMBER, np.int64)}
@@ -50,7 +50,7 @@ def _send_secrets(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("level", ["info", "debug"])
-def test_json_lines_tell_of_every_request_by_its_id_and_nothing_of_its_tensors(tmp_path: Path, level: str) -> None:
+def test_json_lines_name_every_request_id_and_no_tensor_values(tmp_path: Path, level: str) -> None:
     _add_models(tmp_path)
     flags = ("--log-format", "json", "--log-level", level, "--access-log", "--max-rows", "4")
     with serving(tmp_path, *SHORT_WARMUP, *flags) as server:
@@ -61,7 +61,7 @@ def test_json_lines_tell_of_every_request_by_its_id_and_nothing_of_its_tensors(t
 
     assert SECRET_TEXT not in server.output
     assert str(SECRET_NUMBER) not in server.output
-    lines = [json.loads(line) for line in server.lines]  # every line, whoever wrote it
+    lines = [json.loads(line) for line in server.lines]  # lines of every logger
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
     requests = [line for line in lines if line["logger"] == "ortserve.access"]
     outcomes = {line["request_id"]: (line["protocol"], line["model"], line["outcome"]) for line in requests}
@@ -82,7 +82,7 @@ def test_json_lines_tell_of_every_request_by_its_id_and_nothing_of_its_tensors(t
     assert rejected["by"] == "Gather"
 
 
-def test_text_lines_are_the_default_and_tell_nothing_of_tensors_either(tmp_path: Path) -> None:
+def test_text_lines_are_the_default_and_contain_no_tensor_values(tmp_path: Path) -> None:
     _add_models(tmp_path)
     with serving(tmp_path, *SHORT_WARMUP, "--log-level", "debug", "--access-log", "--max-rows", "4") as server:
         _send_secrets(server)

@@ -1,4 +1,4 @@
-"""Bodies that take long to read or write come back right. ``contract/test_bounds_on_messages`` holds them to bounds."""
+"""Bodies that take long to decode or encode are correct. ``contract/test_bounds_on_messages`` checks their bounds."""
 
 import contextlib
 import re
@@ -44,7 +44,7 @@ def ask(server: ServerProcess, model: str, array: np.ndarray, **options: Any) ->
 
 
 @pytest.mark.parametrize("size", [100, 20_000, 300_000])
-def test_json_of_every_size_comes_back_as_it_was_sent(server: ServerProcess, size: int) -> None:
+def test_json_of_every_size_is_returned_unchanged(server: ServerProcess, size: int) -> None:
     rng = np.random.default_rng(size)
     floats = rng.standard_normal((1, size), dtype=np.float32)
     assert ask(server, "FP32", floats).tobytes() == floats.tobytes()
@@ -63,7 +63,7 @@ def test_non_finite_numbers_of_a_long_answer_are_tokens(server: ServerProcess) -
 
 
 @pytest.mark.parametrize("count", [10, 5_000, 100_000])
-def test_texts_of_every_number_come_back_in_every_encoding(server: ServerProcess, count: int) -> None:
+def test_any_number_of_strings_is_returned_in_every_encoding(server: ServerProcess, count: int) -> None:
     texts = np.array([f"text {index} ä" for index in range(count)], object).reshape(1, -1)
     assert (ask(server, "BYTES", texts) == texts).all()
     encoded = np.array([text.encode() for text in texts[0]], object).reshape(1, -1)
@@ -75,7 +75,7 @@ def test_texts_of_every_number_come_back_in_every_encoding(server: ServerProcess
     assert typed(server, "BYTES", "bytes_contents", encoded[0].tolist()) == encoded[0].tolist()
 
 
-def test_typed_integers_of_every_number_come_back(server: ServerProcess) -> None:
+def test_any_number_of_typed_integers_is_returned(server: ServerProcess) -> None:
     for count in (10, 300_000):
         numbers = np.random.default_rng(count).integers(-(2**40), 2**40, count).tolist()
         assert typed(server, "INT64", "int64_contents", numbers) == numbers
@@ -115,7 +115,7 @@ def test_errors_of_long_json_are_those_of_short_json(server: ServerProcess) -> N
         assert re.sub(r"40000|at \d+", "", long) == re.sub(r"\b2\b|at \d+", "", short)
 
 
-def test_long_answer_to_a_request_without_such_a_model_is_an_error(server: ServerProcess) -> None:
+def test_long_request_for_an_unknown_model_is_an_error(server: ServerProcess) -> None:
     body = {"inputs": [json_input("x", np.zeros((1, 100_000), np.float32))]}
     answer = httpx.post(rest_url(server, "none"), json=body, timeout=LONG_S)
     assert (answer.status_code, "none" in answer.text) == (404, True)
@@ -126,8 +126,8 @@ def json_numbers(count: int) -> bytes:
     return head + b",0.5" * (count - 1) + b"]}]}"
 
 
-def test_process_that_is_killed_while_it_reads_costs_one_request(server: ServerProcess, tmp_path: Path) -> None:
-    ask(server, "FP32", np.zeros((1, 50_000), np.float32))  # there is one now
+def test_killed_decoder_process_fails_at_most_one_request(server: ServerProcess, tmp_path: Path) -> None:
+    ask(server, "FP32", np.zeros((1, 50_000), np.float32))  # starts the decoder process
     body = json_numbers(4_000_000)
     statuses: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Outputs that are maps or sequences in the model through a real server, against what ONNX Runtime hands out."""
+"""Map and sequence outputs through a real server, compared with ONNX Runtime's own outputs."""
 
 import json
 from collections.abc import Iterator
@@ -53,8 +53,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def metadata(server: ServerProcess, model: str) -> dict[str, Any]:
     answer = httpx.get(f"http://{server.http}/v2/models/{model}", timeout=LONG_S).raise_for_status()
-    told: dict[str, Any] = answer.json()
-    return told
+    found: dict[str, Any] = answer.json()
+    return found
 
 
 @IN_EVERY_ENCODING
@@ -76,11 +76,11 @@ def test_probabilities_are_those_of_onnx_runtimes_maps(
 @pytest.mark.parametrize("name", CLASSES)
 def test_metadata_has_the_tensor_and_its_classes(server: ServerProcess, name: str) -> None:
     classes = CLASSES[name]
-    told = metadata(server, name)
-    assert told["outputs"][1] == {"name": "probabilities", "datatype": "FP32", "shape": [-1, len(classes)]}
-    assert json.loads(told["properties"]["classes"]) == {"probabilities": list(classes)}
-    assert "rows run together, proven: " in told["properties"]["batching"]
-    assert "not_served" not in told["properties"]
+    described = metadata(server, name)
+    assert described["outputs"][1] == {"name": "probabilities", "datatype": "FP32", "shape": [-1, len(classes)]}
+    assert json.loads(described["properties"]["classes"]) == {"probabilities": list(classes)}
+    assert "rows run together, proven: " in described["properties"]["batching"]
+    assert "not_served" not in described["properties"]
     with triton_clients(server) as (_, rpc):
         output = rpc.get_model_metadata(name).outputs[1]
     assert (output.name, output.datatype, list(output.shape)) == ("probabilities", "FP32", [-1, len(classes)])
@@ -99,7 +99,7 @@ def test_classification_names_the_classes(server: ServerProcess, model: str, cou
             assert [entry.decode().split(":")[2] for entry in answer[0]] == texts
 
 
-def test_classifications_of_many_callers_run_together_and_are_told_apart(server: ServerProcess) -> None:
+def test_concurrent_classifications_share_batches_and_get_their_own_rows(server: ServerProcess) -> None:
     rows = np.random.default_rng(2).normal(size=(64, 3)).astype(np.float32)
 
     def ask(row: np.ndarray) -> np.ndarray:
@@ -125,14 +125,14 @@ def test_tensors_of_one_shape_are_stacked(server: ServerProcess, infer: Infer) -
     assert texts["parts"].tolist() == ["a", "öl"]
 
 
-def test_sequences_are_named_and_run_alone(server: ServerProcess) -> None:
-    told = metadata(server, "construct")
-    assert told["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, -1, 4]}]
-    assert told["properties"]["sequences"] == "'y'"
-    assert told["properties"]["batching"] == "not batched because output 'y' is a sequence of tensors"
+def test_sequence_outputs_are_listed_and_run_unbatched(server: ServerProcess) -> None:
+    described = metadata(server, "construct")
+    assert described["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, -1, 4]}]
+    assert described["properties"]["sequences"] == "'y'"
+    assert described["properties"]["batching"] == "not batched because output 'y' is a sequence of tensors"
 
 
-def test_tensors_of_different_shapes_are_refused_by_name_unless_other_outputs_are_asked_for(
+def test_ragged_sequence_output_is_rejected_by_name_unless_not_requested(
     server: ServerProcess,
 ) -> None:
     with triton_clients(server) as (http, rpc):
@@ -149,7 +149,7 @@ def test_tensors_of_different_shapes_are_refused_by_name_unless_other_outputs_ar
             np.testing.assert_array_equal(answer.as_numpy("y"), X)
 
 
-def test_rows_on_an_axis_of_the_stacked_tensors_run_together_where_that_is_configured(server: ServerProcess) -> None:
+def test_configured_axis_of_stacked_tensors_is_batched(server: ServerProcess) -> None:
     assert "rows: on axis 1 of 'y'" in metadata(server, "by_row")["properties"]["batching"]
     rows = np.random.default_rng(3).normal(size=(32, 4)).astype(np.float32)
     with ThreadPoolExecutor(16) as callers:
@@ -158,10 +158,10 @@ def test_rows_on_an_axis_of_the_stacked_tensors_run_together_where_that_is_confi
         np.testing.assert_array_equal(answer, [row[None], row[None]])
 
 
-def test_sequence_that_is_left_out_leaves_the_other_outputs_batched(server: ServerProcess) -> None:
-    told = metadata(server, "without")
-    assert [output["name"] for output in told["outputs"]] == ["y"]
-    assert told["properties"]["batching"].startswith("up to ")
+def test_excluded_sequence_leaves_other_outputs_batched(server: ServerProcess) -> None:
+    described = metadata(server, "without")
+    assert [output["name"] for output in described["outputs"]] == ["y"]
+    assert described["properties"]["batching"].startswith("up to ")
     np.testing.assert_array_equal(rest_binary(server, "without", {"x": X})["y"], X)
 
 

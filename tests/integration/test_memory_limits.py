@@ -1,4 +1,4 @@
-"""Under a limit on its memory the server refuses what does not fit, and goes on; it never crashes.
+"""Under a memory limit the server rejects requests that do not fit and keeps serving; it never crashes.
 
 Each limit is real: ``ulimit -v`` in the process that becomes the server, and the memory controller of cgroup v2 where
 this machine lets tests make a group. ``ORTSERVE_TEST_CGROUP`` names a folder of groups that may be used for it, such
@@ -61,8 +61,8 @@ def _posting(make: Callable[[], tuple[bytes, Mapping[str, str]]], model: str) ->
         body, headers = make()
 
         def send(server: ServerProcess) -> Outcome:
-            told = {"Content-Type": "application/json", **headers}
-            return httpx.post(rest_url(server, model), content=body, headers=told, timeout=LONG_S).status_code
+            all_headers = {"Content-Type": "application/json", **headers}
+            return httpx.post(rest_url(server, model), content=body, headers=all_headers, timeout=LONG_S).status_code
 
         return send
 
@@ -80,7 +80,7 @@ def _calling(make: Callable[[], bytes]) -> Callable[[], Send]:
                     call(message, timeout=LONG_S)
                 except grpc.RpcError as error:
                     code, text = error.code().name, error.details() or ""
-                    # A call whose connection ended has a code that a refusal may have, too.
+                    # A call whose connection ended has a code that rejections use, too.
                     return f"the connection ended: {text}" if _CONNECTION_ENDED.search(text) else code
                 return "OK"
 
@@ -95,8 +95,8 @@ def _calling_compressed(make: Callable[[], bytes]) -> Callable[[], Send]:
         body = b"\1" + len(packed).to_bytes(4, "big") + packed
 
         def send(server: ServerProcess) -> Outcome:
-            told = end_of_call(server.grpc, METHOD, body, {"grpc-encoding": "gzip"})
-            return next(code.name for code in grpc.StatusCode if code.value[0] == int(told["grpc-status"]))
+            trailers = end_of_call(server.grpc, METHOD, body, {"grpc-encoding": "gzip"})
+            return next(code.name for code in grpc.StatusCode if code.value[0] == int(trailers["grpc-status"]))
 
         return send
 
@@ -160,7 +160,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPro
 
 
 @pytest.mark.parametrize("name", BURSTS)
-def test_server_refuses_what_does_not_fit_its_memory(server: ServerProcess, name: str) -> None:
+def test_requests_past_the_memory_limit_are_rejected(server: ServerProcess, name: str) -> None:
     burst = BURSTS[name]
     send = burst.make()
 

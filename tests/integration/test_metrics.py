@@ -1,4 +1,4 @@
-"""The numbers on the metrics port, after traffic of which every request is known."""
+"""The values on the metrics port after traffic of known requests."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ UNKNOWN = "made-up-name"
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Samples]:
-    """What the port says after the traffic of ``_send_traffic`` and nothing else."""
+    """The output of the port after the traffic of ``_send_traffic`` only."""
     repository = tmp_path_factory.mktemp("metrics")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "poison", builders.poison)
@@ -38,7 +38,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Samples]:
 
 
 def _send_traffic(server: ServerProcess) -> None:
-    """One request after the other, so that each is a batch of its own."""
+    """One request after the other, so that each is a separate batch."""
 
     def rows(count: int) -> dict[str, np.ndarray]:
         return {"x": np.ones((count, 4), np.float32)}
@@ -98,7 +98,7 @@ def test_rows_of_batches_are_counted(samples: Samples) -> None:
     assert [buckets[bound] for bound in ("1.0", "2.0", "4.0", "8.0", "+Inf")] == [2, 3, 3, 5, 5]
 
 
-def test_refusals_are_counted_by_model_and_reason_and_failed_runs_are_none(samples: Samples) -> None:
+def test_rejections_are_counted_by_model_and_reason_without_failed_runs(samples: Samples) -> None:
     refusals = samples.by_labels("ortserve_rejected_requests_total", "model", "reason")
     of_broken = refusals.pop("broken not_ready", 0) + refusals.pop(" not_ready", 0)
     assert of_broken == 1
@@ -120,20 +120,20 @@ def test_states_of_all_versions_are_shown(samples: Samples) -> None:
     }
 
 
-def test_nothing_waits_when_all_is_answered(samples: Samples) -> None:
+def test_queue_is_empty_after_all_answers(samples: Samples) -> None:
     assert samples.by_labels("ortserve_queue_rows", "model", "version") == {}
     assert samples.value("ortserve_queue_rows", model="identity", version="1") == 0
 
 
-def test_names_that_callers_made_up_become_no_label_values(samples: Samples) -> None:
+def test_unknown_names_become_no_label_values(samples: Samples) -> None:
     assert UNKNOWN not in samples.text
 
 
-def test_numbers_of_the_build_and_of_the_process_are_there(samples: Samples) -> None:
+def test_build_and_process_metrics_exist(samples: Samples) -> None:
     assert list(samples.by_labels("ortserve_build_info", "version").values()) == [1]
     assert samples.value("process_resident_memory_bytes") > 0
 
 
-def test_numbers_of_the_machine_are_there_by_tritons_names(samples: Samples) -> None:
+def test_machine_metrics_exist_under_triton_names(samples: Samples) -> None:
     assert 0 <= samples.value("nv_cpu_utilization") <= 1
     assert 0 < samples.value("nv_cpu_memory_used_bytes") < samples.value("nv_cpu_memory_total_bytes")

@@ -144,7 +144,7 @@ def test_failed_reload_of_a_version_keeps_the_old_one_and_shows_the_reason(tmp_p
         assert loads == {"ok": 2, "failed": 2}
 
 
-def test_load_without_a_change_keeps_the_counters_and_one_with_a_change_starts_them_anew(tmp_path: Path) -> None:
+def test_unchanged_load_keeps_counters_and_changed_load_resets_them(tmp_path: Path) -> None:
     put(tmp_path / "m", 1, builders.identity)
     with serving(tmp_path, *EXPLICIT, "--load-model", "*") as server, triton_clients(server) as (http, _):
 
@@ -163,7 +163,7 @@ def test_load_without_a_change_keeps_the_counters_and_one_with_a_change_starts_t
         assert http.get_model_config("m")["max_batch_size"] == 3
 
 
-def test_explicit_mode_loads_what_is_named_and_unloads_at_once(tmp_path: Path) -> None:
+def test_explicit_mode_loads_named_models_and_unloads_at_once(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         add_model(tmp_path, name, builders.identity)
     with (
@@ -193,7 +193,7 @@ def test_explicit_mode_loads_what_is_named_and_unloads_at_once(tmp_path: Path) -
         assert answer_of(server, "d") == 1
 
 
-def test_unload_answers_who_was_admitted_and_refuses_who_comes_after(tmp_path: Path) -> None:
+def test_unload_answers_admitted_requests_and_rejects_later_ones(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "slow", builders.slow, steps=60_000)
     (folder / "model.yaml").write_text("max_rows: 1\nwarmup_s: 0\n")
     with serving(tmp_path, *EXPLICIT, "--load-model", "*") as server, triton_clients(server) as (_, grpc):
@@ -265,7 +265,7 @@ def test_polling_follows_the_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [(), POLL])
-def test_calls_that_load_are_refused_where_the_server_loads_by_itself(tmp_path: Path, mode: tuple[str, ...]) -> None:
+def test_load_calls_are_rejected_outside_the_explicit_mode(tmp_path: Path, mode: tuple[str, ...]) -> None:
     add_model(tmp_path, "m", builders.identity)
     with serving(tmp_path, *(mode or SHORT_WARMUP)) as server, triton_clients(server) as (http, grpc):
         text = "explicit model load / unload is not allowed if polling is enabled"
@@ -276,7 +276,7 @@ def test_calls_that_load_are_refused_where_the_server_loads_by_itself(tmp_path: 
                 assert caught.value.status() == status
 
 
-def test_server_that_is_stopped_while_it_loads_by_request_answers_that_and_ends_cleanly(tmp_path: Path) -> None:
+def test_shutdown_during_a_requested_load_answers_it_and_exits_cleanly(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "slow", builders.slow, steps=60_000)
     (folder / "model.yaml").write_text("warmup_s: 2\n")
     with starting(tmp_path, *EXPLICIT) as server:
@@ -310,7 +310,7 @@ def model_bytes(build: Callable[[Path], Path], folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_configuration_of_a_client_holds_until_the_next_load(tmp_path: Path, protocol: str) -> None:
+def test_client_configuration_applies_until_the_next_load(tmp_path: Path, protocol: str) -> None:
     repository = tmp_path / "repository"
     add_model(repository, "m", builders.identity)
     with serving(repository, *EXPLICIT, "--load-model", "m") as server, triton_clients(server) as clients:
@@ -375,9 +375,7 @@ def test_files_of_a_client_are_the_model_until_the_next_load(tmp_path: Path, pro
 @pytest.mark.parametrize(
     "path", ["file:../1/model.onnx", "file:/etc/model.onnx", f"file:1/{'x' * 300}", "file:", "file:1/./model.onnx"]
 )
-def test_files_that_would_lie_elsewhere_are_refused_and_the_server_lives_on(
-    control_server: ServerProcess, protocol: str, path: str
-) -> None:
+def test_files_outside_the_model_folder_are_rejected(control_server: ServerProcess, protocol: str, path: str) -> None:
     with triton_clients(control_server) as clients:
         with pytest.raises(
             InferenceServerException, match="failed to load 'new', failed to poll from model repository"
@@ -391,9 +389,7 @@ def test_files_that_would_lie_elsewhere_are_refused_and_the_server_lives_on(
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_file_that_is_no_model_fails_the_load_and_shows_in_the_index(
-    control_server: ServerProcess, protocol: str
-) -> None:
+def test_invalid_model_file_fails_the_load_and_shows_in_the_index(control_server: ServerProcess, protocol: str) -> None:
     with triton_clients(control_server) as clients:
         with pytest.raises(InferenceServerException, match="failed to load 'junk', version 1: ONNX Runtime cannot"):
             clients[protocol == "grpc"].load_model("junk", config="{}", files={"file:1/model.onnx": b"junk"})

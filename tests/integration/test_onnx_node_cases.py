@@ -1,4 +1,4 @@
-"""Every node test of the ONNX package through one real server, over both protocols, and what is found of its rows."""
+"""Every node test of the ONNX package through one real server, over both protocols, with the verdict on its rows."""
 
 import time
 from pathlib import Path
@@ -39,12 +39,12 @@ def verdicts(cases: list[NodeCase], tmp_path_factory: pytest.TempPathFactory) ->
         return judge()
 
 
-def test_what_onnx_runtime_answers_is_answered_over_both_protocols(verdicts: list[Verdict]) -> None:
+def test_server_answers_equal_onnx_runtime_on_both_protocols(verdicts: list[Verdict]) -> None:
     failures = [f"{verdict.name}: {failure}" for verdict in verdicts for failure in verdict.failures]
     assert not failures, "\n".join(failures)
 
 
-def test_page_says_of_each_case_what_became_of_it(verdicts: list[Verdict]) -> None:
+def test_page_states_the_result_of_each_case(verdicts: list[Verdict]) -> None:
     assert len(verdicts) == 1765
     assert PAGE.read_text() == render(verdicts), "run: python tests/support/onnx_node_verdicts.py"
 

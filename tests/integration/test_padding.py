@@ -1,4 +1,4 @@
-"""Requests of different lengths run together, and each gets what the model gives for it alone and unpadded."""
+"""Requests of different lengths share batches, and each gets the model's answer to it alone and unpadded."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ Oracle: TypeAlias = Any
 
 
 def add_padded(repository: Path, name: str, options: str) -> Oracle:
-    """Add a model, of which the name's beginning says what it computes; returns it as ONNX Runtime alone runs it."""
+    """Add a model whose name begins with its computation; return the model as run by ONNX Runtime alone."""
     build = builders.masked_tokens if name.startswith("tokens") else builders.variable_length
     folder = add_model(repository, name, build)
     (folder / "model.yaml").write_text(options)
@@ -45,7 +45,7 @@ def add_padded(repository: Path, name: str, options: str) -> Oracle:
 
 @pytest.fixture(scope="module")
 def oracles() -> dict[str, Oracle]:
-    """By model, filled by ``server``."""
+    """The reference by model, filled by ``server``."""
     return {}
 
 
@@ -88,7 +88,7 @@ def test_answer_is_that_of_the_unpadded_request(
 
 
 @pytest.mark.parametrize("model", ["tokens", "tokens_in_buckets", "sums"])
-def test_concurrent_callers_of_any_length_get_their_own_answers(
+def test_concurrent_requests_of_any_length_get_their_own_answers(
     server: ServerProcess, oracles: dict[str, Oracle], model: str
 ) -> None:
     rng = np.random.default_rng(1)
@@ -121,7 +121,7 @@ def test_requests_whose_padded_lengths_are_equal_run_in_one_batch(
     assert samples.value("ortserve_padded_elements_total", **labels) == 2 * (15 + 7 + 4)
 
 
-def test_inputs_of_different_lengths_are_refused_although_they_would_agree_once_padded(server: ServerProcess) -> None:
+def test_inputs_of_different_lengths_are_rejected_before_padding(server: ServerProcess) -> None:
     sent = {"ids": np.ones((1, 3), np.int64), "mask": np.ones((1, 2), np.int64)}
     document = {"inputs": [json_input(name, array) for name, array in sent.items()]}
     answer = httpx.post(rest_url(server, "tokens"), json=document, timeout=LONG_S)

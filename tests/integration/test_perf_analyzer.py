@@ -1,4 +1,4 @@
-"""perf_analyzer, unmodified, runs to its end against a server in every way it has of sending requests."""
+"""perf_analyzer, unmodified, completes against a server in all of its request modes."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(trace_file: Path) -> Iterator[ServerProcess]:
-    """The example models, for callers that may share memory and have requests traced."""
+    """The example models, for clients that can share memory and switch traces."""
     with serving("--example", "--allow-client-shm", "--trace-file", trace_file, *SHORT_WARMUP) as server:
         yield server
 
@@ -101,13 +101,13 @@ def test_numbers_of_gpus_are_found_by_tritons_names(perf_analyzer: PerfAnalyzer,
     TritonMetrics(registry, Metrics(registry), read_gpus=lambda: [*gpus])
     # In the test's process, because this machine may have no GPU.
     with closing(MetricsServer(TextFormat(registry).write, "127.0.0.1", 0)) as metrics:
-        told = ("--collect-metrics", "--metrics-url", f"127.0.0.1:{metrics.port}/metrics", "--metrics-interval", "200")
-        output = perf_analyzer.run("-i", "http", "-u", server.http, *SHORT, "-m", "simple", *told)
+        flags = ("--collect-metrics", "--metrics-url", f"127.0.0.1:{metrics.port}/metrics", "--metrics-interval", "200")
+        output = perf_analyzer.run("-i", "http", "-u", server.http, *SHORT, "-m", "simple", *flags)
     assert "Unable to parse" not in output, output
-    for gpu, told_of_it in gpus.items():
-        assert re.findall(rf"^\s+{gpu.uuid} : (.+)$", output, re.MULTILINE) == told_of_it, output
+    for gpu, figures in gpus.items():
+        assert re.findall(rf"^\s+{gpu.uuid} : (.+)$", output, re.MULTILINE) == figures, output
 
 
 def regions(server: ServerProcess) -> object:
-    """What is still registered: perf_analyzer forgets its regions at its end."""
+    """The regions that are still registered: perf_analyzer does not unregister its regions at its end."""
     return httpx.get(f"http://{server.http}/v2/systemsharedmemory/status", timeout=LONG_S).raise_for_status().json()

@@ -51,7 +51,7 @@ class Fleet:
 
     @property
     def failures(self) -> list[Failure]:
-        """What clients see of it: they send again what a connection that was closed did not take."""
+        """The client's view: it retries requests on a connection that was closed before they were read."""
         may_close = not self.proxy.asks_readiness
         return [failure for failure in self.load.failures if not (may_close and failure.is_untaken)]
 
@@ -95,7 +95,7 @@ class Fleet:
         await until(is_in)
 
     async def replace(self, name: str) -> None:
-        """What an operator does, or Kubernetes: the old one leaves by itself, the new one serves when it is warm."""
+        """The steps of an operator or of Kubernetes: the old server ends, the new one serves once it is warm."""
         await self.proxy.take_out(name)
         old = self.servers[name]
         old.send(signal.SIGTERM)
@@ -107,7 +107,7 @@ class Fleet:
 
 
 class SlowRelay:
-    """Connects clients to a proxy at once, and lets nobody say a word on the first connection before ``may_speak``."""
+    """Accepts connections at once and forwards nothing on the first before ``may_speak``."""
 
     def __init__(self, address: str) -> None:
         self._host, self._port = address.split(":")
@@ -177,7 +177,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
-async def test_servers_are_replaced_one_after_the_other_under_load_without_a_failed_request(fleet: Fleet) -> None:
+async def test_rolling_replacement_under_load_fails_no_request(fleet: Fleet) -> None:
     await fleet.start_both()
     async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
         for name in ("a", "b"):  # else the proxy may not know yet of the second when the first leaves
@@ -189,14 +189,14 @@ async def test_servers_are_replaced_one_after_the_other_under_load_without_a_fai
 
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
-async def test_killed_server_costs_no_request_that_can_be_sent_again(fleet: Fleet) -> None:
+async def test_killed_server_loses_no_retryable_request(fleet: Fleet) -> None:
     await fleet.start_both()
     async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
         for name in ("a", "b"):
             await fleet.wait_until_in(name)
         fleet.servers["a"].send(signal.SIGKILL)
         await asyncio.to_thread(fleet.servers["a"].wait)
-        await fleet.load.go_on(2 * CALLERS)  # whoever was under way has its answer or failed
+        await fleet.load.go_on(2 * CALLERS)  # every request under way has its answer or failed
         lost = list(fleet.load.failures)
         if fleet.proxy.repeats_calls:
             assert lost == []
@@ -259,7 +259,7 @@ async def test_server_that_lacks_a_required_model_gets_no_request(fleet: Fleet) 
 
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
-async def test_stream_goes_on_beyond_what_one_body_may_hold(fleet: Fleet) -> None:
+async def test_stream_continues_past_the_size_of_one_body(fleet: Fleet) -> None:
     """To a proxy a stream is one body, however many messages it is of; the server bounds each of those."""
     add_model(fleet.repository, "identity", builders.identity)
     await fleet.start_both()
@@ -286,7 +286,7 @@ async def test_stream_goes_on_beyond_what_one_body_may_hold(fleet: Fleet) -> Non
 
 
 @pytest.mark.parametrize("fleet", ["nginx"], indirect=True)
-async def test_client_that_was_just_connecting_does_not_stay_with_a_server_that_was_taken_out(fleet: Fleet) -> None:
+async def test_connecting_client_leaves_a_removed_server(fleet: Fleet) -> None:
     """A worker of nginx's old configuration forgets such a connection, and would send its calls to both for ever."""
     await fleet.start_both()
     given = triton_grpc.InferInput("x", (1, 64), "FP32")

@@ -1,4 +1,4 @@
-"""The server keeps to itself: ONNX Runtime's wheels report to their maker unless told not to before the import."""
+"""The server sends no telemetry: ONNX Runtime's wheels send it unless it is disabled before the import."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ ONES = {"INPUT0": np.ones((1, 16), np.int32), "INPUT1": np.ones((1, 16), np.int3
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """An environment in which whatever is written to a user's folders lands under ``tmp_path``."""
+    """An environment in which all of a user's folders are under ``tmp_path``."""
     folders = {"HOME": "home", "XDG_CACHE_HOME": "cache", "XDG_CONFIG_HOME": "config", "XDG_DATA_HOME": "data"}
     for folder in folders.values():
         (tmp_path / folder).mkdir()
@@ -42,20 +42,20 @@ import os, sys
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "onnxruntime":
-            print("told", os.environ.get("ORT_DISABLE_TELEMETRY"))
+            print("disabled", os.environ.get("ORT_DISABLE_TELEMETRY"))
 
 sys.meta_path.insert(0, Watch())
 import ortserve.app.run
 """
 
 
-def test_onnxruntime_is_told_before_it_is_imported() -> None:
-    """Its wheels report from the import on, so the order is what counts; the caller's environment says nothing here."""
+def test_telemetry_is_disabled_before_onnxruntime_is_imported() -> None:
+    """The wheels send telemetry from the import on, so the order matters; the test's environment is not inherited."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORT_")}
     run = subprocess.run(
         [sys.executable, "-c", WATCH_THE_IMPORT], env=environment, check=True, timeout=LONG_S, capture_output=True
     )
-    assert run.stdout == b"told 1\n"
+    assert run.stdout == b"disabled 1\n"
 
 
 def test_server_opens_no_socket_but_those_of_its_own_ports(home: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Starting over all sorts of repositories: what loads, what does not, and what the operator is told."""
+"""Starts with various repositories: which models load, which do not, and the messages for the operator."""
 
 import os
 import shutil
@@ -54,13 +54,13 @@ def mixed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     shutil.rmtree(add_model(repository, "no_version", builders.identity) / "1")
     (add_model(repository, "no_file", builders.identity) / "1" / "model.onnx").unlink()
     builders.identity(repository / "bare.onnx")
-    (repository / "README.md").write_text("files that are no models are nobody's business\n")
+    (repository / "README.md").write_text("not a model\n")
     (repository / ".cache").mkdir()
     with serving(repository, *SHORT_WARMUP) as server:
         yield server
 
 
-def test_broken_models_keep_no_other_from_being_served(mixed_server: ServerProcess) -> None:
+def test_broken_models_do_not_block_other_models(mixed_server: ServerProcess) -> None:
     assert is_ready(mixed_server)
     for model in ("good", "bare"):
         np.testing.assert_array_equal(rest_json(mixed_server, model, ROW)["y"], ROW["x"])
@@ -78,7 +78,7 @@ def test_broken_models_keep_no_other_from_being_served(mixed_server: ServerProce
         ("no_file", ("version folder 1 has no file model.onnx",)),
     ],
 )
-def test_broken_model_is_not_ready_and_logs_and_callers_say_why(
+def test_broken_model_is_not_ready_and_its_reason_is_shown(
     mixed_server: ServerProcess, model: str, words: tuple[str, ...]
 ) -> None:
     line = mixed_server.wait_for_line("model cannot be served", f"model={model} ")
@@ -92,13 +92,13 @@ def test_broken_model_is_not_ready_and_logs_and_callers_say_why(
         assert word in answer.json()["error"]
 
 
-def test_only_models_are_taken_for_models(mixed_server: ServerProcess) -> None:
+def test_files_that_are_not_models_are_ignored(mixed_server: ServerProcess) -> None:
     for name in ("README", "README.md", ".cache"):
         assert httpx.get(f"http://{mixed_server.http}/v2/models/{name}", timeout=LONG_S).status_code == 404
 
 
-def test_model_whose_turn_to_load_has_not_come_is_not_ready_rather_than_unknown(tmp_path: Path) -> None:
-    """As many models as load side by side come out of pipes, whose other ends the test opens when it is done."""
+def test_model_not_yet_loading_is_unready_and_not_unknown(tmp_path: Path) -> None:
+    """All concurrent loads read models from pipes, whose other ends the test opens at its end."""
     names = [f"a_slow_{number}" for number in range(MAX_LOADS)]
     for name in names:
         os.mkfifo(tmp_path / f"{name}.onnx")
@@ -126,7 +126,7 @@ def test_model_whose_turn_to_load_has_not_come_is_not_ready_rather_than_unknown(
 
 
 def doubling(path: Path) -> Path:
-    """Another model with the tensors of ``identity``'s smallest kin, told apart by its answer: y = 2x."""
+    """A model with the tensors of the smallest ``identity`` and another answer: y = 2x."""
     return builders.unnamed_dims(path)
 
 
@@ -139,7 +139,7 @@ def doubling(path: Path) -> Path:
         ("version_policy: {specific: [1, 2]}", ["1", "2"]),
     ],
 )
-def test_version_policy_says_which_versions_are_served_and_the_highest_answers(
+def test_version_policy_selects_versions_and_the_highest_answers(
     tmp_path: Path, policy: str, served: list[str]
 ) -> None:
     for number in (1, 2, 10):
@@ -161,7 +161,7 @@ def test_version_policy_says_which_versions_are_served_and_the_highest_answers(
         np.testing.assert_array_equal(rest_json(server, "m", ROW)["y"], expected)
 
 
-def test_options_of_a_model_go_before_those_of_the_server(tmp_path: Path) -> None:
+def test_model_options_override_server_options(tmp_path: Path) -> None:
     (add_model(tmp_path, "small", builders.identity) / "model.yaml").write_text("max_rows: 2\n")
     add_model(tmp_path, "wide", builders.identity)
     with serving(tmp_path, *SHORT_WARMUP, "--max-rows", "8") as server:
@@ -173,7 +173,7 @@ def test_options_of_a_model_go_before_those_of_the_server(tmp_path: Path) -> Non
         assert "batch-size must be <= 2 for 'small', got 3" in answer.json()["error"]
 
 
-def test_two_repositories_are_served_and_a_name_in_both_is_neither(tmp_path: Path) -> None:
+def test_name_in_two_repositories_is_served_from_neither(tmp_path: Path) -> None:
     for repository, own in (("one", "first"), ("two", "second")):
         (tmp_path / repository).mkdir()
         add_model(tmp_path / repository, own, builders.identity)
@@ -204,7 +204,7 @@ def test_server_without_any_model_is_ready(tmp_path: Path) -> None:
 
 
 def test_repository_that_cannot_be_read_ends_the_server_with_status_1(tmp_path: Path) -> None:
-    # Past the command line, which refuses what is no folder: this one is as if it vanished after that look.
+    # Bypasses the command line, which rejects paths that are not folders: simulates a folder removed after that check.
     script = (
         "import sys; from pathlib import Path; from ortserve.config.options import ServerOptions; "
         "from ortserve.app.run import run; "
@@ -220,7 +220,7 @@ def test_repository_that_cannot_be_read_ends_the_server_with_status_1(tmp_path: 
 
 
 @pytest.mark.parametrize("option", ["http", "grpc", "metrics"])
-def test_port_that_is_taken_ends_the_server_with_status_1_and_names_the_option(option: str) -> None:
+def test_port_in_use_ends_the_server_with_status_1_and_names_the_option(option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ports = {"http": "0", "grpc": "0", "metrics": "0"} | {option: port}
@@ -241,7 +241,7 @@ def test_port_that_is_taken_ends_the_server_with_status_1_and_names_the_option(o
         (["/no/such/folder"], "expected a folder, got '/no/such/folder'"),
     ],
 )
-def test_words_that_cannot_be_used_end_the_command_with_status_2(words: list[str], problem: str) -> None:
+def test_invalid_arguments_end_the_command_with_status_2(words: list[str], problem: str) -> None:
     with starting(*words) as server:
         assert server.wait() == 2
         assert problem in server.output

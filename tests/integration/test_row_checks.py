@@ -1,4 +1,4 @@
-"""A real server finds out that a model's rows meet, although its configuration says that they do not."""
+"""A real server detects that a model's rows depend on each other, against its configuration."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +14,13 @@ from servers import LONG_S, ServerProcess, add_model, decisions, read_metrics, s
 
 CALLERS = 16
 BATCHED = "batched: true\nmax_rows: 32\nqueue_delay_s: 0.05\n"
-TOLD = "batching stopped: an answer depended on the other requests of its batch"
+REPORT = "batching stopped: an answer depended on the other requests of its batch"
 ROUNDS = 200
 """Of requests, until one is checked that has a neighbour with larger counts; nearly always the first."""
 
 
 def counts(rows: int = 1) -> list[np.ndarray]:
-    """Requests of counts of very different sizes: alone, each is quantized with a scale of its own."""
+    """Requests of counts of very different sizes: alone, each is quantized with its own scale."""
     rng = np.random.default_rng(0)
     return [rng.integers(1, 3 ** (1 + number), (rows, 4)) for number in range(CALLERS)]
 
@@ -42,7 +42,7 @@ def are_right(answers: list[np.ndarray], expected: list[np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_requests_run_alone_once_an_answer_was_found_to_depend_on_others(tmp_path: Path, instances: int) -> None:
+def test_detected_row_dependence_ends_batching(tmp_path: Path, instances: int) -> None:
     folder = add_model(tmp_path, "counts", builders.quantized_counts)
     (folder / "model.yaml").write_text(f"{BATCHED}instances: {instances}\n")
     session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
@@ -57,12 +57,12 @@ def test_requests_run_alone_once_an_answer_was_found_to_depend_on_others(tmp_pat
                 break
         assert wrong
         assert outcomes(server, "counts")["differed"] == 1
-        told = server.wait_for_line(TOLD)
-        assert "ERROR" in told
-        assert "difference=\"output 'y': 3 of 3 values differ, by" in told
-        assert "neighbours=" in told
-        assert "of x[1, 4]" in told
-        assert len(told) < 400
+        logged = server.wait_for_line(REPORT)
+        assert "ERROR" in logged
+        assert "difference=\"output 'y': 3 of 3 values differ, by" in logged
+        assert "neighbours=" in logged
+        assert "of x[1, 4]" in logged
+        assert len(logged) < 400
 
         before = decisions(server, "counts")["batches"]
         for requests, answers in ((sent, expected), (pairs, expected_pairs)):
@@ -73,7 +73,7 @@ def test_requests_run_alone_once_an_answer_was_found_to_depend_on_others(tmp_pat
             batching = client.get_model_metadata("counts")["properties"]["batching"]
             assert client.get_model_config("counts")["max_batch_size"] == 32
         assert batching.startswith("each request runs alone: an answer depended on the other requests of its batch")
-        assert sum(TOLD in line for line in server.lines) == 1
+        assert sum(REPORT in line for line in server.lines) == 1
 
         (folder / "model.yaml").write_text(f"{BATCHED}instances: {instances}\nrow_checks: false\n")
         for _ in range(ROUNDS):
@@ -84,7 +84,7 @@ def test_requests_run_alone_once_an_answer_was_found_to_depend_on_others(tmp_pat
         assert outcomes(server, "counts") == {}
 
 
-def test_model_that_is_proven_is_not_checked_unless_it_says_so(tmp_path: Path) -> None:
+def test_proven_model_is_not_checked_unless_configured(tmp_path: Path) -> None:
     for name, says in (("proven", ""), ("checked", "row_checks: true\n")):
         folder = add_model(tmp_path, name, builders.mlp)
         (folder / "model.yaml").write_text(f"max_rows: 32\nqueue_delay_s: 0.05\n{says}")

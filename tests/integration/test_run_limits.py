@@ -1,4 +1,4 @@
-"""Runs that last too long, or for ever: a real server answers, ends them and serves on."""
+"""Runs that last too long, or for ever: a real server answers, aborts them and keeps serving."""
 
 import re
 import signal
@@ -29,7 +29,7 @@ def add_loop(repository: Path, options: str) -> None:
     (folder / "model.yaml").write_text(options)
 
 
-def test_a_request_for_an_endless_loop_is_ended_and_holds_up_no_other(tmp_path: Path) -> None:
+def test_endless_loop_is_aborted_and_delays_no_other_request(tmp_path: Path) -> None:
     add_loop(tmp_path, LIMIT)
     add_model(tmp_path, "mlp", builders.mlp)
     with serving(tmp_path, "--warmup-s", "0.1") as server, ThreadPoolExecutor(1) as pool:
@@ -55,7 +55,7 @@ def test_a_request_for_an_endless_loop_is_ended_and_holds_up_no_other(tmp_path: 
         assert "(Loop) is control flow" in properties["event_loop"]
 
 
-def test_over_grpc_the_status_is_that_of_a_deadline(tmp_path: Path) -> None:
+def test_aborted_grpc_call_is_deadline_exceeded(tmp_path: Path) -> None:
     add_loop(tmp_path, LIMIT)
     with serving(tmp_path, "--warmup-s", "0.1") as server, triton_grpc.InferenceServerClient(server.grpc) as client:
         number = triton_grpc.InferInput("x", [1], "INT64")
@@ -65,7 +65,7 @@ def test_over_grpc_the_status_is_that_of_a_deadline(tmp_path: Path) -> None:
         assert str(grpc.StatusCode.DEADLINE_EXCEEDED) in str(caught.value)
 
 
-def test_a_server_with_an_endless_run_ends_when_its_drain_does(tmp_path: Path) -> None:
+def test_endless_run_does_not_outlast_the_drain(tmp_path: Path) -> None:
     add_loop(tmp_path, "")
     with starting(tmp_path, "--warmup-s", "0.1", "--drain-timeout-s", "0.5") as server, ThreadPoolExecutor(1) as pool:
         server.wait_until_loaded()

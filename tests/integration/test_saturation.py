@@ -1,4 +1,4 @@
-"""The autoscaling signal of a real server: above 1 while more comes than can be computed, and down again afterwards."""
+"""The autoscaling signal of a real server: above 1 under overload, and lower again afterwards."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ REQUESTS = 160
 
 
 def test_saturation_passes_1_under_overload_and_falls_afterwards(tmp_path: Path) -> None:
-    # Some 50 ms a run: 20 rows a second, where 160 come at once.
+    # Some 50 ms a run: 20 rows a second, while 160 arrive at once.
     add_model(tmp_path, "slow", builders.slow, steps=15_000)
     (tmp_path / "slow" / "model.yaml").write_text("max_rows: 1\nmax_queue_rows: 2\n")
     labels = {"model": "slow", "version": "1"}
@@ -31,11 +31,11 @@ def test_saturation_passes_1_under_overload_and_falls_afterwards(tmp_path: Path)
 
         statuses = list(pool.map(ask, range(REQUESTS)))
         assert set(statuses) == {200, 429}
-        assert statuses.count(429) > REQUESTS / 2  # what was refused counts as offered
+        assert statuses.count(429) > REQUESTS / 2  # rejected requests count as offered
         peak = wait_for_sample(server, "ortserve_saturation", lambda found: found > 1, **labels)
         after = peak
         while after >= 0.8:
-            time.sleep(1.1)  # the rate forgets by the second, and only as requests come
+            time.sleep(1.1)  # the rate decays by the second, and only when requests arrive
             rest_json(server, "slow", {"x": ROW})
             after = read_metrics(server).value("ortserve_saturation", **labels)
         learned = httpx.get(f"http://{server.http}/v2/models/slow/batching", timeout=LONG_S).json()

@@ -1,4 +1,4 @@
-"""Answers tell where their time went, on both protocols, and agree with the server's own account."""
+"""Answers carry their phase timings on both protocols, in agreement with the server's metrics."""
 
 import re
 import statistics
@@ -19,10 +19,10 @@ REQUESTS: Final = 5
 
 
 @pytest.fixture(scope="module")
-def told_and_counted(
+def sent_and_counted(
     tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]
 ) -> dict[str, tuple[list[str], float]]:
-    """By protocol: what each answer said of its timing, and the sum of the durations by the server's metrics."""
+    """By protocol: the timing header of each answer, and the sum of the durations by the server's metrics."""
     repository = tmp_path_factory.mktemp("timing")
     add_model(repository, "slow", builders.slow, steps=15_000)
     with serving(repository, "--warmup-s", "0", *ways) as server:
@@ -51,17 +51,17 @@ def told_and_counted(
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_phases_of_each_answer_are_told_in_milliseconds_and_sum_to_what_was_counted(
-    told_and_counted: dict[str, tuple[list[str], float]], protocol: str
+def test_server_timing_phases_sum_to_the_counted_duration(
+    sent_and_counted: dict[str, tuple[list[str], float]], protocol: str
 ) -> None:
-    told, counted_s = told_and_counted[protocol]
+    headers, counted_s = sent_and_counted[protocol]
     total_ms = 0.0
     longest = []
-    for text in told:
+    for text in headers:
         phases = [re.fullmatch(r"(\w+);dur=(\d+\.\d{3})", phase) for phase in text.split(", ")]
         durations_ms = {phase[1]: float(phase[2]) for phase in phases if phase is not None}
         assert tuple(durations_ms) == PHASES
         longest.append(max(durations_ms, key=lambda name: durations_ms[name]))
         total_ms += sum(durations_ms.values())
     assert total_ms == pytest.approx(counted_s * 1000, abs=0.01 * REQUESTS)
-    assert statistics.mode(longest) == "compute"  # of most: on a busy machine the loop may come late now and then
+    assert statistics.mode(longest) == "compute"  # the mode, as on a busy machine the event loop is sometimes late

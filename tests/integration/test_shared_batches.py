@@ -1,4 +1,4 @@
-"""No answer depends on the other requests of its batch: models by real exporters, with 16 callers at a time."""
+"""No answer depends on the other requests of its batch: models by real exporters, with 16 clients at a time."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""System shared memory on both protocols: what the unmodified clients do with it, and what callers may do to it."""
+"""System shared memory on both protocols: use by the unmodified clients, and misuse."""
 
 import asyncio
 import base64
@@ -93,7 +93,7 @@ def connect(server: ServerProcess, protocol: str) -> Caller:
 
 @contextmanager
 def owned(byte_size: int) -> Iterator[tuple[str, Any]]:
-    """A shared memory object of ours: its key and the client library's handle of it."""
+    """A shared memory object of the test: its key and the client library's handle of it."""
     key = f"/ortserve-test-{uuid4().hex}"
     handle = shared_memory.create_shared_memory_region("mine", key, byte_size)
     try:
@@ -103,7 +103,7 @@ def owned(byte_size: int) -> Iterator[tuple[str, Any]]:
 
 
 def open_descriptors(server: ServerProcess) -> list[str]:
-    """What the server has open of shared memory objects."""
+    """The shared memory objects that the server has open."""
     folder = Path(f"/proc/{server.pid}/fd")
     return [link for link in map(os.path.realpath, folder.iterdir()) if link.startswith(f"{FOLDER}/")]
 
@@ -115,7 +115,7 @@ def status_of(protocol: Caller, http: int, grpc: str) -> str:
 # --- what clients do
 
 
-def test_tensors_go_through_regions_in_both_directions(caller: Caller) -> None:
+def test_tensors_pass_through_regions_in_both_directions(caller: Caller) -> None:
     sums = np.arange(16, dtype=np.int32).reshape(1, 16)
     ones = np.ones((1, 16), np.int32)
     with owned(256) as (key, handle):
@@ -150,7 +150,7 @@ def test_region_and_message_share_a_request(caller: Caller) -> None:
         np.testing.assert_array_equal(shared_memory.get_contents_as_numpy(handle, np.int32, (1, 16), 64), ones * 5)
 
 
-def test_strings_go_through_regions_with_their_lengths(caller: Caller) -> None:
+def test_strings_pass_through_regions_with_their_lengths(caller: Caller) -> None:
     text = np.array([["", "añb", "x" * 300, "\0"]], dtype=object)
     spelled = serialize_byte_tensor(text)
     size = len(spelled.item())
@@ -168,7 +168,7 @@ def test_strings_go_through_regions_with_their_lengths(caller: Caller) -> None:
         assert f"output 'y' ({size - 1} bytes) should be at least {size} bytes to hold the results" in message
 
 
-def test_tensor_of_16_megabytes_arrives_and_leaves_whole(caller: Caller) -> None:
+def test_tensor_of_16_megabytes_passes_unchanged(caller: Caller) -> None:
     array = np.random.default_rng(0).normal(size=(1, 4 * 1024 * 1024)).astype(np.float32)
     with owned(2 * array.nbytes) as (key, handle):
         shared_memory.set_shared_memory_region(handle, [array])
@@ -233,7 +233,7 @@ finally:
 """
 
 
-def test_client_processes_do_not_get_in_each_others_way(server: ServerProcess) -> None:
+def test_client_processes_do_not_disturb_each_other(server: ServerProcess) -> None:
     running = [
         subprocess.Popen(
             [sys.executable, "-c", CLIENT.format(protocol=protocol), address, str(seed)], stderr=subprocess.PIPE
@@ -245,10 +245,10 @@ def test_client_processes_do_not_get_in_each_others_way(server: ServerProcess) -
         assert process.returncode == 0, errors.decode()
 
 
-# --- what the server refuses
+# --- rejections
 
 
-def test_name_that_is_taken_is_refused_on_both_protocols(caller: Caller) -> None:
+def test_duplicate_region_name_is_rejected_on_both_protocols(caller: Caller) -> None:
     with owned(64) as (key, _):
         caller.client.register_system_shared_memory("r", key, 64)
         status, message = caller.refusal(caller.client.register_system_shared_memory, "r", key, 64)
@@ -256,11 +256,11 @@ def test_name_that_is_taken_is_refused_on_both_protocols(caller: Caller) -> None
         assert message == "shared memory region 'r' already in manager"
 
 
-def test_regions_that_cannot_be_are_refused(caller: Caller) -> None:
+def test_impossible_regions_are_rejected(caller: Caller) -> None:
     register = caller.client.register_system_shared_memory
     with owned(4096) as (key, _):
         for asked, size, offset, status, text in (
-            ("/ortserve-test-nobody", 8, 0, (500, "INTERNAL"), "Unable to open shared memory region: '/ortserve-test"),
+            ("/ortserve-test-absent", 8, 0, (500, "INTERNAL"), "Unable to open shared memory region: '/ortserve-test"),
             ("/../etc/passwd", 8, 0, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid"),
             (key, 4097, 0, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid args"),
             (key, 8, 4089, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid args"),
@@ -272,7 +272,7 @@ def test_regions_that_cannot_be_are_refused(caller: Caller) -> None:
     assert caller.names() == []
 
 
-def test_requests_that_reach_beyond_their_region_are_refused(caller: Caller) -> None:
+def test_requests_outside_their_region_are_rejected(caller: Caller) -> None:
     array = np.zeros((1, 4), np.float32)
     with owned(64) as (key, _):
         caller.client.register_system_shared_memory("r", key, 64)
@@ -288,7 +288,7 @@ def test_requests_that_reach_beyond_their_region_are_refused(caller: Caller) -> 
             assert came[1].startswith("[request id: <id_unknown>] ")
 
 
-def test_regions_on_gpus_are_refused_and_their_other_calls_answered(caller: Caller) -> None:
+def test_gpu_regions_are_rejected_and_their_other_calls_answered(caller: Caller) -> None:
     client = caller.client
     client.unregister_cuda_shared_memory()
     client.unregister_cuda_shared_memory("none")
@@ -319,7 +319,7 @@ REGISTER: Final = "v2/systemsharedmemory/region/r/register"
     ],
 )
 @pytest.mark.parametrize("content_type", [None, "application/x-www-form-urlencoded"])
-def test_malformed_rest_registration_is_refused_whatever_its_content_type(
+def test_malformed_rest_registration_is_rejected_under_any_content_type(
     server: ServerProcess, body: bytes, status: int, text: str, content_type: str | None
 ) -> None:
     headers = {"Content-Type": content_type} if content_type else {}
@@ -328,7 +328,7 @@ def test_malformed_rest_registration_is_refused_whatever_its_content_type(
     assert text in came.json()["error"]
 
 
-def test_all_is_off_unless_the_operator_allows_it_and_nothing_survives_a_restart(tmp_path: Path) -> None:
+def test_shared_memory_is_off_by_default_and_regions_end_with_the_server(tmp_path: Path) -> None:
     add_model(tmp_path, "wide", builders.identity, shape=("batch", "width"))
     array = np.zeros((1, 4), np.float32)
     with owned(64) as (key, _):
@@ -354,7 +354,7 @@ def test_all_is_off_unless_the_operator_allows_it_and_nothing_survives_a_restart
 # --- what callers do to the memory meanwhile
 
 
-def test_object_that_was_shortened_is_an_error_and_the_server_goes_on(caller: Caller) -> None:
+def test_truncated_object_is_an_error_and_keeps_the_server_running(caller: Caller) -> None:
     array = np.zeros((1, 1024 * 1024), np.float32)
     key = f"/ortserve-test-{uuid4().hex}"
     path = FOLDER / key[1:]
@@ -373,7 +373,7 @@ def test_object_that_was_shortened_is_an_error_and_the_server_goes_on(caller: Ca
         path.unlink()
 
 
-def test_object_that_is_shortened_again_and_again_never_takes_the_server_down(caller: Caller) -> None:
+def test_repeatedly_truncated_object_never_crashes_the_server(caller: Caller) -> None:
     array = np.zeros((1, 1024 * 1024), np.float32)
     key = f"/ortserve-test-{uuid4().hex}"
     path = FOLDER / key[1:]
@@ -403,7 +403,7 @@ def test_object_that_is_shortened_again_and_again_never_takes_the_server_down(ca
         path.unlink()
 
 
-def test_object_that_its_owner_unlinks_can_still_be_used(caller: Caller, server: ServerProcess) -> None:
+def test_unlinked_object_stays_usable(caller: Caller, server: ServerProcess) -> None:
     array = np.arange(4, dtype=np.float32).reshape(1, 4)
     key = f"/ortserve-test-{uuid4().hex}"
     path = FOLDER / key[1:]
@@ -417,7 +417,7 @@ def test_object_that_its_owner_unlinks_can_still_be_used(caller: Caller, server:
         assert mine.read() == array.tobytes()
 
 
-def test_regions_may_go_while_they_are_used(caller: Caller, server: ServerProcess) -> None:
+def test_regions_can_be_unregistered_during_use(caller: Caller, server: ServerProcess) -> None:
     array = np.arange(800_000, dtype=np.float32).reshape(1, -1)
     protocol = "http" if caller.library is triton_http else "grpc"
     with owned(2 * array.nbytes) as (key, handle):
@@ -479,7 +479,7 @@ SIZES: Final = st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 100))
 
 @settings(max_examples=100, deadline=None)
 @given(name=st.text(min_size=1, max_size=10), key=KEYS, offset=SIZES, byte_size=SIZES, is_real=st.booleans())
-def test_no_registration_does_more_than_be_refused(
+def test_any_registration_is_accepted_or_rejected_cleanly(
     object_of_64_bytes: str,
     rest: httpx.Client,
     rpc: Any,

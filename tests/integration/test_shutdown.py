@@ -1,4 +1,4 @@
-"""Ending a server under load: whoever was admitted is answered, and right; nobody is cut off in the middle."""
+"""Shutdown under load: every admitted request gets its correct and complete answer."""
 
 import asyncio
 import json
@@ -131,7 +131,7 @@ async def call_by_grpc(address: str, caller: int, rows: np.ndarray, traffic: Tra
 
 
 @pytest.mark.parametrize(("drain_delay_s", "has_tls"), [("0", False), ("0.5", False), ("0", True)])
-async def test_every_admitted_request_is_answered_when_the_server_ends_under_load(
+async def test_shutdown_under_load_answers_every_admitted_request(
     tmp_path: Path, drain_delay_s: str, has_tls: bool, ways: tuple[str, ...]
 ) -> None:
     folder = add_model(tmp_path / "models", "heavy", builders.heavy)
@@ -161,7 +161,7 @@ async def test_every_admitted_request_is_answered_when_the_server_ends_under_loa
     assert len(traffic.answers) - before >= (HTTP_CALLERS + GRPC_CALLERS) / 2
     for request_id, output in traffic.answers.items():
         np.testing.assert_allclose(output, expected[row_of(request_id)], rtol=1e-3, atol=1e-4)
-    # The server's own account agrees: what it took it answered, and the answer arrived.
+    # The server's metrics agree: it answered every accepted request, and each answer arrived.
     outcomes = {_field(line, "request_id"): _field(line, "outcome") for line in logged}
     assert set(outcomes.values()) == {"ok"}
     assert set(outcomes) == set(traffic.answers)
@@ -211,14 +211,14 @@ def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path:
             assert answer.json()["outputs"][0]["data"] == [1, 2, 3, 4]
             np.testing.assert_array_equal(grpc_raw(server, "identity", {"x": row})["y"], row)
 
-        # Who cannot wait sends a second signal, which has its usual effect.
+        # A second signal has its usual effect and ends the server at once.
         server.send(signal.SIGTERM)
         assert server.wait() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("way", ["python", "call", "lock"])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_a_server_whose_loop_is_frozen(tmp_path: Path, way: str, second: signal.Signals) -> None:
+def test_second_signal_ends_a_server_with_a_blocked_loop(tmp_path: Path, way: str, second: signal.Signals) -> None:
     with starting(tmp_path, env=freezing(way)) as server:
         server.wait_for_line("found no models")
         server.send(signal.SIGUSR1)
@@ -250,7 +250,7 @@ def test_signal_while_models_are_loading_ends_the_server_with_status_0(tmp_path:
         assert "model is ready" not in server.output
 
 
-def test_load_that_takes_long_keeps_no_server_from_ending(tmp_path: Path) -> None:
+def test_long_load_does_not_delay_shutdown(tmp_path: Path) -> None:
     add_model(tmp_path, "a", builders.identity)
     with starting(tmp_path, "--warmup-s", "60") as server:
         labels = {"model": "a", "version": "1", "state": "warming"}
@@ -261,7 +261,7 @@ def test_load_that_takes_long_keeps_no_server_from_ending(tmp_path: Path) -> Non
         assert "drained" in server.lines[-1]
 
 
-def test_run_that_outlasts_the_drain_keeps_no_server_from_ending(tmp_path: Path) -> None:
+def test_run_past_the_drain_timeout_does_not_delay_shutdown(tmp_path: Path) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for much longer
     (tmp_path / "slow" / "model.yaml").write_text("max_rows: 1\n")
     with starting(tmp_path, "--warmup-s", "0", "--drain-timeout-s", "1") as server, ThreadPoolExecutor(3) as pool:
@@ -285,7 +285,7 @@ def _json_body(request_id: str, row: np.ndarray) -> bytes:
 async def _exchange(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
 ) -> tuple[str, dict[str, Any]] | None:
-    """Send a request and read its whole answer; None when the connection ended without a byte of one."""
+    """Send a request and read its whole answer; return None if the connection ended before its first byte."""
     try:
         writer.write(request)
         await writer.drain()
@@ -307,7 +307,7 @@ async def _exchange(
 
 @asynccontextmanager
 async def _failing_early(tasks: list[asyncio.Task[None]]) -> AsyncIterator[None]:
-    """Leave no caller running behind a failed test."""
+    """Stop all clients after a failed test."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""TLS on every port of a real server, as its clients see it: who is let in, and what a new certificate changes."""
+"""TLS on every port of a real server, as clients see it: client certificates, and renewal of the server's."""
 
 import socket
 import ssl
@@ -33,7 +33,7 @@ HANDSHAKE_S: Final = 0.5
 
 
 class Mutual:
-    """A server that lets in whoever has a certificate of ``secret``'s authority, and where its traces go."""
+    """A server that requires client certificates of ``secret``'s authority, and its trace collector."""
 
     def __init__(self, server: ServerProcess, secret: Secret, collector: Collector) -> None:
         self.server = server
@@ -124,7 +124,7 @@ def test_client_with_a_certificate_is_answered(mutual: Mutual, ask: Callable[[Mu
 
 
 @pytest.mark.parametrize("call", ["infer", "generate"])
-def test_spans_of_rest_tell_that_it_was_https(mutual: Mutual, call: str) -> None:
+def test_rest_spans_have_the_https_scheme(mutual: Mutual, call: str) -> None:
     document = DOCUMENT if call == "infer" else {name: array.tolist() for name, array in INPUTS.items()}
     url = f"https://{mutual.server.http}/v2/models/simple/{call}"
     context = mutual.secret.client_context(has_certificate=True)
@@ -136,20 +136,20 @@ def test_spans_of_rest_tell_that_it_was_https(mutual: Mutual, call: str) -> None
 @ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("port", ["http", "grpc"])
 @pytest.mark.parametrize("brings", ["no certificate", "one of another authority"])
-def test_client_without_a_proper_certificate_is_refused(mutual: Mutual, tmp_path: Path, port: str, brings: str) -> None:
+def test_client_without_a_valid_certificate_is_rejected(mutual: Mutual, tmp_path: Path, port: str, brings: str) -> None:
     context = mutual.secret.client_context(alpn="h2" if port == "grpc" else "http/1.1")
     if brings == "one of another authority":
         context.load_cert_chain(*Secret(tmp_path / "other").client_files())
-    told = ""
+    message = ""
     with mutual.connect(port, context) as session:
         try:
             session.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
             # In TLS 1.3 a client learns at its first read what the server thinks of its certificate.
             assert session.recv(1) == b""
         except (ssl.SSLError, ConnectionError) as error:
-            told = str(error)
+            message = str(error)
     if port == "http":  # grpcio sends no alert
-        assert ("CERTIFICATE_REQUIRED" if brings == "no certificate" else "UNKNOWN_CA") in told
+        assert ("CERTIFICATE_REQUIRED" if brings == "no certificate" else "UNKNOWN_CA") in message
 
 
 @pytest.mark.parametrize("port", ["http", "grpc"])
@@ -161,9 +161,7 @@ def test_client_that_trusts_another_authority_finds_no_server(mutual: Mutual, tm
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("port", ["http", "grpc"])
-def test_both_versions_are_spoken_with_ciphers_that_http2_allows(
-    mutual: Mutual, port: str, version: ssl.TLSVersion
-) -> None:
+def test_both_tls_versions_use_ciphers_that_http2_allows(mutual: Mutual, port: str, version: ssl.TLSVersion) -> None:
     context = mutual.secret.client_context(has_certificate=True, alpn="h2" if port == "grpc" else "http/1.1")
     context.minimum_version = context.maximum_version = version
     with mutual.connect(port, context) as session:
@@ -174,13 +172,13 @@ def test_both_versions_are_spoken_with_ciphers_that_http2_allows(
 
 
 @pytest.mark.parametrize("offered", [None, "http/1.1"])
-def test_grpc_port_sends_away_who_did_not_negotiate_http2(mutual: Mutual, offered: str | None) -> None:
+def test_grpc_port_disconnects_clients_without_http2_in_alpn(mutual: Mutual, offered: str | None) -> None:
     with mutual.connect("grpc", mutual.secret.client_context(has_certificate=True, alpn=offered)) as session:
         assert session.recv(1) == b""
     by_grpcio(mutual)
 
 
-def test_plain_text_is_refused_and_the_server_goes_on(mutual: Mutual) -> None:
+def test_plain_text_is_rejected_and_the_server_keeps_serving(mutual: Mutual) -> None:
     for address in (mutual.server.http, mutual.server.grpc, mutual.server.metrics):
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://{address}/v2/health/live", timeout=LONG_S)
@@ -193,7 +191,7 @@ def test_plain_text_is_refused_and_the_server_goes_on(mutual: Mutual) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "a part of a ClientHello"])
-def test_handshakes_that_never_end_are_cut_off_and_hold_up_nobody(mutual: Mutual, said: bytes) -> None:
+def test_endless_handshakes_are_closed_and_delay_no_other_client(mutual: Mutual, said: bytes) -> None:
     slow = []
     for address in (mutual.server.http, mutual.server.grpc, mutual.server.metrics):
         host, port = address.split(":")
@@ -209,7 +207,7 @@ def test_handshakes_that_never_end_are_cut_off_and_hold_up_nobody(mutual: Mutual
 
 
 @pytest.mark.parametrize("port", ["http", "grpc"])
-def test_flood_of_key_updates_is_cut_off_and_holds_up_nobody(
+def test_key_update_flood_is_closed_and_delays_no_other_client(
     mutual: Mutual, tmp_path: Path, port: str, ways: tuple[str, ...]
 ) -> None:
     context = mutual.secret.client_context(has_certificate=True, alpn="h2" if port == "grpc" else "http/1.1")
@@ -218,7 +216,7 @@ def test_flood_of_key_updates_is_cut_off_and_holds_up_nobody(
         records = ClientRecords(session, tmp_path / "keys")
         flood = b"".join(records.key_update() for _ in range(20_000))
         is_grpcio = port == "grpc" and "--grpc-transport=grpcio" in ways
-        # Ours is cut off in the midst of it, grpcio reads on and says farewell.
+        # The native transport disconnects within the flood, grpcio reads on and sends close_notify.
         with suppress(ConnectionError) if is_grpcio else pytest.raises(ConnectionError):
             socket.socket.sendall(session, flood)  # past the session, which would encrypt it once more
             by_httpx(mutual)
@@ -228,19 +226,19 @@ def test_flood_of_key_updates_is_cut_off_and_holds_up_nobody(
 
 
 def read_metrics(mutual: Mutual) -> Samples:
-    """By a client that has no certificate, as Prometheus and Kubernetes' probes may have none."""
+    """The client has no certificate, as Prometheus and Kubernetes' probes may have none."""
     url = f"https://{mutual.server.metrics}/metrics"
     answer = httpx.get(url, verify=mutual.secret.client_context(), timeout=LONG_S)
     return Samples(answer.raise_for_status().text)
 
 
-def test_log_says_which_ports_speak_tls_and_to_whom(mutual: Mutual) -> None:
+def test_log_names_tls_ports_and_their_client_authentication(mutual: Mutual) -> None:
     spoken = {"http": "tls=mutual", "grpc": "tls=mutual", "metrics": "tls=server"}
-    for protocol, told in spoken.items():
-        assert told in mutual.server.wait_for_line("listening", f"protocol={protocol} ")
+    for protocol, described in spoken.items():
+        assert described in mutual.server.wait_for_line("listening", f"protocol={protocol} ")
 
 
-def test_metrics_tell_when_the_certificate_expires(mutual: Mutual) -> None:
+def test_metrics_show_the_certificate_expiry(mutual: Mutual) -> None:
     with mutual.connect("http", mutual.server.client or ssl.create_default_context()) as session:
         shown = session.getpeercert()
     assert shown is not None
@@ -249,7 +247,7 @@ def test_metrics_tell_when_the_certificate_expires(mutual: Mutual) -> None:
     assert read_metrics(mutual).value("ortserve_tls_certificate_expiration_timestamp_seconds") == expires_s
 
 
-def test_health_is_told_on_the_metrics_port_to_who_has_no_certificate(mutual: Mutual) -> None:
+def test_metrics_port_answers_health_without_a_certificate(mutual: Mutual) -> None:
     with httpx.Client(verify=mutual.secret.client_context(), timeout=LONG_S) as client:
         for question in ("live", "ready"):
             answer = client.get(f"https://{mutual.server.metrics}/v2/health/{question}")
@@ -257,7 +255,7 @@ def test_health_is_told_on_the_metrics_port_to_who_has_no_certificate(mutual: Mu
             assert answer.headers["content-type"] == "application/json"
 
 
-def test_health_command_finds_a_server_that_wants_certificates(mutual: Mutual) -> None:
+def test_health_command_reaches_a_server_that_requires_certificates(mutual: Mutual) -> None:
     flags = ["--metrics-port", mutual.server.metrics.split(":")[1], "--tls-metrics"]
     done = subprocess.run(
         [sys.executable, "-m", "ortserve", "health", *flags],
@@ -270,7 +268,7 @@ def test_health_command_finds_a_server_that_wants_certificates(mutual: Mutual) -
 
 
 class Callers:
-    """Callers of one server that ask until they are told to stop; a failure of any is the test's."""
+    """Clients that send requests until ``stop``; a failure of one fails the test."""
 
     def __init__(self, server: ServerProcess, secret: Secret) -> None:
         self._server = server
@@ -282,7 +280,7 @@ class Callers:
         self._calls = [self._pool.submit(call) for call in calls]
 
     def wait_for_more(self) -> None:
-        """Until each kind of caller had some answers more; fails where one had an error."""
+        """Wait until each kind of client had some more answers; fail if one had an error."""
         wanted = {kind: count + 5 for kind, count in self.answers.items()}
         while any(self.answers[kind] < count for kind, count in wanted.items()):
             for call in self._calls:
@@ -330,7 +328,7 @@ class Callers:
 
 
 def shown_serial(address: str, secret: Secret) -> int:
-    """Of the certificate that a new connection is shown."""
+    """Read the certificate of a new connection."""
     host, port = address.split(":")
     context = secret.client_context(alpn="h2")
     with context.wrap_socket(socket.create_connection((host, int(port)), LONG_S), server_hostname=HOST) as session:
@@ -340,7 +338,7 @@ def shown_serial(address: str, secret: Secret) -> int:
 
 
 @ON_BOTH_TRANSPORTS
-def test_new_certificate_is_shown_within_seconds_and_no_request_fails(tmp_path: Path, ways: tuple[str, ...]) -> None:
+def test_new_certificate_is_used_within_seconds_without_failed_requests(tmp_path: Path, ways: tuple[str, ...]) -> None:
     secret = Secret(tmp_path / "secret")
     flags = (*secret.flags, *SHORT_WARMUP, *ways)
     with serving("--example", *flags, client=secret.client_context()) as server:
@@ -359,7 +357,7 @@ def test_new_certificate_is_shown_within_seconds_and_no_request_fails(tmp_path: 
         assert set(asked) == {"http ok", "grpc ok"}
 
 
-def test_certificate_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+def test_unusable_certificate_stops_the_start(tmp_path: Path) -> None:
     secret = Secret(tmp_path / "secret")
     secret.put(secret.cert.read_bytes(), b"no key")
     with starting("--example", *secret.flags) as server:

@@ -1,4 +1,4 @@
-"""Traces of a real server, turned on and off by Triton's clients and read as Triton's own summary of them reads.
+"""Trace files of a real server, switched by Triton's clients and readable by Triton's summary script.
 
 That is (qa/common/trace_summary.py of triton-inference-server/server): objects of one id belong together; a trace is
 HTTP's or gRPC's by the timestamp it begins with; spans are between named timestamps, and none ends before it begins.
@@ -65,7 +65,7 @@ def _trace(whole: dict[str, Any]) -> Trace:
 
 @dataclass
 class Written:
-    """What came of the requests that ``written`` makes."""
+    """The results of the requests that ``written`` sends."""
 
     folder: Path
     extensions: list[str]
@@ -110,7 +110,7 @@ def written(ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         for number in range(4):
             infer(grpc, triton_grpc, "identity", f"counted {number}")
         settings.append(http.get_trace_settings())
-        # Of one model only, every other request.
+        # Traces of one model only, for every other request.
         http.update_trace_settings(settings={"trace_level": ["OFF"], "trace_count": None})
         settings.append(http.update_trace_settings("other", {"trace_level": ["TIMESTAMPS"], "trace_rate": 2}))
         for number in range(4):
@@ -122,7 +122,7 @@ def written(ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     return Written(folder, extensions, settings)
 
 
-def test_tracing_is_announced_and_its_settings_are_told(written: Written) -> None:
+def test_metadata_lists_tracing_and_its_settings_are_readable(written: Written) -> None:
     assert "trace" in written.extensions
     started, counted, of_model = written.settings
     assert started == {
@@ -137,7 +137,7 @@ def test_tracing_is_announced_and_its_settings_are_told(written: Written) -> Non
     assert of_model == {**started, "trace_rate": "2", "log_frequency": "0"}
 
 
-def test_files_hold_the_traces_that_settings_put_there(written: Written) -> None:
+def test_trace_files_follow_the_settings(written: Written) -> None:
     assert sorted(path.name for path in written.folder.iterdir()) == [
         "trace.json",
         *(f"trace.json.{number}" for number in range(3)),
@@ -149,7 +149,7 @@ def test_files_hold_the_traces_that_settings_put_there(written: Written) -> None
     assert ids["trace.json"] == ["mistaken", "", "", "g", "of other 1", "of other 3"]
 
 
-def test_trace_files_have_the_spans_that_readers_look_for(written: Written) -> None:
+def test_trace_files_contain_the_expected_spans(written: Written) -> None:
     http, grpc, _ = read(written.folder / "trace.json.0")
     assert (http.model, http.version, grpc.model) == ("identity", 1, "other")
     common = {"REQUEST", "QUEUE", "COMPUTE", "COMPUTE_INPUT", "COMPUTE_INFER", "COMPUTE_OUTPUT"}
@@ -162,12 +162,12 @@ def test_trace_files_have_the_spans_that_readers_look_for(written: Written) -> N
         assert spans["COMPUTE"] == spans["COMPUTE_INPUT"] + spans["COMPUTE_INFER"] + spans["COMPUTE_OUTPUT"]
 
 
-def test_request_that_was_refused_has_no_time_of_computing(written: Written) -> None:
+def test_rejected_request_has_no_compute_timestamps(written: Written) -> None:
     mistaken, *_ = read(written.folder / "trace.json")
     assert set(mistaken.spans) == {"HTTP", "HTTP_RECV", "HTTP_SEND", "REQUEST"}
 
 
-def test_options_begin_to_trace_at_the_start(tmp_path: Path) -> None:
+def test_trace_options_apply_from_the_start(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "identity", builders.identity)
     options = ("--trace-level", "TIMESTAMPS", "--trace-rate", "2", "--trace-count", "1", "--trace-file")
     with (
@@ -180,7 +180,7 @@ def test_options_begin_to_trace_at_the_start(tmp_path: Path) -> None:
     assert [trace.request_id for trace in read(tmp_path / "trace.0")] == ["1"]
 
 
-def test_file_that_cannot_be_written_stops_the_start() -> None:
+def test_unwritable_trace_file_stops_the_start() -> None:
     with starting("--example", "--trace-file", "/nowhere/trace.json") as server:
         assert server.wait() == 1
         assert "trace_file: expected a regular file, or no file yet, in a writable folder" in server.output

@@ -1,4 +1,4 @@
-"""Traces of a real server at a real collector: where they hang, what they tell, and that they cost nobody an answer."""
+"""Traces of a real server at a real collector: their parents and attributes; tracing fails no request."""
 
 import json
 import signal
@@ -93,7 +93,7 @@ def _stream(server: ServerProcess, messages: Sequence[bytes], **metadata: str) -
 
 @ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("protocol", ["http", "grpc", "stream"])
-def test_a_request_is_a_span_within_the_callers_trace_and_its_phases_sum_to_it(traced: Traced, protocol: str) -> None:
+def test_request_span_joins_the_client_trace_and_its_phases_sum_up(traced: Traced, protocol: str) -> None:
     server, collector = traced
     request_id = f"{protocol}-child"
     before_ns = time.time_ns()
@@ -122,22 +122,22 @@ def test_a_request_is_a_span_within_the_callers_trace_and_its_phases_sum_to_it(t
         point = span.end_time_unix_nano
     assert point == root.end_time_unix_nano
 
-    told = trace.attributes
-    assert told["ortserve.outcome"] == "ok"
-    assert (told["ortserve.model.name"], told["ortserve.model.version"]) == ("identity", "1")
-    assert (told["ortserve.rows"], told["ortserve.batch.rows"]) == (1, 1)
+    attributes = trace.attributes
+    assert attributes["ortserve.outcome"] == "ok"
+    assert (attributes["ortserve.model.name"], attributes["ortserve.model.version"]) == ("identity", "1")
+    assert (attributes["ortserve.rows"], attributes["ortserve.batch.rows"]) == (1, 1)
     if protocol == "http":
         assert root.name == "POST /v2/models/{model}/infer"
-        assert (told["http.request.method"], told["http.response.status_code"]) == ("POST", 200)
-        assert told["http.route"] == "/v2/models/{model}/infer"
-        assert (told["url.scheme"], told["url.path"]) == ("http", "/v2/models/identity/infer")
+        assert (attributes["http.request.method"], attributes["http.response.status_code"]) == ("POST", 200)
+        assert attributes["http.route"] == "/v2/models/{model}/infer"
+        assert (attributes["url.scheme"], attributes["url.path"]) == ("http", "/v2/models/identity/infer")
     else:
         method = f"{SERVICE}/{'ModelInfer' if protocol == 'grpc' else 'ModelStreamInfer'}"
-        assert root.name == told["rpc.method"] == method
-        assert (told["rpc.system.name"], told["rpc.response.status_code"]) == ("grpc", "OK")
+        assert root.name == attributes["rpc.method"] == method
+        assert (attributes["rpc.system.name"], attributes["rpc.response.status_code"]) == ("grpc", "OK")
 
 
-def test_requests_without_a_trace_begin_one_of_their_own(traced: Traced) -> None:
+def test_request_without_a_parent_starts_a_trace(traced: Traced) -> None:
     server, collector = traced
     _rest(server, "root-1")
     _rest(server, "root-2", {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01-more"})  # malformed
@@ -148,7 +148,7 @@ def test_requests_without_a_trace_begin_one_of_their_own(traced: Traced) -> None
     assert len({root.trace_id for root in roots} | {bytes.fromhex(TRACE_ID)}) == 5
 
 
-def test_a_caller_that_wants_no_spans_gets_none(traced: Traced) -> None:
+def test_unsampled_parent_yields_no_span(traced: Traced) -> None:
     server, collector = traced
     _rest(server, "unsampled-http", UNSAMPLED)
     _unary(server, _message("unsampled-grpc"), **UNSAMPLED)
@@ -158,16 +158,16 @@ def test_a_caller_that_wants_no_spans_gets_none(traced: Traced) -> None:
     assert not [span for span in collector.spans if "unsampled" in str(span.attributes)]
 
 
-def test_requests_of_one_batch_name_it(traced: Traced) -> None:
+def test_spans_of_one_batch_share_its_id(traced: Traced) -> None:
     server, collector = traced
     names = [f"mate-{number}" for number in range(16)]
     _stream(server, [_message(name, "slow", np.ones((2, 4), np.float32)) for name in names], **SAMPLED)
-    told = [collector.wait_for(name).attributes for name in names]
+    spans = [collector.wait_for(name).attributes for name in names]
     batches: dict[Any, list[Any]] = {}
-    for one in told:
+    for one in spans:
         assert one["ortserve.rows"] == 2
         batches.setdefault(one["ortserve.batch.id"], []).append(one["ortserve.batch.rows"])
-    assert len(batches) < len(names)  # those that came while the first was computed rode together
+    assert len(batches) < len(names)  # requests that arrived during the first run shared batches
     assert all(rows == [2 * len(rows)] * len(rows) for rows in batches.values())
 
 
@@ -178,22 +178,22 @@ def test_failures_are_spans_with_their_kind_and_status(traced: Traced) -> None:
     url = rest_url(server, "poison", "1")
     assert httpx.post(url, json=poisoned, headers=SAMPLED, timeout=LONG_S).status_code == 400
     with pytest.raises(grpc.RpcError):
-        _unary(server, _message("bad-name", model="nobody"), **SAMPLED)
+        _unary(server, _message("bad-name", model="absent"), **SAMPLED)
     expected: dict[str, dict[str, Any]] = {
         "bad-shape": {"http.response.status_code": 400, "error.type": "invalid_input"},
         "bad-run": {"http.response.status_code": 400, "error.type": "rejected_by_model"},
         "bad-name": {"rpc.response.status_code": "NOT_FOUND", "error.type": "not_found"},
     }
-    for request_id, told in expected.items():
+    for request_id, attributes in expected.items():
         trace = collector.wait_for(request_id)
         assert trace.root.status.code == Status.STATUS_CODE_ERROR
-        assert trace.attributes.items() >= told.items()
-        assert trace.attributes["ortserve.outcome"] == told["error.type"]
+        assert trace.attributes.items() >= attributes.items()
+        assert trace.attributes["ortserve.outcome"] == attributes["error.type"]
     assert collector.wait_for("bad-run").root.name == "POST /v2/models/{model}/versions/{version}/infer"
     assert tuple(collector.wait_for("bad-run").phases) == PHASES[:2]  # where in the run it failed is not known
 
 
-def test_bodies_that_are_refused_are_spans_too(traced: Traced) -> None:
+def test_rejected_bodies_are_spans_too(traced: Traced) -> None:
     server, collector = traced
     parent = "a" * 16
     header = {"traceparent": f"00-{TRACE_ID}-{parent}-01"}
@@ -203,7 +203,7 @@ def test_bodies_that_are_refused_are_spans_too(traced: Traced) -> None:
     assert attributes_of(span.attributes)["error.type"] == "too_large"
 
 
-def test_a_caller_that_leaves_is_a_span_until_then_although_its_batch_goes_on(traced: Traced) -> None:
+def test_span_of_a_disconnected_request_ends_at_the_disconnect(traced: Traced) -> None:
     server, collector = traced
     document = json.dumps({"id": "left", "inputs": [json_input("x", ROW)]}).encode()
     with connect(server) as connection:
@@ -218,7 +218,7 @@ def test_a_caller_that_leaves_is_a_span_until_then_although_its_batch_goes_on(tr
 
 
 @pytest.mark.parametrize("call", ["generate", "generate_stream"])
-def test_generate_is_traced_by_its_own_route(traced: Traced, call: str) -> None:
+def test_generate_span_names_its_route(traced: Traced, call: str) -> None:
     server, collector = traced
     document = {"id": f"by-{call}", "x": [1.0, 2.0, 3.0, 4.0]}
     url = f"http://{server.http}/v2/models/identity/versions/1/{call}"
@@ -230,7 +230,7 @@ def test_generate_is_traced_by_its_own_route(traced: Traced, call: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["infer", "generate"])
-def test_the_path_of_a_span_is_spelled_as_it_came_and_ends_before_the_query(traced: Traced, call: str) -> None:
+def test_span_path_is_unnormalised_and_excludes_the_query(traced: Traced, call: str) -> None:
     server, collector = traced
     request_id = f"{call}-by-path"
     inputs: dict[str, Any] = {"inputs": [json_input("x", ROW)]} if call == "infer" else {"x": [1.0, 2.0, 3.0, 4.0]}
@@ -250,7 +250,7 @@ def test_log_lines_of_traced_requests_carry_the_ids_of_their_spans(traced: Trace
     assert not {"trace_id", "span_id"} & json.loads(server.wait_for_line('"request_id": "logged-alone"')).keys()
 
 
-def test_a_trace_tells_who_it_is_of_and_nothing_of_tensors(traced: Traced) -> None:
+def test_trace_names_the_service_and_contains_no_tensor_values(traced: Traced) -> None:
     server, collector = traced
     document = {"id": "secret", "inputs": [json_input("x", ROW) | {"data": [SECRET] * 4}]}
     assert httpx.post(rest_url(server, "identity"), json=document, timeout=LONG_S).status_code == 400
@@ -264,7 +264,7 @@ def test_a_trace_tells_who_it_is_of_and_nothing_of_tensors(traced: Traced) -> No
         assert resource["service.instance.id"]
 
 
-def test_the_last_spans_are_sent_before_the_server_ends(repository: Path) -> None:
+def test_last_spans_are_sent_before_the_server_exits(repository: Path) -> None:
     # The ratio leaves out requests without a parent, which tells whose spans these are.
     with collecting("http/protobuf") as collector:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "60000"}
@@ -280,15 +280,15 @@ def test_the_last_spans_are_sent_before_the_server_ends(repository: Path) -> Non
         assert collector.resources[0]["service.name"] == "named"
 
 
-def test_a_collector_that_is_not_there_delays_no_answer_and_no_end_and_its_spans_are_counted(repository: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        nobody.listen(0)  # connections are taken by the system, and nothing is ever answered
-        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+def test_absent_collector_delays_nothing_and_its_dropped_spans_are_counted(repository: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.listen(0)  # the kernel accepts connections, and no answer is ever sent
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         flags = (f"--otlp-endpoint={endpoint}", "--otlp-flush-timeout-s=0.2", "--warmup-s=0")
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "10", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.1"}
         with serving(repository, *flags, env=environment) as server:
             for number in range(5):
-                assert _rest(server, f"for-nobody-{number}").status_code == 200
+                assert _rest(server, f"unsent-{number}").status_code == 200
             dropped = wait_for_sample(server, "ortserve_dropped_spans_total", lambda count: count > 0)
             assert dropped % (1 + len(PHASES)) == 0
             begin_s = time.monotonic()
@@ -297,7 +297,7 @@ def test_a_collector_that_is_not_there_delays_no_answer_and_no_end_and_its_spans
             assert time.monotonic() - begin_s < 5
 
 
-def test_the_option_without_the_library_stops_the_start_with_what_to_type() -> None:
+def test_trace_option_without_the_library_stops_the_start_with_a_hint() -> None:
     hidden = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "without_opentelemetry")}
     with starting("--example", "--otlp-endpoint=http://127.0.0.1:4318", env=hidden) as server:
         assert server.wait() == 1

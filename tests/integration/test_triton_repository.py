@@ -1,4 +1,4 @@
-"""A model repository made for Triton, served as it stands and asked by Triton's own clients."""
+"""A model repository made for Triton, served unchanged and queried by Triton's own clients."""
 
 import threading
 from collections.abc import Iterator
@@ -142,13 +142,13 @@ def infer(server: ServerProcess, model: str, inputs: dict[str, np.ndarray], vers
 
 def metadata(server: ServerProcess, model: str) -> dict[str, Any]:
     with triton_http.InferenceServerClient(server.http) as client:
-        told: dict[str, Any] = client.get_model_metadata(model)
-    return told
+        found: dict[str, Any] = client.get_model_metadata(model)
+    return found
 
 
 def shapes(server: ServerProcess, model: str) -> dict[str, list[int]]:
-    told = metadata(server, model)
-    return {tensor["name"]: tensor["shape"] for tensor in (*told["inputs"], *told["outputs"])}
+    described = metadata(server, model)
+    return {tensor["name"]: tensor["shape"] for tensor in (*described["inputs"], *described["outputs"])}
 
 
 def test_model_with_a_batch_answers_as_on_triton(server: ServerProcess) -> None:
@@ -159,13 +159,13 @@ def test_model_with_a_batch_answers_as_on_triton(server: ServerProcess) -> None:
 
 
 def test_metadata_lists_tensors_in_the_configurations_order_with_the_batch_in_front(server: ServerProcess) -> None:
-    told = metadata(server, "simple")
-    assert told["platform"] == "onnxruntime_onnx"
-    assert [tensor["name"] for tensor in told["inputs"]] == ["INPUT1", "INPUT0"]
+    described = metadata(server, "simple")
+    assert described["platform"] == "onnxruntime_onnx"
+    assert [tensor["name"] for tensor in described["inputs"]] == ["INPUT1", "INPUT0"]
     assert shapes(server, "simple")["INPUT0"] == [-1, 16]
 
 
-def test_rows_beyond_the_maximum_are_refused(server: ServerProcess) -> None:
+def test_rows_past_max_batch_size_are_rejected(server: ServerProcess) -> None:
     nine = np.zeros((9, 16), np.int32)
     body = {"inputs": [json_input("INPUT0", nine), json_input("INPUT1", nine)]}
     answer = httpx.post(rest_url(server, "simple"), json=body, timeout=LONG_S)
@@ -173,20 +173,20 @@ def test_rows_beyond_the_maximum_are_refused(server: ServerProcess) -> None:
     assert "inference request batch-size must be <= 8 for 'simple'" in answer.json()["error"]
 
 
-def test_reshaped_model_is_asked_in_the_configured_form(server: ServerProcess) -> None:
+def test_reshaped_model_accepts_the_configured_shape(server: ServerProcess) -> None:
     image = np.full((3, 8, 8), 2, np.float32)
     assert shapes(server, "classifier") == {"data": [3, 8, 8], "scores": [5]}
     np.testing.assert_allclose(infer(server, "classifier", {"data": image})["scores"], [2, 3, 4, 5, 6])
 
 
-def test_model_is_not_asked_in_its_own_form_where_it_is_reshaped(server: ServerProcess) -> None:
+def test_reshaped_model_rejects_its_own_shape(server: ServerProcess) -> None:
     own = {"inputs": [json_input("data", np.zeros((1, 3, 8, 8), np.float32))]}
     answer = httpx.post(rest_url(server, "classifier"), json=own, timeout=LONG_S)
     assert answer.status_code == 400
     assert "Expected [3,8,8], got [1,3,8,8]" in answer.json()["error"]
 
 
-def test_output_that_has_not_its_configured_shape_fails_its_request_and_no_other(server: ServerProcess) -> None:
+def test_output_of_unconfigured_shape_fails_only_its_request(server: ServerProcess) -> None:
     four, three = (np.ones((1, size), np.float32) for size in (4, 3))
     assert infer(server, "sometimes_other", {"x": four})["y"].shape == (1, 2, 2)
     body = {"inputs": [json_input("x", three)]}
@@ -196,7 +196,7 @@ def test_output_that_has_not_its_configured_shape_fails_its_request_and_no_other
     assert infer(server, "sometimes_other", {"x": four})["y"].shape == (1, 2, 2)
 
 
-def test_only_listed_outputs_are_there(server: ServerProcess) -> None:
+def test_only_listed_outputs_are_served(server: ServerProcess) -> None:
     one = np.ones((1, 16), np.int32)
     assert infer(server, "sum_only", {"INPUT0": one, "INPUT1": one}).keys() == {"OUTPUT0"}
     with triton_http.InferenceServerClient(server.http) as client:
@@ -218,13 +218,13 @@ def test_texts_and_free_dimensions_are_served(server: ServerProcess) -> None:
 
 
 def test_model_without_a_batch_size_but_with_shapes_runs_requests_alone(server: ServerProcess) -> None:
-    told = metadata(server, "unbatched")
-    assert told["inputs"][0]["shape"] == [-1, 3]
+    described = metadata(server, "unbatched")
+    assert described["inputs"][0]["shape"] == [-1, 3]
     rows = np.ones((4, 3), np.float32)
     np.testing.assert_array_equal(infer(server, "unbatched", {"x": rows})["y"], rows * 2)
 
 
-def test_what_the_configuration_leaves_open_is_completed_from_the_model(server: ServerProcess) -> None:
+def test_configuration_is_completed_from_the_model(server: ServerProcess) -> None:
     assert shapes(server, "completed") == {"x": [-1, 64], "y": [-1, 10]}
 
 
@@ -239,11 +239,11 @@ def test_model_file_may_be_a_folder(server: ServerProcess) -> None:
     np.testing.assert_array_equal(infer(server, "in_folder", {"x": row})["y"], row)
 
 
-def test_fields_without_effect_are_told_once_a_load(server: ServerProcess) -> None:
-    told = [line for line in server.lines if "option has no effect" in line and "model=simple" in line]
-    assert len(told) == 2
-    assert any("dynamic_batching.preserve_ordering: each response is sent when it is ready" in line for line in told)
-    assert any("optimization.input_pinned_memory" in line for line in told)
+def test_fields_without_effect_are_logged_once_per_load(server: ServerProcess) -> None:
+    reports = [line for line in server.lines if "option has no effect" in line and "model=simple" in line]
+    assert len(reports) == 2
+    assert any("dynamic_batching.preserve_ordering: each response is sent when it is ready" in line for line in reports)
+    assert any("optimization.input_pinned_memory" in line for line in reports)
 
 
 @pytest.fixture(scope="module")
@@ -286,12 +286,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("model", REFUSED)
-def test_what_cannot_be_served_as_configured_is_refused_by_its_name(refusals: ServerProcess, model: str) -> None:
+def test_unservable_configuration_is_rejected_by_field_name(refusals: ServerProcess, model: str) -> None:
     line = refusals.wait_for_line("model cannot be served", f"model={model} ")
     assert REFUSED[model][1] in line
 
 
-def test_refused_models_keep_no_other_from_being_served(refusals: ServerProcess) -> None:
+def test_rejected_models_do_not_block_other_models(refusals: ServerProcess) -> None:
     row = np.ones((1, 4), np.float32)
     np.testing.assert_array_equal(infer(refusals, "good", {"x": row})["y"], row)
 
@@ -331,7 +331,7 @@ def test_queue_of_a_level_holds_no_more_requests_than_configured(tmp_path: Path)
         assert [future.result(LONG_S)[0] for future in running] == [200, 200, 200]
 
 
-def test_late_request_is_delayed_and_not_refused_where_the_policy_says_so(tmp_path: Path) -> None:
+def test_delay_policy_delays_late_requests(tmp_path: Path) -> None:
     configure(add_model(tmp_path, "slow", builders.slow, steps=200_000), SLOW % "timeout_action: DELAY")
     answered: list[int] = []
     lock = threading.Lock()
@@ -352,7 +352,7 @@ def test_late_request_is_delayed_and_not_refused_where_the_policy_says_so(tmp_pa
     assert answered == [2, 1]
 
 
-def test_single_file_takes_the_servers_options(tmp_path: Path) -> None:
+def test_single_file_uses_the_server_options(tmp_path: Path) -> None:
     builders.identity(tmp_path / "bare.onnx")
     with starting(tmp_path, *SHORT_WARMUP) as server:
         server.wait_until_loaded()

@@ -1,4 +1,4 @@
-"""The dashboard: its form, and every query of it asked of a real Prometheus that scrapes a real server under load."""
+"""The dashboard: its form, and every query run in a real Prometheus that scrapes a real server under load."""
 
 import json
 import math
@@ -35,7 +35,7 @@ QUERIES: Final = [
 
 
 @pytest.mark.parametrize("expression", QUERIES)
-def test_query_asks_for_known_metrics_and_labels(expression: str) -> None:
+def test_queries_use_known_metrics_and_labels(expression: str) -> None:
     assert unknown_metrics(expression, set()) == set()
     assert unknown_labels(expression) == set()
 
@@ -48,7 +48,7 @@ def test_legends_name_labels_that_their_queries_keep() -> None:
             assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept, panel["title"]
 
 
-def test_panels_have_ids_of_their_own_explain_themselves_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_descriptions_and_do_not_overlap() -> None:
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     assert all(panel["description"] for panel in PANELS)
     cells = [
@@ -61,7 +61,7 @@ def test_panels_have_ids_of_their_own_explain_themselves_and_do_not_overlap() ->
     assert max(x for x, _ in cells) < 24
 
 
-def test_data_source_is_the_one_that_the_user_chooses() -> None:
+def test_data_source_is_a_dashboard_variable() -> None:
     sources = [part["datasource"]["uid"] for panel in PANELS for part in (panel, *panel["targets"])]
     assert set(sources) == {"${datasource}"}
     provisioned = yaml.safe_load((MONITORING / "grafana/provisioning/datasources/prometheus.yml").read_text())
@@ -136,7 +136,7 @@ class Prometheus:
         return [value for sample in result if not math.isnan(value := float(sample["value"][1]))]
 
     def wait_for_numbers(self, expression: str) -> list[float]:
-        """Ask until there are some, for the time of some sixty scrapes; each look is a request of its own."""
+        """Query until results exist, for the time of some sixty scrapes; each query is a separate request."""
         end_s = time.monotonic() + 30
         found: list[float] = []
         while not found and time.monotonic() < end_s:
@@ -170,7 +170,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def as_grafana_would(expression: str) -> str:
-    """With its variables filled in: of all jobs and models, over a rate interval of four scrapes or more."""
+    """A query with its variables filled in: all jobs and models, over a rate interval of four scrapes or more."""
     filled = expression.replace("$__rate_interval", "3s").replace("$job", ".*").replace("$model", ".*")
     assert "$" not in filled
     return filled
@@ -181,12 +181,12 @@ def test_query_returns_numbers_from_a_real_server(prometheus: Prometheus, expres
     assert prometheus.wait_for_numbers(as_grafana_would(expression))
 
 
-def test_rules_are_loaded_and_evaluated_without_complaint(prometheus: Prometheus) -> None:
+def test_rules_are_loaded_and_evaluated_without_errors(prometheus: Prometheus) -> None:
     assert prometheus.wait_for_numbers("job:ortserve_saturation:avg")
     rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
     assert len(rules) == 17
 
 
-def test_server_is_scraped_where_the_configuration_says(prometheus: Prometheus) -> None:
+def test_scrape_configuration_reaches_the_server(prometheus: Prometheus) -> None:
     assert prometheus.wait_for_numbers('up{job="ortserve"} == 1') == [1]

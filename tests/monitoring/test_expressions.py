@@ -1,4 +1,4 @@
-"""Names that nobody exposes are noticed, so that the tests of rules and panels can fail."""
+"""Unexposed names are detected, so that the tests of rules and panels can fail."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_metrics_and_labels_are_found(expression: str, metrics: set[str], labels
     assert labels_of(expression) == labels
 
 
-def test_what_nobody_exposes_is_noticed() -> None:
+def test_unexposed_names_are_detected() -> None:
     assert unknown_metrics("rate(ortserve_nope_total[5m]) / ortserve_queue_rows", set()) == {"ortserve_nope_total"}
     assert unknown_metrics("ortserve_request_duration_seconds", set()) == {"ortserve_request_duration_seconds"}
     assert unknown_metrics("level:recorded:rate", {"level:recorded:rate"}) == set()

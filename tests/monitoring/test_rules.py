@@ -1,4 +1,4 @@
-"""Rules and alerts, by Prometheus' own tool, and the names in them by our declarations."""
+"""Rules and alerts by Prometheus' own tool, and their names against the declarations."""
 
 import re
 import shutil
@@ -27,13 +27,13 @@ def all_rules() -> list[dict[str, Any]]:
 
 
 @promtool
-def test_rules_record_and_alert_as_their_tests_say() -> None:
+def test_rules_pass_their_tests() -> None:
     run = run_promtool("test", "rules", RULES_TEST)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
 @promtool
-def test_tests_of_rules_notice_a_rule_that_changed(tmp_path: Path) -> None:
+def test_rule_tests_detect_a_changed_rule(tmp_path: Path) -> None:
     changed = RULES.read_text().replace("job:ortserve_saturation:avg > 1", "job:ortserve_saturation:avg > 2")
     (tmp_path / "rules.yaml").write_text(changed)
     tests = RULES_TEST.read_text().replace("../../deploy/monitoring/rules/ortserve.yaml", "rules.yaml")
@@ -42,7 +42,7 @@ def test_tests_of_rules_notice_a_rule_that_changed(tmp_path: Path) -> None:
 
 
 @promtool
-def test_configuration_of_prometheus_is_right() -> None:
+def test_prometheus_configuration_is_valid() -> None:
     run = run_promtool("check", "config", ROOT / "deploy/monitoring/prometheus.yml")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "rules found" in run.stdout  # the rules are where the configuration looks for them
@@ -58,7 +58,7 @@ def test_every_alert_is_tested() -> None:
 
 
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.get("alert") or rule["record"])
-def test_rules_ask_for_known_metrics_and_labels_and_say_what_they_mean(rule: dict[str, Any]) -> None:
+def test_rules_use_known_metrics_and_labels_and_have_descriptions(rule: dict[str, Any]) -> None:
     recorded = {known["record"] for known in all_rules() if "record" in known}
     assert unknown_metrics(rule["expr"], recorded) == set()
     assert unknown_labels(rule["expr"]) == set()

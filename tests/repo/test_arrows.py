@@ -1,4 +1,4 @@
-"""The rooms import each other in one direction only, and each library has its door."""
+"""Packages import each other in one direction only, and each library has one entry point."""
 
 import ast
 import sys
@@ -83,7 +83,7 @@ def _imports(module: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_room_has_a_level() -> None:
+def test_every_package_has_a_level() -> None:
     rooms = {room_of(module) for module in modules()} - {"__init__", "__main__"}
     assert rooms == set(LEVEL)
 
@@ -147,7 +147,7 @@ def test_packages_export_only_what_another_package_imports(package: str) -> None
     } == set()
 
 
-def test_modules_import_each_other_without_cycles() -> None:
+def test_modules_have_no_import_cycles() -> None:
     """Imports inside functions count, too."""
     known = {name_of(path) for path in modules()}
 
@@ -159,7 +159,7 @@ def test_modules_import_each_other_without_cycles() -> None:
     TopologicalSorter({name_of(path): imported_modules(path) for path in modules()}).prepare()
 
 
-def test_one_module_alone_knows_cupy() -> None:
+def test_only_one_module_imports_cupy() -> None:
     importing = {
         str(module.relative_to(PACKAGE))
         for module in modules()

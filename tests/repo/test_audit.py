@@ -1,4 +1,4 @@
-"""The audit of dependencies: found vulnerabilities fail it, and silence is not taken for a clean bill."""
+"""The audit of dependencies: found vulnerabilities fail it, and an unreachable service is not a pass."""
 
 import json
 import re
@@ -18,7 +18,7 @@ UNKNOWN = {"name": "c", "skip_reason": "not found"}
 
 
 @pytest.mark.parametrize(
-    ("dependencies", "status", "told"),
+    ("dependencies", "status", "message"),
     [
         ([CLEAN], 0, "audit: 1 versions, 0 known vulnerabilities"),
         ([CLEAN, UNKNOWN], 0, "audit: 1 versions, 0 known vulnerabilities; unknown to it: c"),
@@ -26,12 +26,12 @@ UNKNOWN = {"name": "c", "skip_reason": "not found"}
         ([UNKNOWN], 0, "audit: nothing was audited: no service that knows these packages can be reached here"),
     ],
 )
-def test_report_is_concluded(dependencies: list[dict[str, Any]], status: int, told: str) -> None:
-    assert conclude(read_report(json.dumps({"dependencies": dependencies, "fixes": []}))) == (status, told)
+def test_report_yields_a_status_and_a_message(dependencies: list[dict[str, Any]], status: int, message: str) -> None:
+    assert conclude(read_report(json.dumps({"dependencies": dependencies, "fixes": []}))) == (status, message)
 
 
 @pytest.mark.parametrize("report", ["", "Traceback", "[]", "{}", "null"])
-def test_what_is_no_report_says_nothing(report: str) -> None:
+def test_malformed_report_yields_an_empty_audit(report: str) -> None:
     assert read_report(report) == Audit()
 
 
@@ -66,7 +66,7 @@ def service() -> Iterator[str]:
     thread.join()
 
 
-def test_pip_audit_reports_what_a_service_knows(service: str, tmp_path: Path) -> None:
+def test_pip_audit_reports_known_vulnerabilities(service: str, tmp_path: Path) -> None:
     (tmp_path / "pins.txt").write_text("good==1.0\nbad==1.0\n")
     assert conclude(ask("osv", tmp_path / "pins.txt", "--osv-url", service)) == (
         1,
@@ -74,13 +74,13 @@ def test_pip_audit_reports_what_a_service_knows(service: str, tmp_path: Path) ->
     )
 
 
-def test_service_that_does_not_answer_is_told_from_one_that_knows_of_nothing(tmp_path: Path) -> None:
+def test_unreachable_service_differs_from_one_without_findings(tmp_path: Path) -> None:
     (tmp_path / "pins.txt").write_text("good==1.0\n")
     assert ask("osv", tmp_path / "pins.txt", "--osv-url", "http://127.0.0.1:9/v1/query") == Audit()
 
 
 def test_every_version_is_pinned_once() -> None:
-    """As pip-audit needs it to ask about them."""
+    """pip-audit needs pinned versions to query them."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.\-]+==[\w.]+", line) for line in lines)
     assert len(set(lines)) == len(lines)

@@ -63,7 +63,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @of_each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in link:
             continue
@@ -112,14 +112,14 @@ def texts_of_the_package() -> str:
 
 
 @of_each_page
-def test_log_lines_that_are_quoted_are_written(page: Path) -> None:
+def test_quoted_log_lines_exist_in_the_code(page: Path) -> None:
     text = " ".join(page.read_text().split())
     for line in re.findall(r'(?:log line|line|warning|logs|says) "([^"]+)"', text):
         assert line in texts_of_the_package(), line
 
 
 @pytest.mark.parametrize("command", commands(), ids=str)
-def test_commands_name_programs_targets_extras_and_options_that_exist(command: Command, tmp_path: Path) -> None:
+def test_commands_use_existing_programs_targets_extras_and_options(command: Command, tmp_path: Path) -> None:
     program, *arguments = command.words
     assert program in PROGRAMS
     if program == "make":
@@ -146,7 +146,7 @@ def test_samples_of_options_are_valid(tmp_path: Path) -> None:
     assert len(ModelOptions.model_validate(yaml.safe_load(of_provider)).execution_providers or ()) == 3
 
 
-def test_table_of_errors_is_that_of_the_server() -> None:
+def test_table_of_errors_equals_the_server_table() -> None:
     rows = re.findall(r"^\| (\w+) \| (\d+) \| ([A-Z_]+) \|", (DOCS / "protocol.md").read_text(), re.MULTILINE)
     assert {kind: (int(http), grpc) for kind, http, grpc in rows} == {
         kind.value: (status.http, status.grpc.name)
@@ -175,7 +175,7 @@ def test_every_protection_names_a_test_or_an_option() -> None:
 
 
 def build_site(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """As ``make docs`` does it."""
+    """Build the site as ``make docs`` does."""
     command = re.search(r"\$\(BIN\)/mkdocs (build .*)", (ROOT / "Makefile").read_text())
     assert command is not None
     return subprocess.run(
@@ -188,7 +188,7 @@ def build_site(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
+def test_site_is_built_and_loads_from_no_other_host(tmp_path: Path) -> None:
     """Links to other hosts are for readers; scripts, styles, fonts and pictures are the site's own."""
     done = build_site(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ UNITLESS: Final = {
 NO_BASE_UNITS: Final = r"(milli|micro|nano)seconds|minutes|percent|(kilo|mega)bytes|_(ms|us|ns|mb|kb)(_|$)"
 
 NO_OUTCOMES: Final = {ErrorKind.UNAUTHENTICATED, ErrorKind.FORBIDDEN, ErrorKind.HEADERS_TOO_LARGE}
-"""Of callers who are turned away before there is a request to time (``test_keys.py``, ``test_http_limits.py``)."""
+"""Kinds of rejections before a request exists to time (``test_keys.py``, ``test_http_limits.py``)."""
 
 BOUNDED_LABELS: Final = {
     "model": "those that are served, by the registry",
@@ -90,10 +90,10 @@ def test_name_repeats_no_label(declared: Declaration) -> None:
 
 
 @each_metric
-def test_labels_are_bounded_and_clear_of_reserved_names(declared: Declaration) -> None:
+def test_labels_are_bounded_and_avoid_reserved_names(declared: Declaration) -> None:
     assert set(declared.labels) <= BOUNDED_LABELS.keys()
     assert not {"le", "quantile", "job", "instance"} & set(declared.labels)
-    # A histogram's buckets multiply with its labels: for a model that is asked in every way.
+    # A histogram's buckets multiply with its labels: for a model with requests of every kind.
     counts = [BOUNDED_LABELS[label] for label in declared.labels]
     series = (len(declared.buckets) + 3) if declared.buckets else 1
     for count in counts:

@@ -1,4 +1,4 @@
-"""Reference pages are made from the declarations, and every declaration has something to say."""
+"""Reference pages are generated from the declarations, and every declaration has a description."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,19 +54,19 @@ def test_every_option_is_described(schema: type[BaseModel]) -> None:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_every_option_that_refuses_some_texts_or_lists_says_which_it_expects(schema: type[BaseModel]) -> None:
-    """Of numbers the bounds are told; ``expected text, got 'foo'`` would tell nothing."""
+def test_every_restricted_option_states_its_expectation(schema: type[BaseModel]) -> None:
+    """Errors of numbers name their bounds; ``expected text, got 'foo'`` would be no help."""
     properties = schema.model_json_schema()["properties"]
-    assert [name for name, told in properties.items() if is_narrowed(told) and "expects" not in told] == []
+    assert [name for name, declared in properties.items() if is_narrowed(declared) and "expects" not in declared] == []
 
 
-def is_narrowed(told: object) -> bool:
+def is_narrowed(schema: object) -> bool:
     """Whether a JSON Schema, or one in it, sets a pattern or a least length."""
-    if isinstance(told, list):
-        return any(map(is_narrowed, told))
-    if not isinstance(told, dict):
+    if isinstance(schema, list):
+        return any(map(is_narrowed, schema))
+    if not isinstance(schema, dict):
         return False
-    return not told.keys().isdisjoint(NARROWING) or any(map(is_narrowed, told.values()))
+    return not schema.keys().isdisjoint(NARROWING) or any(map(is_narrowed, schema.values()))
 
 
 def test_every_metric_is_described_and_named_with_its_unit() -> None:

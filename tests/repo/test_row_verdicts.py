@@ -1,4 +1,4 @@
-"""The reference page of verdicts about exporters' models is current, and rests on enough of them."""
+"""The reference page of verdicts about exporters' models is current and covers enough models."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def test_corpus_is_large_and_its_models_are_small() -> None:
 
 
 @pytest.mark.skipif(not PACKAGES, reason="ORTSERVE_TEST_PACKAGES names no folder with packages that ship models")
-def test_what_is_said_of_packaged_models_is_current() -> None:
+def test_packaged_model_descriptions_are_current() -> None:
     kept = {line.name: line for line in kept_lines()}
     for model in packaged(Path(PACKAGES)):
         assert judge(model) == kept[model.name]

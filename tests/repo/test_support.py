@@ -1,4 +1,4 @@
-"""The page of the tests lists every helper, and nothing else."""
+"""The page of the tests lists exactly the helpers."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 PAGE = SUPPORT.parent / "README.md"
 
 
-def test_page_lists_every_helper_and_nothing_else() -> None:
+def test_page_lists_exactly_the_helpers() -> None:
     section = PAGE.read_text().split("## Helpers in", 1)[1]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     listed = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row)}

@@ -1,4 +1,4 @@
-"""The files for GitHub and pre-commit follow their schemas, and name what exists in the repository."""
+"""The files for GitHub and pre-commit follow their schemas and name existing files."""
 
 import re
 import subprocess

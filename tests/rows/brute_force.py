@@ -58,14 +58,14 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One tensor in all runs. A run that ONNX Runtime refused is None."""
+    """One tensor in all runs. A run that ONNX Runtime rejected is None."""
 
     alone: Sequence[np.ndarray | None]
     batches: Mapping[Together, np.ndarray | None]
 
 
 class RefusedError(Exception):
-    """ONNX Runtime does not load the model, or refuses a row alone, so there is nothing to compare with."""
+    """ONNX Runtime does not load the model, or rejects a single row, so there is nothing to compare with."""
 
 
 def disagreement(claim: Claim, seen: Observation) -> str:
@@ -95,7 +95,7 @@ def observe(
     *,
     inside: bool = True,
 ) -> dict[str, Observation]:
-    """Run rows alone and together, and give all tensors of the main graph by name.
+    """Run rows alone and together, and return all tensors of the main graph by name.
 
     Args:
         model: Any model that ONNX Runtime loads.

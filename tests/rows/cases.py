@@ -27,7 +27,7 @@ _IR_VERSION: Final = 10
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how to ask it.
+    """A model and its requests.
 
     Attributes:
         name: Starts with the family of operators.
@@ -102,7 +102,7 @@ class Case:
 
 
 def rows_meet(seen: Mapping[str, Observation]) -> bool:
-    """Whether no layout of rows explains some output: the least that brute force can say against a model."""
+    """Whether no layout of rows explains some output: the weakest evidence of brute force against a model."""
     return any(not any(disagreement(claim, one) == "" for claim in _explanations(one)) for one in seen.values())
 
 

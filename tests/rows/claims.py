@@ -1,4 +1,4 @@
-"""The claims of the proof in numbers: what its symbols stand for is learned from the first tensors that have them.
+"""The claims of the proof in numbers: its symbols get their values from the first tensors that have them.
 
 A symbol that stands for two numbers is a finding, too: equal symbols are what proofs of reshapes rest on.
 """
@@ -18,7 +18,7 @@ _KINDS = {Kind.ROWS: brute_force.Kind.ROWS, Kind.FREE: brute_force.Kind.FREE, Ki
 
 
 class Check:
-    """Compares claims about the tensors of one model with what was seen.
+    """Compares claims about the tensors of one model with the observed tensors.
 
     Attributes:
         findings: What is wrong, by tensor.
@@ -90,7 +90,7 @@ def check_model(
     believe_names: bool = True,
     node_by_node: bool = False,
 ) -> Check:
-    """Compare all tensors of a model, of which ``seen`` has some.
+    """Compare all observed tensors of a model with the claims.
 
     Args:
         model: The model.
@@ -123,7 +123,7 @@ class _Numbers:
         self._atoms: dict[object, Fraction] = {}
 
     def value(self, number: Number, count: int) -> Fraction | None:
-        """The value for a batch of so many rows; None where it is not known."""
+        """The value for a batch of so many rows, or None if it is unknown."""
         if isinstance(number, (int, Fraction)):
             return Fraction(number)
         if not isinstance(number, Product):

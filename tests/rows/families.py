@@ -1,4 +1,4 @@
-"""Each family of operators in both directions: models whose rows stay apart, and models whose rows meet.
+"""Each family of operators in both directions: models with independent rows, and models with dependent rows.
 
 A line is a name, the inputs, the nodes, and sometimes weights and options of ``Case``.
 """
@@ -262,7 +262,7 @@ _apart("ml: words", "int64[N,6] x", 'y = TfIdfVectorizer<mode="TF", min_gram_len
 _meet("ml: a vector is normalized", "float[N] x", 'y = ai.onnx.ml.Normalizer<norm="L2">(x)', feeds={"x": [[1], [2], [5]]})
 _meet("ml: words of all", "int64[N] x", 'y = TfIdfVectorizer<mode="TF", min_gram_length=1, max_gram_length=1, max_skip_count=0, ngram_counts=[0], ngram_indexes=[0, 1, 2], pool_int64s=[1, 2, 3]>(x)')
 
-# As many results as all rows decide.
+# The number of results depends on all rows.
 _meet("count: NonZero", _X, "y = NonZero(x)")
 _meet("count: Unique", "int64[N] x", "y = Unique(x)")
 _meet("count: Compress", "float[N,4] x, bool[N] c", "y = Compress<axis=0>(x, c)", feeds={"c": [[1], [0], [1]]})

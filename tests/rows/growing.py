@@ -1,4 +1,4 @@
-"""A graph that grows node by node, and that ONNX Runtime runs as it grows: each row alone, and batches of the rows.
+"""A graph that grows node by node and is run by ONNX Runtime at each step: each row alone, and batches of the rows.
 
 Nodes run one at a time, in sessions that are kept for the next graph, so that thousands of graphs take seconds.
 """
@@ -31,7 +31,7 @@ _LARGEST: Final = 1e5
 
 
 class Unsuitable(Exception):  # noqa: N818 - nothing is wrong
-    """No such node fits here; the graph stays as it is."""
+    """No such node fits here; the graph is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class GrowingGraph:
         return self.add_many(op, *inputs, outputs=outputs, domain=domain, **attributes)[0]
 
     def add_many(self, op: str, *inputs: str, outputs: int, domain: str = "", **attributes: Any) -> list[str]:
-        """Run a node in all runs, and keep it if each row alone can do it.
+        """Run a node in all runs, and keep it if each single row can run it.
 
         Raises:
             Unsuitable: A row alone is refused, or its numbers are too large.
@@ -102,7 +102,7 @@ class GrowingGraph:
             raise Unsuitable
         results: list[list[np.ndarray] | None] = []
         for index in range(len(RUNS)):
-            # As the session's inputs are called, by position: the session may be another node's.
+            # Input names of the session, by position: the session may belong to another node.
             feeds = {f"i{position}": runs[index] for position, runs in enumerate(operands.values())}
             try:
                 result = None if any(array is None for array in feeds.values()) else session.run(None, feeds)
@@ -182,7 +182,7 @@ class GrowingGraph:
 
 
 def with_shapes(text: str, values: Mapping[str, Runs]) -> str:
-    """A printed model and what its tensors are, alone and in the largest batch, for a person who reads a failure."""
+    """A printed model with the shapes of its tensors, alone and in the largest batch, for failure messages."""
     lines = [text]
     for name, runs in values.items():
         batch = runs[-1]
@@ -194,7 +194,7 @@ _sessions: Final[dict[bytes, Any]] = {}
 
 
 def _session(node: onnx.NodeProto, dtypes: Mapping[str, np.dtype], opset: int) -> Any:
-    """A session of the node alone, whose inputs are ``i0``, ``i1``, ...; None where ONNX Runtime has no such node."""
+    """A session of a single node with inputs ``i0``, ``i1``, ...; None if ONNX Runtime has no such node."""
     renamed = onnx.NodeProto()
     renamed.CopyFrom(node)
     names = {name: f"i{position}" for position, name in enumerate(dtypes)}
@@ -227,7 +227,7 @@ def _model(graph: onnx.GraphProto, opset: int) -> onnx.ModelProto:
 
 
 def _value(name: str, dtype: np.dtype) -> onnx.ValueInfoProto:
-    """Of a type, but any rank."""
+    """Declare a value of a type with any rank."""
     element_type = helper.np_dtype_to_tensor_dtype(dtype)
     return helper.make_tensor_value_info(name, element_type, None)
 

@@ -1,4 +1,4 @@
-"""Random graphs of operators that the proof has rules for, biased to what makes proofs hard.
+"""Random graphs of operators with rules in the proof, biased towards hard proofs.
 
 A step tries to add what one of ``STEPS`` makes; some of what comes out is nonsense, none of it is refused for a row
 alone.
@@ -150,7 +150,7 @@ class Grower:
         return graph.add("Slice", shape, graph.add_ints(axis), graph.add_ints(axis + 1), graph.add_ints(0))
 
     def scalar(self, vector: str) -> str:
-        """Of a vector of one element."""
+        """Reshape a vector of one element to a scalar."""
         return self.graph.add("Reshape", vector, self.graph.add_weight(np.array([], np.int64)))
 
     def unsqueeze(self, name: str, axes: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Models that look as if their rows stayed apart. None may be called proven.
+"""Models whose rows only seem independent. The proof must accept none of them.
 
 Most look right for a row alone, for equal rows, for small numbers, or for two rows of a certain size.
 """

@@ -24,7 +24,7 @@ _KEPT: Final = CORPUS.parent / "packaged.json"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the table: ``independent`` is what was tried, ``outcome`` and ``detail`` are what the proof says."""
+    """A line of the table: ``independent`` is the tried result, ``outcome`` and ``detail`` are those of the proof."""
 
     name: str
     made_by: str

@@ -1,4 +1,4 @@
-"""The batcher keeps its figures: the cells of ``loadtests/batching_simulation.py`` that are nearest to missing them.
+"""The batcher keeps its figures: the most critical cells of ``loadtests/batching_simulation.py``.
 
 Virtual time and seeded arrivals: every run gives the same numbers.
 """
@@ -34,7 +34,7 @@ def test_mean_latency_of_poisson_arrivals_stays_near_the_bound(machine: Machine,
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.9])
-def test_no_fixed_delay_beats_going_when_idle(machine: Machine, load: float) -> None:
+def test_no_fixed_delay_beats_dispatch_when_idle(machine: Machine, load: float) -> None:
     arrivals_ns = poisson_ns(load * machine.capacity_per_s, 8_000, seed=1)
     ours = open_loop(machine, arrivals_ns)
     for delay_ns in (500_000, 1_000_000, 2_000_000, 10_000_000):
@@ -45,7 +45,7 @@ def test_no_fixed_delay_beats_going_when_idle(machine: Machine, load: float) -> 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("load", [1.2, 2.0])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_overloaded_server_answers_as_many_in_time_as_it_can(machine: Machine, load: float, noise: float) -> None:
+def test_overloaded_server_keeps_its_goodput(machine: Machine, load: float, noise: float) -> None:
     slo_ns = 5 * machine.latency_ns(machine.max_rows)
     arrivals_ns = poisson_ns(load * machine.capacity_per_s, 15_000, seed=1)
     outcome = open_loop(replace(machine, noise=noise), arrivals_ns, slo_ns=slo_ns)
@@ -54,9 +54,9 @@ def test_overloaded_server_answers_as_many_in_time_as_it_can(machine: Machine, l
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_tight_deadlines_halve_the_batches_and_not_the_server(machine: Machine) -> None:
+def test_tight_deadlines_halve_batches_but_not_throughput(machine: Machine) -> None:
     slo_ns = round(1.2 * machine.latency_ns(machine.max_rows))
-    # Whoever comes when a batch has just begun waits for it and then rides: a batch may take half of what there is.
+    # A request that arrives just after a dispatch waits for that batch and its own: a batch may take half of the time.
     rows = max(rows for rows in range(1, machine.max_rows + 1) if machine.latency_ns(rows) <= slo_ns / 2)
     reachable_per_s = rows / machine.latency_ns(rows) * 1e9
     outcome = open_loop(machine, poisson_ns(2 * machine.capacity_per_s, 15_000, seed=1), slo_ns=slo_ns)
@@ -64,21 +64,21 @@ def test_tight_deadlines_halve_the_batches_and_not_the_server(machine: Machine) 
     assert outcome.quantile_ns(0.99) <= slo_ns
 
 
-def test_overload_without_deadlines_answers_nobody_in_time() -> None:
+def test_overload_without_deadlines_answers_no_request_in_time() -> None:
     slo_ns = 5 * GPU.latency_ns(GPU.max_rows)
     outcome = open_loop(GPU, poisson_ns(2 * GPU.capacity_per_s, 15_000, seed=1))
     assert outcome.goodput_per_s(slo_ns) < 0.2 * GPU.capacity_per_s
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_light_load_with_deadlines_refuses_nobody(machine: Machine) -> None:
+def test_light_load_with_deadlines_rejects_no_request(machine: Machine) -> None:
     slo_ns = 2 * machine.latency_ns(machine.max_rows)
     outcome = open_loop(machine, poisson_ns(0.5 * machine.capacity_per_s, 12_000, seed=1), slo_ns=slo_ns)
     assert None not in outcome.latency_ns
 
 
 @pytest.mark.parametrize("clients", [4, 16])
-def test_echo_wait_gets_most_of_what_closed_loops_can_gain(clients: int) -> None:
+def test_echo_wait_gains_most_of_the_closed_loop_optimum(clients: int) -> None:
     def think(draw: random.Random) -> float:
         return draw.expovariate(1 / 200_000)
 

@@ -57,8 +57,8 @@ def conclude(audit: Audit) -> tuple[int, str]:
     if not audit.audited:
         return 0, "audit: nothing was audited: no service that knows these packages can be reached here"
     unknown = f"; unknown to it: {', '.join(audit.unknown)}" if audit.unknown else ""
-    told = f"audit: {audit.audited} versions, {len(audit.found)} known vulnerabilities{unknown}"
-    return int(bool(audit.found)), "\n".join([told, *(f"  {line}" for line in audit.found)])
+    summary = f"audit: {audit.audited} versions, {len(audit.found)} known vulnerabilities{unknown}"
+    return int(bool(audit.found)), "\n".join([summary, *(f"  {line}" for line in audit.found)])
 
 
 def ask(service: str, requirements: Path, *more: str) -> Audit:
@@ -81,8 +81,8 @@ def main(arguments: Sequence[str]) -> int:
         audit = ask(service, requirements)
         if audit.audited:
             break
-    status, told = conclude(audit)
-    sys.stdout.write(f"{told}\n")
+    status, summary = conclude(audit)
+    sys.stdout.write(f"{summary}\n")
     return status
 
 

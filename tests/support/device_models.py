@@ -153,8 +153,8 @@ def on_device(
     streams = InstanceStreams(opened, use)
 
     def open_one(*, captures: bool) -> ort.InferenceSession:
-        told = {**make_provider_options(provider, options), **streams.provider_options(captures=captures)}
-        return wrap(open_session(path, "m/1", SessionOptions(ProviderChoice(provider, options=told), 1)))
+        passed_on = {**make_provider_options(provider, options), **streams.provider_options(captures=captures)}
+        return wrap(open_session(path, "m/1", SessionOptions(ProviderChoice(provider, options=passed_on), 1)))
 
     one_each = captures and use.one_graph_per_session
     session = open_one(captures=captures and not one_each)

@@ -98,8 +98,8 @@ def environment_on_host_memory(**settings: str) -> dict[str, str]:
             _link(home, [*parts, rest], folder, with_runtime=home != "libcudart.so.13")
 
     libraries = _made(f"host-cuda-{_VERSION}-{digest.hexdigest()[:12]}", make)
-    told = {f"HOST_CUDA_{name.upper()}": value for name, value in settings.items()}
-    return _environment(libraries, _HOST_CUDA, installed_apart(_NVML, *_PIP, _NVML)) | told
+    variables = {f"HOST_CUDA_{name.upper()}": value for name, value in settings.items()}
+    return _environment(libraries, _HOST_CUDA, installed_apart(_NVML, *_PIP, _NVML)) | variables
 
 
 def _package() -> Path:

@@ -140,7 +140,7 @@ def mount_volumes(pod: Document, read: Read, folder: Path) -> Iterator[str]:
 
 
 def exit_status(status: int) -> dict[str, Any]:
-    """How a command's end is told to ``kubectl``."""
+    """How the exit of a command is reported to ``kubectl``."""
     if status == 0:
         return {"status": "Success"}
     causes = [{"reason": "ExitCode", "message": str(status)}]

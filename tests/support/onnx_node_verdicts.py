@@ -192,7 +192,7 @@ def _asking(library: Any, client: Any) -> Ask:
 
 
 def _refusal(ask: Ask, model: str, feeds: Mapping[str, np.ndarray]) -> str:
-    """What the caller is told; empty where it is answered."""
+    """The error of a call; empty if it is answered."""
     try:
         ask(model, feeds)
     except InferenceServerException as error:

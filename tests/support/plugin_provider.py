@@ -37,11 +37,11 @@ def openvino_environment(*, with_package: bool = True) -> dict[str, str]:
     folder = openvino_folder()
     own = {"ORT_DISABLE_TELEMETRY": "1"}
     whole = own | {"PYTHONPATH": _python_path(_CLAIMS_INTEL, folder)}
-    told = subprocess.run(
+    listed = subprocess.run(
         [sys.executable, "-c", _DEVICES], env=os.environ | whole, capture_output=True, text=True, check=False
     )
-    if OPENVINO not in told.stdout.split():
-        pytest.skip(f"OpenVINO's plug-in has no device here: {told.stdout} {told.stderr[-300:]}")
+    if OPENVINO not in listed.stdout.split():
+        pytest.skip(f"OpenVINO's plug-in has no device here: {listed.stdout} {listed.stderr[-300:]}")
     return whole if with_package else own | {"PYTHONPATH": _python_path(_CLAIMS_INTEL)}
 
 

@@ -1,4 +1,4 @@
-"""Makes the models of this folder with real exporters, in an environment of its own: see ``README.md``.
+"""Exports the models of this folder with real exporters, in a separate environment: see ``README.md``.
 
 ``python make.py [name ...]`` writes the models and ``manifest.json``: what made each, and what a request of one row is.
 Weights are random, so that files stay small; what counts is what exporters write around them.
@@ -40,7 +40,7 @@ def model(shapes, *, below=None, independent=True, axes=None):
 
 
 def script(module, example, path, inputs, outputs, axes, opset=17):
-    """By torch's older exporter, which traces."""
+    """Export by torch's older exporter, which traces."""
     torch.onnx.export(
         module.eval(), example, str(path), input_names=inputs, output_names=outputs, dynamic_axes=axes,
         opset_version=opset, dynamo=False,
@@ -49,7 +49,7 @@ def script(module, example, path, inputs, outputs, axes, opset=17):
 
 
 def dynamo(module, example, path, inputs, outputs, shapes):
-    """By torch's newer exporter."""
+    """Export by torch's newer exporter."""
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "model.onnx"
         torch.onnx.export(

@@ -1,4 +1,4 @@
-"""The watchdog of a real loop on a thread of its own, which the test holds up for as long as it takes to be seen."""
+"""The watchdog of a real event loop in a separate thread, which the test blocks until the watchdog reports it."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ LONG_S = 30.0
 
 
 class Lines(logging.Handler):
-    """What the watchdog logs, as fields by message."""
+    """The records of the watchdog, as fields by message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def on_a_loop(main: Callable[[asyncio.AbstractEventLoop], None]) -> threading.Th
     return thread
 
 
-def test_stall_is_logged_with_what_the_loop_is_doing_and_again_when_it_ends(lines: Lines) -> None:
+def test_stall_is_logged_with_the_running_code_and_at_its_end(lines: Lines) -> None:
     activity = LoopActivity()
     go_on = threading.Event()
     made: list[Watchdog] = []
@@ -95,7 +95,7 @@ def test_stall_is_logged_with_what_the_loop_is_doing_and_again_when_it_ends(line
     assert made[0].reading().stalled_ns == pytest.approx(end["seconds"] * 1e9, abs=1e6)
 
 
-def test_stalls_that_follow_soon_are_counted_and_not_logged(lines: Lines) -> None:
+def test_stalls_in_quick_succession_are_counted_not_logged(lines: Lines) -> None:
     made: list[Watchdog] = []
     go_on = threading.Event()
 
@@ -106,7 +106,7 @@ def test_stalls_that_follow_soon_are_counted_and_not_logged(lines: Lines) -> Non
         if stalls == 2:
             loop.call_soon(loop.stop)
         else:
-            # After the answer to the watchdog, which is asked again then.
+            # After the reply to the watchdog, which then sends its next ping.
             loop.call_later(0.01, stand_still, loop, stalls + 1)
 
     def main(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,4 +1,4 @@
-"""Distributions that are there as pip would leave them, without being there."""
+"""Fake installed distributions with the metadata that pip writes."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``ortserve health``: what it asks, and what its exit status and text say."""
+"""``ortserve health``: its request, exit status and output."""
 
 import socket
 import ssl
@@ -48,13 +48,13 @@ def answering(answers: dict[str, tuple[int, str]], context: ssl.SSLContext | Non
         server.server_close()
 
 
-def test_status_is_0_only_where_the_server_says_yes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_is_0_only_for_a_ready_server(capsys: pytest.CaptureFixture[str]) -> None:
     answers = {"/v2/health/ready": (400, '{"ready":false}'), "/v2/health/live": (200, '{"live":true}')}
     with answering(answers) as port:
         assert main(["health", "--metrics-port", str(port)]) == 1
-        told = capsys.readouterr()
-        assert told.err == f'ortserve health: not ready: 127.0.0.1:{port} answered 400 {{"ready":false}}\n'
-        assert not told.out
+        captured = capsys.readouterr()
+        assert captured.err == f'ortserve health: not ready: 127.0.0.1:{port} answered 400 {{"ready":false}}\n'
+        assert not captured.out
 
         assert main(["health", "--live", "--metrics-port", str(port)]) == 0
         assert capsys.readouterr().out == "live\n"
@@ -83,13 +83,13 @@ def test_server_is_found_by_its_own_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tls() -> ssl.SSLContext:
-    """Of a server whose certificate is for another name, by an authority that nobody knows."""
+    """The context of a server with a certificate for another name, by an untrusted authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("models.example.com").configure_cert(context)
     return context
 
 
-def test_server_that_speaks_tls_is_asked_over_tls(
+def test_tls_server_is_queried_over_tls(
     tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering({"/v2/health/ready": (200, "{}")}, tls) as port:
@@ -101,7 +101,7 @@ def test_server_that_speaks_tls_is_asked_over_tls(
         assert capsys.readouterr().out == "ready\n"
 
 
-def test_who_asks_in_plain_text_where_tls_is_spoken_is_told_what_to_set(
+def test_plain_text_to_a_tls_port_names_the_option_to_set(
     tls: ssl.SSLContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering({}, tls) as port:
@@ -112,7 +112,7 @@ def test_who_asks_in_plain_text_where_tls_is_spoken_is_told_what_to_set(
     )
 
 
-def test_server_that_closes_what_is_asked_over_tls_is_not_ready(
+def test_server_that_closes_tls_connections_is_not_ready(
     tls: ssl.SSLContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def take_and_close(listener: socket.socket) -> None:
@@ -129,9 +129,9 @@ def test_server_that_closes_what_is_asked_over_tls_is_not_ready(
     assert f"127.0.0.1:{port} closed the connection without an answer\n" in capsys.readouterr().err
 
 
-def test_server_that_is_not_there_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
+def test_absent_server_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # and nobody listens
+        free.bind(("127.0.0.1", 0))  # bound, but not listening
         port = free.getsockname()[1]
         assert main(["health", "--metrics-port", str(port)]) == 1
     assert capsys.readouterr().err == f"ortserve health: not ready: 127.0.0.1:{port}: Connection refused\n"
@@ -144,7 +144,7 @@ def test_server_that_does_not_answer_in_time_is_not_ready(capsys: pytest.Capture
     assert f"127.0.0.1:{port} did not answer within 0.05 s" in capsys.readouterr().err
 
 
-def test_host_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_host_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["health", "--host", "nowhere.invalid"]) == 1
     assert "nowhere.invalid:8002" in capsys.readouterr().err
 
@@ -160,7 +160,7 @@ def test_host_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) ->
         (["--nope"], "usage: ortserve health"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(
+def test_unusable_health_arguments_are_rejected(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["health", *arguments]) == 2

@@ -1,4 +1,4 @@
-"""Commands, and what reaches the server from the command line."""
+"""Commands, and the options that the command line passes to the server."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ortserve.core.compiled import IS_COMPILED
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
-    """What the server was started with; it ends at once, with status 7."""
+    """Records the arguments of the server's start; the server ends at once, with status 7."""
     started: list[ServerOptions] = []
 
     def run(options: ServerOptions) -> int:
@@ -47,7 +47,7 @@ def test_serve_starts_the_server_with_the_options_and_returns_its_status(
     ]
 
 
-def test_flag_can_switch_off_what_the_environment_switched_on(
+def test_flag_can_disable_an_option_of_the_environment(
     served: list[ServerOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ORTSERVE_EXAMPLE", "true")
@@ -58,7 +58,7 @@ def test_flag_can_switch_off_what_the_environment_switched_on(
     assert (served[0].example, served[0].access_log) == (True, False)
 
 
-def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_path: Path) -> None:
+def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_path: Path) -> None:
     (tmp_path / "options.yaml").write_text(f"repositories: ['{tmp_path}']\n")
 
     main(["serve", "--config", str(tmp_path / "options.yaml")])
@@ -108,7 +108,7 @@ def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_pa
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_line(
+def test_unservable_configuration_is_rejected_in_one_line(
     served: list[ServerOptions], capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
     assert main(arguments) == 2
@@ -117,7 +117,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--nope"], ["serve", "--http", "1"], ["launch"], [], ["version", "x"]])
-def test_unknown_words_are_refused(
+def test_unknown_arguments_are_rejected(
     served: list[ServerOptions], capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert main(arguments) == 2
@@ -125,19 +125,19 @@ def test_unknown_words_are_refused(
     assert not served
 
 
-def test_flag_that_is_nearly_one_is_told_what_was_probably_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--example", "--http-prt=9000"]) == 2
     assert "unrecognized arguments: --http-prt=9000; did you mean '--http-port'?" in capsys.readouterr().err
 
 
 def test_serve_help_shows_every_option_with_its_bounds_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    help_text = " ".join(capsys.readouterr().out.split())
 
-    assert all(flag_name(name) in told for name in ServerOptions.model_fields if name != "repositories")
-    assert "--drain-timeout-s SECONDS" in told
-    assert "[number, 0 to 3600, in seconds; default: 30]" in told
-    assert "--http-min-body-bytes-per-s N" in told
+    assert all(flag_name(name) in help_text for name in ServerOptions.model_fields if name != "repositories")
+    assert "--drain-timeout-s SECONDS" in help_text
+    assert "[number, 0 to 3600, in seconds; default: 30]" in help_text
+    assert "--http-min-body-bytes-per-s N" in help_text
 
 
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])
@@ -149,7 +149,7 @@ def test_version_names_the_server_and_its_runtime(capsys: pytest.CaptureFixture[
     assert any(line.startswith("onnxruntime") for line in lines)
 
 
-def test_environment_that_cannot_serve_is_refused_before_the_server_starts(
+def test_unusable_environment_is_rejected_before_the_start(
     served: list[ServerOptions], capsys: pytest.CaptureFixture[str], install: Callable[[str], None]
 ) -> None:
     install("onnxruntime")

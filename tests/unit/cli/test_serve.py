@@ -1,4 +1,4 @@
-"""Which ONNX Runtime is installed, and whether that can serve."""
+"""The installed distribution of ONNX Runtime, and whether it can serve."""
 
 import sys
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def test_one_distribution_can_serve(name: str) -> None:
     assert runtime_problem([name]) is None
 
 
-def test_both_distributions_are_refused_with_what_to_type() -> None:
+def test_both_distributions_together_are_rejected_with_a_hint() -> None:
     problem = runtime_problem(["onnxruntime", "onnxruntime-gpu"])
 
     assert problem is not None
@@ -35,7 +35,7 @@ def test_both_distributions_are_refused_with_what_to_type() -> None:
     assert "pip install 'ortserve[gpu]'" in problem
 
 
-def test_no_distribution_is_refused_with_what_to_type() -> None:
+def test_missing_distribution_is_rejected_with_a_hint() -> None:
     problem = runtime_problem([])
 
     assert problem is not None

@@ -54,7 +54,7 @@ def test_bytes_are_little_endian_and_without_padding(datatype: DataType) -> None
 
 @pytest.mark.parametrize("datatype", FIXED)
 @pytest.mark.parametrize("offset", [0, 1, 3])
-def test_tensor_is_a_read_only_view_wherever_in_the_body_it_begins(datatype: DataType, offset: int) -> None:
+def test_tensor_at_any_offset_is_a_read_only_view(datatype: DataType, offset: int) -> None:
     values, text = GOLDEN[datatype]
     body = b"x" * offset + bytes.fromhex(text)
     decoded = decode_binary_tensor(memoryview(body)[offset:], datatype, (1, 2), "x", "m")
@@ -63,7 +63,7 @@ def test_tensor_is_a_read_only_view_wherever_in_the_body_it_begins(datatype: Dat
     assert not decoded.flags.writeable
 
 
-def test_contiguous_array_is_not_copied_and_any_other_is_put_in_order() -> None:
+def test_contiguous_array_is_not_copied_and_others_are_made_contiguous() -> None:
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     assert np.shares_memory(np.frombuffer(encode_binary_tensor(array, DataType.INT16), np.uint8), array)
     assert bytes(encode_binary_tensor(array.T, DataType.INT16)) == array.T.tobytes()
@@ -91,7 +91,7 @@ def test_scalar_is_one_element(datatype: DataType) -> None:
 
 @pytest.mark.parametrize("datatype", FIXED)
 @pytest.mark.parametrize("change", [-1, 1])
-def test_wrong_number_of_bytes_is_refused(datatype: DataType, change: int) -> None:
+def test_wrong_number_of_bytes_is_rejected(datatype: DataType, change: int) -> None:
     expected = 6 * datatype.itemsize
     with pytest.raises(ServeError) as caught:
         decode_binary_tensor(b"\0" * (expected + change), datatype, (2, 3), "x", "m")
@@ -101,12 +101,12 @@ def test_wrong_number_of_bytes_is_refused(datatype: DataType, change: int) -> No
     )
 
 
-def test_huge_shape_is_refused_by_the_size_of_the_data() -> None:
+def test_huge_shape_is_rejected_by_the_size_of_the_data() -> None:
     with pytest.raises(ServeError, match=f"Expected {2**80 * 4}, got 4"):
         decode_binary_tensor(b"\0" * 4, DataType.FP32, (2**40, 2**40), "x", "m")
 
 
-def test_truth_value_that_is_neither_0_nor_1_is_refused() -> None:
+def test_bool_that_is_neither_0_nor_1_is_rejected() -> None:
     with pytest.raises(ServeError, match="input 'x' for model 'm' has BOOL elements other than 0 and 1"):
         decode_binary_tensor(b"\0\1\2", DataType.BOOL, (3,), "x", "m")
 
@@ -123,7 +123,7 @@ def expect_invalid(data: bytes, shape: tuple[int, ...], text: str) -> None:
 
 
 @given(st.lists(st.text(), max_size=20))
-def test_texts_come_back_as_they_went(texts: list[str]) -> None:
+def test_strings_survive_a_round_trip(texts: list[str]) -> None:
     array = np.array([*texts, None], object)[:-1]
     data = encode_bytes_elements(array)
     assert data == spell(*(text.encode() for text in texts))
@@ -134,7 +134,7 @@ def test_texts_come_back_as_they_went(texts: list[str]) -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 4))
-def test_no_bytes_at_all_do_more_than_be_refused(data: bytes, count: int) -> None:
+def test_any_bytes_are_decoded_or_rejected(data: bytes, count: int) -> None:
     with contextlib.suppress(ServeError):
         decoded = decode_bytes_elements(data, (count,), "x")
         assert encode_bytes_elements(decoded) == data
@@ -145,7 +145,7 @@ def test_elements_are_in_row_major_order_and_may_be_views_of_a_body() -> None:
     assert decode_bytes_elements(data, (2, 2), "x").tolist() == [["a", ""], ["ü", "d\0d"]]
 
 
-def test_strided_array_is_spelled_in_row_major_order() -> None:
+def test_strided_array_is_encoded_in_row_major_order() -> None:
     array = np.array([["a", "b"], ["c", "d"]], object)
     assert encode_bytes_elements(array.T) == spell(b"a", b"c", b"b", b"d")
 
@@ -162,14 +162,14 @@ def test_text_scalar_is_one_element() -> None:
     assert decoded.item() == "one"
 
 
-def test_wrong_number_of_elements_is_refused() -> None:
+def test_wrong_number_of_elements_is_rejected() -> None:
     expect_invalid(spell(b"a"), (2,), "expected 2 string elements for inference input 'x', got 5 bytes")
     expect_invalid(spell(b"aaaa"), (2,), "expected 2 string elements for inference input 'x', got 1")
     expect_invalid(spell(b"a", b"b", b"c"), (2,), "expected 2 string elements for inference input 'x', got more")
     expect_invalid(spell(b"a"), (0,), "expected 0 string elements for inference input 'x', got more")
 
 
-def test_broken_lengths_are_refused() -> None:
+def test_broken_lengths_are_rejected() -> None:
     expect_invalid(spell(b"a") + b"\1\0", (1,), "incomplete string length indicator for inference input 'x' at byte 5")
     expect_invalid(
         struct.pack("<I", 9) + b"abc",
@@ -209,7 +209,7 @@ def test_bytes_after_the_last_element_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("element", [b"\xff", b"a\xc3", b"\xed\xa0\x80", b"\xc0\x80"])
-def test_bytes_that_are_not_utf8_are_refused_and_named(element: bytes) -> None:
+def test_bytes_that_are_not_utf8_are_rejected_and_named(element: bytes) -> None:
     with pytest.raises(ServeError) as caught:
         decode_bytes_elements(spell(b"good", element), (2,), "x")
     assert caught.value.kind is ErrorKind.INVALID_INPUT
@@ -234,13 +234,13 @@ def test_missing_offset_is_zero() -> None:
         ({"shared_memory_offset": 1.0}, "'shared_memory_offset': expected an unsigned integer for input 'x', got 1.0"),
     ],
 )
-def test_value_of_another_type_is_refused(changed: dict[str, Parameter], text: str) -> None:
+def test_value_of_another_type_is_rejected(changed: dict[str, Parameter], text: str) -> None:
     with pytest.raises(ServeError) as caught:
         read_span(GIVEN | changed, "input 'x'")
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert text in caught.value.message
 
 
-def test_region_without_a_size_is_refused() -> None:
+def test_region_without_a_size_is_rejected() -> None:
     with pytest.raises(ServeError, match="output 'y': 'shared_memory_region' also needs 'shared_memory_byte_size'"):
         read_span({"shared_memory_region": "r"}, "output 'y'")

@@ -1,4 +1,4 @@
-"""Shapes that no array can have."""
+"""Shapes that are impossible for arrays."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from ortserve.codecs.bounds import MAX_DIMS, shape_fault
 
 
 @pytest.mark.parametrize("shape", [[], [0], [1] * 64, [0] * 64, [2**60 - 1], [0, 2**59], [2**30, 2**29, 0]])
-def test_shapes_that_arrays_of_the_widest_elements_can_have_are_no_fault(shape: list[int]) -> None:
+def test_largest_shapes_of_the_widest_elements_are_accepted(shape: list[int]) -> None:
     assert shape_fault(shape) is None
     if 0 in shape:
         assert np.empty(shape, np.float64).shape == tuple(shape)

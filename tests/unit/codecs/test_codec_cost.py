@@ -13,13 +13,13 @@ ARMS = {f"{arm.name} {arm.size}": arm for arm in codec_cost.arms_of("600 KB", co
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_tensor_comes_right_and_is_copied_no_more_than_it_must(name: str) -> None:
+def test_tensor_is_correct_and_copied_as_often_as_stated(name: str) -> None:
     read, written = codec_cost.check(ARMS[name])
     if ARMS[name].decode_copies is not None:
         assert (read, round(written, 1)) == (0, 1)
 
 
-def test_copy_too_many_is_found_out() -> None:
+def test_excess_copy_is_detected() -> None:
     arm = next(arm for arm in ARMS.values() if arm.encode_copies == 1)
     with pytest.raises(SystemExit, match="were allocated for 0 copies"):
         codec_cost.check(replace(arm, encode_copies=0))

@@ -1,4 +1,4 @@
-"""Bodies inflated within bounds, and compressed where it pays."""
+"""Bodies inflated within bounds, and compressed only if that shrinks them."""
 
 import contextlib
 import gzip
@@ -33,7 +33,7 @@ def refusal(body: bytes, encoding: Encoding, limit: int = LIMIT) -> ServeError:
 
 
 @given(st.binary(max_size=LIMIT), st.sampled_from(BOTH), st.integers(1, 1500))
-def test_body_comes_back_in_steps_of_any_size(body: bytes, encoding: Encoding, step: int) -> None:
+def test_body_is_inflated_in_steps_of_any_size(body: bytes, encoding: Encoding, step: int) -> None:
     assert inflate(compress(body, encoding), encoding, step=step) == body
 
 
@@ -55,7 +55,7 @@ def test_limit_is_exact(encoding: Encoding) -> None:
 
 
 @pytest.mark.parametrize("encoding", BOTH)
-def test_bomb_never_takes_more_memory_than_the_limit(encoding: Encoding) -> None:
+def test_decompression_bomb_stays_within_the_limit(encoding: Encoding) -> None:
     bomb = compress(bytes(256 * 1024 * 1024), encoding)
     limit = 4 * 1024 * 1024
     assert len(bomb) < limit
@@ -71,7 +71,7 @@ def test_bomb_never_takes_more_memory_than_the_limit(encoding: Encoding) -> None
 
 
 @pytest.mark.parametrize("encoding", BOTH)
-def test_body_cut_off_anywhere_is_refused(encoding: Encoding) -> None:
+def test_truncated_body_is_rejected(encoding: Encoding) -> None:
     whole = compress(os.urandom(100), encoding)
     for size in range(len(whole)):
         error = refusal(whole[:size], encoding)
@@ -81,7 +81,7 @@ def test_body_cut_off_anywhere_is_refused(encoding: Encoding) -> None:
 
 @pytest.mark.parametrize("encoding", BOTH)
 @given(noise=st.binary(max_size=200))
-def test_noise_does_no_more_than_be_refused(encoding: Encoding, noise: bytes) -> None:
+def test_random_bytes_are_inflated_or_rejected(encoding: Encoding, noise: bytes) -> None:
     with contextlib.suppress(ServeError):
         inflate(noise, encoding)
 
@@ -94,7 +94,7 @@ def test_trailing_bytes_are_rejected_and_counted(encoding: Encoding) -> None:
     assert f"{70_000} bytes follow its end" in refusal(whole + long, encoding).message
 
 
-def test_wrong_checksum_is_refused() -> None:
+def test_wrong_checksum_is_rejected() -> None:
     whole = bytearray(compress(b"body", Encoding.GZIP))
     whole[-8] ^= 1
     assert "incorrect data check" in refusal(bytes(whole), Encoding.GZIP).message

@@ -77,7 +77,7 @@ def test_input_named_like_a_parameter_stays_an_input() -> None:
 
 @pytest.mark.parametrize("where", [lambda key, value: {key: value}, lambda key, value: {"parameters": {key: value}}])
 @pytest.mark.parametrize(("key", "value"), [("max_tokens", 5), ("temperature", 0.5), ("stop", ["a"])])
-def test_parameter_of_sampling_is_unsupported(where: Any, key: str, value: object) -> None:
+def test_sampling_parameters_are_unsupported(where: Any, key: str, value: object) -> None:
     error = refusal({"text": "hi"} | where(key, value))
     assert error.kind is ErrorKind.UNSUPPORTED
     assert error.message == (
@@ -86,7 +86,7 @@ def test_parameter_of_sampling_is_unsupported(where: Any, key: str, value: objec
     )
 
 
-def test_stream_may_be_said_where_it_is_true() -> None:
+def test_stream_parameter_is_accepted_only_where_supported() -> None:
     assert decode({"text": "hi", "stream": False}).parameters == {}
     assert decode({"text": "hi", "stream": True}, is_stream=True).parameters == {}
     assert decode({"text": "hi", "stream": False}, is_stream=True).parameters == {}
@@ -147,13 +147,13 @@ def test_outputs_of_one_element_are_bare_and_others_flat() -> None:
     )
 
 
-def test_event_is_one_line_and_an_empty_one_and_has_no_id_where_none_was_given() -> None:
+def test_event_is_one_line_and_a_blank_line() -> None:
     response = InferResponse("m", "1", "", [Tensor("y", DataType.BYTES, np.array(["a\nb"], object))])
     assert encode_generate_event(response) == b'data: {"model_name":"m","model_version":"1","y":"a\\nb"}\n\n'
 
 
 @pytest.mark.parametrize("datatype", [DataType.FP16, DataType.FP32, DataType.FP64])
-def test_bare_number_has_as_few_digits_as_its_type_needs_or_is_a_token(datatype: DataType) -> None:
+def test_number_has_the_fewest_digits_of_its_type_or_is_a_token(datatype: DataType) -> None:
     outputs = [
         Tensor(name, datatype, np.array([value], datatype.numpy))
         for name, value in {"tenth": 0.1, "nan": np.nan, "inf": np.inf, "low": -np.inf}.items()

@@ -18,7 +18,7 @@ def read(data: bytes) -> service_pb2.ModelStreamInferResponse:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100_000])
-def test_answer_is_the_unary_one_with_the_mark_of_the_last(size: int) -> None:
+def test_answer_is_the_unary_one_with_the_final_marker(size: int) -> None:
     array = np.arange(size, dtype=np.float32)
     message = read(bytes(encode_stream_answer(InferResponse("m", "3", "id", [Tensor("y", DataType.FP32, array)]))))
     answer = message.infer_response
@@ -30,7 +30,7 @@ def test_answer_is_the_unary_one_with_the_mark_of_the_last(size: int) -> None:
 
 
 @interpreted_only
-def test_answer_larger_than_a_message_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_over_the_message_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     response = InferResponse("m", "1", "", [Tensor("y", DataType.FP32, np.zeros(10, np.float32))])
     size = len(encode_stream_answer(response))
     monkeypatch.setattr(grpc_answer, "MAX_MESSAGE_BYTES", size)
@@ -42,7 +42,7 @@ def test_answer_larger_than_a_message_may_be_is_refused(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("raw", [b"", b"abcd" * 1000])
-def test_error_bears_the_names_of_its_request(raw: bytes) -> None:
+def test_error_has_the_id_and_model_of_its_request(raw: bytes) -> None:
     request = service_pb2.ModelInferRequest(model_name="m", model_version="3", id="id", raw_input_contents=[raw])
     message = read(encode_stream_error(request.SerializeToString(), "no good"))
     assert message.error_message == "no good"
@@ -58,7 +58,7 @@ def test_error_of_a_malformed_message_has_no_names(data: bytes) -> None:
     assert (message.error_message, message.infer_response.id) == ("no good", "")
 
 
-def test_error_without_a_text_still_is_one() -> None:
+def test_error_without_a_text_stays_an_error() -> None:
     assert read(encode_stream_error(b"", "")).error_message
 
 

@@ -72,7 +72,7 @@ def sample(datatype: DataType) -> np.ndarray:
 
 
 @pytest.mark.parametrize("datatype", DataType)
-def test_raw_tensor_of_every_datatype_arrives_as_it_was_sent(datatype: DataType) -> None:
+def test_raw_tensor_of_every_datatype_is_decoded(datatype: DataType) -> None:
     array = sample(datatype)
     raw = encode_bytes_elements(array) if datatype is DataType.BYTES else array.tobytes()
     (tensor,) = decode(request(("x", datatype.value, [2, 2]), raw=[raw])).inputs
@@ -81,7 +81,7 @@ def test_raw_tensor_of_every_datatype_arrives_as_it_was_sent(datatype: DataType)
 
 
 @pytest.mark.parametrize("datatype", DataType)
-def test_answer_of_every_datatype_is_raw_contents_that_protobuf_reads(datatype: DataType) -> None:
+def test_answer_of_every_datatype_is_readable_by_protobuf(datatype: DataType) -> None:
     array = sample(datatype)
     message = ModelInferResponse.FromString(
         bytes(
@@ -100,7 +100,7 @@ def test_answer_of_every_datatype_is_raw_contents_that_protobuf_reads(datatype: 
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 16_383, 16_384, 70_000])
-def test_length_of_raw_contents_is_read_and_written_as_protobuf_does(size: int) -> None:
+def test_length_of_raw_contents_is_coded_as_in_protobuf(size: int) -> None:
     data = bytes(range(256)) * (size // 256 + 1)
     array = np.frombuffer(data[:size], np.uint8)
     decoded = decode(request(("x", "UINT8", [size]), ("y", "UINT8", [size]), raw=[data[:size], data[:size]]))
@@ -147,13 +147,13 @@ def with_unknown_field(message: ModelInferRequest) -> bytes:
 
 
 @pytest.mark.parametrize("spell", [in_reverse, with_raw_contents_at_both_ends, with_unknown_field])
-def test_unusual_but_valid_spelling_of_a_message_means_the_same(spell: Callable[[ModelInferRequest], bytes]) -> None:
+def test_unusual_but_valid_encoding_decodes_the_same(spell: Callable[[ModelInferRequest], bytes]) -> None:
     message = request(("x", "INT32", [1]), ("y", "INT32", [1]), raw=[b"\1\0\0\0", b"\2\0\0\0"])
     decoded = decode_request(spell(message))
     assert [tensor.array.tolist() for tensor in decoded.inputs] == [[1], [2]]
 
 
-def test_no_cut_or_flipped_byte_of_a_request_raises_anything_but_a_refusal() -> None:
+def test_truncated_or_corrupted_request_raises_only_serve_errors() -> None:
     message = request(("x", "INT32", [1]), ("y", "BYTES", [1]), raw=[b"\1\0\0\0", b"\2\0\0\0ab"])
     message.parameters["priority"].int64_param = 1
     message.outputs.add(name="z")
@@ -313,7 +313,7 @@ def test_heads_beyond_the_bound_are_rejected() -> None:
     )
 
 
-def test_id_that_is_no_text_is_refused_and_of_two_the_last_counts() -> None:
+def test_id_that_is_not_text_is_rejected_and_the_last_of_two_wins() -> None:
     head, raw = request(("x", "UINT8", [1])).SerializeToString(), request(raw=[b"1"]).SerializeToString()[3:]
     assert decode_request(head + b"\x1a\1a" + b"\x1a\1b" + raw).id == "b"
     expect_invalid(head + b"\x1a\1\xff" + raw, "not a valid message of type inference.ModelInferRequest")
@@ -341,7 +341,7 @@ def test_answers_of_one_shape_name_their_own_request(request_id: str) -> None:
         assert message.SerializeToString() == encode_response(response)
 
 
-def test_garbage_is_refused_by_the_name_of_the_message() -> None:
+def test_garbage_is_rejected_with_the_message_name() -> None:
     expect_invalid(b"\xff" * 40, "not a valid message of type inference.ModelInferRequest")
 
 
@@ -362,7 +362,7 @@ def test_garbage_is_refused_by_the_name_of_the_message() -> None:
         ("BYTES", "bytes_contents", [b"a\0", "ü".encode()]),
     ],
 )
-def test_typed_contents_of_every_datatype_arrive(datatype: str, field: str, values: list[object]) -> None:
+def test_typed_contents_of_every_datatype_are_decoded(datatype: str, field: str, values: list[object]) -> None:
     (tensor,) = decode(typed(datatype, [2, 1], **{field: values})).inputs
     expected = [item.decode() if isinstance(item, bytes) else item for item in values]
     assert tensor.array.dtype == tensor.datatype.numpy
@@ -373,7 +373,7 @@ def test_typed_contents_of_every_datatype_arrive(datatype: str, field: str, valu
 @pytest.mark.parametrize(("dtype", "field"), [(np.float32, "fp32_contents"), (np.float64, "fp64_contents")])
 @pytest.mark.parametrize("unknown", [b"", b"\xa2\x06\x03abc", b"\x0d\x01\0\0\0"], ids=["none", "unknown", "other"])
 @pytest.mark.parametrize("count", [1, 40, 5000])
-def test_typed_floats_are_those_that_protobuf_reads(
+def test_typed_floats_equal_the_protobuf_parse(
     dtype: type[np.floating], field: str, unknown: bytes, count: int
 ) -> None:
     """Also beside fields that it does not know, or knows by another type."""
@@ -396,7 +396,7 @@ def test_typed_floats_are_those_that_protobuf_reads(
         ("UINT16", "uint_contents", 65536),
     ],
 )
-def test_typed_value_out_of_range_is_refused_not_cut(datatype: str, field: str, value: int) -> None:
+def test_typed_value_out_of_range_is_rejected_not_truncated(datatype: str, field: str, value: int) -> None:
     expect_invalid(
         typed(datatype, [2], **{field: [0, value]}),
         f"value {value} of input 'x' for model 'm' is out of the range of {datatype}",
@@ -410,7 +410,7 @@ def test_present_but_empty_contents_are_a_tensor_without_elements(datatype: Data
     assert tensor.array.dtype == datatype.numpy
 
 
-def test_zero_size_raw_tensor_and_scalar_are_legal() -> None:
+def test_empty_raw_tensor_and_scalar_are_valid() -> None:
     inputs = decode(request(("x", "FP32", [1, 0]), ("y", "INT64", []), raw=[b"", b"\7" + b"\0" * 7])).inputs
     assert inputs[0].array.shape == (1, 0)
     assert inputs[1].array.shape == ()
@@ -418,7 +418,7 @@ def test_zero_size_raw_tensor_and_scalar_are_legal() -> None:
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-def test_half_precision_travels_raw_only(datatype: str) -> None:
+def test_half_precision_is_raw_only(datatype: str) -> None:
     expect_invalid(
         typed(datatype, [1], fp32_contents=[1.0]),
         "unexpected explicit tensor data for input tensor 'x' for model 'm' "
@@ -426,34 +426,34 @@ def test_half_precision_travels_raw_only(datatype: str) -> None:
     )
 
 
-def test_typed_contents_in_the_field_of_another_datatype_are_refused() -> None:
+def test_typed_contents_in_the_field_of_another_datatype_are_rejected() -> None:
     expect_invalid(
         typed("INT64", [1], int_contents=[1]),
         "unexpected explicit tensor data for input tensor 'x' for model 'm' of type 'INT32', expected datatype 'INT64'",
     )
 
 
-def test_two_typed_fields_are_refused() -> None:
+def test_two_typed_fields_are_rejected() -> None:
     expect_invalid(
         typed("INT32", [1], int_contents=[1], uint_contents=[1]),
         "unexpected explicit tensor data for input tensor 'x' for model 'm', binary data was already supplied.",
     )
 
 
-def test_typed_and_raw_contents_in_one_request_are_refused_even_when_empty() -> None:
+def test_typed_and_raw_contents_together_are_rejected_even_when_empty() -> None:
     message = request(("x", "INT32", [1]), ("y", "INT32", [1]), raw=[b"\0" * 4])
     message.inputs[1].contents.SetInParent()
     expect_invalid(message, "contents field must not be specified when using raw_input_contents for 'y' for model 'm'")
 
 
-def test_input_without_data_is_refused() -> None:
+def test_input_without_data_is_rejected() -> None:
     expect_invalid(
         request(("x", "INT32", [1]), ("y", "INT32", [1]), raw=[b"\0" * 4]),
         "unable to find data for input tensor 'y' for model 'm' in request.",
     )
 
 
-def test_raw_contents_that_belong_to_no_input_are_refused() -> None:
+def test_raw_contents_without_an_input_are_rejected() -> None:
     expect_invalid(
         request(("x", "INT32", [1]), raw=[b"\0" * 4, b"\0" * 4]), "unexpected additional input data for model 'm'"
     )
@@ -463,14 +463,14 @@ def test_raw_contents_that_belong_to_no_input_are_refused() -> None:
     ("shape", "size", "expected"),
     [([2, 2], 12, 16), ([1], 8, 4), ([2**62, 4], 0, 2**66), ([2**32, 2**32], 0, 2**66)],
 )
-def test_raw_bytes_that_do_not_fill_the_shape_are_refused(shape: list[int], size: int, expected: int) -> None:
+def test_raw_bytes_that_do_not_fill_the_shape_are_rejected(shape: list[int], size: int, expected: int) -> None:
     expect_invalid(
         request(("x", "FP32", shape), raw=[b"\0" * size]),
         f"input byte size mismatch for input 'x' for model 'm'. Expected {expected}, got {size}",
     )
 
 
-def test_typed_elements_that_do_not_fill_the_shape_are_refused() -> None:
+def test_typed_elements_that_do_not_fill_the_shape_are_rejected() -> None:
     expect_invalid(
         typed("FP32", [2**40], fp32_contents=[1, 2]),
         f"input byte size mismatch for input 'x' for model 'm'. Expected {2**42}, got 8",
@@ -481,31 +481,31 @@ def test_typed_elements_that_do_not_fill_the_shape_are_refused() -> None:
     )
 
 
-def test_shape_no_array_can_have_is_refused() -> None:
+def test_impossible_shape_is_rejected() -> None:
     expect_invalid(
         request(("x", "FP32", [0, 2**62, 2**62]), raw=[b""]), "may have at most 1152921504606846975 elements, got [0,"
     )
     expect_invalid(request(("x", "FP32", [1] * 65), raw=[b"\0" * 4]), "may have at most 64 dimensions, got 65")
 
 
-def test_negative_dimension_is_refused() -> None:
+def test_negative_dimension_is_rejected() -> None:
     expect_invalid(
         request(("x", "FP32", [-2, -2]), raw=[b"\0" * 16]),
         "All input dimensions should be specified for input 'x' for model 'm', got [-2,-2]",
     )
 
 
-def test_unknown_datatype_is_refused() -> None:
+def test_unknown_datatype_is_rejected() -> None:
     expect_invalid(request(("x", "FP8", [1]), raw=[b"\0"]), "unknown datatype 'FP8'")
 
 
 @pytest.mark.parametrize("raw", [b"\x02\0\0\0\xff\xfe"])
-def test_string_elements_that_are_not_text_are_refused(raw: bytes) -> None:
+def test_string_elements_that_are_not_text_are_rejected(raw: bytes) -> None:
     expect_invalid(request(("x", "BYTES", [1]), raw=[raw]), "not valid UTF-8")
     expect_invalid(typed("BYTES", [1], bytes_contents=[raw[4:]]), "not valid UTF-8")
 
 
-def test_input_or_output_given_twice_is_refused() -> None:
+def test_duplicate_input_or_output_is_rejected() -> None:
     expect_invalid(
         request(("x", "UINT8", [1]), ("x", "UINT8", [1]), raw=[b"\0", b"\0"]), "input 'x' already exists in request"
     )
@@ -515,7 +515,7 @@ def test_input_or_output_given_twice_is_refused() -> None:
     expect_invalid(message, "output 'y' already exists in request")
 
 
-def test_envelope_and_requested_outputs_arrive() -> None:
+def test_envelope_and_requested_outputs_are_decoded() -> None:
     message = request()
     message.id = "17"
     message.model_version = "2"
@@ -526,7 +526,7 @@ def test_envelope_and_requested_outputs_arrive() -> None:
     assert decoded.outputs == [RequestedOutput("b"), RequestedOutput("a")]
 
 
-def test_version_that_is_no_number_is_refused() -> None:
+def test_version_that_is_not_a_number_is_rejected() -> None:
     for version in ("two", "-1", "1.0", "²"):
         message = request()
         message.model_version = version
@@ -555,7 +555,7 @@ def test_parameters_keep_their_types() -> None:
     assert [type(parameters[key]) for key in "sbid"] == [str, bool, int, float]
 
 
-def test_reserved_parameter_is_refused() -> None:
+def test_reserved_parameter_is_rejected() -> None:
     message = request()
     message.parameters["triton_x"].bool_param = True
     expect_invalid(
@@ -563,7 +563,7 @@ def test_reserved_parameter_is_refused() -> None:
     )
 
 
-def test_parameter_of_the_wrong_type_or_without_a_value_is_refused() -> None:
+def test_parameter_of_the_wrong_type_or_without_a_value_is_rejected() -> None:
     message = request()
     message.parameters["sequence_start"].int64_param = 1
     expect_invalid(message, "invalid value type for 'sequence_start' parameter, expected bool_param.")
@@ -572,14 +572,14 @@ def test_parameter_of_the_wrong_type_or_without_a_value_is_refused() -> None:
     expect_invalid(message, "invalid value type for 'custom' parameter, expected bool_param or int64_param")
 
 
-def test_classes_asked_of_an_output_arrive() -> None:
+def test_requested_classification_is_decoded() -> None:
     message = request()
     message.outputs.add(name="y").parameters["classification"].int64_param = 3
     message.outputs.add(name="z")
     assert decode(message).outputs == [RequestedOutput("y", classes=3), RequestedOutput("z")]
 
 
-def test_classes_that_are_no_positive_int64_are_refused() -> None:
+def test_class_count_that_is_not_a_positive_int64_is_rejected() -> None:
     for value in (0, -1):
         message = request()
         message.outputs.add(name="y").parameters["classification"].int64_param = value
@@ -591,7 +591,7 @@ def test_classes_that_are_no_positive_int64_are_refused() -> None:
     expect_invalid(message, "invalid value type for 'classification' parameter, expected int64_param.")
 
 
-def test_classes_do_not_go_into_shared_memory() -> None:
+def test_classification_into_shared_memory_is_rejected() -> None:
     message = request()
     output = message.outputs.add(name="y")
     output.parameters["classification"].int64_param = 1
@@ -608,7 +608,7 @@ def test_input_in_a_region_leaves_the_raw_contents_to_the_others() -> None:
     assert decoded.regions == RegionUse([RegionInput("y", DataType.BYTES, (2,), span)], {})
 
 
-def test_output_in_a_region_is_remembered_by_its_name() -> None:
+def test_output_in_a_region_is_decoded_by_its_name() -> None:
     message = request()
     in_region(message.outputs.add(name="y").parameters, "r", 8)
     message.outputs.add(name="z")
@@ -617,7 +617,7 @@ def test_output_in_a_region_is_remembered_by_its_name() -> None:
     assert decoded.regions == RegionUse([], {"y": RegionSpan("r", 0, 8)})
 
 
-def test_contents_and_a_region_for_one_input_are_refused() -> None:
+def test_contents_and_a_region_for_one_input_are_rejected() -> None:
     message = typed("FP32", [1], fp32_contents=[1.0])
     in_region(message.inputs[0].parameters, "r", 4)
     expect_invalid(message, "input 'x' for model 'm' has both contents and 'shared_memory_region'")
@@ -639,7 +639,7 @@ def test_placed_output_has_an_empty_entry_among_the_raw_contents() -> None:
 
 
 @interpreted_only
-def test_answer_over_the_message_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_over_the_message_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_answer, "MAX_MESSAGE_BYTES", 100)
     response = InferResponse("m", "1", "", [Tensor("y", DataType.UINT8, np.zeros(200, np.uint8))])
     with pytest.raises(ServeError, match="which exceeds gRPC's byte size limit 100"):

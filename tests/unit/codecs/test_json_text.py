@@ -49,7 +49,7 @@ def test_tokens_are_written_and_negative_zero_keeps_its_sign() -> None:
 @pytest.mark.parametrize("datatype", [DataType.FP16, DataType.FP32, DataType.FP64])
 @pytest.mark.parametrize("odd", [[np.nan], [-np.inf], [np.nan, np.inf, np.nan, -np.inf]])
 @pytest.mark.parametrize("stride", [1, 3, 499, 10_000])
-def test_numbers_beside_tokens_are_spelled_as_without(datatype: DataType, odd: list[float], stride: int) -> None:
+def test_numbers_beside_tokens_are_encoded_as_without(datatype: DataType, odd: list[float], stride: int) -> None:
     bits = np.random.default_rng(0).integers(0, 256, 1000 * datatype.itemsize, np.uint8)
     array = bits.view(datatype.numpy).copy()
     array[~np.isfinite(array)] = 0
@@ -63,7 +63,7 @@ def test_numbers_beside_tokens_are_spelled_as_without(datatype: DataType, odd: l
     assert spell(array, datatype).decode() == plain
 
 
-def test_each_array_has_its_own_tokens_and_those_without_stay() -> None:
+def test_each_array_has_its_own_tokens() -> None:
     with_tokens, whole, numbers = np.array([np.nan, 0.5]), np.array([1.5], np.float32), np.array([7], np.uint64)
     outputs = [
         Tensor("a", DataType.FP64, with_tokens),
@@ -74,20 +74,20 @@ def test_each_array_has_its_own_tokens_and_those_without_stay() -> None:
     assert write_json(document, outputs) == b'{"a":[NaN,0.5],"b":[{"data":[1.5]},{"data":[7]}],"d":7,"e":[]}'
 
 
-def test_text_is_written_alike_with_and_without_tokens() -> None:
+def test_text_is_encoded_equally_with_and_without_tokens() -> None:
     text = '\u2028 "ñ" \\ \n 😀 null NaN'
     one = np.array([1.0])
     assert spell(one, DataType.FP64, text).replace(b"1.0", b"NaN") == spell(one * np.nan, DataType.FP64, text)
     assert json.loads(spell(one, DataType.FP64, text))["text"] == text
 
 
-def test_half_a_surrogate_pair_is_refused_beside_the_bare_tokens_too() -> None:
+def test_lone_surrogate_is_rejected_beside_tokens() -> None:
     with pytest.raises(ServeError, match="failed to parse the request JSON buffer"):
         parse_json(b'{"id": "\\ud800", "data": [NaN]}')
     assert parse_json(b'{"id": "\\ud83d\\ude00", "data": [Infinity]}') == {"id": "😀", "data": [math.inf]}
 
 
-def test_long_arrays_are_put_together_in_lent_memory() -> None:
+def test_long_arrays_are_joined_in_a_lent_buffer() -> None:
     array = np.arange(100_000, dtype=np.float32)
     array[7] = np.nan
     tensor, memory = Tensor("y", DataType.FP32, array), LargeMemory()
@@ -123,7 +123,7 @@ def expect_wrong_type(data: list[Any], datatype: DataType, wanted: str, came: st
 
 
 @pytest.mark.parametrize("datatype", INTEGERS)
-def test_integers_arrive_to_the_ends_of_their_range_and_not_beyond(datatype: DataType) -> None:
+def test_integers_are_decoded_within_their_range_only(datatype: DataType) -> None:
     limits = np.iinfo(datatype.numpy)
     low, high = int(limits.min), int(limits.max)
     assert decode([low, 0, high], datatype, 3).tolist() == [low, 0, high]
@@ -169,7 +169,7 @@ def test_only_numbers_become_numbers(datatype: DataType, odd: object, came: str)
     ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
-def test_number_beyond_the_range_is_refused_rather_than_made_infinite(
+def test_number_out_of_range_is_rejected_instead_of_infinite(
     datatype: DataType, largest: float, beyond: float, sign: int
 ) -> None:
     kept = decode([sign * largest], datatype, 1)
@@ -183,7 +183,7 @@ def test_numbers_of_both_forms_and_non_finite_ones_arrive(datatype: DataType) ->
     np.testing.assert_array_equal(decoded, [1, 0.5, -2, np.inf, -np.inf, np.nan])
 
 
-def test_integers_alone_are_numbers_too() -> None:
+def test_integers_are_decoded_as_floats() -> None:
     assert decode([1, -2], DataType.FP32, 2).tolist() == [1, -2]
     assert decode([2**64, -(2**70)], DataType.FP64, 2).tolist() == [float(2**64), float(-(2**70))]
 
@@ -206,7 +206,7 @@ LARGEST_ODD = 2.0**128 - 2.0**103
 @example([LARGEST_ODD])
 @example([np.nextafter(LARGEST_ODD, 0).item()])
 @example([2**128 - 2**103 - 1, 1e-46, -0.0])
-def test_single_precision_is_rounded_or_refused_as_numpy_does_it(numbers: list[float]) -> None:
+def test_single_precision_is_rounded_or_rejected_as_in_numpy(numbers: list[float]) -> None:
     try:
         with np.errstate(over="raise"):
             expected = np.array(numbers, np.float64).astype(np.float32)
@@ -225,7 +225,7 @@ def test_bfloat16_is_rounded_to_nearest_and_ties_to_even() -> None:
     assert [hex(b) for b in bits] == ["0x3f80", "0xc000", "0x3f80", "0x3f82", "0x3f81", "0x0", "0x0", "0x8000"]
 
 
-def test_truth_values_come_as_such_or_as_0_and_1() -> None:
+def test_bools_are_json_bools_or_0_and_1() -> None:
     assert decode([True, False, 1, 0], DataType.BOOL, 4).tolist() == [True, False, True, False]
     assert decode([1, 0], DataType.BOOL, 2).tolist() == [True, False]
     wanted = "booleans (true, false, 0 or 1)"
@@ -247,7 +247,7 @@ def test_only_strings_become_strings(odd: object, came: str) -> None:
     expect_wrong_type(["a", odd], DataType.BYTES, "strings", came)
 
 
-def test_lone_surrogate_is_refused() -> None:
+def test_lone_surrogate_is_rejected() -> None:
     assert refusal(["a", "\ud800"], DataType.BYTES) == (
         "Unable to parse 'data' of input 'x': a string is not valid Unicode"
     )
@@ -273,7 +273,7 @@ def test_elements_are_read_in_row_major_order_at_any_nesting(datatype: DataType,
 
 @pytest.mark.parametrize("datatype", DataType)
 @pytest.mark.parametrize(("data", "shape"), [([], (0,)), ([], (2, 0)), ([[], []], (2, 0)), ([[[]]], (0, 7))])
-def test_no_elements_are_legal(datatype: DataType, data: list[Any], shape: tuple[int, ...]) -> None:
+def test_empty_data_is_valid(datatype: DataType, data: list[Any], shape: tuple[int, ...]) -> None:
     decode(data, datatype, *shape)
 
 
@@ -299,7 +299,7 @@ def test_scalar_is_a_list_of_one() -> None:
         ([[[1], [0, 1]], [[1]]], (4,), "[4] takes 4 elements", "ragged lists"),
     ],
 )
-def test_wrong_number_of_elements_is_refused(
+def test_wrong_number_of_elements_is_rejected(
     datatype: DataType, data: list[Any], shape: tuple[int, ...], spelled: str, came: str
 ) -> None:
     with pytest.raises(ServeError) as caught:
@@ -311,7 +311,7 @@ def test_wrong_number_of_elements_is_refused(
     )
 
 
-def test_lists_may_be_nested_to_64_levels() -> None:
+def test_lists_nest_up_to_64_levels() -> None:
     def nested(depth: int) -> list[Any]:
         data: Any = 1
         for _ in range(depth):
@@ -324,7 +324,7 @@ def test_lists_may_be_nested_to_64_levels() -> None:
         assert refusal(nested(depth), DataType.INT32, 1).endswith("got lists nested deeper than 64")
 
 
-def test_long_text_beside_many_numbers_costs_no_memory() -> None:
+def test_long_string_beside_many_numbers_uses_no_extra_memory() -> None:
     data = ["x" * 20_000, *[1] * 20_000]  # as an array of one type of text: 1.6 GB
     tracemalloc.start()
     try:
@@ -343,7 +343,7 @@ def values(array: np.ndarray, datatype: DataType) -> np.ndarray:
 
 
 @pytest.mark.parametrize("datatype", [*INTEGERS, *FLOATS, DataType.BOOL, DataType.BYTES])
-def test_every_datatype_goes_out_flat_and_comes_back(datatype: DataType) -> None:
+def test_every_datatype_is_encoded_flat_and_decoded_back(datatype: DataType) -> None:
     if datatype is DataType.BYTES:
         array = np.array([["a", "ü"], ["", "\0"]], object)
     elif datatype is DataType.BF16:
@@ -357,7 +357,7 @@ def test_every_datatype_goes_out_flat_and_comes_back(datatype: DataType) -> None
 
 
 @pytest.mark.parametrize("datatype", DataType)
-def test_array_that_is_not_contiguous_goes_out_in_row_major_order(datatype: DataType) -> None:
+def test_non_contiguous_array_is_encoded_in_row_major_order(datatype: DataType) -> None:
     array = np.arange(2, 8).reshape(2, 3).T.astype(str if datatype is DataType.BYTES else int).astype(datatype.numpy)
     encoded: Any = encode_json_data(array, datatype)
     again: Any = encode_json_data(np.ascontiguousarray(array), datatype)

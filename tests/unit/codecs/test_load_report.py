@@ -1,4 +1,4 @@
-"""Load reports in the three formats, each read back as their readers do."""
+"""Load reports in the three formats, each parsed back by its reader."""
 
 import struct
 
@@ -18,14 +18,14 @@ from ortserve.codecs.load_report import (
 REPORT = LoadReport(0.8, 1 / 3, 1234.5, 0.0, {"saturation": 0.8, "event_loop_utilization": 1e-9})
 
 
-def test_text_is_names_and_values_with_fields_of_the_map_by_dotted_names() -> None:
+def test_text_format_uses_dotted_names_for_map_fields() -> None:
     assert encode_text(REPORT) == (
         b"TEXT application_utilization=0.8, cpu_utilization=0.333333, rps_fractional=1234.5, eps=0, "
         b"named_metrics.saturation=0.8, named_metrics.event_loop_utilization=0"
     )
 
 
-def test_json_is_the_message_by_its_field_names() -> None:
+def test_json_format_uses_the_field_names() -> None:
     prefix, _, document = encode_json(REPORT).partition(b" ")
     assert prefix == b"JSON"
     assert orjson.loads(document) == {
@@ -37,7 +37,7 @@ def test_json_is_the_message_by_its_field_names() -> None:
     }
 
 
-def test_message_has_the_numbers_of_the_public_one() -> None:
+def test_message_has_the_public_field_numbers() -> None:
     # Tags as in cncf/xds: cpu_utilization 1, rps_fractional 6, application_utilization 9, all of 64 bits.
     fields = ((1 << 3 | 1, 0.25), (6 << 3 | 1, 2.0), (9 << 3 | 1, 1.5))
     expected = b"".join(bytes([tag]) + struct.pack("<d", value) for tag, value in fields)
@@ -50,6 +50,6 @@ def test_message_has_the_numbers_of_the_public_one() -> None:
 @pytest.mark.parametrize(
     ("text", "known"), [("text", LoadFormat.TEXT), (" JSON ", LoadFormat.JSON), ("Bin", LoadFormat.BIN), ("", None)]
 )
-def test_formats_are_read_in_any_case(text: str, known: LoadFormat | None) -> None:
+def test_format_names_are_case_insensitive(text: str, known: LoadFormat | None) -> None:
     assert read_load_format(text) is known
     assert read_load_format(text + "x") is None

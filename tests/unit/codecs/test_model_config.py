@@ -46,11 +46,11 @@ def parse(text: str) -> ModelConfig:
     return text_format.Parse(text, ModelConfig())
 
 
-def test_complete_configuration_is_as_clients_of_the_protocol_know_it() -> None:
+def test_complete_configuration_has_the_protocol_form() -> None:
     assert config_json(parse(EXAMPLE)) == json.loads(EXAMPLE_JSON)
 
 
-def test_integers_of_any_size_are_numbers_and_keys_of_maps_are_texts() -> None:
+def test_integers_are_json_numbers_and_map_keys_are_strings() -> None:
     shown = config_json(
         parse(
             "input { dims: -1 dims: 9007199254740993 } version_policy { specific { versions: 3 } } "
@@ -73,7 +73,7 @@ def test_unset_members_have_no_key_if_clients_check_for_the_key() -> None:
     assert shown["model_warmup"][0]["inputs"]["x"] == {"data_type": "TYPE_INVALID", "dims": [], "zero_data": True}
 
 
-def test_reading_takes_texts_for_integers_and_both_spellings_of_names() -> None:
+def test_decoder_accepts_string_integers_and_both_name_spellings() -> None:
     text = '{"max_batch_size": "16", "versionPolicy": {"latest": {"num_versions": 2}}, "backend": "onnxruntime"}'
     assert parse_config_json(text) == parse(
         'max_batch_size: 16 version_policy { latest { num_versions: 2 } } backend: "onnxruntime"'
@@ -108,7 +108,7 @@ def test_invalid_configuration_is_rejected_in_one_line(text: str | bytes, proble
     assert len(caught.value.message) < 300
 
 
-def test_both_spellings_of_lists_and_messages_are_read() -> None:
+def test_both_forms_of_lists_and_messages_are_parsed() -> None:
     one = parse_config_text(b'input [ { name: "x", dims: [ -1, 16 ] }, { name: "y" dims: 3 } ] # and a comment\n')
     other = parse_config_text(b'input: { name: "x" dims: -1 dims: 16 } input { name: "y" dims: [3] }')
     assert one == other

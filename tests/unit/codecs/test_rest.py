@@ -38,7 +38,7 @@ def expect_invalid(document: object, *tails: bytes, text: str) -> None:
 
 
 def entry(**changes: object) -> dict[str, object]:
-    """A good input, with keys changed or, where None, left out."""
+    """A valid input with changed keys; keys with None are left out."""
     whole: dict[str, object] = {"name": "x", "shape": [2], "datatype": "INT32", "data": [1, 2], **changes}
     return {key: value for key, value in whole.items() if value is not None}
 
@@ -61,7 +61,7 @@ def test_input_in_a_region_leaves_the_binary_tail_to_the_others() -> None:
     assert request.regions == RegionUse([RegionInput("y", DataType.BYTES, (2,), RegionSpan("r", 4, 12))], {})
 
 
-def test_output_in_a_region_is_remembered_by_its_name() -> None:
+def test_output_in_a_region_is_decoded_by_its_name() -> None:
     region = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "binary_data": False}
     outputs = [{"name": "y", "parameters": region}, {"name": "z"}]
     request = decode({"inputs": [], "outputs": outputs})
@@ -69,7 +69,7 @@ def test_output_in_a_region_is_remembered_by_its_name() -> None:
     assert request.regions == RegionUse([], {"y": RegionSpan("r", 0, 8)})
 
 
-def test_request_without_regions_says_so() -> None:
+def test_regions_are_none_without_region_parameters() -> None:
     assert decode({"inputs": [entry()], "outputs": [{"name": "y"}]}).regions is None
 
 
@@ -107,7 +107,7 @@ def test_request_with_everything() -> None:
     ("by_default", "of_output", "expected"),
     [(None, None, False), (None, True, True), (False, True, True), (True, None, True), (True, False, False)],
 )
-def test_form_of_an_output_is_its_own_word_before_the_requests(
+def test_output_format_overrides_the_request_format(
     by_default: bool | None, of_output: bool | None, expected: bool
 ) -> None:
     document: dict[str, Any] = {"inputs": [], "outputs": [{"name": "y"}]}
@@ -119,17 +119,17 @@ def test_form_of_an_output_is_its_own_word_before_the_requests(
 
 
 @pytest.mark.parametrize("outputs", [[], None])
-def test_no_outputs_listed_mean_all_in_the_form_of_the_request(outputs: list[Any] | None) -> None:
+def test_no_listed_outputs_means_all_in_the_request_format(outputs: list[Any] | None) -> None:
     request = decode({"inputs": [], "outputs": outputs, "parameters": {"binary_data_output": True}})
     assert request.outputs == []
     assert request.binary_output is True
 
 
-def test_empty_id_is_none() -> None:
+def test_empty_id_counts_as_absent() -> None:
     assert decode({"id": "", "inputs": []}).id == ""
 
 
-def test_binary_tensors_are_taken_in_the_order_of_the_inputs_between_json_ones() -> None:
+def test_binary_tensors_follow_the_order_of_the_inputs() -> None:
     text = struct.pack("<I", 3) + b"abc"
     request = decode(
         {
@@ -149,13 +149,13 @@ def test_binary_tensors_are_taken_in_the_order_of_the_inputs_between_json_ones()
     assert [tensor.array.tolist() for tensor in request.inputs] == [[1, 2], [1, 2], ["abc"], [[]], [1.0]]
 
 
-def test_header_without_binary_tensors_is_well() -> None:
+def test_header_without_binary_tensors_is_valid() -> None:
     body = orjson.dumps({"inputs": [entry()]})
     assert decode_rest_request(body, len(body), "m", "").inputs[0].array.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("datatype", [datatype for datatype in DataType if datatype is not DataType.BYTES])
-def test_every_datatype_arrives_in_binary_and_in_json(datatype: DataType) -> None:
+def test_every_datatype_is_decoded_from_binary_and_json(datatype: DataType) -> None:
     array = np.array([[0, 1, 1], [1, 0, 1]]).astype(datatype.numpy)
     data = array.tolist()
     if datatype is DataType.BF16:
@@ -181,7 +181,7 @@ def test_tokens_are_not_integers() -> None:
     expect_invalid(body, text="Unable to parse 'data' of input 'x': expected integers for INT32, got nan")
 
 
-def test_number_too_large_for_any_type_is_refused_beside_a_token_too() -> None:
+def test_oversized_number_is_rejected_beside_a_token() -> None:
     for data in ("1e400", "1e400,NaN"):
         body = b'{"inputs":[{"name":"x","shape":[%d],"datatype":"FP64","data":[%s]}]}' % (
             data.count(",") + 1,
@@ -212,7 +212,7 @@ def test_number_too_large_for_any_type_is_refused_beside_a_token_too() -> None:
     ],
     ids=lambda body: repr(body[:20]),
 )
-def test_body_that_is_not_json_is_refused_with_the_place(body: bytes) -> None:
+def test_body_that_is_not_json_is_rejected_with_the_position(body: bytes) -> None:
     error = refusal(body)
     assert error.kind is ErrorKind.INVALID_INPUT
     assert error.message.startswith("failed to parse the request JSON buffer: ")
@@ -280,12 +280,12 @@ PARSE = [
 
 
 @pytest.mark.parametrize(("document", "text"), PARSE, ids=[text[:60] for _, text in PARSE])
-def test_value_of_the_wrong_kind_is_refused_and_named(document: object, text: str) -> None:
+def test_value_of_the_wrong_type_is_rejected_and_named(document: object, text: str) -> None:
     expect_invalid(document, text=text)
 
 
 @pytest.mark.parametrize("dim", [-1, 1.5, 2.0, True, "2", None, [2], 1e300])
-def test_dimension_that_is_no_unsigned_integer_is_refused(dim: object) -> None:
+def test_dimension_that_is_not_an_unsigned_integer_is_rejected(dim: object) -> None:
     expect_invalid(
         {"inputs": [entry(shape=[1, dim])]},
         text="Unable to parse 'shape' of input 'x': attempt to access JSON non-unsigned-integer as unsigned-integer: "
@@ -295,7 +295,7 @@ def test_dimension_that_is_no_unsigned_integer_is_refused(dim: object) -> None:
 
 @pytest.mark.parametrize("shape", [[2**62], [2**32, 2**32], [2**21] * 3, [2**63, 0], [0, 2**40, 2**40]])
 @pytest.mark.parametrize("form", [entry, lambda **changes: binary(8, **changes)], ids=["json", "binary"])
-def test_shape_with_more_elements_than_memory_can_have_is_refused(form: Any, shape: list[int]) -> None:
+def test_shape_with_too_many_elements_is_rejected(form: Any, shape: list[int]) -> None:
     expect_invalid(
         {"inputs": [form(shape=shape)]},
         text="Unable to parse 'shape' of input 'x': at most 1152921504606846975 elements, got "
@@ -303,7 +303,7 @@ def test_shape_with_more_elements_than_memory_can_have_is_refused(form: Any, sha
     )
 
 
-def test_shape_of_very_many_dimensions_is_refused_before_they_are_multiplied() -> None:
+def test_shape_of_too_many_dimensions_is_rejected_before_multiplication() -> None:
     # Multiplied first, these would take minutes.
     expect_invalid(
         {"inputs": [entry(shape=[2**62] * 500_000)]},
@@ -351,7 +351,7 @@ def test_output_is_either_binary_or_in_a_region() -> None:
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, "8", True])
-def test_binary_size_that_is_no_unsigned_integer_is_refused(size: object) -> None:
+def test_binary_size_that_is_not_an_unsigned_integer_is_rejected(size: object) -> None:
     came = "a string" if isinstance(size, str) else "a boolean" if size is True else repr(size)
     expect_invalid(
         {"inputs": [binary(size)]},
@@ -389,7 +389,7 @@ def test_binary_sizes_must_add_up() -> None:
     )
 
 
-def test_strings_that_are_not_utf8_are_refused() -> None:
+def test_strings_that_are_not_utf8_are_rejected() -> None:
     error = refusal({"inputs": [binary(5, shape=[1], datatype="BYTES")]}, struct.pack("<I", 1) + b"\xff")
     assert error.kind is ErrorKind.INVALID_INPUT
     begin = "string element 0 of inference input 'x' is not valid UTF-8"
@@ -397,33 +397,33 @@ def test_strings_that_are_not_utf8_are_refused() -> None:
 
 
 @pytest.mark.parametrize("json_size", [3, 10**18])
-def test_header_larger_than_the_body_is_refused(json_size: int) -> None:
+def test_header_larger_than_the_body_is_rejected(json_size: int) -> None:
     with pytest.raises(ServeError) as caught:
         decode_rest_request(b"{}", json_size, "m", "")
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == f"inference header size should be in range (0, 2), got: {json_size}"
 
 
-def test_header_that_ends_inside_the_json_is_refused() -> None:
+def test_header_that_ends_inside_the_json_is_rejected() -> None:
     body = orjson.dumps({"inputs": []})
     with pytest.raises(ServeError, match="failed to parse the request JSON buffer"):
         decode_rest_request(body, len(body) - 1, "m", "")
 
 
-def test_raw_body_is_kept_as_it_is_for_the_signature_to_explain() -> None:
+def test_raw_body_is_kept_until_the_signature_is_known() -> None:
     for body in (INT32S, b"", b"{"):
         raw = decode_rest_request(body, 0, "m", "2")
         assert raw == InferRequest("m", "2", "", (), (), {}, binary_output=True, raw_input=body)
         assert raw.raw_input is body
 
 
-def test_classes_asked_of_an_output_arrive() -> None:
+def test_requested_classification_is_decoded() -> None:
     outputs = [{"name": "y", "parameters": {"classification": 3, "binary_data": True}}, {"name": "z"}]
     assert decode({"inputs": [], "outputs": outputs}).outputs == [RequestedOutput("y", True, 3), RequestedOutput("z")]
 
 
 @pytest.mark.parametrize("odd", [0, -1, 1.0, True, "3"])
-def test_classes_that_are_no_positive_integer_are_refused(odd: object) -> None:
+def test_class_count_that_is_not_a_positive_integer_is_rejected(odd: object) -> None:
     error = refusal({"inputs": [], "outputs": [{"name": "y", "parameters": {"classification": odd}}]})
     assert error.kind is ErrorKind.INVALID_INPUT
     assert error.message.startswith(
@@ -431,7 +431,7 @@ def test_classes_that_are_no_positive_integer_are_refused(odd: object) -> None:
     )
 
 
-def test_classes_do_not_go_into_shared_memory() -> None:
+def test_classification_into_shared_memory_is_rejected() -> None:
     parameters = {"classification": 1, "shared_memory_region": "r", "shared_memory_byte_size": 8}
     expect_invalid(
         {"inputs": [], "outputs": [{"name": "y", "parameters": parameters}]},
@@ -464,7 +464,7 @@ ENTRIES = st.fixed_dictionaries(
     ),
     st.binary(max_size=12),
 )
-def test_no_document_does_more_than_be_refused(document: dict[str, Any], tail: bytes) -> None:
+def test_any_document_is_decoded_or_rejected(document: dict[str, Any], tail: bytes) -> None:
     refused: ServeError | None = None
     inputs: Sequence[Tensor] = []
     try:
@@ -502,7 +502,7 @@ def test_placed_output_has_neither_data_nor_parameters() -> None:
     assert encoded.body[encoded.json_size :] == b'\x01\0\0\0a\x03\0\0\0\xc3\xbc"'
 
 
-def test_json_answer_to_the_byte() -> None:
+def test_json_answer_has_the_expected_bytes() -> None:
     encoded = encode_rest_response(request(), response(FP32, TEXT, request_id="42"))
     assert encoded == EncodedResponse(
         b'{"model_name":"m","model_version":"7","outputs":['
@@ -512,7 +512,7 @@ def test_json_answer_to_the_byte() -> None:
     )
 
 
-def test_binary_answer_to_the_byte() -> None:
+def test_binary_answer_has_the_expected_bytes() -> None:
     encoded = encode_rest_response(request(binary_output=True), response(FP32, TEXT))
     head = (
         b'{"model_name":"m","model_version":"7","outputs":['
@@ -523,7 +523,7 @@ def test_binary_answer_to_the_byte() -> None:
     assert encoded == EncodedResponse(head + tail, len(head))
 
 
-def test_each_output_is_in_the_form_that_was_asked_for_it() -> None:
+def test_each_output_has_its_requested_format() -> None:
     encoded = encode_rest_response(request(RequestedOutput("y", True), RequestedOutput("t")), response(FP32, TEXT))
     assert encoded.json_size is not None
     document = json.loads(bytes(encoded.body)[: encoded.json_size])
@@ -567,7 +567,7 @@ def test_non_finite_numbers_are_written_as_tokens_among_others(datatype: DataTyp
     assert b'"data":[4611686018427387904]' in encoded.body
 
 
-def test_text_that_says_null_or_nan_is_only_text() -> None:
+def test_string_null_or_nan_stays_a_string() -> None:
     tensor = Tensor("t", DataType.BYTES, np.array(["null", "NaN"], object))
     encoded = encode_rest_response(request(), response(FP32, tensor))
     assert b'"data":["null","NaN"]' in encoded.body
@@ -577,7 +577,7 @@ def test_text_that_says_null_or_nan_is_only_text() -> None:
 @pytest.mark.parametrize("datatype", DataType)
 @pytest.mark.parametrize("is_binary", [False, True])
 @pytest.mark.parametrize("shape", [(2, 2), (0, 3), (), (4,)])
-def test_answer_of_every_datatype_is_a_request_again(
+def test_answer_of_every_datatype_decodes_as_a_request(
     datatype: DataType, is_binary: bool, shape: tuple[int, ...]
 ) -> None:
     if datatype is DataType.BYTES:
@@ -589,7 +589,7 @@ def test_answer_of_every_datatype_is_a_request_again(
     array = array[: int(np.prod(shape))].reshape(shape)
     encoded = encode_rest_response(request(binary_output=is_binary), response(Tensor("y", datatype, array)))
     size = len(encoded.body) if encoded.json_size is None else encoded.json_size
-    document = json.loads(bytes(encoded.body)[:size])  # not orjson: there is an infinity
+    document = json.loads(bytes(encoded.body)[:size])  # not orjson, which rejects infinities
     assert document["outputs"][0]["shape"] == list(shape)
     document["inputs"] = document.pop("outputs")
     (tensor,) = decode_rest_request(
@@ -598,7 +598,7 @@ def test_answer_of_every_datatype_is_a_request_again(
     np.testing.assert_array_equal(tensor.array, array)
 
 
-def test_rows_cut_out_of_a_batch_are_written_right_in_both_forms() -> None:
+def test_rows_sliced_from_a_batch_are_encoded_in_both_formats() -> None:
     batch = np.arange(12, dtype=np.float32).reshape(4, 3)
     tensor = Tensor("y", DataType.FP32, batch[1:3])
     assert json.loads(bytes(encode_rest_response(request(), response(tensor)).body))["outputs"][0]["data"] == [

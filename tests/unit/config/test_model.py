@@ -1,4 +1,4 @@
-"""model.yaml: what it inherits, what it may say, what is said of a bad one."""
+"""model.yaml: inherited options, accepted keys, and error messages."""
 
 import math
 from pathlib import Path
@@ -18,7 +18,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.yaml"
 
 
-def test_model_without_a_file_is_as_the_server_says() -> None:
+def test_model_without_a_file_has_the_server_options() -> None:
     options = load_model_options(None, DEFAULTS)
 
     assert (options.execution_providers, options.max_rows, options.warmup_s) == (("cuda", "cpu"), 16, 1.5)
@@ -31,7 +31,7 @@ def test_empty_file_holds_nothing(file: Path) -> None:
     assert load_model_options(file, DEFAULTS) == load_model_options(None, DEFAULTS)
 
 
-def test_keys_of_the_file_go_before_the_servers_options(file: Path) -> None:
+def test_file_keys_override_server_options(file: Path) -> None:
     file.write_text("execution_providers: [cpu]\nmax_rows: null\nqueue_delay_s: 1\nrequired: true\n")
 
     options = load_model_options(file, DEFAULTS)
@@ -205,7 +205,7 @@ def test_bad_key_inside_a_value_is_reported_by_its_path(file: Path, text: str, p
     assert raised.value.message == f"model.yaml: {problem}"
 
 
-def test_padding_is_with_a_value_that_equals_itself(file: Path) -> None:
+def test_padding_value_must_not_be_nan(file: Path) -> None:
     file.write_text("pad: {x: {axis: 1, multiple: 4, value: .nan}}")
 
     with pytest.raises(ServeError) as raised:

@@ -1,4 +1,4 @@
-"""The order of sources, and what is said of a bad value."""
+"""The precedence of sources, and the messages for bad values."""
 
 from pathlib import Path
 
@@ -25,12 +25,14 @@ def problems_of(flags: dict[str, object], config_path: Path | None = None) -> tu
     return raised.value.problems
 
 
-def test_nothing_given_leaves_the_defaults() -> None:
+def test_absent_options_have_their_defaults() -> None:
     assert read_options({}) == ServerOptions()
     assert (ServerOptions().host, ServerOptions().http_port, ServerOptions().repositories) == ("127.0.0.1", 8000, ())
 
 
-def test_flag_goes_before_environment_before_file_before_default(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+def test_flag_overrides_environment_overrides_file_overrides_default(
+    monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
     file.write_text("http_port: 1\ngrpc_port: 1\nmetrics_port: 1\n")
     monkeypatch.setenv("ORTSERVE_HTTP_PORT", "2")
     monkeypatch.setenv("ORTSERVE_GRPC_PORT", "2")
@@ -41,7 +43,7 @@ def test_flag_goes_before_environment_before_file_before_default(monkeypatch: py
     assert options.max_body_bytes == 67_108_864
 
 
-def test_config_file_is_found_by_environment_unless_a_flag_names_one(
+def test_config_file_comes_from_the_flag_or_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: Path
 ) -> None:
     file.write_text("server_name: by-flag\n")
@@ -70,7 +72,7 @@ def test_lists_in_the_file_are_yaml_lists(file: Path) -> None:
     assert (options.repositories, options.execution_providers) == ((Path("/models"),), ("cuda", "cpu"))
 
 
-def test_empty_variable_counts_as_unset_and_unknown_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_variable_is_unset_and_unknown_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTSERVE_MAX_ROWS", "")
     monkeypatch.setenv("ORTSERVE_PORT", "tcp://10.0.0.1:8000")
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of model.yaml, with which editors complete and check: it must judge as the server does."""
+"""The JSON Schema of model.yaml for editors: it must agree with the server."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ BAD = [
 
 
 def is_taken_by_the_schema(text: str) -> bool:
-    # As editors read the file: keys of mappings are texts.
+    # Editors read keys of mappings as strings.
     validator = jsonschema.Draft202012Validator(make_schema())
     return bool(validator.is_valid(_with_text_keys(yaml.safe_load(text) or {})))
 
@@ -79,18 +79,18 @@ def _with_text_keys(value: Any) -> Any:
     return [_with_text_keys(item) for item in value] if isinstance(value, list) else value
 
 
-def test_schema_is_one() -> None:
+def test_schema_is_a_valid_json_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(make_schema())
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_good_file_is_taken_by_schema_and_server(tmp_path: Path, text: str) -> None:
+def test_valid_file_is_accepted_by_schema_and_server(tmp_path: Path, text: str) -> None:
     assert is_taken_by_the_schema(text)
     assert is_taken_by_the_server(tmp_path, text)
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_file_is_refused_by_schema_and_server(tmp_path: Path, text: str) -> None:
+def test_invalid_file_is_rejected_by_schema_and_server(tmp_path: Path, text: str) -> None:
     assert not is_taken_by_the_schema(text)
     assert not is_taken_by_the_server(tmp_path, text)
 
@@ -98,14 +98,14 @@ def test_bad_file_is_refused_by_schema_and_server(tmp_path: Path, text: str) -> 
 def test_every_key_has_a_description() -> None:
     schema = make_schema()
     assert schema["properties"].keys() == ModelOptions.model_fields.keys()
-    assert [name for name, told in schema["properties"].items() if not told.get("description")] == []
+    assert [name for name, described in schema["properties"].items() if not described.get("description")] == []
     nested = {
-        f"{kind}.{name}": told
+        f"{kind}.{name}": described
         for kind, definition in schema["$defs"].items()
-        for name, told in definition.get("properties", {}).items()
+        for name, described in definition.get("properties", {}).items()
     }
-    undescribed = {key for key, told in nested.items() if not told.get("description")}
-    # Their own kind says all there is to say.
+    undescribed = {key for key, described in nested.items() if not described.get("description")}
+    # Their type is sufficient.
     assert all(
         key.startswith(("PadAxis.", "LatestVersions.", "AllVersions.", "SpecificVersions.")) for key in undescribed
     )

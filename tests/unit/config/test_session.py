@@ -1,4 +1,4 @@
-"""The list of session entries, held against the binaries of ONNX Runtime: as installed, for GPUs, and a plug-in's."""
+"""The list of session entries, compared with ONNX Runtime's binaries: installed, for GPUs, and of a plug-in."""
 
 import mmap
 import platform
@@ -27,7 +27,7 @@ OF_ARM = {"mlas.enable_gemm_fastmath_arm64_bfloat16"}
 """In the package for aarch64 alone, where it was looked for, too."""
 
 NO_ENTRIES = {
-    # Of a run.
+    # Entries of a run.
     "memory.enable_memory_arena_shrinkage",
     # Changed while a session runs.
     "ep.dynamic.workload_type",

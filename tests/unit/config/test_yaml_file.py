@@ -1,4 +1,4 @@
-"""Files of options: what YAML can say and no option means."""
+"""Option files: the supported subset of YAML."""
 
 from pathlib import Path
 

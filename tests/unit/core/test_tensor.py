@@ -62,7 +62,7 @@ def test_integers_and_texts_are_equal_or_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "datatype", "told"),
+    ("one", "other", "datatype", "difference"),
     [
         (fp32(1, 2, 3), fp32(1, 2.5, 3), DataType.FP32, "1 of 3 values differ, by 5.0e-01 at most"),
         (fp32(np.nan, np.inf, 1), fp32(np.nan, 1, 2), DataType.FP32, "2 of 3 values differ, by 1.0e+00 at most"),
@@ -74,5 +74,5 @@ def test_integers_and_texts_are_equal_or_differ() -> None:
         (np.array([True, False]), np.array([False, False]), DataType.BOOL, "1 of 2 values differ"),
     ],
 )
-def test_difference_names_no_value(one: np.ndarray, other: np.ndarray, datatype: DataType, told: str) -> None:
-    assert describe_difference(one, other, datatype) == told
+def test_difference_names_no_value(one: np.ndarray, other: np.ndarray, datatype: DataType, difference: str) -> None:
+    assert describe_difference(one, other, datatype) == difference

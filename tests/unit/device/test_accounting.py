@@ -42,7 +42,7 @@ def test_two_accounts_of_an_owner_are_summed_until_one_closes() -> None:
     assert ledger.totals() == {"m/1": {"buffers": 12}}
 
 
-def test_memory_of_the_host_is_in_books_of_its_own() -> None:
+def test_host_memory_has_separate_accounts() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
     one, two = ledger.open("m/1"), ledger.open("m/1")
     one.enter("buffers", 10)
@@ -58,7 +58,8 @@ def test_memory_of_the_host_is_in_books_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "told"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")]
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")],
 )
-def test_bytes_are_formatted_in_the_largest_unit(nbytes: int, told: str) -> None:
-    assert format_bytes(nbytes) == told
+def test_bytes_are_formatted_in_the_largest_unit(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text

@@ -1,4 +1,4 @@
-"""The door to CUDA, with a runtime of host memory behind it: what is called, with what, in what order."""
+"""The CUDA device on a runtime of host memory: its calls, arguments and their order."""
 
 import ctypes
 import importlib.util
@@ -29,7 +29,7 @@ from servers import LONG_S
 
 
 class HostRuntime:
-    """The functions of ``cupy.cuda.runtime`` that the door uses, by cupy 14.2's signatures, on host memory.
+    """The functions of ``cupy.cuda.runtime`` that the device uses, by cupy 14.2's signatures, on host memory.
 
     Streams work at once. What is used after it was given back raises, as does what was never made.
     """
@@ -87,7 +87,7 @@ class HostRuntime:
         del self.handles[graph]
 
     def eventCreateWithFlags(self, flags: int) -> int:  # noqa: N802
-        assert flags & self.eventBlockingSync, "who waits shall sleep"
+        assert flags & self.eventBlockingSync, "a wait must sleep, not spin"
         return self._handle()
 
     def eventDestroy(self, event: int) -> None:  # noqa: N802
@@ -152,7 +152,7 @@ class CpuComputes(CudaDevice):
     ort_name = "cpu"
 
 
-def test_batches_go_through_the_door_and_all_is_given_back(tmp_path: Path) -> None:
+def test_batches_run_through_cuda_and_release_everything(tmp_path: Path) -> None:
     runtime = HostRuntime()
     with on_device(builders.mlp(tmp_path / "m.onnx"), CpuComputes(0, runtime)) as made:
         assert made.prepared.bound == SIZES
@@ -169,7 +169,7 @@ def test_batches_go_through_the_door_and_all_is_given_back(tmp_path: Path) -> No
     assert runtime.calls.count("setDevice 0") >= 3, "each thread has a device of its own"
 
 
-def test_answers_in_pinned_memory_stay_as_they_are_while_they_are_read(tmp_path: Path) -> None:
+def test_answers_in_pinned_memory_are_stable_while_read(tmp_path: Path) -> None:
     runtime = HostRuntime()
     with on_device(builders.identity(tmp_path / "m.onnx"), CpuComputes(0, runtime)) as made:
         kept = [landed(made.start(batch_of((np.full((2, 4), number, np.float32),))))[0][1:] for number in range(20)]
@@ -207,7 +207,7 @@ def test_sessions_of_cuda_and_tensorrt_share_a_gpu_and_its_accounts() -> None:
     assert [opened.device.name for opened in devices.opened()] == ["cuda:1", "cuda:0"]
 
 
-def test_a_capture_that_goes_on_is_ended_and_where_there_is_none_nothing_happens() -> None:
+def test_active_capture_is_ended_and_otherwise_nothing_happens() -> None:
     runtime = HostRuntime()
     device = CudaDevice(0, runtime)
     stream = device.make_stream()
@@ -219,12 +219,12 @@ def test_a_capture_that_goes_on_is_ended_and_where_there_is_none_nothing_happens
     assert not runtime.handles
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_error_names_an_absent_device() -> None:
     with pytest.raises(RuntimeError, match="there is no CUDA device 2: there are 2"):
         CudaDevice(2, HostRuntime())
 
 
-def test_without_cupy_or_a_device_it_is_said_why() -> None:
+def test_error_explains_a_missing_cupy_or_device() -> None:
     def no_cupy(number: int) -> CudaDevice:
         raise ImportError("No module named 'cupy'")
 
@@ -235,7 +235,7 @@ def test_without_cupy_or_a_device_it_is_said_why() -> None:
     assert few.open(CUDA, 0) is few.open(CUDA, 0)
 
 
-def test_a_callers_memory_is_copied_through_the_door_and_given_back() -> None:
+def test_client_memory_is_copied_through_cuda_and_closed() -> None:
     runtime = HostRuntime()
     device = CudaDevice(1, runtime, HostDriver(runtime))
     address = runtime.malloc(64)
@@ -279,31 +279,31 @@ def runtime_of_cupy() -> dict[str, int | str | None]:
         except UnavailableError as error:
             pytest.skip(f"cupy cannot be installed here: {error}")
     names = [name for name in dir(HostRuntime) if not name.startswith("_")]
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _CUPY_TELLS, *names],
         env=dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,
         timeout=LONG_S,
     )
-    assert told.returncode == 0, told.stderr
-    found: dict[str, int | str | None] = json.loads(told.stdout)
+    assert completed.returncode == 0, completed.stderr
+    found: dict[str, int | str | None] = json.loads(completed.stdout)
     return found
 
 
 @pytest.mark.timeout(400)  # it may have to be installed
-def test_every_function_and_constant_that_the_door_uses_is_cupys(
+def test_every_used_cuda_function_and_constant_exists_in_cupy(
     runtime_of_cupy: dict[str, int | str | None],
 ) -> None:
-    for name, told in runtime_of_cupy.items():
+    for name, of_cupy in runtime_of_cupy.items():
         ours = getattr(HostRuntime, name)
         if isinstance(ours, int):
-            assert told == ours, name
+            assert of_cupy == ours, name
             continue
-        assert isinstance(told, str), f"cupy has no {name}"
+        assert isinstance(of_cupy, str), f"cupy has no {name}"
         _, *parameters = inspect.signature(ours).parameters.values()
         # By hand, as functions in C tell no signature but in this text: "f(intptr_t ptr, unsigned int flags=0) -> int".
-        (inside,) = re.findall(rf"^{name}\((.*?)\)", told)
+        (inside,) = re.findall(rf"^{name}\((.*?)\)", of_cupy)
         theirs = [one.partition("=") for one in inside.split(", ") if one]
         assert [one.name for one in parameters] == [kind_and_name.split()[-1] for kind_and_name, _, _ in theirs], name
         # The door may leave out no more than cupy lets it.

@@ -20,7 +20,7 @@ from ortserve.telemetry.readings import DeviceReading
 
 
 class FakeNvml:
-    """As nvidia-ml-py is called."""
+    """The interface of nvidia-ml-py."""
 
     class NVMLError(Exception):
         pass
@@ -78,7 +78,7 @@ def test_runs_copies_and_memory_are_in_the_metrics(tmp_path: Path) -> None:
         assert value("utilization", device="host:0") == 0.5
 
 
-def test_pinned_memory_is_read_beside_that_of_the_device(tmp_path: Path) -> None:
+def test_pinned_memory_is_read_with_the_device_memory(tmp_path: Path) -> None:
     devices = Devices({CPU: DeviceProvider(HostDevice)})
     opened = devices.open(CPU, 0)
     assert isinstance(opened, OpenDevice)
@@ -89,7 +89,7 @@ def test_pinned_memory_is_read_beside_that_of_the_device(tmp_path: Path) -> None
     assert (reading.ledger, reading.pinned) == ({"m/1": {"buffers": 1}}, {"m/1": {"staging": 2}})
 
 
-def test_devices_are_read_but_not_while_a_graph_is_captured() -> None:
+def test_devices_are_not_read_during_a_capture() -> None:
     devices = Devices({CPU: DeviceProvider(lambda number: HostDevice(number, total_bytes=100))})
     read = DevicesReader(devices, Nvml(FakeNvml())).read
     assert read() == []

@@ -44,7 +44,7 @@ class OneEach(HostDevice):
 
 
 @pytest.mark.parametrize("pace", Pace)
-def test_each_graph_is_kept_and_replayed_by_a_session_of_its_own(tmp_path: Path, pace: Pace) -> None:
+def test_each_graph_has_its_own_session(tmp_path: Path, pace: Pace) -> None:
     device = OneEach(pace=pace)
     path = builders.identity(tmp_path / "m.onnx")
     with on_device(path, device, captures=True, wrap=device.note) as made:
@@ -58,8 +58,8 @@ def test_each_graph_is_kept_and_replayed_by_a_session_of_its_own(tmp_path: Path,
     assert (device.alive, device.allocated_bytes, device.handles) == (0, 0, 0)
 
 
-def test_a_single_session_would_replay_its_first_batch_for_all_and_is_seen_to(tmp_path: Path) -> None:
-    """Told of such a provider that its sessions keep a graph by each id: nothing of what it captures is believed."""
+def test_session_that_replays_its_first_batch_for_all_is_detected(tmp_path: Path) -> None:
+    """A provider is wrongly configured to keep a graph by each id: none of its captures is used."""
     device = OneEach()
     use = DeviceProvider(lambda number: device)
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note, use=use) as made:
@@ -79,7 +79,7 @@ def test_runs_without_a_graph_use_the_session_without_graphs(tmp_path: Path) -> 
         assert id(device.sessions[0]()) not in device.ran_graphs
 
 
-def test_sessions_whose_graphs_are_not_replayed_are_freed_at_once(tmp_path: Path) -> None:
+def test_sessions_of_unused_graphs_are_freed_at_once(tmp_path: Path) -> None:
     class CapturesFew(OneEach):
         """Captures no more than two rows."""
 
@@ -102,7 +102,7 @@ def test_sessions_whose_graphs_are_not_replayed_are_freed_at_once(tmp_path: Path
     assert (device.alive, device.handles) == (0, 0)
 
 
-def test_a_capture_that_fails_and_goes_on_is_ended_before_anything_else(tmp_path: Path) -> None:
+def test_failed_capture_is_ended_before_other_work(tmp_path: Path) -> None:
     """As on TensorRT: until then nothing happens on the stream, which all sessions of the instance share."""
 
     class GoesOn(OneEach):
@@ -137,11 +137,11 @@ def test_memory_of_freed_sessions_is_in_no_account(tmp_path: Path) -> None:
     device = Weighs()
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
         assert made.prepared.replayed == (1,)
-        ((_, told),) = made.opened.ledger.totals().items()
-        assert {purpose: told[purpose] for purpose in ("session", "graphs")} == {"session": each, "graphs": SETS * each}
+        ((_, held),) = made.opened.ledger.totals().items()
+        assert {purpose: held[purpose] for purpose in ("session", "graphs")} == {"session": each, "graphs": SETS * each}
 
 
-def test_a_graph_whose_session_cannot_be_opened_is_not_replayed_and_the_size_is_served(tmp_path: Path) -> None:
+def test_size_whose_graph_session_fails_to_open_runs_plainly(tmp_path: Path) -> None:
     device = OneEach()
 
     def refuse(session: ort.InferenceSession) -> ort.InferenceSession:
@@ -159,7 +159,7 @@ def test_a_graph_whose_session_cannot_be_opened_is_not_replayed_and_the_size_is_
     assert (device.alive, device.handles) == (0, 0)
 
 
-def test_a_device_that_is_lost_while_such_a_session_is_opened_fails_the_load(tmp_path: Path) -> None:
+def test_device_lost_while_opening_a_graph_session_fails_the_load(tmp_path: Path) -> None:
     device = OneEach()
 
     def lose(session: ort.InferenceSession) -> ort.InferenceSession:
@@ -175,7 +175,7 @@ def test_a_device_that_is_lost_while_such_a_session_is_opened_fails_the_load(tmp
     assert device.allocated_bytes == 0
 
 
-def test_other_work_goes_on_while_sessions_for_graphs_are_opened(tmp_path: Path) -> None:
+def test_opening_graph_sessions_does_not_block_other_work(tmp_path: Path) -> None:
     device = OneEach()
     entered: list[bool] = []
 
@@ -194,7 +194,7 @@ def test_other_work_goes_on_while_sessions_for_graphs_are_opened(tmp_path: Path)
     assert entered == [True] * SETS * len(SIZES)
 
 
-def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
+def test_hundred_loads_leave_no_memory_allocated(tmp_path: Path) -> None:
     device = OneEach()
     threads = threading.active_count()
     path = builders.identity(tmp_path / "m.onnx")
@@ -228,11 +228,11 @@ print(*["kept" if session() is not None else "freed" for session in sessions])
 
 
 @pytest.mark.parametrize(
-    ("lost", "told"), [("CUDA failure 700", "freed kept kept"), ("", "freed freed freed")], ids=["lost", "well"]
+    ("lost", "freed"), [("CUDA failure 700", "freed kept kept"), ("", "freed freed freed")], ids=["lost", "well"]
 )
-def test_sessions_with_graphs_on_a_lost_device_are_not_freed_to_the_end(tmp_path: Path, lost: str, told: str) -> None:
+def test_graph_sessions_on_a_lost_device_are_kept(tmp_path: Path, lost: str, freed: str) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    assert run_apart(LOST_AT_THE_END, path, lost) == told
+    assert run_apart(LOST_AT_THE_END, path, lost) == freed
 
 
 ROWS = st.integers(1, 65536)
@@ -240,7 +240,7 @@ SET = st.integers(0, SETS - 1)
 
 
 @given(ROWS, SET, ROWS, SET)
-def test_an_id_stands_for_one_number_of_rows_and_one_set(rows: int, index: int, others: int, other: int) -> None:
+def test_graph_id_encodes_rows_and_set(rows: int, index: int, others: int, other: int) -> None:
     assert (graph_id(rows, index) == graph_id(others, other)) == ((rows, index) == (others, other))
 
 

@@ -1,4 +1,4 @@
-"""The device of host memory keeps the promises of a real one, and no others."""
+"""The device of host memory has the guarantees of a real one, and no others."""
 
 from collections.abc import Callable
 
@@ -32,12 +32,12 @@ def test_stream_that_waits_for_an_event_sees_the_work_before_it(pace: Pace) -> N
         assert copied(HostDevice(pace=pace, seed=seed), 7, waits=True) == 7
 
 
-def test_a_forgotten_wait_shows() -> None:
+def test_missing_wait_is_detected() -> None:
     assert copied(HostDevice(pace=Pace.LATE), 7, waits=False) == 0
     assert {copied(HostDevice(pace=Pace.ANY, seed=seed), 7, waits=False) for seed in range(20)} == {0, 7}
 
 
-def test_memory_that_is_overwritten_before_its_copy_shows() -> None:
+def test_memory_overwritten_before_its_copy_is_detected() -> None:
     device = HostDevice(pace=Pace.LATE)
     stream, done = device.make_stream(), device.make_event()
     address, source, target = device.allocate(8), np.array([7]), np.array([0])
@@ -76,7 +76,7 @@ def test_memory_that_was_not_allocated_cannot_be_copied_to() -> None:
         device.copy_in(address, np.zeros(1), device.make_stream())
 
 
-def test_more_than_there_is_cannot_be_allocated() -> None:
+def test_allocation_past_the_device_memory_fails() -> None:
     device = HostDevice(total_bytes=100)
     device.allocate(60)
     assert device.memory().free_bytes == 40

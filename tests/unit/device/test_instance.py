@@ -75,7 +75,7 @@ def test_each_event_is_needed(tmp_path: Path, position: int) -> None:
         assert stream_of_requests(made, 20) > 0
 
 
-def test_a_size_whose_bound_run_is_wrong_binds_nothing(tmp_path: Path) -> None:
+def test_size_whose_bound_run_is_wrong_is_not_bound(tmp_path: Path) -> None:
     device = Forgetful(1)
     device.forgets = True
     with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
@@ -90,7 +90,7 @@ def test_a_size_whose_bound_run_is_wrong_binds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
 @pytest.mark.parametrize("datatype", TYPES, ids=lambda kind: kind.value)
-def test_every_type_and_size_is_as_it_is_plainly(tmp_path: Path, datatype: DataType, captures: bool) -> None:
+def test_every_datatype_and_size_equals_the_plain_run(tmp_path: Path, datatype: DataType, captures: bool) -> None:
     with on_device(builders.identity(tmp_path / "m.onnx", datatype), HostDevice(), captures=captures) as made:
         assert made.prepared.bound == SIZES
         for rows in range(1, SIZES[-1] + 1):
@@ -100,7 +100,7 @@ def test_every_type_and_size_is_as_it_is_plainly(tmp_path: Path, datatype: DataT
             assert np.array_equal(y, made.plainly((x,))[0])
 
 
-def test_several_inputs_and_outputs_keep_their_places(tmp_path: Path) -> None:
+def test_several_inputs_and_outputs_keep_their_order(tmp_path: Path) -> None:
     with on_device(builders.two_outputs(tmp_path / "m.onnx"), HostDevice(pace=Pace.LATE)) as made:
         parts = [tuple(_drawn(made, rows, seed=rows)) for rows in (1, 2, 3)]
         outputs = landed(made.start(batch_of(*parts, bucket=8)))
@@ -109,7 +109,7 @@ def test_several_inputs_and_outputs_keep_their_places(tmp_path: Path) -> None:
             np.testing.assert_allclose(output, expected, rtol=1e-5)
 
 
-def test_scores_of_maps_are_on_the_device_like_any_tensor(tmp_path: Path) -> None:
+def test_scores_of_maps_use_device_buffers(tmp_path: Path) -> None:
     with on_device(interfaces.zipmap_classifier(tmp_path / "m.onnx", (4, 9, 2)), HostDevice(pace=Pace.LATE)) as made:
         assert made.prepared.bound == SIZES
         parts = [tuple(_drawn(made, rows, seed=rows)) for rows in (1, 2, 3)]
@@ -132,7 +132,7 @@ def test_batch_that_fits_no_bucket_runs_plainly_and_is_counted(tmp_path: Path) -
         assert made.instance.counts.replayed == 0
 
 
-def test_a_graph_is_only_ever_run_with_the_binding_of_its_rows_and_set(tmp_path: Path) -> None:
+def test_graph_is_run_only_with_the_binding_of_its_rows_and_set(tmp_path: Path) -> None:
     seen: list[BoundRun] = []
 
     class Watched(HostDevice):
@@ -182,7 +182,7 @@ class NeverRight(HostDevice):
             super().run(bound, stream)
 
 
-def test_a_capture_whose_replay_is_wrong_is_not_served(tmp_path: Path) -> None:
+def test_capture_whose_replay_is_wrong_is_not_used(tmp_path: Path) -> None:
     with on_device(builders.identity(tmp_path / "m.onnx"), NeverRight(), captures=True) as made:
         assert made.prepared.bound == SIZES
         assert made.prepared.replayed == ()
@@ -192,7 +192,7 @@ def test_a_capture_whose_replay_is_wrong_is_not_served(tmp_path: Path) -> None:
         assert made.instance.counts.replayed == 0
 
 
-def test_a_capture_that_fails_is_not_served_and_the_others_are(tmp_path: Path) -> None:
+def test_failed_capture_is_not_used_and_the_others_are(tmp_path: Path) -> None:
     class NotTwo(HostDevice):
         def run(self, bound: BoundRun, stream: int) -> None:
             if bound.graph_id in (graph_id(2, 0), graph_id(2, 1)):
@@ -223,7 +223,7 @@ class Watching(HostDevice):
         super().run(bound, stream)
 
 
-def test_a_capture_runs_on_inputs_that_the_model_takes(tmp_path: Path) -> None:
+def test_capture_runs_on_inputs_that_the_model_accepts(tmp_path: Path) -> None:
     device = Watching()
     with on_device(builders.identity(tmp_path / "m.onnx", DataType.INT64), device, captures=True) as made:
         assert made.prepared.replayed == SIZES
@@ -232,7 +232,7 @@ def test_a_capture_runs_on_inputs_that_the_model_takes(tmp_path: Path) -> None:
 
 
 class Pinning(HostDevice):
-    """A device whose host pins no more memory while ``refuses`` says why."""
+    """A device whose host pins no more memory while ``refuses`` holds an error text."""
 
     refuses = ""
 
@@ -242,7 +242,7 @@ class Pinning(HostDevice):
         return super().allocate_host(nbytes)
 
 
-def test_host_that_pins_no_more_memory_fails_no_batch(tmp_path: Path) -> None:
+def test_exhausted_pinned_memory_fails_no_batch(tmp_path: Path) -> None:
     device = Pinning()
     with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
         device.refuses = "cudaErrorMemoryAllocation: out of memory"
@@ -254,7 +254,7 @@ def test_host_that_pins_no_more_memory_fails_no_batch(tmp_path: Path) -> None:
             landed(made.start(batch_of((numbered(3, 0),), bucket=4)))
 
 
-def test_a_capture_that_breaks_an_older_graph_costs_that_one(tmp_path: Path) -> None:
+def test_capture_that_breaks_an_older_graph_disables_that_graph(tmp_path: Path) -> None:
     class Forgetful(HostDevice):
         def run(self, bound: BoundRun, stream: int) -> None:
             if bound.graph_id != graph_id(2, 1) or graph_id(8, 1) not in self.captured:
@@ -270,7 +270,7 @@ def test_a_capture_that_breaks_an_older_graph_costs_that_one(tmp_path: Path) -> 
         assert made.instance.counts.bound
 
 
-def test_no_more_sizes_are_captured_than_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_sizes_stay_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "MAX_GRAPHS", 2)
     with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True) as made:
         assert made.prepared.replayed == (1, 2)
@@ -303,7 +303,7 @@ def test_runs_return_early_only_where_all_nodes_are_on_the_device(
     assert entries == [graph, *early, ("gpu_graph_id", "-1"), *early, graph]
 
 
-def test_captures_have_the_gate_for_themselves(tmp_path: Path) -> None:
+def test_captures_hold_the_gate_exclusively(tmp_path: Path) -> None:
     alone: list[bool] = []
     opened: list[OpenDevice] = []
 
@@ -319,7 +319,7 @@ def test_captures_have_the_gate_for_themselves(tmp_path: Path) -> None:
         assert alone == [True] * CAPTURING_RUNS * SETS
 
 
-def test_a_batch_that_comes_behind_a_capture_lands_after_it(tmp_path: Path) -> None:
+def test_batch_behind_a_capture_runs_after_it(tmp_path: Path) -> None:
     with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice()) as made:
         lock, order = made.opened.capture_lock, list[str]()
         lock.acquire_shared()
@@ -342,7 +342,7 @@ def test_a_batch_that_comes_behind_a_capture_lands_after_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "expected"),
     [
         (builders.fixed_batch, "requests run one at a time: "),
         (builders.sequence_output, "requests run one at a time: output 'y' is a sequence of tensors"),
@@ -350,9 +350,9 @@ def test_a_batch_that_comes_behind_a_capture_lands_after_it(tmp_path: Path) -> N
         (lambda path: builders.identity(path, DataType.BYTES), "strings stay on the host"),
     ],
 )
-def test_models_whose_rows_do_not_fix_all_shapes_have_no_buffers(tmp_path: Path, build: Any, told: str) -> None:
+def test_model_with_other_free_shapes_has_no_buffers(tmp_path: Path, build: Any, expected: str) -> None:
     with on_device(build(tmp_path / "m.onnx"), HostDevice()) as made:
-        assert made.prepared.unbound_because.startswith(told)
+        assert made.prepared.unbound_because.startswith(expected)
 
 
 class Failing:
@@ -389,7 +389,7 @@ def failing_on_device(path: Path, device: HostDevice) -> tuple[AbstractContextMa
 
 
 @pytest.mark.parametrize("pace", Pace)
-def test_a_run_that_finds_no_memory_says_so_and_the_next_is_right(tmp_path: Path, pace: Pace) -> None:
+def test_run_without_memory_fails_and_the_next_succeeds(tmp_path: Path, pace: Pace) -> None:
     opening, sessions = failing_on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(pace=pace))
     with opening as made:
         for rows in (2, 9):
@@ -402,7 +402,7 @@ def test_a_run_that_finds_no_memory_says_so_and_the_next_is_right(tmp_path: Path
         assert not made.instance.lost
 
 
-def test_nothing_of_a_batch_that_failed_is_kept(tmp_path: Path) -> None:
+def test_failed_batch_releases_everything(tmp_path: Path) -> None:
     opening, sessions = failing_on_device(builders.identity(tmp_path / "m.onnx"), HostDevice())
     with opening as made:
         gc.disable()
@@ -457,10 +457,10 @@ class FailsPlainly:
     ("text", "kind"),
     [("CUDA failure 901: it goes on", ServeError), ("CUDA failure 2: out of memory", OutOfMemoryError)],
 )
-def test_a_model_that_cannot_be_run_any_more_when_its_buffers_fail_is_not_served(
+def test_model_that_stops_working_with_its_buffers_is_not_served(
     tmp_path: Path, text: str, kind: type[ServeError]
 ) -> None:
-    """And leaves nothing behind, although the collector of garbage is off and the error is still read."""
+    """All is released although garbage collection is off and the error is still referenced."""
     sessions: list[weakref.ref[Any]] = []
     errors: list[str] = []
 
@@ -530,13 +530,13 @@ print("kept" if session() is not None else "freed")
 """Loads, captures, may lose the device, unloads and ends."""
 
 
-@pytest.mark.parametrize(("lost", "told"), [("CUDA failure 700", "kept"), ("", "freed")])
-def test_session_with_graphs_on_a_lost_device_is_not_freed_to_the_end(tmp_path: Path, lost: str, told: str) -> None:
+@pytest.mark.parametrize(("lost", "expected"), [("CUDA failure 700", "kept"), ("", "freed")])
+def test_session_with_graphs_on_a_lost_device_is_kept(tmp_path: Path, lost: str, expected: str) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    assert run_apart(LOST_AT_THE_END, path, lost) == told
+    assert run_apart(LOST_AT_THE_END, path, lost) == expected
 
 
-def test_buffers_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path) -> None:
+def test_buffers_past_the_memory_are_rejected_before_allocation(tmp_path: Path) -> None:
     device = HostDevice(total_bytes=1000)
     with (
         pytest.raises(ServeError, match=r"'m/1' needs at least 1.0 KiB on host:0 \(buffers 1.0 KiB\), but 1000 B are"),
@@ -575,7 +575,7 @@ def test_session_without_buffers_is_accounted(tmp_path: Path) -> None:
 
 def test_lost_device_frees_all_host_resources(tmp_path: Path) -> None:
     class Lost(HostDevice):
-        """Gives nothing of itself back any more."""
+        """Fails every call that frees a resource."""
 
         is_lost = False
 
@@ -607,7 +607,7 @@ def test_lost_device_frees_all_host_resources(tmp_path: Path) -> None:
     assert made.opened.ledger.totals() == {}
 
 
-def test_device_that_is_lost_when_all_sizes_were_tried_fails_the_load_and_gets_its_memory_back(tmp_path: Path) -> None:
+def test_device_lost_after_all_trials_fails_the_load_and_frees_memory(tmp_path: Path) -> None:
     class LostAtLast(HostDevice):
         runs = 0
 
@@ -631,9 +631,7 @@ def test_device_that_is_lost_when_all_sizes_were_tried_fails_the_load_and_gets_i
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["in buffers", "in a capture"])
-def test_device_that_is_lost_once_while_sizes_are_tried_is_lost_though_it_seems_to_work_again(
-    tmp_path: Path, graph: bool
-) -> None:
+def test_device_lost_during_trials_stays_lost(tmp_path: Path, graph: bool) -> None:
     class LostOnce(HostDevice):
         is_lost = False
 
@@ -652,9 +650,9 @@ def test_device_that_is_lost_once_while_sizes_are_tried_is_lost_though_it_seems_
     assert device.allocated_bytes == 0
 
 
-def test_graphs_of_sizes_that_run_plainly_after_all_are_not_counted(tmp_path: Path) -> None:
+def test_graphs_of_sizes_that_run_plainly_are_not_counted(tmp_path: Path) -> None:
     class WrongAtLast(HostDevice):
-        """Forgets what it computes for 8 rows."""
+        """A session that forgets its output for 8 rows."""
 
         def run(self, bound: BoundRun, stream: int) -> None:
             if bound.binding.get_outputs()[0].shape()[0] != 8:
@@ -665,7 +663,7 @@ def test_graphs_of_sizes_that_run_plainly_after_all_are_not_counted(tmp_path: Pa
         assert made.instance.counts.captured == 0
 
 
-def test_memory_of_the_host_is_in_the_accounts_and_never_the_devices(tmp_path: Path) -> None:
+def test_host_memory_is_accounted_apart_from_the_device(tmp_path: Path) -> None:
     device = HostDevice()
     row = 4 * 4
     with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
@@ -699,7 +697,7 @@ def test_failed_host_allocation_is_in_no_account(tmp_path: Path) -> None:
         assert made.opened.ledger.pinned() == {}
 
 
-def test_memory_of_answers_is_freed_once_however_many_instances_look_for_it(tmp_path: Path) -> None:
+def test_answer_memory_is_freed_once_among_instances(tmp_path: Path) -> None:
     device = HostDevice()
     opened = Devices({CPU: provider_of(CPU, device)}).open(CPU, 0)
     assert isinstance(opened, OpenDevice)
@@ -721,7 +719,7 @@ def test_memory_of_answers_is_freed_once_however_many_instances_look_for_it(tmp_
     assert device.handles == 0
 
 
-def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
+def test_hundred_loads_leave_no_memory_allocated(tmp_path: Path) -> None:
     device = HostDevice()
     threads = threading.active_count()
     path = builders.identity(tmp_path / "m.onnx")
@@ -754,7 +752,7 @@ def test_memory_of_captures_is_accounted(tmp_path: Path) -> None:
         assert made.opened.ledger.totals() == {"m/1": {"buffers": 1024, "graphs": 4000}}
 
 
-def test_answers_outlive_their_instance_and_their_memory_is_freed_by_the_next(tmp_path: Path) -> None:
+def test_answers_outlive_their_instance_and_the_next_frees_them(tmp_path: Path) -> None:
     device = HostDevice()
     with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
         (y,) = landed(made.start(batch_of((numbered(2, 1),))))
@@ -770,7 +768,7 @@ def test_answers_outlive_their_instance_and_their_memory_is_freed_by_the_next(tm
     assert device.handles == 0
 
 
-def test_answers_that_are_kept_make_the_next_go_to_memory_of_their_own(tmp_path: Path) -> None:
+def test_kept_answers_make_later_ones_use_separate_memory(tmp_path: Path) -> None:
     with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice()) as made:
         kept = [landed(made.start(batch_of((numbered(2, number),)))) for number in range(20)]
         for number, (y,) in enumerate(kept):

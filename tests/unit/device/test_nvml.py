@@ -1,4 +1,4 @@
-"""The machine's GPUs, by a management library that is a fake."""
+"""The machine's GPUs, read through a fake management library."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from ortserve.telemetry.machine import GpuReading
 
 
 class FakeNvml:
-    """As nvidia-ml-py 13 is called: GPU 0 tells everything, GPU 1 nothing."""
+    """The interface of nvidia-ml-py 13: GPU 0 has every reading, GPU 1 has none."""
 
     class NVMLError(Exception):
         pass
@@ -38,22 +38,22 @@ class FakeNvml:
         return "NVIDIA H200"
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
-        return self._told(handle, SimpleNamespace(gpu=25, memory=3))
+        return self._reading(handle, SimpleNamespace(gpu=25, memory=3))
 
     def nvmlDeviceGetMemoryInfo(self, handle: int, version: int) -> Any:  # noqa: N802
         assert version == self.nvmlMemory_v2
-        return self._told(handle, SimpleNamespace(total=2**37, reserved=2**29, free=2**36, used=2**35))
+        return self._reading(handle, SimpleNamespace(total=2**37, reserved=2**29, free=2**36, used=2**35))
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:  # noqa: N802
-        return self._told(handle, 312_500)
+        return self._reading(handle, 312_500)
 
     def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> Any:  # noqa: N802
-        return self._told(handle, 700_000)
+        return self._reading(handle, 700_000)
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> Any:  # noqa: N802
-        return self._told(handle, self.energy_mj)
+        return self._reading(handle, self.energy_mj)
 
-    def _told(self, handle: int, answer: Any) -> Any:
+    def _reading(self, handle: int, answer: Any) -> Any:
         if handle:
             raise self.NVMLError
         return answer
@@ -66,7 +66,7 @@ def test_gpu_readings_have_tritons_units_and_omit_unsupported_values() -> None:
     assert reader.read() == [GpuReading("GPU-0", 0.25, 2**37, 2**35, 312.5, 700.0, 2.5), GpuReading("GPU-1")]
 
 
-def test_without_a_driver_or_for_a_process_that_may_use_none_there_are_no_gpus() -> None:
+def test_no_gpus_without_a_driver_or_visible_devices() -> None:
     assert GpuReader({}, FakeNvml(has_driver=False)).read() == []
     assert GpuReader({"CUDA_VISIBLE_DEVICES": ""}, FakeNvml()).read() == []
 
@@ -91,7 +91,5 @@ MIXED = [Gpu(number, f"GPU-{number}{number}", model) for number, model in enumer
         (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, [1]),
     ],
 )
-def test_gpus_are_those_that_cuda_shows_to_the_process(
-    found: list[Gpu], environment: dict[str, str], numbers: list[int]
-) -> None:
+def test_gpus_are_those_visible_to_cuda(found: list[Gpu], environment: dict[str, str], numbers: list[int]) -> None:
     assert [gpu.handle for gpu in visible_gpus(found, environment)] == numbers

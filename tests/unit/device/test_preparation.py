@@ -1,4 +1,4 @@
-"""Why a graph is not to be captured, by what is known before it is tried."""
+"""Reasons against capturing a graph that are known before a trial."""
 
 import pytest
 
@@ -10,7 +10,7 @@ CPU = "CPUExecutionProvider"
 
 
 @pytest.mark.parametrize(
-    ("operators", "settings", "reason", "told"),
+    ("operators", "settings", "reason", "detail"),
     [
         ({CUDA: {"MatMul", "Relu"}}, SessionSettings(), "", ""),
         (
@@ -47,8 +47,8 @@ CPU = "CPUExecutionProvider"
         ({CUDA: {"MatMul"}}, SessionSettings(shrink_arenas=("cpu:0",)), "", ""),
     ],
 )
-def test_a_model_is_captured_or_it_is_said_why_not(
-    operators: dict[str, set[str]], settings: SessionSettings, reason: str, told: str
+def test_model_is_captured_or_has_a_reason(
+    operators: dict[str, set[str]], settings: SessionSettings, reason: str, detail: str
 ) -> None:
     found = why_no_replay(CUDA, {name: frozenset(kinds) for name, kinds in operators.items()}, settings)
-    assert found == (NoReplay(reason, told) if reason else None)
+    assert found == (NoReplay(reason, detail) if reason else None)

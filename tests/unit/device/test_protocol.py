@@ -28,7 +28,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
         ("This is about 700 rows", ServeError),
     ],
 )
-def test_an_error_is_known_by_its_text(text: str, kind: type[ServeError]) -> None:
+def test_error_is_classified_by_its_text(text: str, kind: type[ServeError]) -> None:
     failure = device_run_error(RuntimeError(text), "cuda:0")
     assert type(failure) is kind
     assert text.partition(" ; GPU=")[0] in failure.message  # the host is not shown

@@ -1,4 +1,4 @@
-"""A caller's memory on a device of host memory."""
+"""A client's memory region on a device of host memory."""
 
 import threading
 
@@ -50,23 +50,23 @@ def test_reads_and_writes_use_the_callers_memory(pace: Pace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("handle", "byte_size", "told"),
+    ("handle", "byte_size", "expected_error"),
     [
         (b"\1" * 63, 8, "expected a raw_handle of 64 bytes, got 63"),
         (b"\1" * 64, 8, "failed to open CUDA IPC handle: cudaErrorInvalidValue: invalid argument"),
         (None, 65, "expected byte_size within the 64 bytes of its memory, got 65"),
     ],
 )
-def test_invalid_handle_is_rejected_and_closed(handle: bytes | None, byte_size: int, told: str) -> None:
+def test_invalid_handle_is_rejected_and_closed(handle: bytes | None, byte_size: int, expected_error: str) -> None:
     callers = Callers()
     with pytest.raises(ServeError) as refused:
         callers.open(byte_size, handle)
     assert refused.value.kind is ErrorKind.INVALID_INPUT
-    assert refused.value.message == f"failed to register CUDA shared memory region: 'r', {told}"
+    assert refused.value.message == f"failed to register CUDA shared memory region: 'r', {expected_error}"
     assert callers.device.handles == 0
 
 
-def test_where_there_is_no_such_gpu_it_is_said_why() -> None:
+def test_error_explains_an_absent_gpu() -> None:
     def no_cupy(number: int) -> HostDevice:
         raise ImportError("No module named 'cupy'")
 
@@ -117,7 +117,7 @@ def test_failed_copy_is_reported_and_the_next_may_succeed() -> None:
     region.close()
 
 
-def test_a_device_that_is_lost_by_a_copy_is_lost_for_all_and_asked_for_nothing_more() -> None:
+def test_device_lost_by_a_copy_is_lost_for_all_and_not_used_again() -> None:
     device = Failing()
     callers = Callers(device)
     region, other = callers.open(), callers.open()
@@ -137,7 +137,7 @@ def test_a_device_that_is_lost_by_a_copy_is_lost_for_all_and_asked_for_nothing_m
     assert callers.device.handles == 0
 
 
-def test_callers_memory_that_fails_in_words_of_a_lost_device_loses_none_that_answers() -> None:
+def test_client_memory_error_does_not_lose_a_working_device() -> None:
     device = Failing()
     callers = Callers(device)
     region = callers.open()

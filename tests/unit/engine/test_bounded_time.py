@@ -1,4 +1,4 @@
-"""Which models have runs whose time the number of rows bounds, and what is named in the others."""
+"""Models whose run time the number of rows bounds, and the node that is named for others."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_a_model_with_a_loop_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "told"),
+    ("of", "reason"),
     [
         (signature(spec(shape=(-1, -1))), "does not fix the shape of input 'x'"),
         (signature(spec(shape=(), has_any_shape=True)), "does not fix the shape of input 'x'"),
@@ -100,14 +100,14 @@ def test_a_model_with_a_loop_names_it(tmp_path: Path) -> None:
         (signature(spec(), spec("w", batch_axis=None, is_optional=True)), "a request may bring input 'w'"),
     ],
 )
-def test_an_interface_that_requests_can_stretch_is_not_bounded(tmp_path: Path, of: ModelSignature, told: str) -> None:
-    assert told in why_unbounded(builders.identity(tmp_path / "m.onnx"), of)
+def test_interface_with_free_dimensions_is_not_bounded(tmp_path: Path, of: ModelSignature, reason: str) -> None:
+    assert reason in why_unbounded(builders.identity(tmp_path / "m.onnx"), of)
 
 
 @pytest.mark.parametrize("operator", ["NonZero", "Unique", "Compress", "NonMaxSuppression", "RoiAlign"])
 def test_operators_that_depend_on_values_are_named_unless_the_values_are_fixed(tmp_path: Path, operator: str) -> None:
-    told = f"node 'the {operator}' ({operator}) takes a time that depends on values"
-    assert why(tmp_path, node(operator)) == told
+    reason = f"node 'the {operator}' ({operator}) takes a time that depends on values"
+    assert why(tmp_path, node(operator)) == reason
     assert why(tmp_path, node(operator, ["w"]), weights=[ints("w", 1)]) == ""
 
 
@@ -127,12 +127,10 @@ def test_operators_that_depend_on_values_are_named_unless_the_values_are_fixed(t
         ("ReduceSum", ["x", "n"]),
     ],
 )
-def test_a_shape_that_comes_from_values_is_not_bounded_and_one_of_the_model_is(
-    tmp_path: Path, operator: str, inputs: list[str]
-) -> None:
+def test_shape_from_values_is_bounded_only_if_constant(tmp_path: Path, operator: str, inputs: list[str]) -> None:
     of_values, weights = node("Cast", ["x"], ["n"], to=TensorProto.INT64), [ints("w", 1)]
-    told = why(tmp_path, of_values, node(operator, inputs), weights=weights)
-    assert told == f"node 'the {operator}' ({operator}) gets a shape from values, by its input 'n'"
+    reason = why(tmp_path, of_values, node(operator, inputs), weights=weights)
+    assert reason == f"node 'the {operator}' ({operator}) gets a shape from values, by its input 'n'"
     # Computed of the input's shape and of weights, the same is fixed.
     of_shape = [node("Shape", ["x"], ["s"]), node("Mul", ["s", "w"], ["n"])]
     assert why(tmp_path, *of_shape, node(operator, inputs), weights=weights) == ""
@@ -140,7 +138,7 @@ def test_a_shape_that_comes_from_values_is_not_bounded_and_one_of_the_model_is(
     assert "gets a shape from values" in why(tmp_path, of_random, node(operator, inputs), weights=weights)
 
 
-def test_an_initializer_that_requests_may_replace_is_not_fixed(tmp_path: Path) -> None:
+def test_initializer_that_requests_can_override_is_not_constant(tmp_path: Path) -> None:
     path = write(tmp_path / "m.onnx", node("Expand", ["x", "n"]), weights=[ints("n", 2)], inputs=["x", "n"])
     assert why_unbounded(path, signature()) == ""
     of_both = signature(spec(), spec("n", DataType.INT64, (1,), is_optional=True), alone_because="n has no rows")
@@ -171,12 +169,12 @@ def test_strings_among_the_initializers_are_named(tmp_path: Path) -> None:
 )
 def test_operators_that_are_not_known_are_not_bounded(tmp_path: Path, operator: str, domain: str) -> None:
     shown = f"{domain}.{operator}" if domain else operator
-    told = f"node 'the {operator}' ({shown}) is not known to take a time that its shapes bound"
-    assert why(tmp_path, node(operator, domain=domain)) == told
+    reason = f"node 'the {operator}' ({shown}) is not known to take a time that its shapes bound"
+    assert why(tmp_path, node(operator, domain=domain)) == reason
 
 
 @pytest.mark.parametrize("domain", ["", "ai.onnx", "com.microsoft"])
-def test_the_names_of_known_domains_are_understood(tmp_path: Path, domain: str) -> None:
+def test_names_of_known_domains_are_recognised(tmp_path: Path, domain: str) -> None:
     assert why(tmp_path, node("Gelu", domain=domain)) == ""
 
 
@@ -184,17 +182,17 @@ def function(name: str, *nodes: Node) -> onnx.FunctionProto:
     return helper.make_function("own", name, ["a", "b"], ["c"], nodes, [helper.make_opsetid("", 21)])
 
 
-def test_functions_of_the_model_are_looked_into(tmp_path: Path) -> None:
+def test_functions_of_the_model_are_analysed(tmp_path: Path) -> None:
     expand = function("Grow", node("Expand", ["a", "b"], ["c"]))
     call = node("Grow", ["x", "n"], domain="own")
     assert why(tmp_path, call, functions=[expand], weights=[ints("n", 2)]) == ""
-    told = why(tmp_path, node("Cast", ["x"], ["n"], to=TensorProto.INT64), call, functions=[expand])
-    assert "gets a shape from values, by its input 'b'" in told
+    reason = why(tmp_path, node("Cast", ["x"], ["n"], to=TensorProto.INT64), call, functions=[expand])
+    assert "gets a shape from values, by its input 'b'" in reason
     loop = function("Grow", node("Loop", ["a", "", "b"], ["c"]))
     assert "is control flow" in why(tmp_path, call, functions=[loop], weights=[ints("n", 2)])
 
 
-def test_functions_that_call_functions_are_walked_no_further_than_a_graph(tmp_path: Path) -> None:
+def test_nested_functions_are_analysed_within_the_node_limit(tmp_path: Path) -> None:
     depth = 40  # 2 to the power of it nodes
     chain = [
         function(f"F{k}", *[node(f"F{k + 1}", ["a", "b"], ["c"], domain="own") for _ in range(2)]) for k in range(depth)
@@ -203,7 +201,7 @@ def test_functions_that_call_functions_are_walked_no_further_than_a_graph(tmp_pa
     assert "more than" in why(tmp_path, node("F0", ["x", "x"], domain="own"), functions=[*chain, end])
 
 
-def test_a_large_graph_is_not_walked(tmp_path: Path) -> None:
+def test_large_graph_is_not_analysed(tmp_path: Path) -> None:
     nodes = [node("Identity", ["x"], [f"y{k}"]) for k in range(MOST_NODES)]
     assert why(tmp_path, *nodes) == ""
     assert "more than" in why(tmp_path, *nodes, node("Identity"))

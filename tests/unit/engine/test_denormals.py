@@ -1,4 +1,4 @@
-"""Whose runs take denormal numbers as 0. Real sessions in processes of their own, as the first of one is not as others.
+"""Runs that flush denormal numbers to 0. Real sessions in separate processes, as a process's first session differs.
 
 As a script this is such a process.
 """
@@ -115,7 +115,7 @@ def main(path: str, *named: str) -> None:
 
 @needs_layout
 @pytest.mark.parametrize("named", [tuple(SETTINGS), tuple(reversed(SETTINGS))], ids=["with first", "without first"])
-def test_all_threads_of_a_models_runs_take_denormals_as_0_where_it_says_so_and_no_others(
+def test_denormals_are_flushed_in_all_threads_of_the_configured_model_only(
     tmp_path: Path, named: tuple[str, ...]
 ) -> None:
     path = write_squares(tmp_path / "model.onnx")
@@ -135,15 +135,15 @@ def denormals() -> ThreadDenormals:
 
 
 @needs_layout
-def test_only_the_thread_takes_them_as_0_and_only_within(denormals: ThreadDenormals) -> None:
+def test_denormals_are_flushed_only_in_the_thread_and_scope(denormals: ThreadDenormals) -> None:
     elsewhere: queue.SimpleQueue[bool] = queue.SimpleQueue()
     begin = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         begin.wait()
         elsewhere.put(are_zero_here())
 
-    other = threading.Thread(target=tell)
+    other = threading.Thread(target=report)
     other.start()
     with denormals.as_zero():
         assert are_zero_here()
@@ -178,7 +178,7 @@ def run_binding(session: ort.InferenceSession, x: np.ndarray) -> np.ndarray:
 
 @needs_layout
 @pytest.mark.parametrize("run", [run_arrays, run_ort_values, run_binding])
-def test_every_way_to_run_takes_them_as_0_and_puts_the_thread_right_even_where_it_fails(
+def test_every_run_flushes_denormals_and_restores_the_thread(
     tmp_path: Path, run: Callable[[ort.InferenceSession, np.ndarray], np.ndarray]
 ) -> None:
     make = session_maker(AS_ZERO, has_global_threads=False)
@@ -191,7 +191,7 @@ def test_every_way_to_run_takes_them_as_0_and_puts_the_thread_right_even_where_i
 
 
 @needs_layout
-def test_thread_is_put_right_where_a_model_cannot_be_opened(tmp_path: Path) -> None:
+def test_thread_is_restored_when_a_model_fails_to_open(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"no model")
     make = session_maker(AS_ZERO, has_global_threads=False)
     with pytest.raises(Exception, match="failed"):
@@ -199,7 +199,7 @@ def test_thread_is_put_right_where_a_model_cannot_be_opened(tmp_path: Path) -> N
     assert not are_zero_here()
 
 
-def test_session_of_a_model_without_the_setting_is_a_plain_one() -> None:
+def test_session_without_the_setting_is_a_plain_session() -> None:
     assert session_maker(SessionSettings(), has_global_threads=True) is ort.InferenceSession
 
 
@@ -210,7 +210,7 @@ def test_session_of_a_model_without_the_setting_is_a_plain_one() -> None:
         ("with, by its entry", "session.entries: session.set_denormal_as_zero"),
     ],
 )
-def test_threads_that_other_models_use_too_cannot_take_them_as_0(tmp_path: Path, name: str, key: str) -> None:
+def test_shared_threads_reject_the_denormal_setting(tmp_path: Path, name: str, key: str) -> None:
     options = SessionOptions(ProviderChoice(CPU), 2, SETTINGS[name], has_global_threads=True)
     with pytest.raises(ServeError, match=f"^{key}: expected false, as the server has global_threads$") as caught:
         open_session(write_squares(tmp_path / "model.onnx"), "m", options)
@@ -232,19 +232,19 @@ def test_layout_is_known_for_machines_with_glibc(machine: str, libc: str, expect
 
 
 @pytest.mark.parametrize(
-    ("machine", "libc", "told"),
+    ("machine", "libc", "expected_error"),
     [
         ("ppc64le", "glibc", "this is ppc64le with glibc"),
         ("x86_64", "", "this is x86_64 with another C library"),
     ],
 )
-def test_machine_that_cannot_says_so_instead_of_doing_half_of_it(
-    monkeypatch: pytest.MonkeyPatch, machine: str, libc: str, told: str
+def test_unsupported_machine_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, machine: str, libc: str, expected_error: str
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(platform, "libc_ver", lambda: (libc, ""))
     assert session_maker(SessionSettings(), has_global_threads=False) is ort.InferenceSession
-    with pytest.raises(ServeError, match=told) as caught:
+    with pytest.raises(ServeError, match=expected_error) as caught:
         session_maker(AS_ZERO, has_global_threads=False)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert "expected false, as it needs x86_64 or aarch64 with glibc" in caught.value.message

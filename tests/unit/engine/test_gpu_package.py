@@ -1,4 +1,4 @@
-"""The options of CUDA's and TensorRT's providers, put before ONNX Runtime's own package for GPUs."""
+"""The options of CUDA's and TensorRT's providers, passed to ONNX Runtime's own package for GPUs."""
 
 import json
 import re
@@ -57,12 +57,12 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 
 def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> list[bool]:
-    """Which of these options ONNX Runtime refuses; of others it goes on to miss the GPU."""
+    """The options that ONNX Runtime rejects; with others it continues until it misses the GPU."""
     try:
         environment = environment_for_options("cuda" if provider == CUDA else "tensorrt")
     except UnavailableError as error:
         pytest.skip(f"ONNX Runtime's package for GPUs cannot be had here: {error}")
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _TRY, path],
         input=json.dumps([[provider, one] for one in options]),
         env=environment,
@@ -71,7 +71,7 @@ def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> 
         timeout=LONG_S,
         check=True,
     )
-    problems: list[str] = json.loads(told.stdout)
+    problems: list[str] = json.loads(completed.stdout)
     assert all(problems), "there is no GPU, so that no session can be opened"
     return [_REFUSED.search(problem) is not None for problem in problems]
 
@@ -97,11 +97,11 @@ def test_onnx_runtime_rejects_wrong_values_too(tmp_path: Path, provider: str) ->
 
 def test_onnx_runtime_accepts_the_options_of_sessions_on_buffers(tmp_path: Path, provider: str) -> None:
     use = DEVICE_PROVIDERS[provider]
-    told = [use.provider_options(2**63 - 1, captures=captures) for captures in (False, True)]
-    assert refused(builders.mlp(tmp_path / "m.onnx"), provider, told) == [False, False]
+    options = [use.provider_options(2**63 - 1, captures=captures) for captures in (False, True)]
+    assert refused(builders.mlp(tmp_path / "m.onnx"), provider, options) == [False, False]
 
 
-def test_defaults_and_profiles_are_taken(tmp_path: Path) -> None:
+def test_defaults_and_profiles_are_accepted(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     signature = read_signature(open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1)), read_model(path))
     profile = profile_shapes(signature, (1, 8), {})

@@ -128,7 +128,7 @@ def constant_rows(path: Path) -> Path:
     return write(path, nodes, [fp32("x", "b", 4)], [fp32("y", "b", 4)], {"c": np.zeros((2, 4), np.float32)})
 
 
-def as_long_as_told(path: Path) -> Path:
+def data_dependent_length(path: Path) -> Path:
     """X FP32 [batch, 4] → y FP32 [batch, n], n the largest element: the shape of the output is in the data."""
     nodes = [
         helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
@@ -168,7 +168,7 @@ def test_bound_runs_equal_plain_runs_for_any_number_of_rows(tmp_path: Path, open
 @pytest.mark.parametrize(
     "datatype", [one for one in DataType if one not in (DataType.BYTES, DataType.BF16)], ids=lambda one: one.value
 )
-def test_every_datatype_comes_out_bit_for_bit(tmp_path: Path, open_model: Open, datatype: DataType) -> None:
+def test_every_datatype_is_returned_bit_for_bit(tmp_path: Path, open_model: Open, datatype: DataType) -> None:
     model = open_model(builders.identity(tmp_path / "model.onnx", datatype))
     draw = np.random.default_rng(0)
     for rows in (4, 3, 1):
@@ -189,7 +189,7 @@ def test_buffers_grow_with_the_batches_and_old_answers_stay(tmp_path: Path, open
     assert model.pool.rows == 32
 
 
-def test_runs_that_take_so_long_that_binding_saves_nothing_are_not_tried_a_second_time(tmp_path: Path) -> None:
+def test_long_runs_are_not_tried_with_binding_again(tmp_path: Path) -> None:
     session = open_session(builders.identity(tmp_path / "model.onnx"), "m/1", SessionOptions(ProviderChoice(CPU), 1))
     binding = HostBinding(session, read_signature(session), time.monotonic_ns)
     rows = rows_of(1, 2)
@@ -200,7 +200,7 @@ def test_runs_that_take_so_long_that_binding_saves_nothing_are_not_tried_a_secon
 
 
 @pytest.mark.parametrize("build", [input_as_output, drawn, constant_rows], ids=lambda build: build.__name__)
-def test_model_that_does_not_fill_bound_buffers_as_it_should_runs_plainly(
+def test_model_that_does_not_fill_bound_buffers_runs_plainly(
     tmp_path: Path, open_model: Open, build: Callable[[Path], Path]
 ) -> None:
     model = open_model(build(tmp_path / "model.onnx"))
@@ -216,10 +216,8 @@ def test_model_that_does_not_fill_bound_buffers_as_it_should_runs_plainly(
         assert model.pool is None
 
 
-def test_shape_that_turns_out_to_depend_on_the_data_costs_no_caller_its_answer(
-    tmp_path: Path, open_model: Open
-) -> None:
-    model = open_model(as_long_as_told(tmp_path / "model.onnx"))
+def test_data_dependent_shape_found_late_fails_no_request(tmp_path: Path, open_model: Open) -> None:
+    model = open_model(data_dependent_length(tmp_path / "model.onnx"))
     for number in (3, 3, 2, 5, 3):
         (output,) = model.run(rows_of(number, 2))
         np.testing.assert_array_equal(output, np.full((2, number), 4 * number))
@@ -251,18 +249,16 @@ UNFIT = [
 
 
 @pytest.mark.parametrize("build", UNFIT)
-def test_nothing_is_bound_where_rows_do_not_fix_the_shapes(
-    tmp_path: Path, open_model: Open, build: Callable[[Path], Path]
-) -> None:
+def test_other_free_shapes_prevent_binding(tmp_path: Path, open_model: Open, build: Callable[[Path], Path]) -> None:
     assert open_model(build(tmp_path / "model.onnx")).instance._binding is None
 
 
-def test_nothing_is_bound_where_an_axis_is_padded(tmp_path: Path, open_model: Open) -> None:
+def test_padded_axis_prevents_binding(tmp_path: Path, open_model: Open) -> None:
     padding = Padding((PaddedAxis("x", 1, 8, 0, "seq"),))
     assert open_model(builders.variable_length(tmp_path / "model.onnx"), padding).instance._binding is None
 
 
-def test_output_too_large_to_gain_by_it_is_not_bound_but_smaller_batches_are(tmp_path: Path, open_model: Open) -> None:
+def test_large_output_is_not_bound_but_smaller_batches_are(tmp_path: Path, open_model: Open) -> None:
     model = open_model(builders.identity(tmp_path / "model.onnx", shape=("batch", MAX_SET_BYTES // 16)))
     draw = np.random.default_rng(0)
     for rows, bound_rows in ((8, None), (4, 4), (8, 4), (3, 4)):
@@ -271,8 +267,8 @@ def test_output_too_large_to_gain_by_it_is_not_bound_but_smaller_batches_are(tmp
         assert (model.pool and model.pool.rows) == bound_rows
 
 
-def test_model_fed_several_rows_as_one_is_answered_whole(tmp_path: Path, open_model: Open) -> None:
-    # As are models that were found, after they were opened, to be of rows that are not independent.
+def test_unbatched_model_answers_several_rows_at_once(tmp_path: Path, open_model: Open) -> None:
+    # The same holds for models whose rows were found dependent after they were opened.
     model = open_model(builders.row_mixer(tmp_path / "model.onnx"))
     draw = np.random.default_rng(0)
     for rows in (1, 5, 1, 3, 5):
@@ -362,7 +358,7 @@ def test_elements_are_counted_as_without_binding(tmp_path: Path, open_model: Ope
     assert model.instance.staged_elements == StagedElements(2 * 8 * 4, 2 * 5 * 4)
 
 
-def test_when_all_buffers_are_leased_answers_still_come(tmp_path: Path, open_model: Open) -> None:
+def test_runs_succeed_while_all_buffers_are_leased(tmp_path: Path, open_model: Open) -> None:
     model = open_model(builders.identity(tmp_path / "model.onnx"))
     kept = [model.run(rows_of(number, 2)) for number in range(MAX_SETS + 5)]
     assert model.sets == MAX_SETS

@@ -92,7 +92,7 @@ def unaligned(array: np.ndarray) -> np.ndarray:
     ids=["unaligned", "F", "step"],
 )
 @pytest.mark.parametrize("parts", [1, 2])
-def test_array_in_any_form_is_read_right(
+def test_array_of_any_layout_is_read_correctly(
     tmp_path: Path, open_instance: Open, form: Callable[[np.ndarray], np.ndarray], parts: int
 ) -> None:
     instance = open_instance(builders.identity(tmp_path / "model.onnx"))
@@ -116,7 +116,7 @@ def test_rows_of_a_padded_batch_are_those_of_one_without_padding(
     np.testing.assert_allclose(output, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_padded_strings_come_back_without_padding(tmp_path: Path, open_instance: Open) -> None:
+def test_padded_strings_are_returned_without_padding(tmp_path: Path, open_instance: Open) -> None:
     instance = open_instance(builders.identity(tmp_path / "model.onnx", DataType.BYTES, ("batch",)))
     texts = [np.array(["a", "b"], object), np.array(["c"], object)]
     assert instance.run(batch_of(*texts, bucket=8)).outputs[0].tolist() == ["a", "b", "c"]
@@ -129,27 +129,27 @@ def test_output_with_other_rows_than_the_bucket_stays_unchanged(tmp_path: Path, 
     assert output.shape == (5, 4)
 
 
-def test_answers_stay_when_the_staging_buffer_is_used_again(tmp_path: Path, open_instance: Open) -> None:
+def test_answers_survive_reuse_of_the_staging_buffer(tmp_path: Path, open_instance: Open) -> None:
     instance = open_instance(builders.identity(tmp_path / "model.onnx"))
     (first,) = instance.run(batch_of(*[np.full((1, 4), 1, np.float32)] * 3, bucket=4)).outputs
     instance.run(batch_of(*[np.full((1, 4), 2, np.float32)] * 4, bucket=4))
     assert first.tolist() == [[1] * 4] * 3
 
 
-def test_input_without_rows_of_a_model_without_a_batch_axis_stays_without(tmp_path: Path, open_instance: Open) -> None:
+def test_empty_input_of_an_unbatched_model_stays_empty(tmp_path: Path, open_instance: Open) -> None:
     instance = open_instance(builders.identity(tmp_path / "model.onnx", shape=("n", 4)))
     (output,) = instance.run(Batch(((np.zeros((0, 4), np.float32),),), 1, 1)).outputs
     assert output.shape == (0, 4)
 
 
-def test_strings_pass_through(tmp_path: Path, open_instance: Open) -> None:
+def test_strings_pass_unchanged(tmp_path: Path, open_instance: Open) -> None:
     instance = open_instance(builders.identity(tmp_path / "model.onnx", DataType.BYTES, ("batch",)))
     texts = [np.array(["", "größer"], object), np.array(["nul\0inside"], object)]
     (output,) = instance.run(batch_of(*texts)).outputs
     assert output.tolist() == ["", "größer", "nul\0inside"]
 
 
-def test_worker_runs_on_its_own_thread_and_tells_how_long(tmp_path: Path, open_instance: Open) -> None:
+def test_worker_runs_on_its_own_thread_and_reports_durations(tmp_path: Path, open_instance: Open) -> None:
     instance = open_instance(builders.mlp(tmp_path / "model.onnx"))
     rows = np.random.default_rng(0).standard_normal((3, 64), np.float32)
     began_ns = time.monotonic_ns()
@@ -184,7 +184,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD)
-def test_failed_run_says_why_without_paths_and_the_next_one_works(
+def test_failed_run_has_a_reason_without_paths_and_the_next_works(
     tmp_path: Path, open_instance: Open, bad: np.ndarray, reason: str
 ) -> None:
     instance = open_instance(builders.poison(tmp_path / "model.onnx"))
@@ -258,7 +258,7 @@ def test_waiting_worker_holds_no_arrays(tmp_path: Path, open_instance: Open) -> 
         (["AzureExecutionProvider", "CPUExecutionProvider"], ort.ExecutionMode.ORT_SEQUENTIAL, 1, False),
     ],
 )
-def test_run_is_timed_by_the_work_of_its_thread_only_where_all_of_it_happens_there(
+def test_run_is_timed_by_thread_cpu_time_only_if_single_threaded(
     tmp_path: Path, providers: list[str], mode: ort.ExecutionMode, threads: int, expected: bool
 ) -> None:
     native = ort.SessionOptions()
@@ -281,7 +281,7 @@ class Broken:
         raise RuntimeError("CUDA failure 700: an illegal memory access was encountered")
 
 
-def test_a_run_on_a_gpu_without_buffers_reports_a_lost_one(tmp_path: Path) -> None:
+def test_run_without_buffers_reports_a_lost_gpu(tmp_path: Path) -> None:
     path = builders.unnamed_dims(tmp_path / "model.onnx")
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
     lock = CaptureLock()
@@ -307,7 +307,7 @@ def test_a_run_on_a_gpu_without_buffers_reports_a_lost_one(tmp_path: Path) -> No
 ENDLESS = 2**62
 
 
-def test_a_loop_without_end_is_ended_and_the_instance_runs_on(open_instance: Open, tmp_path: Path) -> None:
+def test_endless_run_is_aborted_and_the_instance_continues(open_instance: Open, tmp_path: Path) -> None:
     instance = open_instance(builders.repeats(tmp_path / "m.onnx"))
     outcomes: queue.SimpleQueue[BatchResult | Exception] = queue.SimpleQueue()
     for _ in range(2):
@@ -343,7 +343,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_memory_of_large_batches_is_given_back(open_instance: Open, tmp_path: Path) -> None:
+def test_memory_of_large_batches_is_released(open_instance: Open, tmp_path: Path) -> None:
     instance = open_instance(builders.mlp(tmp_path / "model.onnx", inputs=4, hidden=65536, outputs=1))
     small, large = batch_of(np.ones((1, 4), np.float32)), batch_of(np.ones((512, 4), np.float32))
     answer = instance.run(small).outputs[0].copy()
@@ -357,7 +357,7 @@ def test_memory_of_large_batches_is_given_back(open_instance: Open, tmp_path: Pa
     assert instance.run(large).outputs[0].shape == (512, 1)
 
 
-def test_batch_that_the_model_refuses_gives_nothing_back(open_instance: Open, tmp_path: Path) -> None:
+def test_release_memory_raises_for_a_rejected_batch(open_instance: Open, tmp_path: Path) -> None:
     instance = open_instance(builders.mlp(tmp_path / "model.onnx"))
     with pytest.raises(ServeError) as caught:
         instance.release_memory(batch_of(np.ones((1, 5), np.float32)))

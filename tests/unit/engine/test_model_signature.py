@@ -82,9 +82,7 @@ def test_every_datatype_is_read(tmp_path: Path, datatype: DataType) -> None:
         ),
     ],
 )
-def test_type_that_is_not_served_is_an_error_that_names_it(
-    tmp_path: Path, build: Callable[[Path], Path], text: str
-) -> None:
+def test_unserved_type_is_an_error_that_names_it(tmp_path: Path, build: Callable[[Path], Path], text: str) -> None:
     with pytest.raises(ServeError) as caught:
         read(build(tmp_path / "model.onnx"))
     assert caught.value.kind is ErrorKind.UNSUPPORTED
@@ -145,7 +143,7 @@ def test_sequences_are_tensors_with_a_leading_axis_and_without_rows(tmp_path: Pa
     assert any_shape.outputs[1].shape == (-1, 4)
 
 
-def test_sequence_that_the_configuration_leaves_out_keeps_no_rows_apart(tmp_path: Path) -> None:
+def test_excluded_sequence_does_not_prevent_batching(tmp_path: Path) -> None:
     path = interfaces.split_sequence(tmp_path / "model.onnx")
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
     signature = read_signature(session, read_model(path), served_outputs=["y"])
@@ -205,7 +203,7 @@ def test_tensors_of_any_shape_are_distinguished_from_scalars(tmp_path: Path) -> 
     assert not signature.has_one_shape_class
 
 
-def test_names_that_are_no_text_are_an_error(tmp_path: Path) -> None:
+def test_names_that_are_not_text_are_an_error(tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "model.onnx")
     content = path.read_bytes()
     assert b"batch" in content

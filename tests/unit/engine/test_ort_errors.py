@@ -1,4 +1,4 @@
-"""Which failed runs are the fault of their inputs: real models that reject theirs, and texts of real failures."""
+"""Failed runs caused by their inputs: real models that reject theirs, and texts of real failures."""
 
 from collections.abc import Sequence
 
@@ -88,7 +88,7 @@ NINE = np.array([9])
     ],
     ids=["value", "rank", "failed assertion", "exception", "If", "Loop", "Scan"],
 )
-def test_rejected_inputs_are_the_callers_and_the_node_is_named(content: bytes, x: np.ndarray, node: str) -> None:
+def test_rejected_inputs_are_client_errors_that_name_the_node(content: bytes, x: np.ndarray, node: str) -> None:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
@@ -121,7 +121,7 @@ NODE = "Non-zero status code returned while running Expand node. Name:'' Status 
     ],
     ids=str,
 )
-def test_failures_of_memory_devices_and_the_server_are_internal(error: Exception) -> None:
+def test_memory_device_and_server_failures_are_internal(error: Exception) -> None:
     failure = run_error(error)
     assert not isinstance(failure, ModelRejectionError)
     assert failure.kind is ErrorKind.INTERNAL

@@ -45,7 +45,7 @@ NOT_SEEING: list[Callable[[np.ndarray], object]] = [
 
 
 @pytest.mark.parametrize("see", SEEING)
-def test_set_is_leased_while_anything_sees_its_memory(see: Callable[[np.ndarray], object]) -> None:
+def test_set_is_leased_while_its_memory_is_referenced(see: Callable[[np.ndarray], object]) -> None:
     buffers = OutputBuffers(LAYOUTS, 4)
     assert buffers.is_free
     seen = see(buffers.first_rows(3)[0])
@@ -87,7 +87,7 @@ def test_outputs_have_their_type_and_shape_and_do_not_overlap() -> None:
     assert [output.shape[0] for output in buffers.first_rows(2)] == [2, 2, 2]
 
 
-def test_pool_uses_free_sets_again_and_grows_only_while_all_are_leased() -> None:
+def test_pool_reuses_free_sets_and_grows_only_when_all_are_leased() -> None:
     pool = OutputPool(LAYOUTS, 4)
     first = pool.take()
     assert first is not None

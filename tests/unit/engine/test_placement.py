@@ -1,4 +1,4 @@
-"""Which execution provider runs which node, as the real ONNX Runtime tells."""
+"""The execution provider of each node, as reported by the real ONNX Runtime."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_nodes_are_counted_by_the_provider_that_runs_them(tmp_path: Path) -> Non
     assert next(iter(operators[CPU])) == "MatMul"
 
 
-def test_provider_must_take_a_node_where_there_are_some() -> None:
+def test_provider_must_run_at_least_one_node() -> None:
     check_placement(CUDA, {CUDA: 1, CPU: 40})
     check_placement(CUDA, {})
     with pytest.raises(ServeError) as caught:
@@ -44,7 +44,7 @@ def test_provider_must_take_a_node_where_there_are_some() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "told"),
+    ("kinds", "described"),
     [
         ({}, ""),
         ({"MatMul": 12, "Relu": 4}, "12 MatMul, 4 Relu"),
@@ -55,8 +55,8 @@ def test_provider_must_take_a_node_where_there_are_some() -> None:
         ),
     ],
 )
-def test_operators_in_words_are_short_however_many_there_are(kinds: dict[str, int], told: str) -> None:
-    assert describe_operators(kinds) == told
+def test_operator_description_is_short_for_any_number(kinds: dict[str, int], described: str) -> None:
+    assert describe_operators(kinds) == described
 
 
 def test_nodes_are_left_to_the_cpu_by_every_provider_but_itself() -> None:
@@ -69,12 +69,12 @@ def test_nodes_are_left_to_the_cpu_by_every_provider_but_itself() -> None:
     assert left_to_cpu(OPENVINO, {OPENVINO: {"MatMul": 1}}) == {}
 
 
-def test_placement_in_words() -> None:
+def test_placement_description() -> None:
     assert describe_placement({CUDA: 31, CPU: 2}) == "CUDAExecutionProvider: 31, CPUExecutionProvider: 2"
 
 
 def chain(path: Path, *nodes: tuple[str, str, str]) -> Path:
-    """Nodes one behind the other, by operator, domain and name: x FP32 [batch, 4] → y FP32 [batch, 4]."""
+    """A chain of nodes, by operator, domain and name: x FP32 [batch, 4] → y FP32 [batch, 4]."""
     between = ["x", *(f"h{number}" for number in range(1, len(nodes))), "y"]
     made = [
         helper.make_node(operator, [start], [end], name=name, domain=domain)
@@ -100,9 +100,9 @@ def test_nodes_on_others_than_the_chosen_provider_are_named(tmp_path: Path) -> N
 
 def test_many_nodes_and_long_names_are_abbreviated(tmp_path: Path) -> None:
     nodes = [("Elu", "", f"{number:02}{'n' * 1000}") for number in range(62)]
-    told = describe_elsewhere(CUDA, placed_on_cpu(chain(tmp_path / "model.onnx", *nodes)))
-    assert told.endswith(f"'49{'n' * 126}' and 12 more")
-    assert told.count("Elu") == 50
+    described = describe_elsewhere(CUDA, placed_on_cpu(chain(tmp_path / "model.onnx", *nodes)))
+    assert described.endswith(f"'49{'n' * 126}' and 12 more")
+    assert described.count("Elu") == 50
     exactly = placed_on_cpu(chain(tmp_path / "fifty.onnx", *nodes[:50]))
     assert describe_elsewhere(CUDA, exactly).endswith(f"'49{'n' * 126}'")
 

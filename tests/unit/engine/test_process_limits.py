@@ -1,4 +1,4 @@
-"""The limits of this process, from files as the kernel writes them, in folders made for the test."""
+"""The limits of this process, from files in the kernel's format in temporary folders."""
 
 import os
 import resource
@@ -103,7 +103,7 @@ def test_machine_without_cgroups_has_its_mask(tmp_path: Path) -> None:
     assert cpu_budget(tmp_path / "none", tmp_path / "none") == MASK
 
 
-def test_this_very_process_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_process_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert 1 <= cpu_budget() <= len(os.sched_getaffinity(0))
 

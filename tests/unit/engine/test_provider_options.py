@@ -52,7 +52,7 @@ PROFILE = {f"trt_profile_{bound}_shapes": "x:1x4" for bound in ("min", "opt", "m
         ("AnotherExecutionProvider", {"anything": "goes"}, {"anything": "goes"}),
     ],
 )
-def test_options_are_checked_and_stand_upon_the_servers_defaults(
+def test_options_are_checked_and_override_the_server_defaults(
     name: str, given: dict[str, str], expected: dict[str, str]
 ) -> None:
     assert make_provider_options(name, given) == expected
@@ -144,15 +144,15 @@ def test_wrong_option_is_rejected_with_provider_and_expectation(name: str, given
 
 
 def test_provider_with_own_threads_gets_their_number_unless_configured() -> None:
-    told = with_threads(OPENVINO, make_provider_options(OPENVINO, {}), 2)
-    assert json.loads(told["load_config"])["CPU"]["INFERENCE_NUM_THREADS"] == "2"
+    options = with_threads(OPENVINO, make_provider_options(OPENVINO, {}), 2)
+    assert json.loads(options["load_config"])["CPU"]["INFERENCE_NUM_THREADS"] == "2"
     given = make_provider_options(OPENVINO, {"num_of_threads": "1"})
     assert with_threads(OPENVINO, given, 2) == given
     assert with_threads(OPENVINO, {"device_type": "GPU"}, 2) == {"device_type": "GPU"}
     assert with_threads(CUDA, {"device_id": "1"}, 2) == {"device_id": "1"}
 
 
-def test_every_shape_is_searched_for_where_that_was_asked_for_only() -> None:
+def test_exhaustive_kernel_search_is_detected() -> None:
     assert not searches_each_shape(CUDA, make_provider_options(CUDA, {}))
     assert searches_each_shape(CUDA, {"cudnn_conv_algo_search": "EXHAUSTIVE"})
     assert not searches_each_shape(TENSORRT, {})
@@ -182,5 +182,5 @@ def test_one_profile_spans_all_sizes(
     assert list(made) == [f"trt_profile_{bound}_shapes" for bound in ("min", "opt", "max")][: len(expected)]
 
 
-def test_an_unbatched_model_has_none() -> None:
+def test_unbatched_model_has_no_profile() -> None:
     assert profile_shapes(ModelSignature((IMAGE,), (IMAGE,), "why not"), (2,), {}) == {}

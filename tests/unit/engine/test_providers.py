@@ -1,4 +1,4 @@
-"""Choosing execution providers: a wish list against an offer."""
+"""The choice of execution providers: configured preferences against the available providers."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,7 @@ def choice_of(*wishes: ProviderWish) -> ProviderChoice:
 
 
 def numbers(choice: ProviderChoice) -> list[int]:
-    """Of devices, of the chosen provider and of those behind it."""
+    """The device numbers of the chosen provider and of its fallbacks."""
     return [choice.device_id, *(other.device_id for other in choice.behind)]
 
 
@@ -56,7 +56,7 @@ def attached(choice: ProviderChoice, *, has_cpu: bool = True) -> list[tuple[str,
         (["MyOwnExecutionProvider", "cpu"], ["MyOwnExecutionProvider", CPU], "MyOwnExecutionProvider", []),
     ],
 )
-def test_first_wish_that_is_offered_is_chosen(
+def test_first_available_choice_is_used(
     wishes: list[str], offered: list[str], chosen: str, passed_over: list[str]
 ) -> None:
     choice = choose_provider(wishes, offering(*offered))
@@ -75,11 +75,11 @@ def test_unavailable_wishes_are_an_error_that_names_wishes_reasons_and_offer() -
     assert CPU in caught.value.message
 
 
-def test_installed_onnx_runtime_is_asked_and_offers_the_cpu() -> None:
+def test_installed_onnx_runtime_offers_the_cpu() -> None:
     assert choose_provider(["no_such", "cpu"]).name == CPU
 
 
-def test_cpu_stands_behind_every_other_provider_unless_it_must_not() -> None:
+def test_cpu_follows_every_provider_unless_forbidden() -> None:
     assert attached(ProviderChoice(CUDA)) == [(CUDA, {}), (CPU, {})]
     assert attached(ProviderChoice(CUDA), has_cpu=False) == [(CUDA, {})]
     assert attached(ProviderChoice(CPU)) == [(CPU, {})]
@@ -92,12 +92,12 @@ def test_provider_that_onnx_runtime_dropped_is_an_error() -> None:
         check_providers(ProviderChoice(CUDA), [CPU])
 
 
-def test_tensorrts_own_option_for_graphs_is_a_wish_of_that_provider_alone() -> None:
+def test_tensorrt_graph_option_belongs_to_that_provider() -> None:
     wishes: list[ProviderWish] = [{"tensorrt": {"trt_cuda_graph_enable": True}}, "cuda", "cpu"]
     choice = choose_provider(wishes, offering(TENSORRT, CUDA, CPU))
     assert choice.wants_graphs
-    told = attached(choice) or []
-    assert told[0] == (TENSORRT, {}), "a session that is not to capture must not be told"
+    options = attached(choice) or []
+    assert options[0] == (TENSORRT, {}), "only a session that captures gets the option"
     assert not choice.without_first("it fails").wants_graphs
     assert not choose_provider(wishes, offering(CUDA, CPU)).wants_graphs
     behind = choose_provider(["cuda", *wishes], offering(TENSORRT, CUDA, CPU))
@@ -106,7 +106,7 @@ def test_tensorrts_own_option_for_graphs_is_a_wish_of_that_provider_alone() -> N
     assert not choose_provider([{"tensorrt": {"trt_cuda_graph_enable": "0"}}], offering(TENSORRT)).wants_graphs
 
 
-def test_wish_may_bring_options_which_go_to_its_own_provider_only() -> None:
+def test_options_of_a_choice_reach_only_its_provider() -> None:
     wishes: list[ProviderWish] = [
         {"tensorrt": {"trt_fp16_enable": True, "device_id": 1}},
         {"cuda": {"device_id": 1}},
@@ -133,20 +133,20 @@ def test_wrong_option_of_any_provider_is_named_even_if_the_provider_is_missing()
         choose_provider(["cpu", {"cuda": {"device_id": "first"}}], offering(CPU))
 
 
-def test_device_of_a_provider_that_is_not_known_here_is_its_own_business() -> None:
+def test_device_of_an_unknown_provider_is_unchecked() -> None:
     assert choose_provider([{"Other": {"device_id": "first"}}], offering("Other")).device_id == 0
 
 
 BOTH = ProviderChoice(TENSORRT, ("x is missing",), behind=(Provider(CUDA, {"device_id": "1"}), Provider(CPU)))
 
 
-def test_choice_without_its_first_provider_is_the_next_with_the_reason() -> None:
+def test_choice_without_its_first_provider_uses_the_next() -> None:
     assert BOTH.without_first(f"{TENSORRT} fails") == ProviderChoice(
         CUDA, ("x is missing", f"{TENSORRT} fails"), {"device_id": "1"}, behind=(Provider(CPU),)
     )
 
 
-def test_a_choice_is_moved_to_a_device_with_those_behind_it() -> None:
+def test_choice_moves_to_a_device_with_its_fallbacks() -> None:
     choice = ProviderChoice(
         TENSORRT, options={"device_id": "0"}, behind=(Provider(CUDA, {"use_tf32": "0"}), Provider(CPU))
     )
@@ -156,7 +156,7 @@ def test_a_choice_is_moved_to_a_device_with_those_behind_it() -> None:
     assert choice.device_id == 0
 
 
-def test_provider_of_a_gpu_is_on_the_gpu_of_the_one_ahead_of_it() -> None:
+def test_gpu_provider_shares_the_gpu_of_its_predecessor() -> None:
     wishes: list[ProviderWish] = [{"tensorrt": {"device_id": 1}}, {"cuda": {"use_tf32": False}}, "cpu"]
     choice = choose_provider(wishes, offering(TENSORRT, CUDA, CPU))
     assert attached(choice) == [
@@ -170,14 +170,14 @@ def test_provider_of_a_gpu_is_on_the_gpu_of_the_one_ahead_of_it() -> None:
     assert moved.without_first("it fails").device_id == 3
 
 
-def test_provider_behind_one_that_is_no_gpus_is_on_a_gpu_of_its_own_choice() -> None:
+def test_gpu_provider_after_a_non_gpu_provider_selects_its_gpu() -> None:
     wishes: list[ProviderWish] = ["MyOwnExecutionProvider", {"tensorrt": {"device_id": 2}}, "cuda"]
     choice = choose_provider(wishes, offering("MyOwnExecutionProvider", TENSORRT, CUDA))
     assert numbers(choice) == [0, 2, 2]
     assert attached(choice_of("cuda", "cpu")) == [(CUDA, CUDA_DEFAULTS), (CPU, {})]
 
 
-def test_provider_that_is_taken_instead_of_the_one_ahead_has_its_own_gpu_again() -> None:
+def test_provider_that_replaces_its_predecessor_selects_its_gpu() -> None:
     choice = choice_of({"tensorrt": {"device_id": 1}}, "cuda", ROCM, "cpu")
     assert numbers(choice) == [1, 1, 1, 0]
     instead = choice.without_first("it fails")
@@ -202,7 +202,7 @@ def test_another_gpu_than_that_of_the_provider_ahead_is_rejected_even_if_unavail
     )
 
 
-def test_same_provider_on_one_gpu_after_the_other_is_a_wish_for_fallback() -> None:
+def test_same_provider_on_another_gpu_is_a_fallback() -> None:
     choice = choice_of({"cuda": {"device_id": 0}}, {"cuda": {"device_id": 1}}, "cpu")
     assert attached(choice) == [(CUDA, CUDA_DEFAULTS | {"device_id": "0"}), (CPU, {})]
     assert choice.without_first("it fails").device_id == 1

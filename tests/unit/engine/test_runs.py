@@ -37,7 +37,7 @@ def open_run_by_name(path: Path) -> RunByName:
 
 
 @pytest.mark.parametrize("datatype", DataType)
-def test_every_datatype_passes(tmp_path: Path, datatype: DataType) -> None:
+def test_every_datatype_passes_unchanged(tmp_path: Path, datatype: DataType) -> None:
     run = open_run(builders.identity(tmp_path / "model.onnx", datatype))
     x = np.full((2, 4), "text" if datatype is DataType.BYTES else 1, datatype.numpy)
     (y,) = run([x])
@@ -45,7 +45,7 @@ def test_every_datatype_passes(tmp_path: Path, datatype: DataType) -> None:
     np.testing.assert_array_equal(y, x)
 
 
-def test_absent_inputs_are_not_handed_to_the_model(tmp_path: Path) -> None:
+def test_absent_inputs_are_not_passed_to_the_model(tmp_path: Path) -> None:
     scaled = open_run(interfaces.default_scale(tmp_path / "model.onnx"))
     np.testing.assert_array_equal(scaled([X, absent(1)])[0], 2 * X)
     np.testing.assert_array_equal(scaled([X, np.array([3], np.float32)])[0], 3 * X)
@@ -70,14 +70,14 @@ def test_tensors_of_a_sequence_are_stacked(tmp_path: Path) -> None:
     assert none.dtype == np.int64
 
 
-def test_texts_of_a_sequence_are_stacked(tmp_path: Path) -> None:
+def test_strings_of_a_sequence_are_stacked(tmp_path: Path) -> None:
     run = open_run(interfaces.text_sequence(tmp_path / "model.onnx"))
     both, each = run([np.array(["a", "öl"], object)])
     assert both.tolist() == [["a", "öl"], ["a", "öl"]]
     assert each.tolist() == ["a", "öl"]
 
 
-def test_tensors_of_different_shapes_are_no_tensor_and_leave_the_other_outputs(tmp_path: Path) -> None:
+def test_ragged_sequence_is_an_error_of_its_output_only(tmp_path: Path) -> None:
     parts, y = open_run(interfaces.split_sequence(tmp_path / "model.onnx", lengths=(1, 3)))([X])
     assert why_not_stacked(parts) == "its 2 tensors have different shapes, [1,1] and [1,3]"
     np.testing.assert_array_equal(y, X)
@@ -92,7 +92,7 @@ def bits_of(*values: float) -> np.ndarray:
     return np.array(values, ml_dtypes.bfloat16).view(np.uint16)
 
 
-def test_every_bit_pattern_passes(tmp_path: Path) -> None:
+def test_every_bit_pattern_passes_unchanged(tmp_path: Path) -> None:
     run = open_run_by_name(builders.identity(tmp_path / "model.onnx", DataType.BF16, ("batch", 256)))
     x = np.arange(2**16, dtype=np.uint32).astype(np.uint16).reshape(256, 256)
     (y,) = run({"x": x})
@@ -101,14 +101,14 @@ def test_every_bit_pattern_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 0), (1, 2, 3)])
-def test_any_shape_passes(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_any_shape_passes_unchanged(tmp_path: Path, shape: tuple[int, ...]) -> None:
     run = open_run_by_name(builders.identity(tmp_path / "model.onnx", DataType.BF16, [None] * len(shape)))
     (y,) = run({"x": np.full(shape, 5, np.uint16)})
     assert y.shape == shape
     assert (y == 5).all()
 
 
-def test_other_types_stand_beside_it(tmp_path: Path) -> None:
+def test_other_types_are_served_beside_it(tmp_path: Path) -> None:
     run = open_run_by_name(interfaces.bfloat16_sum(tmp_path / "model.onnx"))
     n = np.array([[0.5, 1, 2, 3]], np.float32)
     y, m = run({"x": bits_of(1, 2, 3, 4).reshape(1, 4), "n": n})
@@ -116,14 +116,14 @@ def test_other_types_stand_beside_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(m, n)
 
 
-def test_strings_go_in_where_no_bfloat16_comes_out(tmp_path: Path) -> None:
+def test_string_inputs_are_accepted_without_bfloat16_outputs(tmp_path: Path) -> None:
     run = open_run_by_name(interfaces.bfloat16_and_text(tmp_path / "model.onnx"))
     wide, texts = run({"x": bits_of(1, -2), "s": np.array(["a", "ü"], object)})
     assert wide.tolist() == [1, -2]
     assert texts.tolist() == ["a", "ü"]
 
 
-def test_strings_that_go_in_keep_bfloat16_from_coming_out(tmp_path: Path) -> None:
+def test_string_inputs_exclude_bfloat16_outputs(tmp_path: Path) -> None:
     session = open_session(
         interfaces.bfloat16_and_text(tmp_path / "model.onnx"), "m/1", SessionOptions(ProviderChoice(CPU), 1)
     )

@@ -50,7 +50,7 @@ def test_package_is_loaded_for_providers_with_its_prefix(tmp_path: Path, monkeyp
         ("onnxruntime_ep_empty", PACKAGE.replace("return __file__", "open('/no/library')"), "No such file"),
     ],
 )
-def test_package_that_cannot_be_used_is_named_with_its_reason(
+def test_unusable_package_is_named_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, reason: str
 ) -> None:
     install(tmp_path, name, content)
@@ -61,7 +61,7 @@ def test_package_that_cannot_be_used_is_named_with_its_reason(
     assert str(tmp_path) not in problem
 
 
-def test_library_that_is_no_plug_in_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_library_that_is_not_a_plug_in_is_named_with_the_reason(tmp_path: Path) -> None:
     library = tmp_path / "plugin.so"
     library.write_bytes(b"no library")
     with pytest.raises(ServeError, match=f"execution_provider_libraries: '{library}' cannot be used: ") as caught:
@@ -75,7 +75,7 @@ def test_provider_without_a_library_misses_none(name: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="makes a library")
-def test_library_that_a_providers_own_needs_is_named(tmp_path: Path) -> None:
+def test_missing_dependency_of_a_provider_library_is_named(tmp_path: Path) -> None:
     def build(file: str, *needed: str) -> None:
         command = ["gcc", "-shared", "-o", file, "nothing.c", *needed]
         subprocess.run(command, cwd=tmp_path, check=True, timeout=60)

@@ -67,7 +67,7 @@ def write_nothing(path: Path) -> Path:
         (write_external, "weights.bin"),
     ],
 )
-def test_file_that_cannot_be_opened_is_named_with_the_reason_but_not_where_it_lies(
+def test_error_for_an_unopenable_file_omits_its_folder(
     tmp_path: Path, write: Callable[[Path], Path], reason: str
 ) -> None:
     folder = tmp_path / "models of a secret project" / "1"
@@ -102,7 +102,7 @@ def test_provider_that_cannot_start_is_an_error_and_no_session_on_the_cpu(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("Load model from /data/m/1/model.onnx failed:no", "Load model from …/model.onnx failed:no"),
         ("see '/a/b', \"/c/d\" and (/e)", "see '…/b', \"…/d\" and (…/e)"),
@@ -124,8 +124,8 @@ def test_provider_that_cannot_start_is_an_error_and_no_session_on_the_cpu(tmp_pa
         ),
     ],
 )
-def test_text_without_paths(text: str, told: str) -> None:
-    assert without_paths(text) == told
+def test_paths_are_removed_from_text(text: str, expected: str) -> None:
+    assert without_paths(text) == expected
 
 
 def test_failed_run_is_an_internal_error() -> None:
@@ -173,7 +173,7 @@ def test_every_level_of_graph_optimization_is_onnx_runtimes_own(
     assert session.get_session_options().graph_optimization_level == native
 
 
-def test_usual_settings_suit_a_server(tmp_path: Path) -> None:
+def test_default_settings_suit_a_server(tmp_path: Path) -> None:
     native = open_session(builders.mlp(tmp_path / "model.onnx"), "m", OPTIONS).get_session_options()
     assert native.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert native.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
@@ -199,9 +199,7 @@ def test_invalid_operator_library_is_named_without_its_folder(tmp_path: Path, co
         (SessionSettings(shrink_arenas=("cpu:0",), memory_arena=False), "none"),
     ],
 )
-def test_arena_that_is_not_there_fails_the_load_and_not_every_run(
-    tmp_path: Path, settings: SessionSettings, there: str
-) -> None:
+def test_unknown_arena_fails_the_load_not_each_run(tmp_path: Path, settings: SessionSettings, there: str) -> None:
     options = SessionOptions(ProviderChoice(CPU), 1, settings)
     with pytest.raises(ServeError, match=f"session.shrink_arenas: expected arenas out of {there}, got"):
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
@@ -219,10 +217,8 @@ def test_arena_that_is_not_there_fails_the_load_and_not_every_run(
         (ProviderChoice(CUDA), "gpu:0", False),
     ],
 )
-def test_arena_of_a_gpu_is_there_only_beside_a_provider_of_gpus(
-    tmp_path: Path, choice: ProviderChoice, arena: str, is_refused: bool
-) -> None:
-    """Whether the providers themselves are there is asked after that."""
+def test_gpu_arena_needs_a_gpu_provider(tmp_path: Path, choice: ProviderChoice, arena: str, is_refused: bool) -> None:
+    """The availability of the providers is checked after the arenas."""
     options = SessionOptions(choice, 1, SessionSettings(shrink_arenas=(arena,)))
     refusal = f"session.shrink_arenas: expected arenas out of cpu:0, got {arena}"
     with pytest.raises(ServeError) as caught:
@@ -230,17 +226,17 @@ def test_arena_of_a_gpu_is_there_only_beside_a_provider_of_gpus(
     assert (caught.value.message == refusal) == is_refused
 
 
-def test_arenas_are_shrunk_by_every_run_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_configured_arenas_are_shrunk_after_every_run(tmp_path: Path) -> None:
     session = open_session(builders.mlp(tmp_path / "model.onnx"), "m", OPTIONS)
     feeds = {"x": np.zeros((1, 64), np.float32)}
-    told = run_options(SessionSettings(shrink_arenas=("cpu:0",)))
-    assert session.run(None, feeds, told)[0].shape == (1, 10)
-    # ONNX Runtime refuses an arena that is not there, which shows that it was told.
+    options = run_options(SessionSettings(shrink_arenas=("cpu:0",)))
+    assert session.run(None, feeds, options)[0].shape == (1, 10)
+    # ONNX Runtime rejects an unknown arena, which shows that it reads the option.
     with pytest.raises(Exception, match=r"gpu:7|arena"):
         session.run(None, feeds, run_options(SessionSettings(shrink_arenas=("gpu:7",))))
 
 
-def test_an_instance_shrinks_no_arena_of_a_gpu_that_another_is_on() -> None:
+def test_instance_shrinks_only_arenas_of_its_own_gpu() -> None:
     settings = SessionSettings(shrink_arenas=("cpu:0", "gpu:0", "gpu:1", "gpu:7"))
     assert arenas_of(settings, 1, (0, 1)) == ["cpu:0", "gpu:1", "gpu:7"]  # the last has no device, which a run reports
     assert arenas_of(settings, 0) == list(settings.shrink_arenas)
@@ -254,7 +250,7 @@ def test_settings_become_entries_of_onnx_runtime(tmp_path: Path) -> None:
     assert [native.get_session_config_entry(entry) for entry in entries] == ["1", "4", "1"]
 
 
-def test_entry_stands_over_the_setting_of_the_same_meaning(tmp_path: Path) -> None:
+def test_session_entry_overrides_the_equivalent_setting(tmp_path: Path) -> None:
     settings = SessionSettings(dynamic_block_base=4, entries={"session.dynamic_block_base": 8})
     options = SessionOptions(ProviderChoice(CPU), 1, settings)
     native = open_session(builders.mlp(tmp_path / "model.onnx"), "m", options).get_session_options()
@@ -267,7 +263,7 @@ def test_affinities_of_more_threads_than_there_are_fail_the_load(tmp_path: Path)
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
 
 
-def test_optimized_model_is_kept_and_can_be_served_as_it_is(tmp_path: Path) -> None:
+def test_optimized_model_is_saved_and_servable(tmp_path: Path) -> None:
     kept = tmp_path / "optimized.onnx"
     model = builders.mlp(tmp_path / "model.onnx")
     first = open_session(
@@ -297,14 +293,14 @@ def test_unwritable_optimized_model_is_rejected_with_the_expectation(tmp_path: P
     assert caught.value.message == (f"session.optimized_model_file: expected a file in an existing folder, got {came}")
 
 
-def test_weights_in_a_file_of_their_own_are_read_from_beside_the_model(tmp_path: Path) -> None:
+def test_external_weights_are_read_from_the_model_folder(tmp_path: Path) -> None:
     path = write_external(tmp_path / "model.onnx")
     (tmp_path / "weights.bin").write_bytes(np.full(4, 3, np.float32).tobytes())
     (result,) = open_session(path, "m", OPTIONS).run(None, {"x": np.ones((2, 4), np.float32)})
     np.testing.assert_array_equal(result, np.full((2, 4), 4))
 
 
-def test_free_dimension_gets_its_length(tmp_path: Path) -> None:
+def test_free_dimension_gets_its_configured_size(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "model.onnx")
     options = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(free_dimensions={"batch": 3}))
     assert open_session(path, "m", options).get_inputs()[0].shape == [3, 64]
@@ -376,7 +372,7 @@ def test_settings_that_exclude_each_other_fail_the_load(
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
 
 
-def test_provider_that_takes_no_node_is_an_error(tmp_path: Path) -> None:
+def test_provider_that_runs_no_node_is_an_error(tmp_path: Path) -> None:
     # Every ONNX Runtime has this one; it is for operators that call a service elsewhere.
     options = SessionOptions(ProviderChoice("AzureExecutionProvider"), 1)
     with pytest.raises(ServeError) as caught:
@@ -386,7 +382,7 @@ def test_provider_that_takes_no_node_is_an_error(tmp_path: Path) -> None:
     )
 
 
-def test_leaving_nodes_to_the_cpu_can_be_forbidden(tmp_path: Path) -> None:
+def test_cpu_fallback_of_nodes_can_be_forbidden(tmp_path: Path) -> None:
     settings = SessionSettings(entries={"session.disable_cpu_ep_fallback": True})
     options = SessionOptions(ProviderChoice("AzureExecutionProvider"), 1, settings)
     with pytest.raises(
@@ -395,7 +391,7 @@ def test_leaving_nodes_to_the_cpu_can_be_forbidden(tmp_path: Path) -> None:
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
 
 
-def test_missing_locale_is_named_with_the_way_to_install_it(tmp_path: Path) -> None:
+def test_error_for_a_missing_locale_says_how_to_install_it(tmp_path: Path) -> None:
     with pytest.raises(ServeError) as caught:
         open_session(builders.lower_case(tmp_path / "model.onnx", locale="xx_XX.UTF-8"), "m", OPTIONS)
     assert caught.value.kind is ErrorKind.INVALID_INPUT

@@ -1,4 +1,4 @@
-"""Rows of a batch, gathered into a buffer that is used again."""
+"""Rows of a batch, gathered into a reusable buffer."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_reused_buffer_shows_no_values_of_the_last_batch() -> None:
     np.testing.assert_array_equal(small, [[0, 1, 2], *[[50, 51, 52]] * 3])
 
 
-def test_buffer_of_another_size_shape_or_dtype_is_made_anew() -> None:
+def test_buffer_is_replaced_for_another_size_shape_or_dtype() -> None:
     staging = HostStaging([0])
     for parts, bucket in (
         ((rows_from(0, 1), rows_from(5, 1)), 2),
@@ -73,13 +73,13 @@ def test_buffer_of_another_size_shape_or_dtype_is_made_anew() -> None:
         np.testing.assert_array_equal(staged, np.concatenate([*parts, *[parts[-1]] * (bucket - 2)]))
 
 
-def test_inputs_have_buffers_of_their_own() -> None:
+def test_inputs_have_separate_buffers() -> None:
     a, b = HostStaging([0, 0]).stage([(rows_from(0, 1), rows_from(3, 1)), (rows_from(6, 1), rows_from(9, 1))], 4)
     assert not np.shares_memory(a, b)
     assert (a[0, 0], b[0, 0]) == (0, 6)
 
 
-def test_texts_are_padded_with_the_last_and_not_kept() -> None:
+def test_strings_are_padded_with_the_last_row_and_released() -> None:
     staging = HostStaging([0])
     texts = np.array(["a", "b"], object), np.array(["c"], object)
     staged = stage(staging, *texts, bucket=5)
@@ -95,12 +95,12 @@ def test_input_of_a_model_without_a_batch_axis_may_have_any_shape(shape: tuple[i
 
 
 @pytest.mark.parametrize("parts", [[(2, 4)], [(2, 3), (1, 4)], [(2, 1)], [(1, 3)], [(2, 3), (2, 3)]])
-def test_rows_of_another_shape_are_refused_and_never_stretched_to_fit(parts: list[tuple[int, int]]) -> None:
+def test_rows_of_another_shape_are_rejected_not_broadcast(parts: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match=r"shape|dimensions"):
         stage_rows(tuple(np.ones(shape, np.float32) for shape in parts), np.empty((4, 3), np.float32), 2)
 
 
-def test_rows_on_another_axis_are_staged_in_the_models_own_form() -> None:
+def test_rows_on_another_axis_are_staged_in_model_layout() -> None:
     parts = [np.arange(rows * 6).reshape(2, rows, 3) + 100 * rows for rows in (1, 2)]
     staging = HostStaging([1])
     (staged,) = staging.stage([tuple(np.moveaxis(part, 1, 0) for part in parts)], 4)

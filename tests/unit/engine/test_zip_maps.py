@@ -1,4 +1,4 @@
-"""Sequences of maps as tensors: what the session gives, against the maps of ONNX Runtime itself."""
+"""Sequences of maps as tensors: the session's outputs, compared with ONNX Runtime's own maps."""
 
 import time
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def plain(path: Path) -> Session:
 @pytest.mark.parametrize("is_tree", [False, True], ids=["linear", "tree"])
 @pytest.mark.parametrize("classes", [(0, 1), (7, -2, 2**40), ("no", "yes"), ("ä", "b c", "")], ids=str)
 @pytest.mark.parametrize("rows", [1, 64])
-def test_scores_are_those_of_the_maps_in_the_order_of_the_classes(
+def test_scores_equal_the_maps_in_class_order(
     path: Path, classes: Sequence[int] | Sequence[str], is_tree: bool, rows: int
 ) -> None:
     interfaces.zipmap_classifier(path, classes, is_tree=is_tree)
@@ -69,14 +69,14 @@ def test_rows_without_and_with_strange_scores_keep_their_shape(path: Path, shape
 
 
 @pytest.mark.parametrize("width", [2, 4, 6])
-def test_another_number_of_scores_than_classes_fails_as_with_maps(path: Path, width: int) -> None:
+def test_score_count_unlike_the_class_count_fails(path: Path, width: int) -> None:
     interfaces.zipped_scores(path, shape=("batch", "width"))
     for session in (plain(path), opened(path)):
         with pytest.raises(Exception, match="Non-zero status code"):
             session.run(None, {"x": np.zeros((2, width), np.float32)})
 
 
-def test_weights_in_files_of_their_own_are_read_from_beside_the_model(path: Path) -> None:
+def test_external_weights_are_read_from_the_model_folder(path: Path) -> None:
     model = onnx.load(interfaces.zipped_scores(path))
     np.array([1, 2, 3], np.float32).tofile(path.with_name("weights.bin"))
     weights = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
@@ -89,7 +89,7 @@ def test_weights_in_files_of_their_own_are_read_from_beside_the_model(path: Path
 
 
 @pytest.mark.parametrize("location", ["../secret.bin", "/etc/hostname"])
-def test_weights_elsewhere_are_refused_as_without_maps(path: Path, location: str) -> None:
+def test_external_weights_outside_the_folder_are_rejected(path: Path, location: str) -> None:
     path = path.with_name("m") / "model.onnx"
     path.parent.mkdir()
     path.parent.with_name("secret.bin").write_bytes(bytes(12))
@@ -105,7 +105,7 @@ def test_weights_elsewhere_are_refused_as_without_maps(path: Path, location: str
             open_it(path)
 
 
-def test_everything_else_of_the_model_stays(path: Path) -> None:
+def test_rest_of_the_model_is_unchanged(path: Path) -> None:
     model = onnx.load(interfaces.zipmap_classifier(path, ("a", "b")))
     model.doc_string = "x" * 300
     helper.set_model_props(model, {"author": "somebody"})
@@ -136,7 +136,7 @@ def test_runs_are_bound_to_buffers(path: Path) -> None:
         instance.close()
 
 
-def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:
+def test_truncated_file_is_read_without_a_crash(path: Path) -> None:
     whole = interfaces.zipmap_classifier(path, ("a", "b")).read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
@@ -144,13 +144,13 @@ def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:
         assert read_classes(read_model(path)) in ({}, {"probabilities": ("a", "b")})
 
 
-def test_models_without_such_an_output_are_opened_from_their_file(path: Path) -> None:
+def test_models_without_map_outputs_are_opened_from_their_file(path: Path) -> None:
     for build in (builders.mlp, builders.sequence_output, builders.not_onnx):
         assert with_score_tensors(path, read_model(build(path))) is None
         assert read_classes(read_model(path)) == {}
 
 
-def test_map_that_another_node_reads_stays_one(path: Path) -> None:
+def test_map_used_by_another_node_is_kept(path: Path) -> None:
     model = onnx.load(interfaces.zipmap_classifier(path))
     reader = helper.make_node("Reader", ["probabilities"], ["z"])
     body = helper.make_graph([reader], "body", [], [])

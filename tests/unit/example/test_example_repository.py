@@ -1,4 +1,4 @@
-"""The bundled models load, do what they say, and are what the scripts beside them make."""
+"""The bundled models load, behave as documented, and are reproducible from their scripts."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def open_session(name: str) -> Any:
     return ort.InferenceSession(repository_path() / name / "1" / "model.onnx", providers=["CPUExecutionProvider"])
 
 
-def test_repository_holds_these_models_and_no_others() -> None:
+def test_repository_contains_exactly_the_listed_models() -> None:
     assert sorted(entry.name for entry in repository_path().iterdir()) == MODELS
 
 
@@ -33,7 +33,7 @@ def test_every_tensor_has_a_free_leading_axis_named_batch(name: str) -> None:
         assert all(isinstance(size, int) for size in tensor.shape[1:]), tensor.name
 
 
-def test_tiny_models_are_made_again_byte_for_byte(tmp_path: Path) -> None:
+def test_tiny_models_are_reproducible_byte_for_byte(tmp_path: Path) -> None:
     write_models(tmp_path)
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.onnx"))
     assert [path.parts[0] for path in made] == ["simple", "text_stats"]
@@ -69,7 +69,7 @@ def test_text_stats_counts_recognises_weighs_and_quotes() -> None:
     assert quoted[:, 0].tolist() == [f'"{text}"' for text in texts]
 
 
-def test_text_stats_gives_a_row_the_same_answer_alone_and_in_company() -> None:
+def test_text_stats_rows_are_independent() -> None:
     session = open_session("text_stats")
     text = np.array([["a b c d e"], [""], ["7"]], object)
     weight = np.array([[1.5], [2.5], [-1]], np.float32)

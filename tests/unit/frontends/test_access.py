@@ -33,7 +33,7 @@ GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_s
 
 
 def expected_group(template: str) -> Group | None:
-    """Of a route by its template, in the words of this test."""
+    """The expected group of a route by its template, written independently of the server."""
     plain = template.replace("/versions/{version}", "")
     if plain in HEALTH:
         return None
@@ -49,7 +49,7 @@ async def answer_nothing(_: Request) -> Response:
 
 
 def all_routes() -> list[Route]:
-    """Those that FastAPI answers; nothing is asked of the services behind them here."""
+    """The routes that FastAPI answers; no service is called here."""
     nothing: Any = None
 
     class Nothing:
@@ -67,7 +67,7 @@ ROUTES: Final = all_routes()
 GENERATE_ROUTES: Final = [route for route in ROUTES if route.path.endswith("/generate")]
 
 
-def test_every_route_is_in_the_group_that_its_path_says() -> None:
+def test_every_route_is_in_the_group_of_its_path() -> None:
     assert len(ROUTES) > 40
     for route in ROUTES:
         path = re.sub(r"\{version\}", "1", route.path)
@@ -87,16 +87,16 @@ SEGMENTS: Final = st.builds(
 
 
 @given(st.lists(SEGMENTS, max_size=8), st.sampled_from(["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS"]))
-def test_group_of_a_path_is_that_of_the_route_that_takes_it(segments: list[str], method: str) -> None:
+def test_path_has_the_group_of_its_route(segments: list[str], method: str) -> None:
     path = "/" + "/".join(segments)
     scope = {"type": "http", "path": path, "method": method, "root_path": "", "headers": []}
     taken = next((route for route in ROUTES if route.matches(scope)[0] is Match.FULL), None)
-    if taken is not None and is_unambiguous(path):  # to others nobody is let
+    if taken is not None and is_unambiguous(path):  # other paths are rejected
         assert http_group(method, path) is expected_group(taken.path)
 
 
-def test_only_line_feeds_lead_to_another_route_than_it_seems() -> None:
-    """And so no character that ``is_unambiguous`` lets pass."""
+def test_only_line_feeds_change_the_route_of_a_path() -> None:
+    """``is_unambiguous`` therefore needs to exclude no other character."""
     scope = {"type": "http", "method": "POST", "root_path": "", "headers": []}
     for code in range(sys.maxunicode + 1):
         character = chr(code)
@@ -113,7 +113,7 @@ def test_only_health_is_open(method: str) -> None:
     assert http_group(method, "/v2/health/live/x") is not None
 
 
-def test_same_question_is_in_the_same_group_on_both_protocols() -> None:
+def test_equivalent_calls_share_a_group_on_both_protocols() -> None:
     service = "/inference.GRPCInferenceService/"
     same = {
         "ModelInfer": ("POST", "/v2/models/m/infer"),

@@ -1,4 +1,4 @@
-"""The metrics port, for real."""
+"""The metrics port on a real socket."""
 
 import gzip
 import socket
@@ -29,7 +29,7 @@ def test_metrics_are_served_until_the_port_is_closed() -> None:
         socket.create_connection(("127.0.0.1", server.port), timeout=10)
 
 
-def test_text_is_compressed_for_who_asks_for_it() -> None:
+def test_text_is_compressed_when_accepted() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
     server = MetricsServer(TextFormat(registry).write, "127.0.0.1", 0)
@@ -48,7 +48,7 @@ def test_text_is_compressed_for_who_asks_for_it() -> None:
         server.close()
 
 
-def test_other_paths_are_not_found_and_head_has_no_body() -> None:
+def test_other_paths_are_404_and_head_has_no_body() -> None:
     server = MetricsServer(bytes, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.port}"
     try:
@@ -64,7 +64,7 @@ def test_other_paths_are_not_found_and_head_has_no_body() -> None:
         server.close()
 
 
-def test_health_is_answered_at_its_paths_alone() -> None:
+def test_health_is_answered_at_its_paths_only() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
     asked: list[str] = []
@@ -95,7 +95,7 @@ def is_answered(port: int) -> bool:
         return False
 
 
-def test_callers_keep_only_some_threads() -> None:
+def test_connections_hold_a_bounded_number_of_threads() -> None:
     server = MetricsServer(bytes, "127.0.0.1", 0, max_connections=2)
     try:
         slow = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
@@ -110,7 +110,7 @@ def test_callers_keep_only_some_threads() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\na: "])
-def test_caller_keeps_a_thread_for_its_time_and_leaves_no_traceback(
+def test_connection_holds_its_thread_until_the_timeout_without_a_traceback(
     sent: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = MetricsServer(bytes, "127.0.0.1", 0, max_s=0.1)
@@ -124,7 +124,7 @@ def test_caller_keeps_a_thread_for_its_time_and_leaves_no_traceback(
     assert capsys.readouterr().err == ""
 
 
-def test_taken_port_is_told_by_the_name_of_its_option() -> None:
+def test_error_for_a_port_in_use_names_its_option() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(

@@ -32,7 +32,7 @@ def test_missing_shape_is_distinguished_from_no_axes(path: Path) -> None:
     assert names_without_shape(builders.identity(path, DataType.FP32, ())) == set()
 
 
-def test_optional_tensors_count_and_other_types_do_not(path: Path) -> None:
+def test_optional_tensors_are_read_and_other_types_are_not(path: Path) -> None:
     tensor = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
     inputs = [
         helper.make_value_info("optional", helper.make_optional_type_proto(tensor)),
@@ -44,7 +44,7 @@ def test_optional_tensors_count_and_other_types_do_not(path: Path) -> None:
 
 
 @pytest.mark.parametrize("build", [builders.mlp, interfaces.zipmap_classifier, interfaces.default_scale])
-def test_models_with_weights_and_declared_shapes_have_none(path: Path, build: object) -> None:
+def test_names_without_shape_are_those_of_the_onnx_graph(path: Path, build: object) -> None:
     assert callable(build)
     assert names_without_shape(build(path)) == {
         value.name
@@ -116,7 +116,7 @@ def test_long_lists_of_tree_ensembles_are_skipped_and_class_labels_kept(path: Pa
     assert node.attributes == {"nodes_values": Skipped(), "classlabels_int64s": (1, 2), "post_transform": "NONE"}
 
 
-def test_a_name_that_is_not_utf8_is_escaped_and_reported(path: Path) -> None:
+def test_name_that_is_not_utf8_is_escaped_and_reported(path: Path) -> None:
     model = builders.identity(path, DataType.FP32).read_bytes()
     assert not read_model(path).has_invalid_names
     path.write_bytes(model.replace(b"\x01x\x12\x01y", b"\x01\xff\x12\x01y"))
@@ -125,7 +125,7 @@ def test_a_name_that_is_not_utf8_is_escaped_and_reported(path: Path) -> None:
     assert read.graph.nodes[0].inputs == ("\\xff",)
 
 
-def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:
+def test_truncated_file_is_read_without_a_crash(path: Path) -> None:
     whole = interfaces.any_shape(path).read_bytes()
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])

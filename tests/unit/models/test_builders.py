@@ -90,7 +90,7 @@ def test_identity_returns_bfloat16_bit_patterns(path: Path) -> None:
     np.testing.assert_array_equal(y, x)
 
 
-def test_identity_takes_fixed_named_and_unnamed_dimensions(path: Path) -> None:
+def test_identity_accepts_fixed_named_and_unnamed_dimensions(path: Path) -> None:
     session = open_session(builders.identity(path, DataType.FP32, ["batch", 3, None]))
     inputs, outputs = signature(session)
     assert inputs == [("x", "tensor(float)", ["batch", 3, None])]
@@ -105,7 +105,7 @@ def test_scalar_sum_has_an_output_without_axes(path: Path) -> None:
     assert float(y) == 6.0
 
 
-def test_row_mixer_gives_a_row_another_answer_in_company(path: Path) -> None:
+def test_row_mixer_rows_depend_on_each_other(path: Path) -> None:
     session = open_session(builders.row_mixer(path))
     assert signature(session) == (
         [("x", "tensor(float)", ["batch", 4])],
@@ -133,7 +133,7 @@ def test_one_poisoned_row_fails_the_whole_run_and_not_the_next(path: Path, row: 
     np.testing.assert_array_equal(session.run(None, {"x": good})[0], good / 2)
 
 
-def test_fixed_batch_refuses_two_rows(path: Path) -> None:
+def test_fixed_batch_rejects_two_rows(path: Path) -> None:
     session = open_session(builders.fixed_batch(path))
     assert signature(session) == ([("x", "tensor(float)", [1, 4])], [("y", "tensor(float)", [1, 4])])
     np.testing.assert_array_equal(session.run(None, {"x": np.ones((1, 4), np.float32)})[0], np.full((1, 4), 2))
@@ -166,7 +166,7 @@ def test_variable_length_sums_rows_of_any_length(path: Path) -> None:
         np.testing.assert_array_equal(session.run(None, {"x": x})[0], x.sum(axis=1))
 
 
-def test_heavy_is_row_wise_and_no_constant(path: Path) -> None:
+def test_heavy_is_row_wise_and_not_constant(path: Path) -> None:
     session = open_session(builders.heavy(path))
     assert signature(session) == (
         [("x", "tensor(float)", ["batch", 64])],
@@ -181,7 +181,7 @@ def test_heavy_is_row_wise_and_no_constant(path: Path) -> None:
 # The floor is a quarter and a tenth of what was measured; to get below it one core would have to do 400 GFLOP/s, which
 # none does unless the work was optimised away. There is no ceiling, so that a busy machine fails nothing.
 @pytest.mark.parametrize(("build", "shape"), [(builders.heavy, (32, 64)), (builders.slow, (1, 4))])
-def test_work_is_not_optimised_away(path: Path, build: Any, shape: tuple[int, int]) -> None:
+def test_work_survives_graph_optimisation(path: Path, build: Any, shape: tuple[int, int]) -> None:
     session = open_session(build(path))
     x = RNG.standard_normal(shape, np.float32)
     session.run(None, {"x": x})
@@ -202,7 +202,7 @@ def test_slow_adds_the_same_vector_to_every_row(path: Path) -> None:
     np.testing.assert_allclose(session.run(None, {"x": x})[0], x + c, atol=1e-5)
 
 
-def test_refuses_synthetic_runs_on_proper_values(path: Path) -> None:
+def test_refuses_synthetic_accepts_real_values(path: Path) -> None:
     session = open_session(builders.refuses_synthetic(path))
     x = np.array([[2, 3, 4, 33]])
     np.testing.assert_array_equal(session.run(None, {"x": x})[0], (x - 2) / 2)
@@ -215,7 +215,7 @@ def test_refuses_synthetic_fails_on_zeros_and_ones(path: Path, value: int) -> No
         session.run(None, {"x": np.full((1, 4), value)})
 
 
-def test_sequence_output_is_no_tensor(path: Path) -> None:
+def test_sequence_output_is_not_a_tensor(path: Path) -> None:
     session = open_session(builders.sequence_output(path))
     assert signature(session)[1] == [("y", "seq(tensor(float))", [])]
     x = np.ones((2, 4), np.float32)

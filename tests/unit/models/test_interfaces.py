@@ -38,11 +38,11 @@ def test_bfloat16_and_text_has_both(path: Path) -> None:
     assert outputs == ["tensor(float)", "tensor(string)", "tensor(bfloat16)"]
 
 
-def test_float8_output_has_one(path: Path) -> None:
+def test_float8_output_has_a_float8_output(path: Path) -> None:
     assert types(open_session(interfaces.float8_output(path))) == (["tensor(float)"], ["tensor(float8e4m3fn)"])
 
 
-def test_sequence_input_tells_the_length(path: Path) -> None:
+def test_sequence_input_returns_the_length(path: Path) -> None:
     session = open_session(interfaces.sequence_input(path))
     assert types(session) == (["seq(tensor(float))"], ["tensor(int64)"])
     assert session.run(None, {"x": [X, X]}) == [2]
@@ -64,13 +64,13 @@ def test_default_scale_has_a_default(path: Path, shape: tuple[int | str, ...]) -
     np.testing.assert_array_equal(session.run(None, {"x": X, "scale": three})[0], 3 * X)
 
 
-def test_optional_bias_is_added_where_it_is(path: Path) -> None:
+def test_optional_bias_is_added_when_present(path: Path) -> None:
     session = open_session(interfaces.optional_bias(path))
     np.testing.assert_array_equal(session.run(None, {"x": X})[0], X)
     np.testing.assert_array_equal(session.run(None, {"x": X, "bias": X})[0], 2 * X)
 
 
-def test_optional_sequence_says_whether_it_is_there(path: Path) -> None:
+def test_optional_sequence_returns_its_presence(path: Path) -> None:
     session = open_session(interfaces.optional_sequence(path))
     for feeds, has in (({"x": X[0]}, False), ({"x": X[0], "more": [X]}, True)):
         y, given = session.run(None, feeds)
@@ -82,11 +82,11 @@ def test_constant_needs_no_input(path: Path) -> None:
     assert open_session(interfaces.constant(path)).run(None, {})[0].tolist() == [1, 2, 3]
 
 
-def test_positive_leaves_the_others_out(path: Path) -> None:
+def test_positive_drops_other_values(path: Path) -> None:
     assert open_session(interfaces.positive(path)).run(None, {"x": X[0]})[0].tolist() == [1, 3, 4]
 
 
-def test_any_shape_takes_any(path: Path) -> None:
+def test_any_shape_accepts_any_shape(path: Path) -> None:
     session = open_session(interfaces.any_shape(path))
     for x in (X, X[0], np.array(1, np.float32)):
         y, t = session.run(None, {"x": x, "s": np.array(3, np.float32)})

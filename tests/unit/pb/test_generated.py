@@ -1,4 +1,4 @@
-"""The generated messages: current, and at peace with a client library for the same protocol."""
+"""The generated messages are current and coexist with a client library for the same protocol."""
 
 import importlib.util
 import subprocess
@@ -22,7 +22,7 @@ IMPORT_THEIRS = "import tritonclient.grpc\nimport tritonclient.grpc.service_pb2 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("grpc_tools") is None, reason="grpcio-tools is not installed")
-def test_committed_messages_are_what_the_protos_generate() -> None:
+def test_committed_messages_equal_the_generated_ones() -> None:
     check = subprocess.run(
         [sys.executable, ROOT / "protos" / "generate.py", "--check"], capture_output=True, text=True, timeout=60
     )
@@ -30,7 +30,7 @@ def test_committed_messages_are_what_the_protos_generate() -> None:
 
 
 @pytest.mark.parametrize("imports", [IMPORT_OURS + IMPORT_THEIRS, IMPORT_THEIRS + IMPORT_OURS], ids=["ours", "theirs"])
-def test_messages_live_in_one_process_with_tritonclient_whichever_is_imported_first(imports: str) -> None:
+def test_messages_coexist_with_tritonclient_in_any_import_order(imports: str) -> None:
     run = subprocess.run([sys.executable, "-c", imports + ROUND_TRIP], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
@@ -61,6 +61,6 @@ assert shape(theirs.ModelConfig.DESCRIPTOR, {}) == shape(ours.ModelConfig.DESCRI
 """
 
 
-def test_configurations_have_the_fields_and_numbers_that_clients_know() -> None:
+def test_configurations_have_the_public_fields_and_numbers() -> None:
     run = subprocess.run([sys.executable, "-c", SAME_CONTRACT], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr

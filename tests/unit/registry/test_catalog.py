@@ -26,7 +26,7 @@ def test_states_only_move_forward(before: State, after: State) -> None:
         assert record.state is before
 
 
-def test_reason_of_a_state_is_forgotten_in_the_next() -> None:
+def test_next_state_clears_the_reason() -> None:
     record = in_state(State.LOADING)
     record.advance(State.READY, "why")
     record.advance(State.DRAINING)

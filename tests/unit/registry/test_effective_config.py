@@ -37,7 +37,7 @@ async def describe(
     return shown
 
 
-async def test_model_without_a_file_is_described_as_triton_completes_it(tmp_path: Path) -> None:
+async def test_configuration_of_a_model_without_a_file_is_completed_as_in_triton(tmp_path: Path) -> None:
     shown = await describe(tmp_path, builders.mlp, max_rows=8)
     assert shown == {
         "name": "m",
@@ -104,25 +104,25 @@ async def test_model_without_a_file_is_described_as_triton_completes_it(tmp_path
     }
 
 
-async def test_requests_that_run_alone_are_described_with_whole_shapes_and_no_batching(tmp_path: Path) -> None:
+async def test_unbatched_model_is_described_with_whole_shapes(tmp_path: Path) -> None:
     shown = await describe(tmp_path, builders.fixed_batch)
     assert (shown["max_batch_size"], shown["input"][0]["dims"]) == (0, [1, 4])
     assert "dynamic_batching" not in shown
 
 
-async def test_rows_that_depend_on_each_other_are_a_batch_only_if_the_file_says_so(tmp_path: Path) -> None:
+async def test_dependent_rows_are_a_batch_only_if_configured(tmp_path: Path) -> None:
     shown = await describe(tmp_path / "one", builders.row_mixer, "model.yaml", "max_rows: 8")
     assert (shown["max_batch_size"], shown["input"][0]["dims"]) == (0, [-1, 4])
     shown = await describe(tmp_path / "other", builders.row_mixer, "config.pbtxt", "max_batch_size: 8")
     assert (shown["max_batch_size"], shown["input"][0]["dims"]) == (8, [4])
 
 
-async def test_first_dimensions_of_different_names_are_a_batch_as_the_file_says(tmp_path: Path) -> None:
+async def test_differently_named_first_dimensions_are_a_batch_if_configured(tmp_path: Path) -> None:
     shown = await describe(tmp_path, builders.two_batch_names, "config.pbtxt", "max_batch_size: 8")
     assert (shown["max_batch_size"], shown["input"][0]["dims"]) == (8, [4])
 
 
-async def test_rows_elsewhere_than_on_axis_0_are_no_batch_to_clients(tmp_path: Path) -> None:
+async def test_rows_off_axis_0_are_not_described_as_a_batch(tmp_path: Path) -> None:
     """They would put the batch dimension before the others."""
 
     def time_first(path: Path) -> Path:
@@ -195,7 +195,7 @@ async def test_batches_of_one_row_are_not_called_dynamic(tmp_path: Path, text: s
     assert "dynamic_batching" not in shown
 
 
-async def test_texts_are_strings_in_a_configuration(tmp_path: Path) -> None:
+async def test_string_datatype_is_type_string(tmp_path: Path) -> None:
     def texts(path: Path) -> Path:
         return builders.identity(path, DataType.BYTES, ("batch", 2))
 

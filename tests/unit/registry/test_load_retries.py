@@ -1,4 +1,4 @@
-"""When a load that failed is due again."""
+"""The times at which a failed load is retried."""
 
 from ortserve.registry.registry import LoadRetries
 

@@ -32,14 +32,14 @@ def test_model_without_configuration_has_no_policies() -> None:
         ({"timeout_override": False}, 3 * MS, None),
     ],
 )
-def test_request_waits_as_long_as_the_policy_says_or_less_where_it_is_heard(
+def test_queue_timeout_is_the_policy_or_a_shorter_request_timeout(
     policy: dict[str, object], asked_ns: int | None, start_by_ns: int | None
 ) -> None:
     terms = policy_terms(options(queue_policy=policy), 1, 1, 7, asked_ns)
     assert (terms.start_by_ns, terms.finish_by_ns, terms.yields_when_late) == (start_by_ns, 7, False)
 
 
-def test_level_has_its_own_policy_or_that_of_all() -> None:
+def test_level_has_its_own_policy_or_the_default() -> None:
     given = options(
         priority_levels=2, queue_policy={"timeout_s": 1}, priority_queue_policies={1: {"timeout_action": "delay"}}
     )
@@ -47,7 +47,7 @@ def test_level_has_its_own_policy_or_that_of_all() -> None:
     assert policy_terms(given, 2, 0, None, None).start_by_ns == 10**9
 
 
-def test_late_request_goes_behind_its_own_level_and_before_the_next() -> None:
+def test_delayed_request_runs_after_its_level_and_before_the_next() -> None:
     given = options(priority_levels=2, queue_policy={"timeout_s": 1, "timeout_action": "delay"})
     first, second = (policy_terms(given, level, 0, 5, None) for level in (1, 2))
     assert first.yields_when_late
@@ -56,12 +56,12 @@ def test_late_request_goes_behind_its_own_level_and_before_the_next() -> None:
     assert behind == Terms(behind.level, 5)
 
 
-def test_request_that_may_wait_for_ever_never_yields() -> None:
+def test_request_without_a_timeout_is_never_delayed() -> None:
     given = options(queue_policy={"timeout_action": "delay"})
     assert not policy_terms(given, 1, 0, None, None).yields_when_late
 
 
-def test_limits_hold_for_those_in_time_of_each_level() -> None:
+def test_queue_limits_count_timely_requests_of_each_level() -> None:
     given = options(
         priority_levels=3, queue_policy={"max_requests": 8}, priority_queue_policies={1: {"max_requests": 2}, 3: {}}
     )

@@ -85,7 +85,7 @@ def refusal(registry: Registry, name: str, version: str = "") -> ServeError:
     return caught.value
 
 
-async def test_broken_models_keep_no_other_from_serving(tmp_path: Path, load: Load) -> None:
+async def test_broken_models_do_not_block_other_models(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.not_onnx, "a_broken")
     put(tmp_path, builders.unnamed_dims, "b_good")
     put(tmp_path, interfaces.float8_output, "c_unserved")
@@ -117,9 +117,7 @@ async def test_broken_models_keep_no_other_from_serving(tmp_path: Path, load: Lo
         assert registry.knows(name)
 
 
-async def test_version_that_a_policy_names_and_that_is_not_there_keeps_no_other_from_serving(
-    tmp_path: Path, load: Load
-) -> None:
+async def test_missing_policy_version_does_not_block_others(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.identity, "m", options="version_policy: {specific: [1, 7]}")
     registry = await load()
     missing = "version_policy: expected versions out of 1, got 7"
@@ -131,7 +129,7 @@ async def test_version_that_a_policy_names_and_that_is_not_there_keeps_no_other_
     assert state_of(registry, "m") == {1: (State.READY, ""), 7: (State.READY, "")}
 
 
-async def test_model_of_which_no_version_could_be_read_has_none(tmp_path: Path, load: Load) -> None:
+async def test_model_without_readable_versions_serves_no_version(tmp_path: Path, load: Load) -> None:
     (tmp_path / "m").mkdir()
     registry = await load()
     with pytest.raises(ServeError) as caught:
@@ -218,7 +216,7 @@ async def test_states_move_forward_and_metrics_show_them(
     }
 
 
-async def test_models_that_wait_for_their_turn_are_known_but_not_ready(tmp_path: Path) -> None:
+async def test_models_queued_for_loading_are_known_but_not_ready(tmp_path: Path) -> None:
     put(tmp_path, builders.identity, "a")
     put(tmp_path, builders.identity, "b")
     registry = Registry([tmp_path], LoadOptions(warmup_s=0.05), Metrics(CollectorRegistry()), time.monotonic_ns)
@@ -269,7 +267,7 @@ def is_opening(registry: Registry, name: str) -> bool:
 UNMEASURED = LoadOptions(warmup_s=0, intra_op_threads=1)
 
 
-async def test_models_are_opened_side_by_side_and_a_slow_one_delays_no_other(
+async def test_models_are_opened_concurrently(
     tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "cpu_budget", lambda: 3)
@@ -298,7 +296,7 @@ async def test_models_are_opened_side_by_side_and_a_slow_one_delays_no_other(
     await registry.close()
 
 
-async def test_loading_that_is_cancelled_begins_no_further_model(
+async def test_cancelled_loading_starts_no_further_model(
     tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "cpu_budget", lambda: 2)
@@ -324,7 +322,7 @@ async def test_repository_that_cannot_be_read_is_an_error(tmp_path: Path) -> Non
     assert not registry.is_loaded
 
 
-async def test_options_of_a_model_win_over_the_servers(tmp_path: Path, load: Load) -> None:
+async def test_model_options_override_server_options(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.unnamed_dims, "own", options="max_rows: 3\nrequired: true")
     put(tmp_path, builders.unnamed_dims, "default")
     registry = await load(max_rows=5)
@@ -338,7 +336,7 @@ async def test_options_of_a_model_win_over_the_servers(tmp_path: Path, load: Loa
     assert {record.model: record.is_required for record in registry.records()} == {"default": False, "own": True}
 
 
-async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
+async def test_properties_describe_serving_and_reasons(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.identity, "batched")
     put(tmp_path, builders.row_mixer, "mixer")
     put(tmp_path, builders.fixed_batch, "fixed")
@@ -349,9 +347,9 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
     registry = await load(intra_op_threads=1, warmup_s=1)
     names = ("batched", "mixer", "fixed", "tried", "refuses", "cold", "believed")
     properties = {name: registry.find(name, "").properties for name in names}
-    for told in properties.values():
-        assert told["execution_provider"] == "CPUExecutionProvider"
-        assert told["intra_op_threads"] == "1"
+    for described in properties.values():
+        assert described["execution_provider"] == "CPUExecutionProvider"
+        assert described["intra_op_threads"] == "1"
     assert properties["batched"]["batching"].endswith(" rows run together, proven: the model's graph keeps rows apart")
     unknown = "the graph does not tell whether rows meet: node 'SequenceConstruct #0': "
     assert re.search(
@@ -375,14 +373,14 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
     assert properties["cold"]["warm_up"] == "not warmed up"
 
 
-async def test_model_that_refuses_made_up_inputs_answers_proper_ones(tmp_path: Path, load: Load) -> None:
+async def test_model_that_rejects_synthetic_inputs_answers_real_ones(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.refuses_synthetic, "m")
     registry = await load()
     (output,) = await submit_to(registry.find("m", ""), (np.full((2, 4), 4),), 2)
     assert output.tolist() == [[1] * 4] * 2
 
 
-async def test_rows_that_influence_each_other_never_run_together(tmp_path: Path, load: Load) -> None:
+async def test_dependent_rows_never_run_together(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.row_mixer, "m")
     served = (await load(max_rows=8)).find("m", "")
     rows = [np.full((1, 4), value, np.float32) for value in range(8)]
@@ -465,7 +463,7 @@ async def test_close_answers_admitted_requests_and_rejects_later_ones(tmp_path: 
         ("priority_levels: 3\ndefault_priority_level: 2", (None, 2**63, None), Terms(2)),
     ],
 )
-async def test_terms_are_the_callers_and_else_the_models(
+async def test_request_terms_default_to_those_of_the_model(
     tmp_path: Path, load: Load, options: str, asked: tuple[int | None, int, int | None], terms: Terms
 ) -> None:
     put(tmp_path, builders.identity, "m", options=f"warmup_s: 0\n{options}")
@@ -475,7 +473,7 @@ async def test_terms_are_the_callers_and_else_the_models(
     assert got == terms
 
 
-async def test_instances_run_at_the_same_time_and_answers_are_ones_own(tmp_path: Path, load: Load) -> None:
+async def test_instances_run_concurrently_with_correct_answers(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.unnamed_dims, "m", options="instances: 3\nmax_rows: 2\nbuckets: [1, 2]")
     served = (await load()).find("m", "")
     rows = [np.full((1, 4), value, np.float32) for value in range(50)]
@@ -512,7 +510,7 @@ async def test_reload_swaps_when_warm_and_retires_unwanted_versions(tmp_path: Pa
     assert refusal(registry, "m", "1").kind is ErrorKind.NOT_FOUND
 
 
-async def test_version_that_goes_serves_on_until_the_new_one_is_ready(tmp_path: Path, load: Load) -> None:
+async def test_old_version_serves_until_the_new_one_is_ready(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.identity, "m", 1)
     registry = await load()
     old = registry.find("m", "")
@@ -529,7 +527,7 @@ async def test_version_that_goes_serves_on_until_the_new_one_is_ready(tmp_path: 
     assert registry.find("m", "") is old, "nothing of it has changed"
 
 
-async def test_model_is_loaded_on_although_its_caller_has_left(tmp_path: Path, load: Load) -> None:
+async def test_load_continues_after_its_request_is_cancelled(tmp_path: Path, load: Load) -> None:
     registry = await load()
     put(tmp_path, builders.identity, "m")
     caller = asyncio.create_task(registry.load("m"))
@@ -558,7 +556,7 @@ async def test_fault_after_loading_fails_the_version_and_frees_its_instances(
     assert state_of(registry, "m") == {1: (State.READY, "")}
 
 
-async def test_unload_waits_for_what_an_earlier_load_still_answers(tmp_path: Path, load: Load) -> None:
+async def test_unload_waits_for_requests_of_an_earlier_load(tmp_path: Path, load: Load) -> None:
     put(tmp_path, lambda path: builders.slow(path, steps=6000), "m", options="max_rows: 1\nwarmup_s: 0")
     registry = await load()
     served = registry.find("m", "")
@@ -578,8 +576,8 @@ async def test_every_change_is_reported_after_it_happened(tmp_path: Path, load: 
     put(tmp_path, builders.identity, "m")
     await registry.load("m")
     await registry.unload("m")
-    told = [state[0] for state in dict.fromkeys(state for state in seen if state is not None)]
-    assert told == [State.LOADING, State.WARMING, State.READY, State.DRAINING, State.GONE]
+    states = [state[0] for state in dict.fromkeys(state for state in seen if state is not None)]
+    assert states == [State.LOADING, State.WARMING, State.READY, State.DRAINING, State.GONE]
 
 
 @pytest.mark.parametrize("is_due", [False, True])
@@ -647,7 +645,7 @@ async def test_unreadable_repository_unloads_nothing(tmp_path: Path, load: Load)
     move(away, tmp_path)
 
 
-async def test_series_of_a_version_begin_anew_with_each_load_and_go_when_it_is_unloaded(
+async def test_series_restart_with_each_load_and_end_with_the_unload(
     tmp_path: Path, load: Load, prometheus: CollectorRegistry
 ) -> None:
     put(tmp_path, builders.identity, "m")
@@ -723,7 +721,7 @@ async def ready_again(registry: Registry, name: str, *, instead_of: object) -> N
 
 
 @pytest.mark.usefixtures("stuck_runs_end")
-async def test_a_version_whose_only_instance_is_stuck_is_not_ready_until_it_is_loaded_anew(
+async def test_version_with_its_only_instance_stuck_is_unready_until_reloaded(
     load: Load, tmp_path: Path, prometheus: CollectorRegistry
 ) -> None:
     put(tmp_path, builders.multiplies, "long", options=LONG_OPERATOR)
@@ -745,7 +743,7 @@ async def test_a_version_whose_only_instance_is_stuck_is_not_ready_until_it_is_l
 
 
 @pytest.mark.usefixtures("stuck_runs_end")
-async def test_a_version_with_an_instance_left_serves_until_it_is_loaded_anew(load: Load, tmp_path: Path) -> None:
+async def test_version_with_one_instance_left_serves_until_reloaded(load: Load, tmp_path: Path) -> None:
     put(tmp_path, builders.multiplies, "long", options=f"{LONG_OPERATOR}instances: 2\n")
     registry = await load()
     stuck = registry.find("long", "")
@@ -760,7 +758,7 @@ async def test_a_version_with_an_instance_left_serves_until_it_is_loaded_anew(lo
 
 
 @pytest.mark.usefixtures("stuck_runs_end")
-async def test_a_version_that_cannot_be_loaded_anew_says_why(load: Load, tmp_path: Path) -> None:
+async def test_version_that_cannot_be_reloaded_shows_the_reason(load: Load, tmp_path: Path) -> None:
     put(tmp_path, builders.multiplies, "long", options=LONG_OPERATOR)
     registry = await load()
     builders.not_onnx(tmp_path / "long" / "1" / "model.onnx")
@@ -776,7 +774,7 @@ async def test_a_version_that_cannot_be_loaded_anew_says_why(load: Load, tmp_pat
     assert "cannot load the model" in refusal(registry, "long").message
 
 
-async def test_a_version_is_not_replaced_for_ever(load: Load, tmp_path: Path) -> None:
+async def test_version_replacements_are_limited(load: Load, tmp_path: Path) -> None:
     put(tmp_path, builders.identity, "long", options="warmup_s: 0\nbatched: true\n")
     registry = await load()
     for given_up in range(1, MAX_ABANDONED + 2):

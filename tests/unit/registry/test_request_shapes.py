@@ -1,4 +1,4 @@
-"""Which requests may share a batch."""
+"""The requests that can share a batch."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def test_inputs_that_are_left_out_make_another_class() -> None:
     assert found.find((x, absent(1))) != found.find((x, zeros(1, 4)))
 
 
-def test_sizes_that_the_proof_takes_as_equal_must_be() -> None:
+def test_sizes_that_the_proof_assumes_equal_must_be_equal() -> None:
     other = TensorSpec("mask", FP32, (-1, -1), ("batch", "length"))
     found = classes(other, equal_sizes=("length",))
     assert not isinstance(found.find((zeros(1, 5, 4), zeros(1, 5))), Alone)

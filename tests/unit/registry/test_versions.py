@@ -1,4 +1,4 @@
-"""Loading one version on a thread, with the real ONNX Runtime, while the loop runs on."""
+"""Loading one version on a thread, with the real ONNX Runtime, while the event loop runs."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "m.onnx"
     os.mkfifo(path)
     yield path
-    with suppress(OSError):  # nobody reads any more, unless the test failed: then the loader's thread would stay
+    with suppress(OSError):  # no reader is left unless the test failed: the loader's thread would stay then
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
@@ -56,9 +56,9 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
         logging.getLogger("ortserve.registry.versions").addHandler(lines)
         try:
             loading = asyncio.create_task(versions.load(record, source.versions[1]))
-            while (told := await lines.fields.get())["doing"] != OPENING:
+            while (fields := await lines.fields.get())["doing"] != OPENING:
                 pass
-            assert told == {"model": "m", "version": 1, "doing": OPENING, "seconds": 0.0}
+            assert fields == {"model": "m", "version": 1, "doing": OPENING, "seconds": 0.0}
             assert (record.state, record.explanation) == (State.LOADING, OPENING)
             content = builders.identity(tmp_path / "real").read_bytes()
             await asyncio.to_thread(pipe.write_bytes, content)

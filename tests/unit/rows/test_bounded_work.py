@@ -1,4 +1,4 @@
-"""The analysis ends soon for any file: numbers stay small, work is counted, and what is no model is unknown."""
+"""The analysis ends soon for any file: numbers stay small, work is counted, and invalid models are unknown."""
 
 from pathlib import Path
 

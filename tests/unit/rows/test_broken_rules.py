@@ -1,4 +1,4 @@
-"""Rules that are broken on purpose: the lists of models and the random graphs notice each of them.
+"""Rules broken on purpose: the lists of models and the random graphs detect each of them.
 
 A test that finds nothing in the rules as they are shows little unless it would find something in others.
 """
@@ -52,7 +52,7 @@ def _never_checks_axes(verb: str) -> Callable[[Patch], None]:
 
 
 def _rows_only(call: Call, values: list[Value]) -> tuple[int, Value] | None:
-    """As ``aligned_axis``, whatever operands without rows are paired with."""
+    """As ``aligned_axis``, for any pairing of operands without rows."""
     return _aligned_axis(call, [value for value in values if value.is_rows] or values)
 
 
@@ -60,14 +60,14 @@ _aligned_axis: Final = call.aligned_axis
 
 
 def _any_rows(call: Call, values: list[Value]) -> tuple[int, Value] | None:
-    """As ``aligned_axis``, whatever order the rows of the operands lie in."""
+    """As ``aligned_axis``, for any order of the operands' rows."""
     first = next((value for value in values if value.is_rows), None)
     rank = max(len(call.dims(value)) for value in values)
     return None if first is None else (rank - len(call.dims(first)) + first.axis, first)
 
 
 def _summed_rows(value: Value, rank: int, result_rank: int, *, is_left: bool) -> int | None:
-    """As ``_matrix_axis``, without a look at the axis that is summed over."""
+    """As ``_matrix_axis``, without a check of the axis that is summed over."""
     del is_left
     return value.axis + result_rank - rank if value.is_rows else None
 
@@ -96,7 +96,7 @@ _subtract: Final = RULES["", "Sub"].apply
 
 
 def _then(call: Call) -> Output:
-    """The first branch, whatever the condition."""
+    """The first branch, under any condition."""
     return call.scope.run_graph(call.attributes["then_branch"], [])  # type: ignore[arg-type]
 
 
@@ -180,7 +180,7 @@ def _found_by_graphs() -> Iterator[str]:
             yield f"graph {number}: {findings}"
 
 
-def test_rules_as_they_are_are_not_found_wrong() -> None:
+def test_unbroken_rules_have_no_findings() -> None:
     assert not list(_found_by_cases())
 
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,7 +21,7 @@ from ortserve.telemetry.statistics import TritonMetrics
 SIZES = Declaration("sizes_rows", "histogram", ("model",), "Sizes.", (1.0, 4.0))
 
 
-def test_histogram_that_counted_nothing_does_not_show() -> None:
+def test_empty_histogram_is_omitted() -> None:
     counted, idle = HistogramSeries([1, 4]), HistogramSeries([1, 4])
     for value in (1, 3, 4, 5):
         counted.observe(value)
@@ -44,7 +45,7 @@ def test_family_holds_the_counts_of_its_construction() -> None:
     assert [sample.value for sample in family.samples] == [1, 1, 1, 1, 1]
 
 
-def test_counter_without_its_suffix_has_no_type_of_its_own() -> None:
+def test_counter_without_a_total_suffix_has_type_unknown() -> None:
     assert prometheus_type(Declaration("nv_inference_count", "counter", (), "Rows.")) == "unknown"
     assert prometheus_type(Declaration("runs_total", "counter", (), "Runs.")) == "counter"
 
@@ -53,7 +54,7 @@ def test_counter_without_its_suffix_has_no_type_of_its_own() -> None:
     ("value", "text"),
     [(3, "3"), (0.25, "0.25"), (1e-9, "1e-09"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (math.nan, "NaN")],
 )
-def test_numbers_are_spelled_as_go_reads_them(value: float, text: str) -> None:
+def test_numbers_are_formatted_as_go_parses_them(value: float, text: str) -> None:
     assert spell_number(value) == text
 
 
@@ -115,13 +116,13 @@ def test_text_equals_that_of_the_librarys_writer_before_and_after_changes() -> N
     assert 'model="a"' not in world.read()
 
 
-def test_numbers_of_the_process_are_among_them() -> None:
+def test_process_metrics_are_included() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
     assert "\nprocess_resident_memory_bytes " in TextFormat(registry).write().decode()
 
 
-def test_series_that_went_leave_nothing_behind() -> None:
+def test_removed_series_leave_no_samples() -> None:
     world = World()
     use(world.model("a"))
     world.read()
@@ -140,12 +141,16 @@ def test_scrape_of_a_thousand_models_is_bounded_in_time_and_size(is_used: bool, 
             use(model)
     world.read()
 
-    begin_s = time.thread_time()
-    text = world.read()
-    own_s = time.thread_time() - begin_s
-    generate_latest(world.registry)
-    library_s = time.thread_time() - begin_s - own_s
+    own_s = min(spent_s(world.read) for _ in range(3))
+    library_s = min(spent_s(lambda: generate_latest(world.registry)) for _ in range(3))
 
-    assert text.count("\n") < max_lines * MODELS
+    assert world.read().count("\n") < max_lines * MODELS
     # The ratio is 0.1 for used models (``loadtests/metrics_cost.py``), on fast and on slow machines.
     assert own_s < 0.5 * library_s
+
+
+def spent_s(work: Callable[[], object]) -> float:
+    """Processor time of this thread."""
+    begin_s = time.thread_time()
+    work()
+    return time.thread_time() - begin_s

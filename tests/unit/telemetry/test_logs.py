@@ -69,12 +69,12 @@ def test_fields_fit_a_line_in_their_order_and_the_last_is_cut(
     assert str(fields[last]).startswith(str(fitting[last]).removesuffix("…"))
 
 
-def test_fields_of_a_short_line_stay_as_they_are() -> None:
+def test_fields_of_a_short_line_are_unchanged() -> None:
     fields = {"model": "m", "seconds": 0.5, "operators": "1 Add"}
     assert fit_fields(fields, LOGGER.name, "model is ready") == fields
 
 
-def test_text_from_callers_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_client_text_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info")
 
     LOGGER.info("asked for %s", "a\nb")
@@ -118,7 +118,7 @@ def test_json_line_is_one_object_with_time_level_logger_message_and_fields(capsy
     }
 
 
-def test_json_line_holds_a_traceback_and_fields_do_not_hide_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_line_keeps_its_traceback_and_own_fields(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info", log_format="json")
     try:
         raise ValueError("broken")
@@ -133,7 +133,7 @@ def test_json_line_holds_a_traceback_and_fields_do_not_hide_its_own(capsys: pyte
     assert found["time"] != "noon"
 
 
-def test_configuring_twice_does_not_print_twice_and_keeps_the_last_level(capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_configuration_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("debug")
     configure_logging("warning")
 
@@ -155,7 +155,7 @@ def test_exception_follows_its_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("off", ["info", "warning", "error"])
-def test_each_severity_is_turned_off_and_on_by_itself(capsys: pytest.CaptureFixture[str], off: str) -> None:
+def test_each_severity_is_switched_separately(capsys: pytest.CaptureFixture[str], off: str) -> None:
     switches = configure_logging("info")
     numbers = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -181,7 +181,7 @@ def test_each_severity_is_turned_off_and_on_by_itself(capsys: pytest.CaptureFixt
         ("error", (False, False, True, 0)),
     ],
 )
-def test_switches_begin_as_the_level_says(
+def test_switches_start_at_the_configured_level(
     level: Literal["debug", "info", "warning", "error"], switches: tuple[bool, bool, bool, int]
 ) -> None:
     known = LogSwitches(level)
@@ -210,7 +210,7 @@ def level_as_before() -> Iterator[None]:
     logging.getLogger().setLevel(level)
 
 
-async def test_line_is_as_all_lines_are(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_access_line_has_the_common_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", writes := Writes())
     AccessLog(LogSwitches("info"), "text").write(FIELDS)
     AccessLog(LogSwitches("info"), "json").write(FIELDS)
@@ -241,18 +241,18 @@ async def test_lines_of_one_turn_of_the_loop_are_written_together(monkeypatch: p
     assert [re.findall(r"request_id=(\d)\n", text) for text in writes.all] == [["1", "2", "3"], ["4"]]
 
 
-async def test_lines_are_turned_off_and_on_with_their_severity(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_access_lines_follow_their_severity_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", writes := Writes())
     switches = LogSwitches("warning")
     log = AccessLog(switches, "text")
 
     log.write({"request_id": "quiet"})
     switches.set(info=True, warning=True, error=True, verbose_level=0)
-    log.write({"request_id": "told"})
+    log.write({"request_id": "written"})
     await asyncio.sleep(0)
 
     assert len(writes.all) == 1
-    assert "told" in writes.all[0]
+    assert "written" in writes.all[0]
     assert "quiet" not in writes.all[0]
 
 
@@ -292,12 +292,12 @@ def test_one_line_a_minute_counts_the_requests_since_the_last(caplog: pytest.Log
     log = RejectionLog("m", "1")
     for at_s in (5, 6, 64, 65, 66, 124.9, 125):
         log.note(ModelRejectionError("idx=99", "Gather 'lookup'"), round(at_s * S))
-    told = {"model": "m", "version": "1", "by": "Gather 'lookup'"}
-    assert lines(caplog) == [{**told, "requests": 1}, {**told, "requests": 3}, {**told, "requests": 3}]
+    expected = {"model": "m", "version": "1", "by": "Gather 'lookup'"}
+    assert lines(caplog) == [{**expected, "requests": 1}, {**expected, "requests": 3}, {**expected, "requests": 3}]
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
-def test_each_version_has_its_own_line_and_no_line_quotes_a_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_version_has_its_own_line_without_request_data(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for version in ("1", "2"):
         RejectionLog("m", version).note(ModelRejectionError("idx=99", ""), 5 * S)

@@ -1,4 +1,4 @@
-"""The machine's processors and memory, by files as Linux has them."""
+"""The machine's processors and memory, from files in Linux's format."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_busy_share_is_that_since_the_last_look_and_used_what_is_not_available(folder: Path) -> None:
+def test_utilization_covers_the_time_since_the_last_read(folder: Path) -> None:
     clock = FakeClock()
     reader = CpuReader(clock, folder)
     write(folder, 101, 1, 1, 110, 1, 1, 1, 1, 500, 500)  # 6 of 17 ticks; guests' are among the user's
@@ -49,7 +49,7 @@ def test_second_scrape_within_a_second_leaves_the_interval_of_the_next(folder: P
     assert reader.read().utilization == 0.8
 
 
-def test_counts_that_go_back_are_no_negative_share(folder: Path) -> None:
+def test_decreasing_counts_give_no_negative_utilization(folder: Path) -> None:
     reader = CpuReader(FakeClock(), folder)
     write(folder, 105, 0, 0, 99)
     assert reader.read().utilization == 1

@@ -63,14 +63,14 @@ def test_failed_request_counts_its_duration_by_kind_and_no_phases(
     assert registry.get_sample_value("ortserve_request_phase_duration_seconds_count", phase) is None
 
 
-def test_open_streams_are_asked_for_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_open_streams_are_read_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
     assert registry.get_sample_value("ortserve_grpc_streams") == 0
     counts = iter((3, 2))
     metrics.set_streams_source(lambda: next(counts))
     assert [registry.get_sample_value("ortserve_grpc_streams") for _ in range(2)] == [3, 2]
 
 
-def test_names_that_callers_made_up_never_become_labels(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_unknown_names_never_become_labels(metrics: Metrics, registry: CollectorRegistry) -> None:
     metrics.model("m", "1")
     for name in ("made-up", "m", "another"):
         metrics.rejected(name, ErrorKind.OVERLOADED)
@@ -84,7 +84,7 @@ def test_names_that_callers_made_up_never_become_labels(metrics: Metrics, regist
     assert registry.get_sample_value("ortserve_request_duration_seconds_count", unknown) == 1
 
 
-def test_queue_rows_are_asked_for_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_queue_rows_are_read_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
     waiting = [7, 8]
     metrics.model("m", "1").set_batching_source(lambda: BatchingNumbers(waiting.pop(0)))
 
@@ -110,7 +110,7 @@ def test_learned_times_and_decisions_of_a_batcher_are_shown_in_seconds(
     assert value("ortserve_batch_latency_error_seconds") == 0.001
 
 
-def test_saturation_is_asked_for_at_each_scrape_and_left_out_while_it_is_not_known(
+def test_saturation_is_read_at_each_scrape_and_omitted_while_unknown(
     metrics: Metrics, registry: CollectorRegistry
 ) -> None:
     labels = {"model": "m", "version": "1"}
@@ -119,7 +119,7 @@ def test_saturation_is_asked_for_at_each_scrape_and_left_out_while_it_is_not_kno
     assert [registry.get_sample_value("ortserve_saturation", labels) for _ in range(3)] == [None, 0.5, 1.5]
 
 
-def test_padding_is_asked_for_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_padding_is_read_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
     labels = {"model": "m", "version": "1"}
     model = metrics.model("m", "1")
     assert registry.get_sample_value("ortserve_staged_elements_total", labels) == 0
@@ -145,7 +145,7 @@ def test_exactly_one_state_of_a_version_is_1(metrics: Metrics, registry: Collect
         model.set_state("asleep")
 
 
-def test_series_of_a_version_are_the_same_until_it_is_forgotten(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_series_of_a_version_are_stable_until_removed(metrics: Metrics, registry: CollectorRegistry) -> None:
     old, new = metrics.model("m", "1"), metrics.model("m", "2")
     assert metrics.model("m", "1") is old
     for model in (old, new):
@@ -196,6 +196,6 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     assert families["ortserve_build_info"].samples[0].labels["onnxruntime"] == "1.2.3"
 
 
-def test_registry_refuses_the_metrics_of_a_second_server(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_registry_rejects_the_metrics_of_a_second_server(metrics: Metrics, registry: CollectorRegistry) -> None:
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         Metrics(registry)

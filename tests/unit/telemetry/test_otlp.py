@@ -1,4 +1,4 @@
-"""Sampling, spans and what becomes of them, at a real collector in this process."""
+"""Sampling, spans and their export, with a real collector in this process."""
 
 import socket
 import time
@@ -40,7 +40,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def nowhere() -> str:
-    """Where nobody listens."""
+    """An endpoint without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         return f"http://127.0.0.1:{closed.getsockname()[1]}"
 
@@ -77,7 +77,7 @@ def test_wall_clock_times_are_monotonic_times_with_one_offset(collector: Collect
         (Timing(1_000, 4_000, 6_000), {"decode": 3_000, "queue": 2_000}),
     ],
 )
-def test_a_request_that_failed_shows_the_phases_it_passed_and_the_one_it_waited_in(
+def test_failed_request_shows_its_phases_up_to_the_failure(
     collector: Collector, timing: Timing, phases: dict[str, int]
 ) -> None:
     trace = export(collector, timing=timing, kind=ErrorKind.DEADLINE)
@@ -111,7 +111,7 @@ def test_parent_decides_at_any_ratio(nowhere: str, ratio: float) -> None:
     assert sampled.trace_id == TRACE_ID
     assert sampled.span_id not in (PARENT_ID, "0" * 16)
     assert unsampled is None
-    assert of_later_version is None  # its flag says no, too
+    assert of_later_version is None  # its flag is unset, too
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_parent_decides_at_any_ratio(nowhere: str, ratio: float) -> None:
         f"00-{TRACE_ID}-{PARENT_ID}-00" + "x" * 1000,
     ],
 )
-def test_a_malformed_parent_counts_as_none(nowhere: str, traceparent: str) -> None:
+def test_malformed_parent_is_ignored(nowhere: str, traceparent: str) -> None:
     always, never = tracing_to(nowhere), tracing_to(nowhere, sample_ratio=0)
     began = always.begin(OPERATION, traceparent, ())
     assert began is not None
@@ -150,7 +150,7 @@ def test_queued_spans_are_exported_on_close_and_counted(collector: Collector) ->
     assert (tracing.exported_spans, tracing.dropped_spans) == (3600, 0)
 
 
-def test_without_a_collector_requests_beyond_the_bound_are_dropped_and_the_end_comes_in_time(nowhere: str) -> None:
+def test_spans_past_the_bound_are_dropped_without_a_collector(nowhere: str) -> None:
     tracing = tracing_to(nowhere)
     begin_s = time.monotonic()
     for _ in range(5000):

@@ -30,7 +30,7 @@ def model() -> ModelMetrics:
     return Metrics(CollectorRegistry()).model("m", "3")
 
 
-def test_nothing_happened_yet(model: ModelMetrics) -> None:
+def test_statistics_start_at_zero(model: ModelMetrics) -> None:
     nothing = Duration(0, 0)
     numbers = read_statistics(model)
     assert (numbers.name, numbers.version, numbers.last_done_ns) == ("m", "3", 0)
@@ -63,7 +63,7 @@ def test_requests_count_their_rows_and_parts_and_a_batch_counts_once(model: Mode
     )
 
 
-def test_every_failure_counts_but_the_callers_own_mistakes(model: ModelMetrics) -> None:
+def test_failures_exclude_client_errors(model: ModelMetrics) -> None:
     for kind in ErrorKind:
         for protocol in ("http", "grpc"):
             model.observe_failure(protocol, kind, 10)
@@ -106,7 +106,7 @@ def registry() -> CollectorRegistry:
     return registry
 
 
-def test_numbers_stand_under_the_names_of_the_protocol(registry: CollectorRegistry) -> None:
+def test_statistics_have_the_protocol_names(registry: CollectorRegistry) -> None:
     expected = {
         "nv_inference_request_success": 2,
         "nv_inference_count": 7,
@@ -160,6 +160,6 @@ def test_counters_have_no_suffix_in_the_text(registry: CollectorRegistry) -> Non
     assert not [name for name in names if name.endswith(("_total", "_created"))]
 
 
-def test_two_servers_metrics_are_refused(registry: CollectorRegistry) -> None:
+def test_metrics_of_two_servers_are_rejected(registry: CollectorRegistry) -> None:
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         TritonMetrics(registry, Metrics(CollectorRegistry()))

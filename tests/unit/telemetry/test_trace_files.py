@@ -38,7 +38,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let the system refuse to let any file grow beyond ``size``, as a full disk would."""
+    """Limit the size of files to ``size``, so that writes fail as on a full disk."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -47,7 +47,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
-def test_growing_file_replaces_the_one_of_before_and_is_whole_json(tmp_path: Path) -> None:
+def test_growing_file_replaces_an_old_one_and_is_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("of an earlier server, and longer than what comes now")
     files = TraceFiles(path, max_bytes=MANY)
@@ -59,7 +59,7 @@ def test_growing_file_replaces_the_one_of_before_and_is_whole_json(tmp_path: Pat
     assert names(tmp_path) == ["trace.json"]
 
 
-def test_numbered_files_count_from_zero_beside_it(tmp_path: Path) -> None:
+def test_numbered_files_count_from_zero(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     files = TraceFiles(path, max_bytes=MANY)
     files.number(records(1, 2))
@@ -71,7 +71,7 @@ def test_numbered_files_count_from_zero_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "missing/trace.json", "folder", "link", "dangling", "file/x", "a\0b", "a" * 300])
-def test_path_that_cannot_be_a_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+def test_path_that_cannot_be_a_file_is_rejected_at_once(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "victim").write_text("precious")
@@ -81,9 +81,7 @@ def test_path_that_cannot_be_a_file_is_refused_at_once(tmp_path: Path, name: str
         TraceFiles(tmp_path / name if name else Path("/"), max_bytes=MANY)
 
 
-def test_links_that_somebody_puts_in_the_way_are_never_followed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_symbolic_links_are_never_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     victim, path = tmp_path / "victim", tmp_path / "trace.json"
     victim.write_text("precious")
     files = TraceFiles(path, max_bytes=MANY)
@@ -95,8 +93,8 @@ def test_links_that_somebody_puts_in_the_way_are_never_followed(
     assert victim.read_text() == "precious"
     assert ids(tmp_path / "trace.json.0") == [2]
     assert not (tmp_path / "trace.json.0").is_symlink()
-    (told, fields), (_, lost) = lines(caplog)
-    assert told == "traces cannot be written"
+    (message, fields), (_, lost) = lines(caplog)
+    assert message == "traces cannot be written"
     assert fields["file"] == str(path)
     assert lost == {"count": 1}
 
@@ -107,7 +105,7 @@ def test_full_disk_drops_traces_logs_once_and_leaves_valid_files(
     path = tmp_path / "trace.json"
     files = TraceFiles(path, max_bytes=MANY)
     files.append(records(*range(20)))
-    files._writer.submit(int).result()  # the thread has come so far
+    files._writer.submit(int).result()  # the thread has caught up
     with files_of_at_most(path.stat().st_size + 50):
         for _ in range(3):
             files.append(records(*range(100)))
@@ -118,11 +116,11 @@ def test_full_disk_drops_traces_logs_once_and_leaves_valid_files(
     files.close()
     assert ids(path) == [*range(20), 99]
     assert names(tmp_path) == ["trace.json"]
-    assert [told for told, _ in lines(caplog)] == ["traces cannot be written", "traces were dropped"]
+    assert [message for message, _ in lines(caplog)] == ["traces cannot be written", "traces were dropped"]
     assert lines(caplog)[1][1] == {"count": 400}
 
 
-def test_no_more_is_written_than_the_operator_allows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_bytes_stay_within_the_configured_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = TraceFiles(tmp_path / "trace.json", max_bytes=3 * 4096)
     for number in range(10):
         files.number(records(number))
@@ -135,7 +133,7 @@ def test_no_more_is_written_than_the_operator_allows(tmp_path: Path, caplog: pyt
     ]
 
 
-def test_disk_that_is_slower_than_traces_come_loses_some(
+def test_slow_disk_drops_traces(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_files, "_MOST_WAITING_BYTES", 100)
@@ -164,7 +162,7 @@ def test_records_after_close_are_dropped_silently(tmp_path: Path, caplog: pytest
 
 
 @pytest.fixture(autouse=True)
-def told(caplog: pytest.LogCaptureFixture) -> None:
+def has_record(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
@@ -205,7 +203,7 @@ def test_answered_request_has_every_timestamp_in_order() -> None:
     ]
 
 
-def test_grpc_has_its_own_names_and_knows_no_time_of_reading() -> None:
+def test_grpc_timestamps_have_their_own_names() -> None:
     found = timestamps(trace(Timing(10, 20, 30, 40, 50, 60), protocol="grpc"))
     assert (found["GRPC_WAITREAD_START"], found["GRPC_WAITREAD_END"]) == (10, 10)
     assert (found["GRPC_SEND_START"], found["GRPC_SEND_END"]) == (60, 70)
@@ -222,13 +220,13 @@ def test_grpc_has_its_own_names_and_knows_no_time_of_reading() -> None:
         (Timing(10, 20, 30, 40, 50), set()),
     ],
 )
-def test_failed_request_has_the_timestamps_it_reached(timing: Timing, missing: set[str]) -> None:
+def test_failed_request_has_timestamps_up_to_the_failure(timing: Timing, missing: set[str]) -> None:
     found = timestamps(trace(timing))
     assert set(timestamps(trace())) - set(found) == missing
     assert list(found.values()) == sorted(found.values())
 
 
-def test_nothing_was_sent_to_a_caller_who_left() -> None:
+def test_disconnected_request_has_no_send_timestamps() -> None:
     assert set(timestamps(trace())) - set(timestamps(trace(sent_ns=None))) == {"HTTP_SEND_START", "HTTP_SEND_END"}
 
 
@@ -270,7 +268,7 @@ def trace_all(into: Sampling, *records: bytes) -> None:
         into.collect(record)
 
 
-def test_log_frequency_makes_a_file_of_so_many_traces_each(files: FakeFiles) -> None:
+def test_log_frequency_is_the_traces_per_file(files: FakeFiles) -> None:
     one = sampling(files, log_frequency=2)
     trace_all(one, b"a", b"b", b"c", b"d", b"e")
     assert files.numbered == [[b"a", b"b"], [b"c", b"d"]]
@@ -287,12 +285,12 @@ def test_without_log_frequency_traces_are_written_together_at_the_end(files: Fak
     assert files == FakeFiles(grown=[b"a", b"b"])
 
 
-def test_file_grows_before_much_is_kept(files: FakeFiles) -> None:
+def test_file_is_written_before_many_traces_are_buffered(files: FakeFiles) -> None:
     trace_all(sampling(files), *[bytes(1000)] * 100)
     assert 60 <= len(files.grown) < 100
 
 
-def test_count_makes_a_numbered_file_when_its_last_trace_is_there(files: FakeFiles) -> None:
+def test_count_writes_a_numbered_file_once_complete(files: FakeFiles) -> None:
     one = sampling(files, count=3)
     trace_all(one, b"a")
     assert one.take()
@@ -306,7 +304,7 @@ def test_count_makes_a_numbered_file_when_its_last_trace_is_there(files: FakeFil
     assert files.grown == []
 
 
-def test_count_that_is_cut_short_leaves_its_traces_in_the_file_that_grows(files: FakeFiles) -> None:
+def test_incomplete_count_stays_in_the_growing_file(files: FakeFiles) -> None:
     one = sampling(files, count=3)
     trace_all(one, b"a")
     one.close()
@@ -314,12 +312,12 @@ def test_count_that_is_cut_short_leaves_its_traces_in_the_file_that_grows(files:
 
 
 @pytest.mark.parametrize("settings", [{"log_frequency": 10**9}, {"count": 10**9}])
-def test_memory_ends_a_numbered_file_early(files: FakeFiles, settings: dict[str, int]) -> None:
+def test_memory_bound_ends_a_numbered_file_early(files: FakeFiles, settings: dict[str, int]) -> None:
     trace_all(sampling(files, **settings), *[bytes(2**20)] * 5)
     assert [len(records) for records in files.numbered] == [4]
 
 
-def test_request_under_way_when_settings_change_is_still_written(files: FakeFiles) -> None:
+def test_running_request_is_written_after_changed_settings(files: FakeFiles) -> None:
     one = sampling(files, log_frequency=5)
     assert one.take()
     one.close()

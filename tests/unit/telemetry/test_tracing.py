@@ -1,4 +1,4 @@
-"""When traces are exported and when not: options, OpenTelemetry's variables, and a library that is not there."""
+"""Conditions of tracing: options, OpenTelemetry's variables, and an absent library."""
 
 import logging
 import sys
@@ -45,14 +45,14 @@ def refusal(environment: dict[str, str], **options: Any) -> str:
         {"OTEL_EXPORTER_OTLP_ENDPOINT": ENDPOINT, "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_there_are_no_traces_unless_an_endpoint_is_named_and_nothing_turns_them_off(
+def test_tracing_needs_an_endpoint_and_no_off_switch(
     environment: dict[str, str],
 ) -> None:
     assert start(environment) is None
 
 
 @pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"])
-def test_the_variables_of_opentelemetry_name_an_endpoint_too(variable: str) -> None:
+def test_opentelemetry_variables_set_the_endpoint(variable: str) -> None:
     tracing = start({variable: ENDPOINT})
     assert tracing is not None
     tracing.close(0)
@@ -70,13 +70,13 @@ def test_the_variables_of_opentelemetry_name_an_endpoint_too(variable: str) -> N
         ({"OTEL_TRACES_SAMPLER": "unknown"}, {"sample_ratio": 1.0}, True),
     ],
 )
-def test_the_ratio_is_the_options_or_else_that_of_the_variables(
+def test_sample_ratio_is_the_option_or_the_variable(
     environment: dict[str, str], options: dict[str, float], is_sampled: bool
 ) -> None:
     assert samples(environment, **options) is is_sampled
 
 
-def test_variables_that_cannot_be_meant_are_refused_by_name() -> None:
+def test_invalid_variables_are_rejected_by_name() -> None:
     assert refusal({"OTEL_TRACES_SAMPLER": "always_on"}, endpoint=ENDPOINT) == (
         "OTEL_TRACES_SAMPLER: expected parentbased_always_on, parentbased_always_off or parentbased_traceidratio, "
         "got 'always_on'"
@@ -88,25 +88,25 @@ def test_variables_that_cannot_be_meant_are_refused_by_name() -> None:
     )
 
 
-def test_variables_that_the_library_refuses_are_refused_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_the_library_rejects_show_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "bogus")
     message = refusal({}, endpoint=ENDPOINT, protocol="grpc")
     assert message.startswith("traces cannot be exported: ")
     assert "bogus" in message
 
 
-def test_the_start_says_where_traces_go_without_a_password(caplog: pytest.LogCaptureFixture) -> None:
+def test_startup_log_names_the_endpoint_without_its_password(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     tracing = start({}, endpoint="http://user:pass@127.0.0.1:9/base", sample_ratio=0.5)
     assert tracing is not None
     tracing.close(0)
-    told: dict[str, object] = caplog.records[0].fields  # type: ignore[attr-defined]
-    assert told == {"endpoint": "http://127.0.0.1:9/base", "protocol": "http/protobuf", "sample_ratio": 0.5}
+    fields: dict[str, object] = caplog.records[0].fields  # type: ignore[attr-defined]
+    assert fields == {"endpoint": "http://127.0.0.1:9/base", "protocol": "http/protobuf", "sample_ratio": 0.5}
 
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the extra were not installed."""
+    """Simulates that the extra is not installed."""
     for name in ("ortserve.telemetry.otlp", "ortserve.telemetry.otlp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
@@ -120,9 +120,9 @@ def test_option_without_the_library_is_rejected_with_the_command_to_install_it()
 
 
 @pytest.mark.usefixtures("without_library")
-def test_the_variable_without_the_library_is_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_variable_without_the_library_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert start({"OTEL_EXPORTER_OTLP_ENDPOINT": ENDPOINT}) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    told: dict[str, str] = record.fields  # type: ignore[attr-defined]
-    assert told["reason"] == "OTEL_EXPORTER_OTLP_ENDPOINT is set; try: pip install 'ortserve[otel]'"
+    fields: dict[str, str] = record.fields  # type: ignore[attr-defined]
+    assert fields["reason"] == "OTEL_EXPORTER_OTLP_ENDPOINT is set; try: pip install 'ortserve[otel]'"

@@ -14,7 +14,7 @@ memcpyDeviceToHost = 2  # noqa: N816
 
 class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int) -> None:
-        name, text = (told(status).decode() for told in (_lib.cudaGetErrorName, _lib.cudaGetErrorString))
+        name, text = (describe(status).decode() for describe in (_lib.cudaGetErrorName, _lib.cudaGetErrorString))
         super().__init__(f"{name}: {text}")
         self.status = status
 

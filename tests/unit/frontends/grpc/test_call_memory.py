@@ -1,4 +1,4 @@
-"""What a refused call brought goes with it, not with the garbage collector: a circle would keep it, and uncounted."""
+"""A rejected call releases its message at once: a reference cycle would keep it, uncounted, for the collector."""
 
 import asyncio
 import gc
@@ -123,7 +123,7 @@ CALLS: Mapping[str, Callable[[], Handler]] = {
 
 
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
-async def test_message_of_a_refused_call_is_gone_with_it(make: Callable[[], Handler]) -> None:
+async def test_rejected_call_releases_its_message(make: Callable[[], Handler]) -> None:
     handler, data = make(), bytes(bytearray(GARBAGE))
     before = sys.getrefcount(data)
     messages = [data]
@@ -136,7 +136,7 @@ async def test_message_of_a_refused_call_is_gone_with_it(make: Callable[[], Hand
     assert sys.getrefcount(data) == before
 
 
-async def test_message_of_a_stream_is_gone_with_its_answer_although_the_stream_waits() -> None:
+async def test_stream_message_is_released_with_its_answer() -> None:
     handler, data = infer_stream(), pb.ModelInferRequest(model_name="double").SerializeToString()
     before = sys.getrefcount(data)
     context = FakeContext([data])

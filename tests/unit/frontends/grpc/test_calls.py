@@ -1,4 +1,4 @@
-"""How a call ends whose caller has left already."""
+"""The end of a call whose client has already disconnected."""
 
 import asyncio
 import logging
@@ -12,14 +12,14 @@ from ortserve.frontends.grpc.calls import answering, streaming
 
 
 class Left:
-    """What grpc gives as the context of a call before it cancels it: nothing can be sent any more."""
+    """The context of a call just before grpc cancels it: no message can be sent any more."""
 
     async def abort(self, *_: object) -> None:
         raise grpc.aio.InternalError("Failed 'execute_batch'")
 
 
 @pytest.mark.parametrize("kind", ["unary", "stream"])
-async def test_caller_who_left_before_the_refusal_is_no_fault(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_disconnect_before_the_rejection_logs_no_error(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(_: object) -> Any:
         raise invalid_input("bad")
 

@@ -1,4 +1,4 @@
-"""A drain lets streams finish the write that they are in: grpcio cannot end a call within one."""
+"""A drain lets streams finish their current write: grpcio cannot end a call within one."""
 
 import asyncio
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ from ortserve.frontends.grpc.streams import Streams
 
 
 class SlowCaller:
-    """Sends one message and takes the answer when it is told to."""
+    """Sends one message and reads the answer on demand."""
 
     def __init__(self, message: bytes) -> None:
         self._messages = [message]
@@ -35,7 +35,7 @@ class SlowCaller:
         await self.may_write.wait()
         self.written.append(message)
 
-    async def abort(self, code: grpc.StatusCode, *_told: object) -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, *_details: object) -> NoReturn:
         self.status = code
         raise grpc.aio.AbortError
 
@@ -47,7 +47,7 @@ class SlowCaller:
 
 
 @pytest.mark.parametrize("name", ["Watch", "ServerReflectionInfo", "ModelStreamInfer"])
-async def test_what_is_being_written_at_a_drain_is_written_before_the_stream_ends(name: str) -> None:
+async def test_drain_finishes_the_current_write_before_the_stream_ends(name: str) -> None:
     streams = Streams(1)
     inference = FakeInferenceService()
     calls: dict[str, tuple[Calls, bytes]] = {

@@ -1,4 +1,4 @@
-"""Options of the gRPC port in grpc's own words."""
+"""Options of the gRPC port as grpc's channel arguments."""
 
 import pytest
 
@@ -24,7 +24,7 @@ DEFAULTS = {
 }
 
 
-def test_defaults_are_those_of_the_protocols_reference_server_but_for_the_number_of_connections() -> None:
+def test_defaults_equal_those_of_the_reference_server_except_connections() -> None:
     assert dict(channel_arguments(GrpcOptions(), max_body_bytes=1000)) == DEFAULTS
 
 
@@ -49,11 +49,11 @@ def test_defaults_are_those_of_the_protocols_reference_server_but_for_the_number
         ("grpc_http2_max_ping_strikes", 0, "grpc.http2.max_ping_strikes", 0),
     ],
 )
-def test_each_option_becomes_its_argument_alone(option: str, value: object, argument: str, expected: int) -> None:
+def test_each_option_sets_only_its_argument(option: str, value: object, argument: str, expected: int) -> None:
     options = GrpcOptions.model_validate({option: value})
     assert dict(channel_arguments(options, max_body_bytes=1000)) == DEFAULTS | {argument: expected}
 
 
-def test_handshakes_are_bounded_where_a_time_is_given() -> None:
+def test_handshake_timeout_is_applied_if_set() -> None:
     bounded = dict(channel_arguments(GrpcOptions(), max_body_bytes=1000, handshake_timeout_s=2.5))
     assert bounded == DEFAULTS | {"grpc.server_handshake_timeout_ms": 2500}

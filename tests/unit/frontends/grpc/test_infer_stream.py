@@ -1,4 +1,4 @@
-"""What one stream may hold, in requests and in bytes."""
+"""The quota of one stream, in requests and in bytes."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ def has_room(quota: StreamQuota) -> bool:
     return False
 
 
-async def test_there_is_room_until_so_many_requests_are_unanswered() -> None:
+async def test_quota_limits_unanswered_requests() -> None:
     quota = StreamQuota(max_requests=2, max_bytes=1000)
     quota.reserve(10)
     assert has_room(quota)
@@ -30,7 +30,7 @@ async def test_there_is_room_until_so_many_requests_are_unanswered() -> None:
     assert has_room(quota)
 
 
-async def test_there_is_room_until_so_many_bytes_are_held_of_both_sides() -> None:
+async def test_quota_limits_held_bytes_of_both_directions() -> None:
     quota = StreamQuota(max_requests=10, max_bytes=100)
     quota.reserve(60)
     assert has_room(quota)
@@ -46,7 +46,7 @@ async def test_there_is_room_until_so_many_bytes_are_held_of_both_sides() -> Non
     assert (quota.requests, quota.held_bytes) == (0, 0)
 
 
-async def test_a_request_of_any_size_enters_an_empty_room() -> None:
+async def test_empty_quota_admits_a_request_of_any_size() -> None:
     quota = StreamQuota(max_requests=1, max_bytes=1)
     assert has_room(quota)
     quota.reserve(1_000_000)
@@ -54,7 +54,7 @@ async def test_a_request_of_any_size_enters_an_empty_room() -> None:
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-async def test_reader_goes_on_when_there_is_room(is_waiting: bool) -> None:
+async def test_reader_resumes_below_the_limit(is_waiting: bool) -> None:
     quota = StreamQuota(max_requests=1, max_bytes=100)
     quota.reserve(1)
     reader = asyncio.create_task(quota.wait())

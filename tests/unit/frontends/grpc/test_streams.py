@@ -1,4 +1,4 @@
-"""Streams that are open: how many, and how a drain ends what waits for a caller."""
+"""Open streams: their limit, and the end of waiting work at a drain."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ async def seven() -> int:
     return 7
 
 
-def test_one_stream_too_many_is_overloaded_until_another_has_ended() -> None:
+def test_stream_past_the_limit_is_overloaded_until_another_ends() -> None:
     streams = Streams(2)
     with streams.open():
         with streams.open():
@@ -26,7 +26,7 @@ def test_one_stream_too_many_is_overloaded_until_another_has_ended() -> None:
     assert streams.open_count == 0
 
 
-async def test_result_is_that_of_the_work() -> None:
+async def test_result_of_the_work_is_returned() -> None:
     assert await Streams(1).until_drain(seven()) == 7
 
 
@@ -38,7 +38,7 @@ async def test_work_that_fails_raises_its_error() -> None:
         await Streams(1).until_drain(fail())
 
 
-async def test_drain_cancels_what_waits_and_whatever_comes_after() -> None:
+async def test_drain_cancels_waiting_and_later_work() -> None:
     streams = Streams(1)
     waiting = asyncio.create_task(streams.until_drain(asyncio.Event().wait()))
     await asyncio.sleep(0)
@@ -49,7 +49,7 @@ async def test_drain_cancels_what_waits_and_whatever_comes_after() -> None:
         assert caught.value.kind is ErrorKind.NOT_READY
 
 
-async def test_work_whose_caller_has_left_is_no_drain() -> None:
+async def test_cancelled_work_does_not_count_as_a_drain() -> None:
     async def notice() -> None:
         raise asyncio.CancelledError
 

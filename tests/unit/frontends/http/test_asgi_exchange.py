@@ -58,7 +58,7 @@ def part(body: bytes, *, more: bool = False) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-async def test_fault_of_ours_is_answered_in_json_without_its_text_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_internal_error_is_logged_and_answered_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     nothing: Any = SimpleNamespace(statistics=None, repository=None, logs=None, traces=None)
     faulty: Any = Faulty()
     app = make_control_app(faulty, nothing, nothing, nothing, nothing, title="t", version="1")
@@ -78,7 +78,7 @@ async def test_response_of_unknown_length_is_chunked() -> None:
 
 
 @pytest.mark.parametrize("header", [(b"content-length", b"5"), (b"x", b"y")])
-async def test_response_to_head_is_that_to_get_without_its_body(header: tuple[bytes, bytes]) -> None:
+async def test_head_response_equals_get_without_the_body(header: tuple[bytes, bytes]) -> None:
     seen: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +91,7 @@ async def test_response_to_head_is_that_to_get_without_its_body(header: tuple[by
     assert seen == ["GET"]
 
 
-async def test_body_reaches_the_application_in_parts_and_whole() -> None:
+async def test_body_reaches_the_application_in_parts_and_completely() -> None:
     body = bytes(200_000)
     seen = bytearray()
 
@@ -108,16 +108,16 @@ async def test_body_reaches_the_application_in_parts_and_whole() -> None:
     assert (status, is_closed, bytes(seen)) == (200, False, body)
 
 
-async def test_caller_that_expects_continue_gets_it_when_the_application_reads() -> None:
+async def test_100_continue_is_sent_when_the_application_reads() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/reads":
             await receive()
         await sending(start((b"content-length", b"0")), part(b""))(scope, receive, send)
 
-    for path, is_told in (("/reads", True), ("/ignores", False)):
+    for path, sends_continue in (("/reads", True), ("/ignores", False)):
         head = get(path, "Expect: 100-continue", "Content-Length: 2", method="POST")
         written, _ = await HttpSide(app).answer([head, b"{}"])
-        assert written.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") == is_told
+        assert written.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") == sends_continue
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ async def test_application_without_a_valid_response_is_answered_by_500(messages:
     assert is_closed
 
 
-async def test_application_that_waits_for_a_body_learns_that_the_caller_left() -> None:
+async def test_application_awaiting_a_body_is_notified_of_a_disconnect() -> None:
     seen: list[str] = []
     is_over = asyncio.Event()
 

@@ -40,16 +40,14 @@ def check(
     ("stage", "limit_s", "due"),
     [(Stage.REQUEST, 8, Due.CLOSE), (Stage.HEADERS, 2, Due.REJECT), (Stage.BODY, 4, Due.REJECT)],
 )
-def test_caller_who_sends_nothing_is_waited_for_as_long_as_the_limit_says(
-    stage: Stage, limit_s: float, due: Due
-) -> None:
+def test_silent_client_is_disconnected_at_the_timeout(stage: Stage, limit_s: float, due: Due) -> None:
     timer = StageTimer(LIMITS)
     assert check(timer, 100, stage) is Due.NOTHING
     assert check(timer, 100 + limit_s - 0.1, stage) is Due.NOTHING
     assert check(timer, 100 + limit_s, stage) is due
 
 
-def test_headers_that_trickle_are_not_waited_for_any_longer() -> None:
+def test_trickled_headers_time_out() -> None:
     timer = StageTimer(LIMITS)
     dues = [check(timer, tenth / 10, Stage.HEADERS, came=tenth * 40) for tenth in range(21)]
     assert dues == [Due.NOTHING] * 20 + [Due.REJECT]
@@ -62,37 +60,37 @@ def test_body_must_come_at_the_rate_in_each_span(per_second: int) -> None:
     assert (Due.REJECT in dues) == (per_second < 100)
 
 
-def test_body_that_came_fast_at_first_has_no_credit_for_later() -> None:
+def test_fast_start_of_a_body_gives_no_later_credit() -> None:
     timer = StageTimer(LIMITS)
     came = [0, 1_000_000, 1_000_000, 1_000_001, 1_000_001, 1_000_002, 1_000_002, 1_000_003, 1_000_003]
     dues = [check(timer, second, Stage.BODY, came=size) for second, size in enumerate(came)]
     assert dues == [Due.NOTHING] * 8 + [Due.REJECT]
 
 
-def test_next_request_is_waited_for_anew() -> None:
+def test_next_request_restarts_the_timeout() -> None:
     timer = StageTimer(LIMITS)
     for number in range(50):
         assert check(timer, number, Stage.HEADERS, subject=object()) is Due.NOTHING
         assert check(timer, number + 0.5, Stage.REQUEST, subject=object()) is Due.NOTHING
 
 
-def test_server_is_waited_for_without_a_limit() -> None:
+def test_server_processing_has_no_timeout() -> None:
     timer = StageTimer(LIMITS)
     assert {check(timer, second, Stage.RESPONSE) for second in range(100)} == {Due.NOTHING}
 
 
-def test_caller_who_takes_nothing_of_an_answer_is_left() -> None:
+def test_client_that_reads_nothing_is_disconnected() -> None:
     timer = StageTimer(LIMITS)
     unsent = [0, 1000, 1000, 900, 900, 900, 900, 900, 900, 900]
     dues = [check(timer, second, Stage.RESPONSE, unsent=size) for second, size in enumerate(unsent)]
     assert dues == [Due.NOTHING] * 9 + [Due.ABORT]
 
 
-def test_each_limit_is_looked_at_four_times() -> None:
+def test_each_limit_is_checked_four_times() -> None:
     assert LIMITS.tick_s == 0.5
 
 
-def test_headers_are_as_large_as_they_travel() -> None:
+def test_header_size_counts_the_received_bytes() -> None:
     head = b"/v2 HTTP/1.1\r\n" + b"a: b\r\n" + b"long-name: value\r\n"
     assert header_bytes(b"/v2 HTTP/1.1\r\n", [(b"a", b"b"), (b"long-name", b"value")]) == len(head)
 
@@ -111,12 +109,12 @@ def test_headers_are_as_large_as_they_travel() -> None:
         (b"\n", 0, 0),
     ],
 )
-def test_size_of_a_chunk_is_that_of_the_line_before_its_content(data: bytes, content_bytes: int, size: int) -> None:
+def test_chunk_size_is_read_from_its_line(data: bytes, content_bytes: int, size: int) -> None:
     assert announced_chunk_bytes(data, content_bytes) == size
 
 
 @pytest.mark.parametrize("begin", range(1, 16))
-def test_rest_of_a_line_never_spells_more_than_the_chunk_has(begin: int) -> None:
+def test_chunk_size_from_a_partial_line_never_exceeds_the_chunk(begin: int) -> None:
     assert announced_chunk_bytes(b"0123456789abcdef\r\n"[begin:], 0) <= 0x0123456789ABCDEF
 
 
@@ -129,13 +127,13 @@ def test_rest_of_a_line_never_spells_more_than_the_chunk_has(begin: int) -> None
         ("Pause on PRI/Upgrade", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "got HTTP/2.0"),
     ],
 )
-def test_other_versions_are_named_where_they_are_seen(reason: str, data: bytes, text: str) -> None:
+def test_other_http_versions_are_named(reason: str, data: bytes, text: str) -> None:
     error = parse_error(httptools.HttpParserError(reason), memoryview(data))
     assert (error.kind, failure(error).status) == (ErrorKind.UNSUPPORTED, 505)
     assert error.message.endswith(text)
 
 
-def test_fault_of_a_request_is_the_parsers_reason() -> None:
+def test_rejection_has_the_reason_of_the_parser() -> None:
     error = parse_error(httptools.HttpParserInvalidMethodError("Invalid method encountered"), b"")
     assert (error.kind, error.message) == (
         ErrorKind.INVALID_INPUT,

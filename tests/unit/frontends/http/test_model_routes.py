@@ -1,4 +1,4 @@
-"""Health for who asks on another thread than the loop's."""
+"""Health answers for requests on another thread than the event loop's."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from ortserve.frontends.http.model_routes import HealthFromThreads
 
 @dataclass
 class Models:
-    """What the answers depend on."""
+    """The state that the answers depend on."""
 
     is_exiting: bool = False
     lost: str = ""
@@ -34,7 +34,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def test_both_questions_are_answered_and_no_other(loop: asyncio.AbstractEventLoop) -> None:
+def test_only_the_two_health_paths_are_answered(loop: asyncio.AbstractEventLoop) -> None:
     models = Models()
     answer = HealthFromThreads(models, loop).answer
     assert answer("/v2/health/live") == (200, b'{"live":true}')
@@ -50,10 +50,10 @@ def test_both_questions_are_answered_and_no_other(loop: asyncio.AbstractEventLoo
     assert answer("/v2/health/live") == answer("/v2/health/ready") == (503, b'{"error":"Server exiting"}')
 
 
-def test_loop_that_is_stuck_is_not_live(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_loop_is_not_live(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_routes, "_LOOP_TIMEOUT_S", 0.05)
     is_seen = threading.Event()
     loop.call_soon_threadsafe(is_seen.wait)
-    told = HealthFromThreads(Models(), loop).answer("/v2/health/live")
+    answer = HealthFromThreads(Models(), loop).answer("/v2/health/live")
     is_seen.set()
-    assert told == (503, b'{"error":"the event loop did not answer within 0.05 s"}')
+    assert answer == (503, b'{"error":"the event loop did not answer within 0.05 s"}')

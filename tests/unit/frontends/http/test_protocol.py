@@ -1,4 +1,4 @@
-"""Cached heads mean what the parser makes of them, and exchanges are answered in the order of their requests."""
+"""Cached heads mean the same as parsed ones, and exchanges are answered in request order."""
 
 import random
 import re
@@ -80,7 +80,7 @@ class Forgetful(HeadCache):
 
 
 def _known_of(call: Call) -> tuple[object, ...]:
-    """What a frontend knows of a call before its request is decoded."""
+    """The properties of a call that a frontend knows before it decodes the request."""
     return call.protocol, call.timing, call.timeout_ns, call.trace
 
 
@@ -103,7 +103,7 @@ def request(rng: random.Random) -> bytes:
 
 
 def stream(rng: random.Random) -> list[bytes]:
-    """Requests, most of them in a piece of their own."""
+    """Requests, most of them in separate segments."""
     pieces: list[bytes] = []
     for _ in range(rng.randrange(1, 12)):
         came = request(rng)
@@ -119,7 +119,7 @@ def stream(rng: random.Random) -> list[bytes]:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-async def test_answers_are_those_of_a_server_that_parses_every_head(has_keys: bool) -> None:
+async def test_cached_heads_give_the_same_answers(has_keys: bool) -> None:
     heads = CountingHeads()
     knowing, parsing = HttpSide(heads=heads, has_keys=has_keys), HttpSide(heads=Forgetful(), has_keys=has_keys)
     for number in range(CASES):
@@ -137,7 +137,7 @@ async def test_answers_are_those_of_a_server_that_parses_every_head(has_keys: bo
     assert not re.search(b"right|10\\.0", b"".join(all_kept(heads)))
 
 
-async def test_known_head_is_parsed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_known_head_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     side = HttpSide(heads=HeadCache())
     first, _ = await side.answer([whole(0)])
     monkeypatch.setattr(HttpProtocol, "on_message_begin", lambda _: pytest.fail("it is parsed"))
@@ -145,7 +145,7 @@ async def test_known_head_is_parsed_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", [b"Content-Length", b"content-length"])
-async def test_length_of_the_body_may_be_another(name: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_length_can_vary_behind_a_known_head(name: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [b"%b\r\nHost: x\r\n%b: %d\r\n\r\n%b" % (TARGETS[0], name, len(body), body) for body in BODIES]
     expected = await HttpSide(heads=Forgetful()).answer(requests)
     side = HttpSide(heads=HeadCache())
@@ -154,12 +154,12 @@ async def test_length_of_the_body_may_be_another(name: bytes, monkeypatch: pytes
     assert await side.answer(requests) == expected
 
 
-async def test_caller_who_waits_for_word_gets_it_each_time() -> None:
+async def test_every_expect_continue_gets_100_continue() -> None:
     written, _ = await HttpSide(heads=HeadCache()).answer([whole(0, b"Expect: 100-continue")] * 2)
     assert re.findall(rb"HTTP/1.1 (\d+)", written) == [b"100", b"200", b"100", b"200"]
 
 
-async def test_body_that_is_too_large_is_refused_behind_a_known_head() -> None:
+async def test_oversized_body_is_rejected_behind_a_known_head() -> None:
     side = HttpSide(heads=HeadCache())
     body = BODIES[0] + b" " * 1000
     large = whole(0).replace(b"Content-Length: %d" % len(BODIES[0]), b"Content-Length: %d" % len(body)) + b" " * 1000
@@ -169,7 +169,7 @@ async def test_body_that_is_too_large_is_refused_behind_a_known_head() -> None:
     assert side.service.gate.held_bytes == 0
 
 
-async def test_connection_whose_heads_all_differ_is_not_looked_up_for_ever() -> None:
+async def test_cache_lookups_stop_on_a_connection_with_new_heads_only() -> None:
     heads = CountingHeads()
     side = HttpSide(heads=heads)
     await side.answer([whole(number) for number in range(100)])
@@ -178,7 +178,7 @@ async def test_connection_whose_heads_all_differ_is_not_looked_up_for_ever() -> 
     assert heads.found == 100
 
 
-async def test_connection_that_is_turned_away_is_answered_no_more() -> None:
+async def test_rejected_connection_is_answered_once() -> None:
     side = HttpSide(heads=HeadCache())
     await side.answer([whole(0)])
     assert len(side.endpoint.heads) == 1
@@ -189,14 +189,14 @@ async def test_connection_that_is_turned_away_is_answered_no_more() -> None:
     assert written.count(b"HTTP/1.1 ") == 1
 
 
-async def test_empty_lines_between_requests_are_no_strange_heads() -> None:
+async def test_empty_lines_between_requests_are_ignored() -> None:
     heads = CountingHeads()
     await HttpSide(heads=heads).answer([whole(0), *[b"\r\n"] * 40, whole(0)])
     assert heads.found == 1
 
 
-async def test_head_that_the_parser_sees_elsewhere_is_not_kept() -> None:
-    """If it took lines that end without a carriage return, this body would have a head in it."""
+async def test_head_with_bare_line_feeds_is_not_cached() -> None:
+    """If the parser accepted lines without a carriage return, this body would contain a head."""
     side = HttpSide(heads=HeadCache())
     inner = b"\r\nContent-Length: 5\r\n\r\nhello"
     outer = b"%b\nHost: x\nContent-Length: %d\n\n%b" % (TARGETS[0], len(inner), inner)
@@ -206,7 +206,7 @@ async def test_head_that_the_parser_sees_elsewhere_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("line", VARYING)
-async def test_head_is_known_whatever_its_varying_headers_say(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_head_is_recognised_with_varying_header_values(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [whole(0, line % number) for number in range(3)]
     expected = HttpSide(heads=Forgetful())
     await expected.answer(requests)
@@ -218,7 +218,7 @@ async def test_head_is_known_whatever_its_varying_headers_say(line: bytes, monke
     assert len({tuple(headers) for *_, headers in side.traces.seen}) == 3
 
 
-async def test_key_is_asked_of_each_request_behind_a_known_head() -> None:
+async def test_key_is_checked_on_each_request_behind_a_known_head() -> None:
     heads = CountingHeads()
     side = HttpSide(heads=heads, has_keys=True)
     keys = (b"right", b"wrong", b"right")
@@ -231,7 +231,7 @@ async def test_key_is_asked_of_each_request_behind_a_known_head() -> None:
 @pytest.mark.parametrize(
     "value", [b"", b" 1", b"1 ", b"1\t2", b"\xe9", b"a\x01b", b"a\x00b", b"1\nb3: 2", b"1\rb", b"x" * 5000]
 )
-async def test_odd_value_means_what_the_parser_makes_of_it(value: bytes) -> None:
+async def test_odd_header_value_is_read_as_by_the_parser(value: bytes) -> None:
     """The value of a header that may be any, in an otherwise known head."""
     requests = [whole(0, b"X-Request-Id: " + said) for said in (b"1", value)]
     knowing, parsing = HttpSide(heads=HeadCache()), HttpSide(heads=Forgetful())
@@ -239,7 +239,7 @@ async def test_odd_value_means_what_the_parser_makes_of_it(value: bytes) -> None
     assert knowing.traces.seen == parsing.traces.seen
 
 
-async def test_known_head_with_a_value_over_the_limit_is_refused() -> None:
+async def test_known_head_with_a_value_over_the_limit_is_rejected() -> None:
     side = HttpSide(heads=HeadCache())
     small, large = (whole(0, b"X-Request-Id: " + b"x" * size) for size in (10, 5000))
     written, _ = await side.answer([small, large])
@@ -247,7 +247,7 @@ async def test_known_head_with_a_value_over_the_limit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [b"Authorization", b"proxy-authorization", b"Cookie", b"X-Api-Key", b"x-any-other"])
-async def test_values_that_may_be_credentials_are_not_kept(name: bytes) -> None:
+async def test_possible_credentials_are_not_cached(name: bytes) -> None:
     heads = CountingHeads()
     side = HttpSide(heads=heads)
     for key in (b"secret", b"secret too"):
@@ -266,14 +266,14 @@ async def test_values_that_may_be_credentials_are_not_kept(name: bytes) -> None:
     ],
     ids=["no space", "two spaces", "other characters", "query"],
 )
-async def test_head_of_which_a_credential_is_not_cut_out_is_not_kept(before: bytes, after: bytes) -> None:
+async def test_head_that_contains_a_credential_is_not_cached(before: bytes, after: bytes) -> None:
     side = HttpSide(heads=HeadCache())
     await side.answer([whole(0).replace(before, after)])
     assert side.service.received
     assert side.endpoint.heads == {}
 
 
-def test_oldest_head_goes_first_and_long_ones_are_not_kept() -> None:
+def test_oldest_head_is_evicted_and_long_heads_are_not_cached() -> None:
     heads, head = HeadCache(), InferHead(b"/", "m", "", [], keep_alive=True, expects_continue=False)
     heads.keep(b"x" * (MAX_CACHED_BYTES + 1), head)
     for number in range(MAX_CACHED_HEADS + 1):
@@ -298,7 +298,7 @@ def all_kept(heads: HeadCache) -> list[bytes]:
 # --- the order of exchanges
 
 
-async def test_connection_that_is_lost_before_its_next_exchange_starts_holds_no_memory() -> None:
+async def test_connection_lost_between_exchanges_holds_no_memory() -> None:
     """The loop starts a waiting exchange in the turn after the response before it."""
     side = HttpSide()
     protocol, transport = side.connect(bytearray())
@@ -344,7 +344,7 @@ async def test_request_behind_the_last_response_of_a_connection_is_not_run(first
     ],
     ids=["with a host", "with a port and a query", "slash at the end", "escaped", "long query", "fragment"],
 )
-async def test_every_form_of_an_infer_url_reaches_inference(target: bytes) -> None:
+async def test_every_form_of_an_infer_url_is_routed(target: bytes) -> None:
     side = HttpSide(has_keys=True)
     request = whole(0, b"Authorization: Bearer right").replace(b"/v2/models/double/infer", target)
     written, _ = await side.answer([request])

@@ -18,7 +18,7 @@ TEXT = b"[" + b"0.123456," * 3000 + b"0]"
 
 
 class CountingExecutor(ThreadPoolExecutor):
-    """The loop's executor, which counts what it is asked for."""
+    """The event loop's executor, which counts its calls."""
 
     asked = 0
 
@@ -49,7 +49,7 @@ async def test_short_body_is_inflated_at_once_and_a_long_one_in_threads(
         assert (executor.asked == 0) == is_short
 
 
-async def test_body_that_grows_beyond_what_the_server_may_hold_is_refused_on_the_way() -> None:
+async def test_body_inflating_past_the_memory_limit_is_rejected_early() -> None:
     gate = BodyGate(10**7)
     packed = compress(bytes(10**8), Encoding.GZIP)
     with gate.hold(10**6), gate.hold(len(packed)) as hold:
@@ -60,7 +60,7 @@ async def test_body_that_grows_beyond_what_the_server_may_hold_is_refused_on_the
     assert gate.held_bytes == 0
 
 
-async def test_body_over_the_limit_is_refused_wherever_it_is_inflated() -> None:
+async def test_oversized_inflated_body_is_rejected_in_loop_and_threads() -> None:
     for size in (1001, 10**7):
         with BodyGate(10**9).hold(0) as hold, pytest.raises(ServeError) as caught:
             await inflate(compress(bytes(size), Encoding.DEFLATE), Encoding.DEFLATE, hold, max_bytes=1000)
@@ -71,7 +71,7 @@ def answer(body: bytes, status: int = 200) -> HttpResponse:
     return HttpResponse(status, body, ((b"content-type", b"application/json"),))
 
 
-def test_answer_is_compressed_where_it_is_wanted_and_pays() -> None:
+def test_answer_is_compressed_when_accepted_and_smaller() -> None:
     assert should_compress(answer(TEXT), Encoding.GZIP, min_bytes=len(TEXT))
     assert not should_compress(answer(TEXT), Encoding.GZIP, min_bytes=len(TEXT) + 1)
     assert not should_compress(answer(TEXT), None, min_bytes=0)
@@ -80,7 +80,7 @@ def test_answer_is_compressed_where_it_is_wanted_and_pays() -> None:
 
 
 @pytest.mark.parametrize("encoding", list(Encoding))
-def test_compressed_answer_names_its_encoding_beside_its_own_headers(encoding: Encoding) -> None:
+def test_compressed_answer_adds_its_content_encoding(encoding: Encoding) -> None:
     packed = compressed(answer(TEXT), encoding)
     assert packed.headers == (
         (b"content-type", b"application/json"),

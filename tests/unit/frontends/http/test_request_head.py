@@ -32,7 +32,7 @@ def test_compression_of_a_body_is_known_by_its_name(value: bytes, encoding: Enco
 
 
 @pytest.mark.parametrize("value", [b"br", b"gzip, deflate", b"gzip;q=1", b"\xff"])
-def test_unknown_compression_is_unsupported_and_its_answer_names_the_known(value: bytes) -> None:
+def test_unknown_compression_is_unsupported_and_names_the_known_ones(value: bytes) -> None:
     with pytest.raises(UnknownEncodingError) as caught:
         body_encoding(value)
     assert caught.value.kind is ErrorKind.UNSUPPORTED
@@ -66,7 +66,7 @@ def test_unknown_compression_is_unsupported_and_its_answer_names_the_known(value
         (b"gzip," * 50, None),
     ],
 )
-def test_compression_of_an_answer_is_what_its_caller_wants_most(value: bytes, encoding: Encoding | None) -> None:
+def test_answer_uses_the_preferred_compression(value: bytes, encoding: Encoding | None) -> None:
     assert response_encoding(value) is encoding
 
 
@@ -83,7 +83,7 @@ def test_headers_are_read_together() -> None:
     assert read_infer_headers([]) == InferHeaders()
 
 
-def test_white_space_around_a_value_is_none_of_it() -> None:
+def test_white_space_around_a_value_is_removed() -> None:
     headers = [
         (b"inference-header-content-length", b"8 "),
         (b"x-request-timeout-ms", b"5 \t"),
@@ -92,14 +92,14 @@ def test_white_space_around_a_value_is_none_of_it() -> None:
     assert read_infer_headers(headers) == InferHeaders(0, 8, 5_000_000, GZIP)
 
 
-def test_lines_of_one_name_are_one_list() -> None:
+def test_header_lines_of_one_name_form_one_list() -> None:
     accepted = [(b"accept-encoding", b"br"), (b"accept-encoding", b"gzip"), (b"accept-encoding", b"zstd")]
     assert read_infer_headers(accepted) == InferHeaders(accepted=GZIP)
     with pytest.raises(UnknownEncodingError, match="'gzip, gzip' is not supported"):
         read_infer_headers([(b"content-encoding", b"gzip"), (b"content-encoding", b"gzip")])
 
 
-def test_lengths_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_lengths_are_rejected() -> None:
     name = b"inference-header-content-length"
     assert read_infer_headers([(name, b"8"), (name, b"8")]) == InferHeaders(json_bytes=8)
     with pytest.raises(ServeError, match="expected one number of bytes, got: 8, 9"):

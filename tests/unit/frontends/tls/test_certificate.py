@@ -1,4 +1,4 @@
-"""What is said of files that no certificate can be had from, and what is read of those that can."""
+"""Error messages for unusable certificate files, and the values read from usable ones."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_certificate_is_valid_between_its_dates_alone(secret: Secret) -> None:
     assert not certificate.is_valid(certificate.expires_s + 1)
 
 
-def test_all_authorities_of_clients_are_taken(secret: Secret, tmp_path: Path) -> None:
+def test_all_client_authorities_are_loaded(secret: Secret, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle.pem"
     bundle.write_bytes(b"# two of them\n" + secret.ca.read_bytes() + trustme.CA().cert_pem.bytes())
     one, two = read(secret, client_ca=secret.ca).client_ca_der, read(secret, client_ca=bundle).client_ca_der
@@ -60,7 +60,7 @@ def test_all_authorities_of_clients_are_taken(secret: Secret, tmp_path: Path) ->
     assert len(two) > len(one)
 
 
-def test_key_of_another_certificate_is_refused(secret: Secret) -> None:
+def test_key_of_another_certificate_is_rejected(secret: Secret) -> None:
     other = secret.authority.issue_cert("other.example").private_key_pem.bytes()
     secret.put(secret.cert.read_bytes(), other)
     assert complaint(secret) == (
@@ -69,38 +69,38 @@ def test_key_of_another_certificate_is_refused(secret: Secret) -> None:
     )
 
 
-def test_key_with_a_passphrase_is_refused(secret: Secret) -> None:
+def test_key_with_a_passphrase_is_rejected(secret: Secret) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     secret.put(secret.cert.read_bytes(), locked)
     assert f"without a passphrase, got '{secret.key}', which has one" in complaint(secret)
 
 
-def test_key_of_a_kind_that_one_of_the_transports_does_not_know_is_refused(secret: Secret) -> None:
+def test_key_algorithm_unknown_to_a_transport_is_rejected(secret: Secret) -> None:
     key = ec.generate_private_key(ec.SECP256K1())
     secret.put(secret.cert.read_bytes(), key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    told = f"for RSA, Ed25519 or ECDSA on P-256, P-384, P-521, got '{secret.key}', which is for another algorithm"
-    assert complaint(secret).endswith(told)
+    error = f"for RSA, Ed25519 or ECDSA on P-256, P-384, P-521, got '{secret.key}', which is for another algorithm"
+    assert complaint(secret).endswith(error)
 
 
-def test_private_key_is_not_shown_where_what_was_read_is_printed(secret: Secret) -> None:
+def test_repr_omits_the_private_key(secret: Secret) -> None:
     assert "PRIVATE" not in repr(read(secret))
 
 
 @pytest.mark.parametrize("content", [b"", b"no PEM", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
-def test_what_is_no_key_is_refused(secret: Secret, content: bytes) -> None:
+def test_malformed_key_is_rejected(secret: Secret, content: bytes) -> None:
     secret.put(secret.cert.read_bytes(), content)
     assert complaint(secret).endswith(f"got '{secret.key}', which holds no such key")
 
 
 @pytest.mark.parametrize("content", [b"", b"no PEM", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
-def test_what_is_no_certificate_is_refused(secret: Secret, tmp_path: Path, content: bytes) -> None:
+def test_malformed_certificate_is_rejected(secret: Secret, tmp_path: Path, content: bytes) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_bytes(content)
-    told = f"tls_client_ca_file: expected certificates in PEM, got '{bad}', which holds none, or a broken one"
-    assert complaint(secret, client_ca=bad) == told
+    error = f"tls_client_ca_file: expected certificates in PEM, got '{bad}', which holds none, or a broken one"
+    assert complaint(secret, client_ca=bad) == error
     secret.put(content, secret.key.read_bytes())
-    assert complaint(secret) == told.replace("client_ca", "cert").replace(str(bad), str(secret.cert))
+    assert complaint(secret) == error.replace("client_ca", "cert").replace(str(bad), str(secret.cert))
 
 
 @pytest.mark.parametrize(

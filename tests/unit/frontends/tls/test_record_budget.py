@@ -1,4 +1,4 @@
-"""The account of bytes that bring no data, by numbers alone; real sessions are in ``test_transport``."""
+"""The budget of bytes without data, by numbers alone; real sessions are in ``test_transport``."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def spend(account: RecordBudget, came: int) -> int:
     return spent
 
 
-def test_48_kib_of_nothing_are_borne_at_once_and_32_more_each_second() -> None:
+def test_48_kib_without_data_are_tolerated_and_32_more_each_second() -> None:
     clock = FakeClock()
     account = RecordBudget("TLSv1.3", clock)
     assert spend(account, KEY_UPDATE) == pytest.approx(48 * 1024, rel=0.02)
@@ -29,7 +29,7 @@ def test_48_kib_of_nothing_are_borne_at_once_and_32_more_each_second() -> None:
     assert spend(account, KEY_UPDATE) == pytest.approx(32 * 1024, rel=0.02)
 
 
-def test_refill_can_be_forgone() -> None:
+def test_refill_can_be_disabled() -> None:
     clock = FakeClock()
     account = RecordBudget("TLSv1.3", clock)
     spend(account, KEY_UPDATE)
@@ -39,12 +39,12 @@ def test_refill_can_be_forgone() -> None:
 
 
 @pytest.mark.parametrize(("version", "head"), [("TLSv1.3", 22), ("TLSv1.2", 29), ("TLSv1.2", 21)])
-def test_records_of_one_byte_bring_enough(version: str, head: int) -> None:
+def test_records_of_one_byte_stay_within_the_allowance(version: str, head: int) -> None:
     account = RecordBudget(version, FakeClock())
     assert not any(account.is_exceeded(head + 1, data=1, records=1) for _ in range(100_000))
 
 
-def test_parts_of_records_are_explained_by_what_comes_after_them() -> None:
+def test_partial_records_are_accounted_with_their_rest() -> None:
     account = RecordBudget("TLSv1.3", FakeClock())
     for _ in range(1000):
         assert not account.is_exceeded(RECORD - 1, data=0, records=0)
@@ -52,7 +52,7 @@ def test_parts_of_records_are_explained_by_what_comes_after_them() -> None:
 
 
 @pytest.mark.parametrize("records", [1, 4, 100])
-def test_records_of_data_pay_for_nothing_else(records: int) -> None:
+def test_data_records_earn_no_allowance(records: int) -> None:
     account = RecordBudget("TLSv1.3", FakeClock())
     came = KEY_UPDATE + records * 23
     assert any(account.is_exceeded(came, data=records, records=records) for _ in range(2_500))

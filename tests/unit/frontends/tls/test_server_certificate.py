@@ -1,4 +1,4 @@
-"""Renewal: what becomes of files that change while the server runs. Looks are taken by hand."""
+"""Renewal: files that change while the server runs. The tests trigger each check."""
 
 import logging
 import ssl
@@ -20,7 +20,7 @@ from ortserve.frontends.tls.certificate import FileContents, Port, ServerCertifi
 
 
 class Counts:
-    """What would be shown to operators."""
+    """The records that operators would see."""
 
     def __init__(self) -> None:
         self.expires_s = 0.0
@@ -72,7 +72,7 @@ def served(tmp_path: Path) -> Served:
     return Served(tmp_path / "secret")
 
 
-async def test_new_files_serve_once_they_are_the_same_in_two_looks(served: Served) -> None:
+async def test_new_files_are_used_after_two_equal_reads(served: Served) -> None:
     old = served.serial()
     expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=7)
     new = served.secret.renew(expires=expires)
@@ -86,9 +86,7 @@ async def test_new_files_serve_once_they_are_the_same_in_two_looks(served: Serve
     assert served.counts.reloads == [True]
 
 
-async def test_files_that_are_copied_one_after_the_other_are_not_taken_half(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_files_copied_one_by_one_are_not_used_half_way(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     made = served.secret.authority.issue_cert("127.0.0.1")
     cert, key = made.cert_chain_pems[0].bytes(), made.private_key_pem.bytes()
     served.secret.put(cert, served.secret.key.read_bytes())
@@ -101,10 +99,8 @@ async def test_files_that_are_copied_one_after_the_other_are_not_taken_half(
     assert "cannot be used" not in caplog.text
 
 
-def test_files_that_change_while_they_are_read_are_not_mixed_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was judged serves, also when the files go there and back and no later look would see a difference."""
+def test_files_that_change_during_a_read_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checked files are used, even if the files change and change back so that no later check differs."""
     swapped = Secret(tmp_path / "secret")
     judged = serial_of(swapped.cert.read_bytes())
 
@@ -118,7 +114,7 @@ def test_files_that_change_while_they_are_read_are_not_mixed_up(
 
 
 @pytest.mark.parametrize("fault", ["malformed", "missing", "mismatched"])
-async def test_bad_certificate_changes_nothing_and_is_told_once(
+async def test_bad_certificate_keeps_the_old_one_and_is_logged_once(
     served: Served, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     old = served.serial()
@@ -133,10 +129,10 @@ async def test_bad_certificate_changes_nothing_and_is_told_once(
     for _ in range(5):
         await served.certificate.check()
     assert served.serial() == old
-    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert told.getMessage() == "the new certificate cannot be used, the old one stays in use"
+    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert logged.getMessage() == "the new certificate cannot be used, the old one stays in use"
     option = "tls_key_file" if fault == "mismatched" else "tls_cert_file"
-    assert told.__dict__["fields"]["reason"].startswith(f"{option}: expected ")
+    assert logged.__dict__["fields"]["reason"].startswith(f"{option}: expected ")
     assert served.counts.reloads == [False]
 
     if fault != "missing":
@@ -148,7 +144,7 @@ async def test_bad_certificate_changes_nothing_and_is_told_once(
 
 
 @pytest.mark.parametrize("fault", ["expired", "not yet valid"])
-async def test_certificate_that_is_not_valid_now_leaves_the_old_one_while_that_is(
+async def test_certificate_outside_its_dates_keeps_the_valid_old_one(
     served: Served, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     old, old_expires_s = served.serial(), served.counts.expires_s
@@ -159,9 +155,9 @@ async def test_certificate_that_is_not_valid_now_leaves_the_old_one_while_that_i
     for _ in range(5):
         await served.certificate.check()
     assert (served.serial(), served.counts.expires_s) == (old, old_expires_s)
-    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert told.getMessage() == "the new certificate cannot be used, the old one stays in use"
-    reason = told.__dict__["fields"]["reason"]
+    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert logged.getMessage() == "the new certificate cannot be used, the old one stays in use"
+    reason = logged.__dict__["fields"]["reason"]
     assert reason.startswith("tls_cert_file: expected a certificate that is valid now, got one from 20")
     assert served.counts.reloads == [False]
 
@@ -173,7 +169,7 @@ async def test_certificate_that_is_not_valid_now_leaves_the_old_one_while_that_i
     assert served.counts.reloads == [False, True]
 
 
-async def test_renewed_authority_refuses_clients_of_the_old_one(tmp_path: Path) -> None:
+async def test_renewed_authority_rejects_clients_of_the_old_one(tmp_path: Path) -> None:
     served = Served(tmp_path / "secret", is_mutual=True)
     of_old = served.secret.client_context(has_certificate=True)
     assert served.serial(client=of_old)
@@ -187,8 +183,8 @@ async def test_renewed_authority_refuses_clients_of_the_old_one(tmp_path: Path) 
     assert served.serial(client=served.secret.client_context(has_certificate=True))
 
 
-def test_authority_that_is_no_root_is_enough_for_its_own_clients(tmp_path: Path) -> None:
-    """As with grpcio."""
+def test_intermediate_authority_accepts_its_own_clients(tmp_path: Path) -> None:
+    """The behaviour equals grpcio's."""
     root = trustme.CA()
     between = root.create_child_ca()
     served = Served(tmp_path / "secret")
@@ -203,7 +199,7 @@ def test_authority_that_is_no_root_is_enough_for_its_own_clients(tmp_path: Path)
         served.serial(client=of_root)
 
 
-async def test_metrics_port_asks_nobody_for_a_certificate(tmp_path: Path) -> None:
+async def test_metrics_port_requires_no_client_certificate(tmp_path: Path) -> None:
     served = Served(tmp_path / "secret", is_mutual=True)
     assert served.serial("metrics")
     ports: tuple[Port, ...] = ("http", "grpc")
@@ -213,7 +209,7 @@ async def test_metrics_port_asks_nobody_for_a_certificate(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("port", ["http", "grpc", "metrics"])
-def test_clients_that_speak_only_older_versions_are_refused(tmp_path: Path, port: Port) -> None:
+def test_clients_of_older_tls_versions_are_rejected(tmp_path: Path, port: Port) -> None:
     served = Served(tmp_path / "secret", min_version="1.3")
     old = served.secret.client_context()
     old.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -222,16 +218,16 @@ def test_clients_that_speak_only_older_versions_are_refused(tmp_path: Path, port
     assert served.serial(port)
 
 
-def test_expired_certificate_serves_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_expired_certificate_is_used_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     secret = Secret(tmp_path / "secret")
     secret.renew(expires=datetime.now(UTC) - timedelta(days=1))
     ServerCertificate(TlsFiles(secret.cert, secret.key, None), "1.2", Counts())
-    (told,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert told.getMessage() == "certificate serves, but clients will refuse its dates"
+    (logged,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert logged.getMessage() == "certificate serves, but clients will refuse its dates"
 
 
-def test_what_openssl_finds_too_weak_is_told_by_its_option(tmp_path: Path) -> None:
-    """Of the kinds of trouble that only the library which uses a certificate knows of."""
+def test_error_for_weak_files_names_their_option(tmp_path: Path) -> None:
+    """Errors that only the library can detect when it uses a certificate."""
     secret = Secret(tmp_path / "secret")
     key = rsa.generate_private_key(65537, 1024)
     weak = _self_signed(key)

@@ -75,7 +75,7 @@ async def test_runs_on_a_device_hold_and_await_no_processor(tmp_path: Path) -> N
         await served.close()
 
 
-async def test_replay_that_was_asked_for_is_counted_though_the_model_has_no_buffers(tmp_path: Path) -> None:
+async def test_requested_replay_is_counted_for_a_model_without_buffers(tmp_path: Path) -> None:
     assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
     chosen: dict[str, Any] = {"graph_replay": True, "instances": 2}
     registry = CollectorRegistry()
@@ -97,7 +97,7 @@ async def test_replay_that_was_asked_for_is_counted_though_the_model_has_no_buff
     assert counted("host", "batches", way="plain_unbound") is None
 
 
-async def test_a_run_takes_no_more_text_than_the_loop_can_wait_for(tmp_path: Path) -> None:
+async def test_text_bytes_of_a_run_are_bounded(tmp_path: Path) -> None:
     builders.identity(tmp_path / "texts.onnx", DataType.BYTES, ("batch", 1))
     assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
     metrics = Metrics(CollectorRegistry())
@@ -131,7 +131,7 @@ async def test_a_run_takes_no_more_text_than_the_loop_can_wait_for(tmp_path: Pat
     ],
     ids=["proven", "asked for", "single rows", "configured", "refused", "not batched"],
 )
-async def test_rows_are_checked_where_they_are_not_proven_or_the_configuration_says_so(
+async def test_rows_are_checked_if_unproven_or_configured(
     tmp_path: Path, build: Callable[[Path], Path], chosen: dict[str, Any], is_checked: bool
 ) -> None:
     assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)

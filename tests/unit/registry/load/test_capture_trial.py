@@ -54,7 +54,7 @@ def child(script: str) -> tuple[str, ...]:
     return (sys.executable, "-c", f"import json, os, signal, sys, time\n{script}")
 
 
-def test_a_model_that_can_be_captured_is_and_no_second_time(tmp_path: Path) -> None:
+def test_capturable_model_is_captured_once(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     trials = CaptureTrials(ON_HOST_MEMORY, timeout_s=60)
     assert trials.why_not(order(path)) == ""
@@ -64,20 +64,20 @@ def test_a_model_that_can_be_captured_is_and_no_second_time(tmp_path: Path) -> N
     assert trials.why_not(order(path)) == "it could not be tried in another process: No such file or directory"
 
 
-def test_graphs_are_tried_where_each_needs_a_session_of_its_own(tmp_path: Path) -> None:
+def test_trial_supports_one_graph_per_session(tmp_path: Path) -> None:
     trials = CaptureTrials(ONE_GRAPH_PER_SESSION, timeout_s=60)
     assert trials.why_not(order(builders.mlp(tmp_path / "m.onnx"))) == ""
     refused = trials.why_not(order(builders.slow(tmp_path / "l.onnx", steps=3)))
     assert refused == "which nodes run is decided during the run, by Loop"
 
 
-def test_the_real_child_says_that_there_is_no_device(tmp_path: Path) -> None:
+def test_real_child_process_reports_a_missing_device(tmp_path: Path) -> None:
     reason = CaptureTrials(timeout_s=60).why_not(order(builders.mlp(tmp_path / "m.onnx")))
     assert reason == f"{CPU} has none"
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "expected"),
     [
         (f"print('ORT says hello'); print({VERDICT + json.dumps('no')!r}); print('more')", "no"),
         ("sys.exit('it is bad')", "trying it in another process failed: exit status 1: it is bad"),
@@ -93,12 +93,12 @@ def test_the_real_child_says_that_there_is_no_device(tmp_path: Path) -> None:
     ],
     ids=["refusal", "failure", "crash", "silence", "crash after the verdict"],
 )
-def test_refusals_failures_and_crashes_are_distinguished(tmp_path: Path, script: str, told: str) -> None:
+def test_refusals_failures_and_crashes_are_distinguished(tmp_path: Path, script: str, expected: str) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
-    assert CaptureTrials(child(script), timeout_s=60).why_not(order(path)) == told
+    assert CaptureTrials(child(script), timeout_s=60).why_not(order(path)) == expected
 
 
-def test_a_child_that_hangs_is_ended(tmp_path: Path) -> None:
+def test_hanging_child_process_is_killed(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     hanging = child(f"open({str(noted)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)")
     trials = CaptureTrials(hanging, timeout_s=1)
@@ -123,9 +123,9 @@ def test_verdict_of_the_child_is_the_reason(tmp_path: Path) -> None:
             super().run(bound, stream)
 
     def tried(path: Path, device: type[HostDevice] = HostDevice) -> str:
-        told: list[str] = []
-        try_capture(order(path), told.append, {CPU: DeviceProvider(device)})
-        (reason,) = told
+        reasons: list[str] = []
+        try_capture(order(path), reasons.append, {CPU: DeviceProvider(device)})
+        (reason,) = reasons
         return reason
 
     path = builders.identity(tmp_path / "m.onnx")

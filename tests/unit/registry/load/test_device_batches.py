@@ -1,4 +1,4 @@
-"""From a file to instances on a device of host memory: which sizes get buffers, and what operators read of it."""
+"""From a file to instances on a device of host memory: the sizes with buffers, and the shown properties."""
 
 import gc
 import time
@@ -67,7 +67,7 @@ def close(loaded: LoadedModel) -> None:
         instance.close()
 
 
-def told(loaded: LoadedModel) -> dict[str, str]:
+def shown(loaded: LoadedModel) -> dict[str, str]:
     return describe_properties(loaded, loaded.warm_up.max_rows)
 
 
@@ -86,8 +86,8 @@ def test_without_configuration_sizes_double_while_they_gain(tmp_path: Path) -> N
     assert isinstance(instance, DeviceInstance)
     assert loaded.on_device == DeviceBatches((1, 2, 4, 6))
     assert [size.rows for size in loaded.warm_up.latencies] == [1, 2, 4, 6]
-    assert told(loaded)["device_buffers"] == "batches of 1, 2, 4, 6 rows"
-    assert "graph_replay" not in told(loaded)
+    assert shown(loaded)["device_buffers"] == "batches of 1, 2, 4, 6 rows"
+    assert "graph_replay" not in shown(loaded)
     assert instance.depth == 2
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     np.testing.assert_allclose(run(instance, x[:1], x[1:], bucket=4), run(instance, x, bucket=3), rtol=1e-4)
@@ -95,13 +95,13 @@ def test_without_configuration_sizes_double_while_they_gain(tmp_path: Path) -> N
     assert device.allocated_bytes == 0
 
 
-def test_configured_buckets_are_the_sizes_and_every_instance_has_its_own_buffers(tmp_path: Path) -> None:
+def test_configured_buckets_have_buffers_in_every_instance(tmp_path: Path) -> None:
     device = HostDevice()
     trials = Trials()
     path = builders.mlp(tmp_path / "m.onnx")
     loaded = load(path, device, trials, buckets=(8, 2), instances=2, graph_replay=True)
     assert loaded.on_device == DeviceBatches((2, 8), (2, 8))
-    assert told(loaded)["graph_replay"] == "batches of 2, 8 rows"
+    assert shown(loaded)["graph_replay"] == "batches of 2, 8 rows"
     assert all(list(order.sizes) == [2, 8] for order in trials.orders)
     for instance in loaded.instances:
         assert isinstance(instance, DeviceInstance)
@@ -137,7 +137,7 @@ def one_graph_per_session(**options: Any) -> HostDevice:
     return HostDevice(one_graph_per_session=True, **options)
 
 
-def test_where_a_session_keeps_one_graph_others_are_opened_for_them_once_a_trial_went_well(tmp_path: Path) -> None:
+def test_sessions_per_graph_are_opened_after_a_successful_trial(tmp_path: Path) -> None:
     steps: list[str] = []
 
     class NotedProgress(Progress):
@@ -148,13 +148,13 @@ def test_where_a_session_keeps_one_graph_others_are_opened_for_them_once_a_trial
     path = builders.mlp(tmp_path / "m.onnx")
     loaded = load(path, device, trials, progress, buckets=(2, 4), instances=2, graph_replay=True)
     assert loaded.on_device == DeviceBatches((2, 4), (2, 4))
-    assert told(loaded)["graph_replay"] == "batches of 2, 4 rows"
+    assert shown(loaded)["graph_replay"] == "batches of 2, 4 rows"
     (order,) = trials.orders
     assert order.sizes == [4], "each size is a session more, in which all nodes are the same"
-    told_steps = [step for step in steps if "opening" in step or "capturing" in step or "another process" in step]
+    listed_steps = [step for step in steps if "opening" in step or "capturing" in step or "another process" in step]
     opening = f"opening the session on {CPU}"
     captures = [f"capturing the graph of batches of {rows} rows" for rows in (2, 4)]
-    assert told_steps == [
+    assert listed_steps == [
         opening,
         "trying in another process whether graphs can be captured",
         *[captures[0], opening, opening, captures[1], opening, opening],
@@ -191,25 +191,23 @@ def test_refused_replay_opens_no_sessions_for_graphs(
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert len(opened) == 1
-    assert told(loaded)["graph_replay"].startswith(f"none: {because}")
+    assert shown(loaded)["graph_replay"].startswith(f"none: {because}")
     assert instance.counts.not_captured == {reason: 2}
     close(loaded)
 
 
-def test_without_room_for_the_sessions_of_graphs_the_sizes_are_served_in_buffers(tmp_path: Path) -> None:
+def test_sizes_are_served_in_buffers_without_memory_for_graph_sessions(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     device = one_graph_per_session(total_bytes=path.stat().st_size + 1000)  # buffers take more than the 1000
     loaded = load(path, device, max_rows=2, graph_replay=True)
     assert loaded.on_device.sizes == (1, 2)
     assert loaded.on_device.replayed == ()
-    assert "its session cannot be opened: 'm/1' needs at least" in told(loaded)["graph_replay"]
+    assert "its session cannot be opened: 'm/1' needs at least" in shown(loaded)["graph_replay"]
     close(loaded)
     assert (device.allocated_bytes, device.handles) == (0, 0)
 
 
-def test_graphs_leave_room_for_instances_that_are_not_opened_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_leave_memory_for_unopened_instances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     weights = path.stat().st_size
     sessions: list[weakref.ref[ort.InferenceSession]] = []
@@ -230,13 +228,11 @@ def test_graphs_leave_room_for_instances_that_are_not_opened_yet(
     loaded = load(path, device, buckets=(1, 2, 4), instances=2, graph_replay=True)
     assert len(loaded.instances) == 2
     assert loaded.on_device.replayed == (1,)
-    assert "weights of other instances" in told(loaded)["graph_replay"]
+    assert "weights of other instances" in shown(loaded)["graph_replay"]
     close(loaded)
 
 
-def test_a_model_without_buffers_is_in_the_accounts_and_its_batches_are_counted_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_without_buffers_is_accounted_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Weighs(HostDevice):
         weight = 0
 
@@ -275,7 +271,7 @@ def test_failed_trial_leaves_no_handles_open(tmp_path: Path) -> None:
 def test_model_that_its_trial_refuses_is_not_captured_and_the_reason_is_shown(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), Trials("it crashed"), max_rows=2, graph_replay=True)
     assert loaded.on_device == DeviceBatches((1, 2), (), "", "it crashed")
-    assert told(loaded)["graph_replay"] == "none: it crashed"
+    assert shown(loaded)["graph_replay"] == "none: it crashed"
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.captured == 0
@@ -283,7 +279,7 @@ def test_model_that_its_trial_refuses_is_not_captured_and_the_reason_is_shown(tm
     close(loaded)
 
 
-def test_a_load_tries_a_capture_once_for_all_its_instances(tmp_path: Path) -> None:
+def test_load_runs_one_capture_trial_for_all_instances(tmp_path: Path) -> None:
     trials = Trials("it crashed")
     path = builders.mlp(tmp_path / "m.onnx")
     loaded = load(path, HostDevice(), trials, max_rows=2, graph_replay=True, instances=3)
@@ -292,7 +288,7 @@ def test_a_load_tries_a_capture_once_for_all_its_instances(tmp_path: Path) -> No
     close(loaded)
 
 
-def test_kernels_that_are_tried_while_the_model_runs_are_not_captured(tmp_path: Path) -> None:
+def test_kernels_tuned_during_runs_are_not_captured(tmp_path: Path) -> None:
     trials = Trials()
     path = builders.mlp(tmp_path / "m.onnx")
     runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: HostDevice())}))
@@ -316,7 +312,7 @@ def test_kernels_that_are_tried_while_the_model_runs_are_not_captured(tmp_path: 
         (builders.mlp, {}, "", {}),
     ],
 )
-def test_sizes_that_are_not_captured_are_counted_by_the_kind_of_reason(
+def test_uncaptured_sizes_are_counted_by_reason(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     build: Any,
@@ -330,15 +326,13 @@ def test_sizes_that_are_not_captured_are_counted_by_the_kind_of_reason(
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.not_captured == counted
-    assert ("graph_replay" in told(loaded)) == chosen["graph_replay"]
+    assert ("graph_replay" in shown(loaded)) == chosen["graph_replay"]
     if refused:
-        assert told(loaded)["graph_replay"] == f"none: {refused}"
+        assert shown(loaded)["graph_replay"] == f"none: {refused}"
     close(loaded)
 
 
-def test_a_session_that_cannot_be_made_to_capture_counts_as_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_that_rejects_capture_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_it(path: Path, name: str, options: SessionOptions, model: Model) -> ort.InferenceSession:
         if options.provider.options.pop("captures") == "1":
             raise invalid_input("This session cannot use the graph capture feature")
@@ -350,14 +344,14 @@ def test_a_session_that_cannot_be_made_to_capture_counts_as_failed(
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.not_captured == {"failed": 2}
-    assert told(loaded)["graph_replay"] == "none: This session cannot use the graph capture feature"
+    assert shown(loaded)["graph_replay"] == "none: This session cannot use the graph capture feature"
     close(loaded)
 
 
 def test_obstacle_that_the_trial_missed_prevents_the_capture(tmp_path: Path) -> None:
     """The session is opened anew, because one that was opened to capture would capture in every run without an id.
 
-    The first is gone by then, as a device may have no room for both.
+    The first session is freed before, as a device may have no memory for both.
     """
     opened: list[bool] = []
     sessions: list[int] = []
@@ -371,7 +365,7 @@ def test_obstacle_that_the_trial_missed_prevents_the_capture(tmp_path: Path) -> 
     loaded = load(
         builders.slow(tmp_path / "m.onnx", steps=3), Noted(HostDevice), Trials(), max_rows=2, graph_replay=True
     )
-    assert told(loaded)["graph_replay"] == "none: which nodes run is decided during the run, by Loop"
+    assert shown(loaded)["graph_replay"] == "none: which nodes run is decided during the run, by Loop"
     assert loaded.on_device.sizes == (1, 2)
     assert opened == [True, False]
     assert sessions[0] == sessions[1]
@@ -392,24 +386,24 @@ def test_model_without_buffers_is_served_and_its_metadata_says_why(
 ) -> None:
     device = HostDevice()
     loaded = load(build(tmp_path / "m.onnx"), device, graph_replay=True, **options)
-    assert told(loaded)["device_buffers"].startswith(because)
-    assert told(loaded)["graph_replay"] == told(loaded)["device_buffers"]
+    assert shown(loaded)["device_buffers"].startswith(because)
+    assert shown(loaded)["graph_replay"] == shown(loaded)["device_buffers"]
     assert device.allocated_bytes == 0
     assert loaded.instances[0].depth == 1
     close(loaded)
     assert device.handles == 0
 
 
-def test_a_model_whose_buffers_were_switched_off_says_so(tmp_path: Path) -> None:
+def test_disabled_buffers_are_shown(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), device_buffers=False, graph_replay=True)
-    assert told(loaded)["device_buffers"] == told(loaded)["graph_replay"] == "none: device_buffers is off"
+    assert shown(loaded)["device_buffers"] == shown(loaded)["graph_replay"] == "none: device_buffers is off"
     assert isinstance(loaded.instances[0], Instance)
     close(loaded)
 
 
-def test_a_model_on_the_cpu_says_nothing_of_devices(tmp_path: Path) -> None:
+def test_cpu_model_shows_no_device_properties(tmp_path: Path) -> None:
     loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m/1", ModelOptions(warmup_s=0.1), time.monotonic_ns)
-    assert not {"device_buffers", "graph_replay"} & set(told(loaded))
+    assert not {"device_buffers", "graph_replay"} & set(shown(loaded))
     assert isinstance(loaded.instances[0], Instance)
     assert loaded.instances[0].runs_on_host
     close(loaded)
@@ -418,7 +412,7 @@ def test_a_model_on_the_cpu_says_nothing_of_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "options"), [(builders.mlp, {"pad": {"no": {"axis": 1, "multiple": 2, "value": 0}}})]
 )
-def test_a_load_that_fails_leaves_nothing_on_the_device(tmp_path: Path, build: Any, options: dict[str, Any]) -> None:
+def test_failed_load_leaves_nothing_on_the_device(tmp_path: Path, build: Any, options: dict[str, Any]) -> None:
     device = HostDevice()
     with pytest.raises(ServeError):
         load(build(tmp_path / "m.onnx"), device, **options)
@@ -426,7 +420,7 @@ def test_a_load_that_fails_leaves_nothing_on_the_device(tmp_path: Path, build: A
     assert device.handles == 0
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_weights_past_the_memory_are_rejected_unread(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     device = HostDevice(total_bytes=1000)
     with pytest.raises(
@@ -439,7 +433,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path
 @pytest.mark.parametrize(
     ("most", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])]
 )
-def test_sizes_double_up_to_the_most(most: int, sizes: Sequence[int]) -> None:
+def test_sizes_double_up_to_the_maximum(most: int, sizes: Sequence[int]) -> None:
     assert doubling(most) == sizes
 
 
@@ -449,7 +443,7 @@ def test_sizes_without_replay_are_listed_beside_replayed_ones() -> None:
     )
 
 
-def test_instances_are_placed_on_their_devices_in_turns(tmp_path: Path) -> None:
+def test_instances_are_placed_on_devices_round_robin(tmp_path: Path) -> None:
     made: dict[int, HostDevice] = {}
 
     def make(number: int) -> HostDevice:

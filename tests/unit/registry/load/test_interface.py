@@ -35,11 +35,11 @@ def resolve(signature: ModelSignature, **options: object) -> Interface:
     return resolve_interface(ModelOptions.model_validate(options), signature)
 
 
-def test_without_a_word_clients_see_the_model_as_it_is() -> None:
+def test_unconfigured_interface_is_the_model_interface() -> None:
     assert resolve(BATCHED) == Interface(BATCHED, BATCHED)
 
 
-def test_options_of_batches_have_no_effect_if_requests_run_alone() -> None:
+def test_batching_options_have_no_effect_without_batching() -> None:
     said = ModelOptions(max_rows=8, buckets=(1, 8), preferred_rows=(4,), queue_delay_s=1, warmup_s=0)
     why = "each request runs alone: the first dimension of input 'x' is fixed at 1"
     assert batch_options_without_effect(resolve(FIXED).model, said) == [
@@ -52,7 +52,7 @@ def test_options_of_batches_have_no_effect_if_requests_run_alone() -> None:
     ]
 
 
-def test_options_that_hold_anyway_or_are_set_for_all_models_are_not_reported() -> None:
+def test_options_with_effect_or_from_the_server_are_not_reported() -> None:
     assert (
         batch_options_without_effect(resolve(FIXED).model, ModelOptions(max_rows=1, buckets=(), queue_delay_s=0)) == []
     )
@@ -61,7 +61,7 @@ def test_options_that_hold_anyway_or_are_set_for_all_models_are_not_reported() -
     assert batch_options_without_effect(resolve(FIXED).model, inherited) == []
 
 
-def test_sizes_fix_free_dimensions_for_clients_and_warm_up_alike() -> None:
+def test_configured_sizes_fix_free_dimensions_for_clients_and_warm_up() -> None:
     interface = resolve(BATCHED, inputs={"b": {"dims": (7,), "datatype": "INT64"}})
     assert interface.client.inputs_by_name["b"].shape == (-1, 7)
     assert interface.model.inputs_by_name["b"].shape == (-1, 7)
@@ -88,7 +88,7 @@ def test_reshape_shows_clients_other_dimensions() -> None:
     assert {reshape for reshape in interface.conversions.outputs if reshape} == {Reshape((), (1,), 1)}
 
 
-def test_whole_shapes_are_reshaped_where_requests_run_alone() -> None:
+def test_whole_shapes_are_reshaped_without_batching() -> None:
     interface = resolve(
         FIXED,
         batched=False,
@@ -100,7 +100,7 @@ def test_whole_shapes_are_reshaped_where_requests_run_alone() -> None:
     assert interface.client.unbatched_because == FIXED.unbatched_because
 
 
-def test_batching_can_be_switched_off_and_dims_are_whole_shapes_then() -> None:
+def test_dims_are_whole_shapes_with_batching_off() -> None:
     signature = RowAxes(Grounds.CONFIGURED, is_disabled=True).apply(BATCHED)
     interface = resolve(signature, batched=False, inputs={"a": {"dims": (-1, 16)}})
     assert interface.model.unbatched_because == interface.client.unbatched_because == "its configuration says so"
@@ -171,7 +171,7 @@ TIME_FIRST = ModelSignature(
 )
 
 
-def test_rows_on_another_axis_are_moved_and_clients_send_the_models_own_form() -> None:
+def test_rows_on_another_axis_are_moved_from_the_model_layout() -> None:
     interface = resolve(TIME_FIRST, inputs={"x": {"dims": (8, -1, 4)}})
     assert interface.client.inputs[0].shape == (8, -1, 4)
     assert interface.conversions is not None

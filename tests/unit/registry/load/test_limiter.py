@@ -1,4 +1,4 @@
-"""How loads share processors and devices, with real threads."""
+"""The sharing of processors and devices among loads, with real threads."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ WAIT_S = 30
 
 
 class Load:
-    """One load on a thread of its own, which goes on when the test says so."""
+    """One load on a separate thread, which continues on demand."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, turns: LoadLimiter, *, threads: int = 1, on_device: bool = False
@@ -58,7 +58,7 @@ def begin() -> Iterator[Callable[..., Load]]:
             load.may_end.set()
 
 
-def test_as_many_loads_as_processors_are_under_way(begin: Callable[..., Load]) -> None:
+def test_concurrent_loads_equal_the_processors(begin: Callable[..., Load]) -> None:
     turns = LoadLimiter(2)
     first, second = begin(turns), begin(turns)
     assert first.has_turn.wait(WAIT_S)
@@ -70,7 +70,7 @@ def test_as_many_loads_as_processors_are_under_way(begin: Callable[..., Load]) -
     assert third.has_turn.wait(WAIT_S)
 
 
-def test_sessions_of_one_thread_are_measured_side_by_side(begin: Callable[..., Load]) -> None:
+def test_sessions_of_one_thread_are_measured_concurrently(begin: Callable[..., Load]) -> None:
     turns = LoadLimiter(2)
     loads = [begin(turns), begin(turns)]
     for load in loads:
@@ -79,9 +79,7 @@ def test_sessions_of_one_thread_are_measured_side_by_side(begin: Callable[..., L
 
 
 @pytest.mark.parametrize("threads", [2, 8])
-def test_session_of_all_threads_is_measured_while_no_other_load_has_a_processor(
-    begin: Callable[..., Load], threads: int
-) -> None:
+def test_session_of_all_threads_is_measured_alone(begin: Callable[..., Load], threads: int) -> None:
     turns = LoadLimiter(2)
     wide = begin(turns, threads=threads)
     assert wide.has_turn.wait(WAIT_S)
@@ -99,7 +97,7 @@ def test_session_of_all_threads_is_measured_while_no_other_load_has_a_processor(
     assert later.has_turn.wait(WAIT_S)
 
 
-def test_loads_that_all_want_all_processors_do_not_wait_for_each_other(begin: Callable[..., Load]) -> None:
+def test_loads_that_need_all_processors_do_not_deadlock(begin: Callable[..., Load]) -> None:
     turns = LoadLimiter(3)
     loads = [begin(turns, threads=3) for _ in range(8)]
     for load in loads:
@@ -109,7 +107,7 @@ def test_loads_that_all_want_all_processors_do_not_wait_for_each_other(begin: Ca
         load.end()
 
 
-def test_devices_are_for_one_load_at_a_time_and_keep_no_processor(begin: Callable[..., Load]) -> None:
+def test_device_serves_one_load_and_holds_no_processor(begin: Callable[..., Load]) -> None:
     turns = LoadLimiter(1)
     first = begin(turns, on_device=True)
     assert first.has_turn.wait(WAIT_S)
@@ -140,7 +138,7 @@ def test_failed_load_releases_its_permit(stage: str) -> None:
         pass
 
 
-def test_proofs_are_made_one_after_the_other() -> None:
+def test_proofs_run_one_at_a_time() -> None:
     turns, order = LoadLimiter(4), SimpleQueue[str]()
     may_go_on = threading.Event()
 

@@ -15,16 +15,16 @@ CPU = "CPUExecutionProvider"
 
 def test_classes_of_maps_are_shown_and_label_the_columns(tmp_path: Path) -> None:
     path = interfaces.zipmap_classifier(tmp_path / "m.onnx", (3, -1))
-    for served, told in (((), '{"probabilities": [3, -1]}'), (("label",), None)):
+    for served, classes in (((), '{"probabilities": [3, -1]}'), (("label",), None)):
         options = ModelOptions(warmup_s=0, intra_op_threads=1, served_outputs=served)
         loaded = load_model(path, "m", options, time.monotonic_ns)
         for instance in loaded.instances:
             instance.close()
-        assert describe_properties(loaded, 1).get("classes") == told
+        assert describe_properties(loaded, 1).get("classes") == classes
         assert loaded.labels == {"probabilities": ("3", "-1")}
 
 
-def test_nodes_that_the_chosen_provider_does_not_run_are_named(tmp_path: Path) -> None:
+def test_nodes_on_other_providers_are_named(tmp_path: Path) -> None:
     options = ModelOptions(warmup_s=0, intra_op_threads=1)
     loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m", options, time.monotonic_ns)
     for instance in loaded.instances:

@@ -15,7 +15,7 @@ from ortserve.registry.load.interface import Value, as_element, resolve_padding
 
 
 def spec(name: str, *dims: int | str | None, datatype: DataType = DataType.INT64) -> TensorSpec:
-    """A dimension is a size, the name of a free axis, or None: free without a name."""
+    """A dimension is a size, the name of a free axis, or None for a free axis without a name."""
     return TensorSpec(
         name,
         datatype,
@@ -38,7 +38,7 @@ def resolve(signature: ModelSignature, **pad: dict[str, Any]) -> Padding | None:
     return resolve_padding(ModelOptions.model_validate({"pad": pad}), signature)
 
 
-def test_axes_are_found_and_outputs_cut_wherever_they_have_the_dimension() -> None:
+def test_padded_axes_are_found_and_outputs_are_cut() -> None:
     assert resolve(TOKENS, mask=axis(), ids=axis(value=7)) == Padding(
         (PaddedAxis("ids", 1, 16, 7, "seq"), PaddedAxis("mask", 1, 16, 0, "seq"), None),
         tuple(
@@ -47,7 +47,7 @@ def test_axes_are_found_and_outputs_cut_wherever_they_have_the_dimension() -> No
     )
 
 
-def test_buckets_alone_pad_rows_and_nothing_else_is_padding() -> None:
+def test_buckets_pad_only_rows() -> None:
     assert resolve_padding(ModelOptions(buckets=(2, 4)), TOKENS) == Padding((None, None, None))
     assert resolve_padding(ModelOptions(), TOKENS) is None
     unbatched = ModelSignature(TOKENS.inputs, TOKENS.outputs, "reason")
@@ -153,8 +153,6 @@ def test_declaration_that_contradicts_the_model_is_rejected_by_key(
         (0, DataType.BYTES, None),
     ],
 )
-def test_value_is_an_element_of_the_datatype_or_refused(
-    value: Value, datatype: DataType, element: Value | None
-) -> None:
+def test_padding_value_is_an_element_of_the_datatype(value: Value, datatype: DataType, element: Value | None) -> None:
     found = as_element(value, datatype)
     assert (found, type(found)) == (element, type(element))

@@ -96,7 +96,7 @@ def test_long_runs_get_the_whole_budget(tmp_path: Path) -> None:
     assert load(builders.slow(tmp_path / "model.onnx", steps=2000)).intra_op_threads == cpu_budget()
 
 
-def test_dependent_rows_are_the_reason_in_the_signature(tmp_path: Path) -> None:
+def test_signature_names_dependent_rows_as_the_reason(tmp_path: Path) -> None:
     loaded = load(builders.row_mixer(tmp_path / "model.onnx"))
     because = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
     assert loaded.signature.unbatched_because == because
@@ -106,8 +106,8 @@ CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
 """Models of public exporters (``tests/rows/README.md``)."""
 
 
-def test_rows_that_no_trial_sees_meet_run_one_at_a_time(tmp_path: Path) -> None:
-    """Of the small counts that warm-up makes up, a scale over all rows is the scale of each."""
+def test_dependence_that_no_trial_reveals_prevents_batching(tmp_path: Path) -> None:
+    """For the small synthetic counts of warm-up, a scale over all rows equals the scale of each."""
     path = builders.quantized_counts(tmp_path / "model.onnx")
     loaded = load(path)
     because = "rows may meet: node 'scale': DynamicQuantizeLinear quantizes all rows with one scale"
@@ -117,12 +117,12 @@ def test_rows_that_no_trial_sees_meet_run_one_at_a_time(tmp_path: Path) -> None:
     assert believed.warm_up.latencies[-1].rows > 1, "sizes are measured as of a model whose rows are independent"
 
 
-def test_rows_that_the_graph_keeps_apart_run_together() -> None:
+def test_rows_proven_independent_run_together() -> None:
     assert load(CORPUS / "torch_mlp.onnx").signature.is_batched
 
 
 class NotedProgress(Progress):
-    """Keeps what it is told, in the words that others would read."""
+    """Keeps the reported steps as their descriptions."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -163,7 +163,7 @@ def test_model_that_cannot_be_opened_never_warms_up(tmp_path: Path) -> None:
     assert progress.steps[-1] == "opening the session on CPUExecutionProvider"
 
 
-def test_inputs_that_a_model_may_refuse_are_a_step_of_their_own(tmp_path: Path) -> None:
+def test_synthetic_inputs_are_a_separate_step(tmp_path: Path) -> None:
     progress = NotedProgress()
     load(builders.pools_images(tmp_path / "model.onnx"), QUICK, progress)
     assert "warming up: looking for inputs that the model accepts" in progress.steps
@@ -184,7 +184,7 @@ def test_unavailable_wishes_are_an_error(tmp_path: Path) -> None:
     assert caught.value.kind is ErrorKind.INVALID_INPUT
 
 
-def test_instances_are_as_many_as_asked_for_and_each_is_warm_and_works(tmp_path: Path) -> None:
+def test_configured_number_of_instances_is_warm_and_works(tmp_path: Path) -> None:
     path = builders.unnamed_dims(tmp_path / "model.onnx")
     options = QUICK.model_copy(update={"instances": 3, "max_rows": 4})
     loaded = load_model(path, "m/1", options, time.monotonic_ns)
@@ -263,7 +263,7 @@ def test_samples_of_several_rows_run_on_every_instance_of_a_model_found_to_be_un
     assert not loaded.signature.is_batched
 
 
-def test_sample_that_the_model_refuses_fails_the_load(tmp_path: Path) -> None:
+def test_sample_that_the_model_rejects_fails_the_load(tmp_path: Path) -> None:
     path = builders.refuses_synthetic(tmp_path / "model.onnx")
     options = ModelOptions.model_validate(
         {"warmup_s": 0.05, "warmup_samples": ({"name": "mine", "inputs": {"x": {"data": "zeros"}}},)}
@@ -274,7 +274,7 @@ def test_sample_that_the_model_refuses_fails_the_load(tmp_path: Path) -> None:
     assert not workers()
 
 
-def test_settings_of_the_session_hold_for_every_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_settings_apply_to_every_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
     def open_noted(*args: Any) -> Any:
@@ -291,7 +291,7 @@ def test_settings_of_the_session_hold_for_every_instance(tmp_path: Path, monkeyp
     assert levels == {"GraphOptimizationLevel.ORT_ENABLE_BASIC"}
 
 
-def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) -> None:
+def test_configured_batch_axis_missing_in_the_model_fails_the_load(tmp_path: Path) -> None:
     options = QUICK.model_copy(update={"batched": True})
     with pytest.raises(ServeError, match="the configuration says that the model is batched, but the first dimension"):
         load(builders.fixed_batch(tmp_path / "model.onnx"), options)
@@ -300,12 +300,12 @@ def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) 
 
 def test_batch_options_are_reported_if_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
-    (told,) = [record for record in caplog.records if record.message == "option has no effect"]
-    assert "buckets: each request runs alone: rows may meet: node 'ReduceMean #0'" in str(vars(told))
+    (logged,) = [record for record in caplog.records if record.message == "option has no effect"]
+    assert "buckets: each request runs alone: rows may meet: node 'ReduceMean #0'" in str(vars(logged))
 
 
 @pytest.mark.parametrize(
-    ("options", "has_global_threads", "told"),
+    ("options", "has_global_threads", "expected"),
     [
         ({"session": {"inter_op_threads": 4}}, False, ["session.inter_op_threads: only the execution_mode"]),
         ({"session": {"inter_op_threads": 4, "execution_mode": "parallel"}}, False, []),
@@ -318,13 +318,15 @@ def test_batch_options_are_reported_if_requests_run_alone(tmp_path: Path, caplog
         ({"session": {"spinning": True}, "intra_op_threads": None}, True, []),
     ],
 )
-def test_thread_options_without_effect_are_reported(options: Any, has_global_threads: bool, told: list[str]) -> None:
+def test_thread_options_without_effect_are_reported(
+    options: Any, has_global_threads: bool, expected: list[str]
+) -> None:
     found = threads_without_effect(ModelOptions.model_validate(options), has_global_threads=has_global_threads)
-    assert len(found) == len(told)
-    assert all(reason.startswith(begun) for reason, begun in zip(found, told, strict=True))
+    assert len(found) == len(expected)
+    assert all(reason.startswith(begun) for reason, begun in zip(found, expected, strict=True))
 
 
-def test_options_of_gpus_and_of_larger_batches_are_reported_if_there_are_none() -> None:
+def test_gpu_and_batching_options_without_effect_are_reported() -> None:
     options = ModelOptions.model_validate({"gpus": (0, 1), "graph_replay": True, "preferred_rows": (4, 8, 100)})
     assert gpus_without_effect(options, "CPUExecutionProvider") == [
         "gpus: the model is on CPUExecutionProvider",
@@ -335,18 +337,18 @@ def test_options_of_gpus_and_of_larger_batches_are_reported_if_there_are_none() 
     assert sizes_without_effect(options, 100) == sizes_without_effect(options, None) == []
 
 
-def test_options_without_effect_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = QUICK.model_copy(update={"graph_replay": True, "preferred_rows": (9,), "max_rows": 8})
     load(builders.mlp(tmp_path / "model.onnx"), options)
-    told = [record for record in caplog.records if record.message == "option has no effect"]
-    assert len(told) == 2
+    records = [record for record in caplog.records if record.message == "option has no effect"]
+    assert len(records) == 2
 
 
 AZURE = "AzureExecutionProvider"
 """Built into every ONNX Runtime; it takes no node of ours."""
 
 
-def test_provider_that_does_not_work_fails_the_load_unless_falling_back_is_allowed(tmp_path: Path) -> None:
+def test_failing_provider_fails_the_load_without_allow_fallback(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "model.onnx")
     options = QUICK.model_copy(update={"execution_providers": (AZURE, "cpu"), "instances": 2})
     with pytest.raises(ServeError, match="with allow_fallback it would be tried on CPUExecutionProvider"):
@@ -362,7 +364,7 @@ def test_provider_that_does_not_work_fails_the_load_unless_falling_back_is_allow
     assert not workers()
 
 
-def test_run_holds_as_many_threads_as_it_may_keep_busy(tmp_path: Path) -> None:
+def test_run_reserves_the_threads_it_can_use(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "model.onnx")
     settings = SessionSettings(execution_mode="parallel", inter_op_threads=3)
     loaded = load(path, QUICK.model_copy(update={"intra_op_threads": 2, "session": settings}))
@@ -403,7 +405,7 @@ class Failing:
 
 
 class Providers:
-    """Opens real sessions on the CPU for any provider, and lets the runs of some fail.
+    """Opens real sessions on the CPU for any provider, and fails the runs of some.
 
     Attributes:
         opened: The provider that each session was asked for, in turn.
@@ -465,11 +467,11 @@ def without_garbage_collector() -> Iterator[None]:
     [
         builders.mlp,
         builders.fixed_batch,
-        partial(builders.pools_images, least=32),  # which the CPU refuses to take small, too
+        partial(builders.pools_images, least=32),  # whose small inputs the CPU rejects, too
         interfaces.optional_bias,
     ],
 )
-def test_provider_that_opens_the_model_and_fails_every_run_fails_the_load(
+def test_provider_that_fails_every_run_fails_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, build: Callable[[Path], Path]
 ) -> None:
     providers = Providers(monkeypatch, {provider: BROKEN})
@@ -485,7 +487,7 @@ def test_provider_that_opens_the_model_and_fails_every_run_fails_the_load(
 
 
 @on_each_kind
-def test_provider_that_fails_every_run_is_passed_over_where_that_is_allowed_and_freed_before_the_next_is_opened(
+def test_provider_that_fails_every_run_is_freed_before_the_fallback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next one is warmed up by itself."""
@@ -523,7 +525,7 @@ def test_failures_to_open_and_to_run_are_reported_together(tmp_path: Path, monke
 
 @on_each_kind
 @pytest.mark.parametrize("allow_fallback", [False, True])
-def test_model_that_the_cpu_refuses_to_run_too_is_served_as_one_that_refuses_made_up_inputs(
+def test_model_that_fails_on_the_cpu_too_is_served_as_picky(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, allow_fallback: bool
 ) -> None:
     providers = Providers(monkeypatch, {})
@@ -536,7 +538,7 @@ def test_model_that_the_cpu_refuses_to_run_too_is_served_as_one_that_refuses_mad
     assert not workers()
 
 
-def test_model_that_the_cpu_cannot_open_is_served_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_the_cpu_cannot_open_is_served_as_picky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Providers(monkeypatch, {OTHER: BROKEN})
 
     def open_none(*args: Any) -> Any:
@@ -573,7 +575,7 @@ def test_rows_run_on_the_cpu_only_if_another_provider_ran_none(
 
 
 @on_each_kind
-def test_provider_that_runs_some_made_up_inputs_has_not_failed(
+def test_provider_that_runs_some_synthetic_inputs_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
     providers = Providers(monkeypatch, {provider: BROKEN}, most_rows=4)
@@ -631,9 +633,7 @@ def test_options_that_do_not_fit_the_model_are_not_tried_on_the_next_provider(
     assert providers.opened == [OTHER] * 2
 
 
-def test_device_that_is_lost_in_warm_up_is_no_failure_to_fall_back_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_lost_in_warm_up_causes_no_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     providers = Providers(monkeypatch, {CUDA: "CUDA failure 719: unspecified launch failure"})
     with pytest.raises(DeviceLostError, match="host:0 is lost"):
         load_on(builders.mlp(tmp_path / "m.onnx"), ["cuda", "cpu"], allow_fallback=True)
@@ -645,7 +645,7 @@ NO_MEMORY = "BFCArena::AllocateRawInternal Failed to allocate memory for request
 
 
 @pytest.mark.parametrize("options", [{}, {"max_rows": 32}, {"max_rows": 32, "instances": 2}])
-def test_batches_are_of_the_sizes_that_find_memory_in_warm_up(
+def test_batch_sizes_are_those_that_fit_in_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     providers = Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows=10)
@@ -654,15 +654,15 @@ def test_batches_are_of_the_sizes_that_find_memory_in_warm_up(
     assert loaded.signature.is_batched
     assert found.max_rows == 8
     assert [size.rows for size in found.latencies] == list(loaded.on_device.sizes) == [1, 2, 4, 8]
-    (told,) = [vars(line)["fields"] for line in caplog.records if line.message == "memory keeps batches small"]
-    assert told["max_rows"] == 8
-    assert told["reason"] == f"host:0 has too little memory for the batch: {NO_MEMORY}"
+    (fields,) = [vars(line)["fields"] for line in caplog.records if line.message == "memory keeps batches small"]
+    assert fields["max_rows"] == 8
+    assert fields["reason"] == f"host:0 has too little memory for the batch: {NO_MEMORY}"
     assert (set(providers.opened), providers.tried) == ({CUDA}, [])
 
 
 @pytest.mark.parametrize("instances", [1, 2])
 @pytest.mark.parametrize("most_rows", [8, 10, 20, 31])
-def test_batches_are_padded_to_the_buckets_that_find_memory_in_warm_up(
+def test_buckets_are_those_that_fit_in_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, instances: int
 ) -> None:
     Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows)
@@ -674,20 +674,20 @@ def test_batches_are_padded_to_the_buckets_that_find_memory_in_warm_up(
 
 
 @pytest.mark.parametrize(
-    ("most_rows", "options", "told"),
+    ("most_rows", "options", "error"),
     [
         (0, {}, rf"host:0 has too little memory for the batch: {NO_MEMORY}"),
         (0, {"buckets": (8, 32)}, rf"host:0 has too little memory for the batch: {NO_MEMORY}"),
         (7, {"buckets": (8, 32)}, rf"buckets: expected one of at most 4 rows, .* got 8, 32: .*{NO_MEMORY}"),
     ],
 )
-def test_model_whose_smallest_batch_finds_no_memory_fails_or_is_tried_on_the_next_provider(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, options: dict[str, Any], told: str
+def test_model_without_memory_for_one_row_fails_or_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, options: dict[str, Any], error: str
 ) -> None:
-    """As one whose weights alone find none, when it is opened."""
+    """The error equals that of a model whose weights alone do not fit."""
     providers = Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows)
     path = builders.mlp(tmp_path / "m.onnx")
-    with pytest.raises(ServeError, match=rf"^{told} \(with allow_fallback it would be tried on {CPU}\)$") as caught:
+    with pytest.raises(ServeError, match=rf"^{error} \(with allow_fallback it would be tried on {CPU}\)$") as caught:
         load_on(path, ["cuda", "cpu"], **options)
     assert caught.value.kind is ErrorKind.INTERNAL
     assert (providers.opened, providers.tried) == ([CUDA], [])
@@ -701,10 +701,10 @@ def test_model_whose_smallest_batch_finds_no_memory_fails_or_is_tried_on_the_nex
 @pytest.mark.parametrize(
     "session", [{"thread_affinities": "1"}, {"entries": {"session.intra_op_thread_affinities": "1"}}]
 )
-def test_threads_with_processors_of_their_own_are_kept_for_short_runs(
+def test_pinned_threads_are_kept_for_short_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: dict[str, Any]
 ) -> None:
-    """One thread has none to place, and ONNX Runtime would say nothing of that."""
+    """A single thread has no affinity to set, and ONNX Runtime would not report it."""
     monkeypatch.setattr("ortserve.registry.load.providers.cpu_budget", lambda: 2)
     path = builders.mlp(tmp_path / "model.onnx")
     options = ModelOptions.model_validate({"warmup_s": 0.1, "session": session})
@@ -724,7 +724,7 @@ class OfferingCuda(DeviceRuntime):
 def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As if ONNX Runtime had placed the nodes so, and run on CUDA what it runs on the CPU."""
+    """Simulates that ONNX Runtime placed the nodes so and ran on CUDA the nodes that it runs on the CPU."""
     placed = {CUDA: {"MatMul": 2}, CPU: {"Relu": 1, "Softmax": 1}}
 
     def open_on_cpu(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
@@ -744,8 +744,8 @@ def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
             loaded = load_model(path, "m/1", options, time.monotonic_ns, None, OfferingCuda())
         for instance in loaded.instances:
             instance.close()
-        told = describe_properties(loaded, 2)["operators"]
-        assert told == f"{CUDA}: 2 MatMul; {CPU}: 1 Relu, 1 Softmax"
+        operators = describe_properties(loaded, 2)["operators"]
+        assert operators == f"{CUDA}: 2 MatMul; {CPU}: 1 Relu, 1 Softmax"
         return [vars(line)["fields"] for line in caplog.records if line.message == "nodes are left to the CPU"]
 
     (warned,) = load_and_warn("cuda", "cpu")
@@ -759,7 +759,7 @@ def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
     assert load_and_warn("cpu") == []
 
 
-def test_a_warm_up_that_never_ends_fails_the_load(tmp_path: Path) -> None:
+def test_endless_warm_up_fails_the_load(tmp_path: Path) -> None:
     options = ModelOptions(warmup_run_timeout_s=0.2, warmup_s=0.1)
     with pytest.raises(ServeError, match=r"a run in warm-up was ended after warmup_run_timeout_s 0.2 s") as caught:
         load(builders.repeats(tmp_path / "m.onnx", steps=2**62), options)
@@ -767,7 +767,7 @@ def test_a_warm_up_that_never_ends_fails_the_load(tmp_path: Path) -> None:
     assert not workers()
 
 
-def test_a_load_does_not_wait_for_a_run_that_cannot_be_ended(tmp_path: Path) -> None:
+def test_load_does_not_wait_for_an_unabortable_run(tmp_path: Path) -> None:
     options = ModelOptions(warmup_run_timeout_s=0.1, run_grace_s=0.1, warmup_s=0.1, intra_op_threads=1)
     path = builders.multiplies(tmp_path / "m.onnx", least=2048)
     with pytest.raises(ServeError, match="a run in warm-up was ended"):

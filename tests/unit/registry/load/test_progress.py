@@ -1,10 +1,10 @@
-"""The steps of a load, as others read them."""
+"""The steps of a load, as they are shown."""
 
 from fakes.clock import FakeClock
 from ortserve.registry.load.coordination import Progress
 
 
-def test_time_is_that_of_the_present_step() -> None:
+def test_time_counts_from_the_current_step() -> None:
     clock = FakeClock()
     progress = Progress(clock)
     clock.advance(3_000_000_000)

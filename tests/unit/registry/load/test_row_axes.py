@@ -1,4 +1,4 @@
-"""Along which axes rows run together: by the graph, the configuration, or names that allow a trial."""
+"""The axes of rows: by the graph, the configuration, or names that allow a trial."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_graph_that_keeps_rows_apart_is_proven_with_any_names_of_dimensions(tmp_
     assert applied(path, batched=False).unbatched_because == "its configuration says so"
 
 
-def test_rows_are_found_on_the_axes_where_the_graph_has_them() -> None:
+def test_row_axes_are_found_in_the_graph() -> None:
     signature = applied(CORPUS / "torch_lstm_time_first.onnx")
     assert signature.is_batched
     assert {spec.batch_axis for spec in signature.inputs} == {1}
@@ -54,16 +54,14 @@ def test_rows_are_found_on_the_axes_where_the_graph_has_them() -> None:
 def test_graph_in_which_rows_meet_is_reported_with_the_node(tmp_path: Path) -> None:
     path = builders.row_mixer(tmp_path / "m.onnx")
     found = find(path)
-    told = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
-    assert (found.grounds, found.is_mixed, found.known_dependence) == (Grounds.TRIED, True, told)
+    reason = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
+    assert (found.grounds, found.is_mixed, found.known_dependence) == (Grounds.TRIED, True, reason)
     believed = find(path, batched=True)
-    assert (believed.grounds, believed.doubt, believed.known_dependence) == (Grounds.CONFIGURED, told, "")
+    assert (believed.grounds, believed.doubt, believed.known_dependence) == (Grounds.CONFIGURED, reason, "")
 
 
 @pytest.mark.parametrize(("names", "is_batched"), [(("batch", "batch"), True), (("one", "other"), False)])
-def test_graph_that_does_not_tell_is_tried_where_names_allow_it(
-    tmp_path: Path, names: tuple[str, str], is_batched: bool
-) -> None:
+def test_undecided_graph_is_tried_if_names_allow_it(tmp_path: Path, names: tuple[str, str], is_batched: bool) -> None:
     path = builders.in_sequence(tmp_path / "m.onnx", names)
     found = find(path)
     assert (found.grounds, found.known_dependence) == (Grounds.TRIED, None)
@@ -72,7 +70,7 @@ def test_graph_that_does_not_tell_is_tried_where_names_allow_it(
     assert applied(path, batched=True).is_batched, "as it is configured, with any names"
 
 
-def test_configured_axes_are_proven_where_they_can_be_and_believed_elsewhere(tmp_path: Path) -> None:
+def test_configured_axes_are_proven_or_believed(tmp_path: Path) -> None:
     path = parsed(tmp_path / "m.onnx", "g (float[t,n,4] x, float[n,4] h) => (float[t,n,4] y) { y = Add(x, h) }")
     axes = {"x": {"batch_axis": 1}, "h": {"batch_axis": 0}}
     found = find(path, inputs=axes, outputs={"y": {"batch_axis": 1}})
@@ -106,7 +104,7 @@ def test_initializers_have_no_rows_in_a_model_that_is_proven(tmp_path: Path) -> 
     ]
 
 
-def test_file_that_is_not_onnx_is_left_to_names_and_configuration(tmp_path: Path) -> None:
+def test_file_that_is_not_onnx_uses_names_and_configuration(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(np.arange(100, dtype=np.uint8).tobytes())
     assert find(path).grounds is Grounds.TRIED

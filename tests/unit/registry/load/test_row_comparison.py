@@ -30,7 +30,7 @@ def split(together: np.ndarray) -> list[Arrays]:
     ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
-def test_rounding_is_no_dependence_and_more_than_that_is(
+def test_rounding_is_tolerated_and_larger_differences_are_dependence(
     datatype: DataType, allowed: float, too_much: float, sign: int
 ) -> None:
     def spell(values: np.ndarray) -> np.ndarray:
@@ -44,7 +44,7 @@ def test_rounding_is_no_dependence_and_more_than_that_is(
         assert reason == ("output 'y' of a row depends on the rows beside it" if depends else "")
 
 
-def test_on_gpus_the_rounding_of_large_values_may_show_beside_small_ones_and_dependence_shows_still() -> None:
+def test_gpu_rounding_is_tolerated_and_dependence_is_detected() -> None:
     together = np.array([[10, 1e-4], [-10, 0]], np.float32)
     rounded = together + np.array([[5e-3, 5e-3], [0, -5e-3]], np.float32)  # as TF32 rounds sums of values around 10
     assert why_rows_depend(SIGNATURE, (together,), split(rounded))
@@ -69,7 +69,7 @@ def test_integers_and_texts_must_be_equal(datatype: DataType) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (2, 2), (4, 2), (0, 2)])
-def test_output_of_another_number_of_rows_is_no_batch(shape: tuple[int, ...]) -> None:
+def test_output_with_another_row_count_is_not_batched(shape: tuple[int, ...]) -> None:
     alone = split(np.zeros((3, 2), np.float32))
     reason = why_rows_depend(SIGNATURE, (np.zeros(shape, np.float32),), alone)
     assert reason == f"output 'y' has shape {list(shape)} for 3 rows"
@@ -81,7 +81,7 @@ def test_shape_of_a_row_must_not_depend_on_others() -> None:
     assert reason == "the shape of output 'y' for a row depends on the rows beside it"
 
 
-def test_every_output_counts() -> None:
+def test_every_output_is_compared() -> None:
     signature = ModelSignature((), (*SIGNATURE.outputs, TensorSpec("z", DataType.INT64, (-1,))))
     y, z = np.zeros((2, 2), np.float32), np.array([1, 2])
     alone = [(y[:1], z[:1]), (y[1:], z[:1])]
@@ -106,7 +106,7 @@ def test_drift_is_the_largest_difference_of_a_finite_float() -> None:
         (DataType.FP32, np.empty((2, 0), np.float32)),
     ],
 )
-def test_integers_and_texts_and_empty_outputs_have_no_drift(datatype: DataType, together: np.ndarray) -> None:
+def test_integers_strings_and_empty_outputs_have_no_drift(datatype: DataType, together: np.ndarray) -> None:
     assert row_drift(gives(datatype), (together,), split(together)) == 0.0
 
 

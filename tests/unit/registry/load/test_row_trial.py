@@ -18,7 +18,7 @@ Compute = Callable[[np.ndarray], np.ndarray]
 
 
 class Computing:
-    """Answers on the caller's thread with what a function makes of all rows; each run takes some time."""
+    """Answers in the calling thread with a function of all rows; each run takes some time."""
 
     is_running = False
 
@@ -88,7 +88,7 @@ def test_independent_rows_pass_the_trial_and_its_extent_is_reported() -> None:
     assert max(runner.rows) == 64
 
 
-def test_one_scale_of_all_rows_is_noticed_by_large_numbers() -> None:
+def test_scale_over_all_rows_is_detected_by_large_numbers() -> None:
     found, _ = attempt(scaled_as_one, DataType.INT64)
     assert found.problem == "output 'y' of a row depends on the rows beside it"
 
@@ -100,14 +100,14 @@ def test_dependence_in_large_batches_only_is_found() -> None:
     assert not found.problem, "so many never run together"
 
 
-def test_row_that_depends_on_its_place_is_noticed() -> None:
+def test_dependence_on_the_row_position_is_detected() -> None:
     place = np.zeros((64, 1), np.float32)
     place[5] = 1
     found, _ = attempt(lambda x: x + place[: len(x)], most_rows=11)
     assert found.problem
 
 
-def test_numbers_that_the_model_refuses_end_no_trial() -> None:
+def test_rejected_numbers_do_not_end_the_trial() -> None:
     def table(x: np.ndarray) -> np.ndarray:
         if x.max() >= 10:
             raise ServeError(ErrorKind.INTERNAL, "indices element out of data bounds")
@@ -117,7 +117,7 @@ def test_numbers_that_the_model_refuses_end_no_trial() -> None:
     assert (found.problem, found.extent) == ("", "2 sets of inputs, of up to 64 rows")
 
 
-def test_configured_samples_come_first() -> None:
+def test_configured_samples_are_tried_first() -> None:
     def special(x: np.ndarray) -> np.ndarray:
         """Mixes rows where one begins with 7777."""
         return x + x.sum() if (x[:, 0] == 7777).any() else x
@@ -130,14 +130,14 @@ def test_configured_samples_come_first() -> None:
     assert runner.rows[0] == 2
 
 
-def test_large_sets_are_left_out_where_time_is_short() -> None:
+def test_large_sets_are_skipped_when_time_is_short() -> None:
     found, runner = attempt(lambda x: x, run_ns=10**8, budget_ns=10**9)
     assert not found.problem
     assert max(runner.rows) == 3
     assert found.extent == "1 set of inputs, of up to 3 rows"
 
 
-def test_little_memory_makes_sets_small_and_no_memory_is_an_error() -> None:
+def test_little_memory_shrinks_the_sets_and_none_is_an_error() -> None:
     def fits(most: int) -> Compute:
         def compute(x: np.ndarray) -> np.ndarray:
             if len(x) > most:

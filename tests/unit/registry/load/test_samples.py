@@ -34,7 +34,7 @@ def interface(options: ModelOptions) -> Interface:
     return resolve_interface(options, SIGNATURE)
 
 
-def test_inputs_that_are_not_named_are_made_up() -> None:
+def test_unlisted_sample_inputs_are_synthetic() -> None:
     (sample,) = make(None, {"rows": 3, "count": 2})
     assert (sample.rows, sample.count) == (3, 2)
     assert [array.shape for array in sample.inputs] == [(3, 4), (3, 8), (3, 1)]
@@ -42,7 +42,7 @@ def test_inputs_that_are_not_named_are_made_up() -> None:
     assert sample.inputs[0].any()
 
 
-def test_zeros_are_zero_and_texts_empty() -> None:
+def test_zero_samples_are_zeros_and_empty_strings() -> None:
     zeros = {name: {"data": "zeros"} for name in "abt"}
     (sample,) = make(None, {"inputs": zeros})
     assert not sample.inputs[0].any()
@@ -61,7 +61,7 @@ def test_file_holds_the_raw_tensor_of_all_rows(tmp_path: Path) -> None:
     assert sample.inputs[2].tolist() == texts.tolist()
 
 
-def test_samples_come_in_the_models_own_form() -> None:
+def test_samples_have_the_model_layout() -> None:
     (sample,) = make(None, {"rows": 2}, inputs={"a": {"dims": (2, 2), "reshape": (4,)}})
     assert sample.inputs[0].shape == (2, 4)
 

@@ -1,4 +1,4 @@
-"""How sessions are opened, beyond what loading a model shows."""
+"""Details of opening sessions that loading a model does not show."""
 
 import time
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def opener_of(path: Path, options: ModelOptions, progress: Progress | None = Non
     return SessionOpener(model, DeviceRuntime(), CaptureTrials(), clock, progress or Progress(clock))
 
 
-def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
+def test_external_weights_are_counted(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "model.onnx")
     assert model_nbytes(path, read_model(path)) == path.stat().st_size
     model = onnx.load(path)
@@ -66,7 +66,7 @@ def test_choice_of_tensorrt_gets_profiles_of_the_buckets(
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "expected"),
     [
         (builders.mlp, "which builds its engines here"),
         (
@@ -75,13 +75,13 @@ def test_choice_of_tensorrt_gets_profiles_of_the_buckets(
         ),
     ],
 )
-def test_progress_says_when_tensorrt_builds_engines(tmp_path: Path, build: Any, told: str) -> None:
+def test_progress_says_when_tensorrt_builds_engines(tmp_path: Path, build: Any, expected: str) -> None:
     """TensorRT itself is not there: what it was doing is left to be read."""
     progress = Progress(lambda: 0)
     opener = opener_of(build(tmp_path / "m.onnx"), ModelOptions(), progress)
     with pytest.raises(ServeError, match=TENSORRT):
         opener.open(ProviderChoice(TENSORRT), 1)
-    assert progress.describe() == f"opening the session on {TENSORRT}, {told}, for 0 s"
+    assert progress.describe() == f"opening the session on {TENSORRT}, {expected}, for 0 s"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_progress_says_when_tensorrt_builds_engines(tmp_path: Path, build: Any, 
     ],
 )
 @pytest.mark.parametrize("asked", ["graph_replay", "trt_cuda_graph_enable", ""])
-def test_graphs_on_tensorrt_need_engines_that_are_built_once(
+def test_graphs_on_tensorrt_need_fixed_engines(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     build: Any,
@@ -109,13 +109,15 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
     because: str,
     asked: str,
 ) -> None:
-    """As if the sessions that are opened on the CPU were TensorRT's."""
-    told: list[Mapping[str, str]] = []
+    """Simulates that the sessions opened on the CPU are TensorRT's."""
+    recorded: list[Mapping[str, str]] = []
 
     def open_on_cpu(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
         if options.provider.name == TENSORRT:
-            told.append(options.provider.options)
-            assert dict(options.provider.behind[0].options)["user_compute_stream"] == told[-1]["user_compute_stream"]
+            recorded.append(options.provider.options)
+            assert (
+                dict(options.provider.behind[0].options)["user_compute_stream"] == recorded[-1]["user_compute_stream"]
+            )
         return open_session(path, name, replace(options, provider=ProviderChoice(CPU)), model)
 
     monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_on_cpu)
@@ -138,15 +140,15 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
         assert opened.no_replay.because == (f"each graph has a session of its own: {because}" if because else silent)
     else:
         assert opened.no_replay is None
-    assert [options["trt_cuda_graph_enable"] for options in told] == ["false"]
+    assert [options["trt_cuda_graph_enable"] for options in recorded] == ["false"]
     opened.abandon()
 
 
 @pytest.mark.parametrize("provider", [CPU, CUDA, TENSORRT])
-def test_session_that_cannot_be_made_as_its_gpu_is_lost_says_so_though_it_has_no_buffers(
+def test_lost_gpu_is_reported_by_a_session_without_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
-    """On the CPU it is a text like any other."""
+    """On the CPU the text has no special meaning."""
 
     def fail(*_: Any) -> Any:
         try:
@@ -162,14 +164,12 @@ def test_session_that_cannot_be_made_as_its_gpu_is_lost_says_so_though_it_has_no
     assert failed.value.kind is (ErrorKind.INVALID_INPUT if provider == CPU else ErrorKind.NOT_READY)
 
 
-def test_a_model_that_is_in_part_on_tensorrt_learns_its_shapes_as_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Mapping[str, str]] = []
+def test_model_partly_on_tensorrt_has_implicit_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Mapping[str, str]] = []
 
     def open_in_part(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
         if options.provider.name == TENSORRT:
-            told.append(options.provider.options)
+            recorded.append(options.provider.options)
             if "trt_profile_min_shapes" in options.provider.options:
                 raise invalid_input(
                     "User needs to provide all the dynamic shape inputs with associated profiles if they want to "
@@ -181,13 +181,13 @@ def test_a_model_that_is_in_part_on_tensorrt_learns_its_shapes_as_they_come(
     opener = opener_of(builders.mlp(tmp_path / "m.onnx"), ModelOptions(buckets=(1, 8), device_buffers=False))
     opener.open(ProviderChoice(TENSORRT), 1).abandon()
     opener.open(ProviderChoice(TENSORRT), 1).abandon()  # another instance
-    assert ["trt_profile_min_shapes" in options for options in told] == [True, False, False]
+    assert ["trt_profile_min_shapes" in options for options in recorded] == [True, False, False]
     with pytest.raises(ServeError, match="associated profiles"):  # the operator's own are not left out
         opener.open(ProviderChoice(TENSORRT, options={"trt_profile_min_shapes": "x:1x64"}), 1)
 
 
-def test_a_session_that_cannot_be_made_is_not_kept_by_its_error(tmp_path: Path) -> None:
-    """Its streams are given back at once, and its frames would hold what there is of it."""
+def test_error_of_a_failed_session_does_not_reference_it(tmp_path: Path) -> None:
+    """Its streams are released at once; frames of its traceback would reference them."""
     with pytest.raises(ServeError) as failed:
         opener_of(builders.not_onnx(tmp_path / "m.onnx"), ModelOptions()).open(ProviderChoice(CPU), 1)
     assert failed.value.__cause__ is not None
@@ -198,5 +198,5 @@ def test_a_session_that_cannot_be_made_is_not_kept_by_its_error(tmp_path: Path) 
     ("shapes", "rows"),
     [("", None), ("x:4x64", 4), ("x:4x64,y:8x1", 4), ("x:4x64,x:16x64", 16), ("a:b:4x2", 4), ("x", None)],
 )
-def test_rows_of_a_batch_are_those_of_the_operators_profile(shapes: str, rows: int | None) -> None:
+def test_profile_rows_bound_the_batch(shapes: str, rows: int | None) -> None:
     assert most_rows({"trt_profile_max_shapes": shapes} if shapes else {}) == rows

@@ -1,4 +1,4 @@
-"""Inputs that are made up."""
+"""Synthetic inputs."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def signature(datatype: DataType, *shape: int, unbatched_because: str = "") -> M
 
 
 @pytest.mark.parametrize("datatype", DataType)
-def test_values_are_of_the_datatype_and_harmless(datatype: DataType) -> None:
+def test_values_have_the_datatype_and_are_small(datatype: DataType) -> None:
     (array,) = synthetic_inputs(signature(datatype, -1, 50), rows=20, seed=0)
     assert array.shape == (20, 50)
     assert array.dtype == datatype.numpy
@@ -39,7 +39,7 @@ def test_shape_is_full_and_free_dimensions_agree() -> None:
     assert synthetic_inputs(signature(DataType.FP32, unbatched_because="reason"), 1, seed=0)[0].shape == ()
 
 
-def test_padded_axes_are_as_long_as_batches_will_be() -> None:
+def test_padded_axes_have_the_padded_length() -> None:
     tokens = ModelSignature(
         (TensorSpec("ids", DataType.INT64, (-1, -1)), TensorSpec("bias", DataType.FP32, (-1, -1))), ()
     )
@@ -47,7 +47,7 @@ def test_padded_axes_are_as_long_as_batches_will_be() -> None:
     assert [array.shape for array in synthetic_inputs(tokens, 3, 0, padding)] == [(3, FREE_DIM * 2 - 1), (3, FREE_DIM)]
 
 
-def test_same_seed_gives_the_same_and_another_does_not() -> None:
+def test_seed_determines_the_values() -> None:
     x = signature(DataType.FP32, -1, 4)
     first, again, other = (synthetic_inputs(x, 3, seed)[0] for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
@@ -62,14 +62,14 @@ def test_zero_spread_gives_equal_values(datatype: DataType) -> None:
     assert set(array.flat) == {"a" if datatype is DataType.BYTES else 0}
 
 
-def test_texts_differ_from_row_to_row() -> None:
+def test_strings_differ_between_rows() -> None:
     (array,) = synthetic_inputs(signature(DataType.BYTES, -1, 2), rows=3, seed=0)
     assert array.tolist() == [["a", "a"], ["b c d", "b c d"], ["a", "a"]]
     scalar = signature(DataType.BYTES, unbatched_because="reason")
     assert synthetic_inputs(scalar, 1, seed=0)[0] == np.array("a", object)
 
 
-def test_optional_inputs_are_absent_unless_they_are_brought() -> None:
+def test_optional_inputs_are_absent_unless_requested() -> None:
     specs = (TensorSpec("a", DataType.FP32, (-1, 2)), TensorSpec("b", DataType.FP32, (-1, 3), is_optional=True))
     a, b = synthetic_inputs(ModelSignature(specs, ()), 3, 0)
     assert [is_absent(a), is_absent(b), len(b)] == [False, True, 3]

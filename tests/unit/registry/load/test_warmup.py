@@ -117,7 +117,7 @@ def test_sweep_ends_with_the_second_size_that_gains_less_than_a_twentieth() -> N
     assert found.max_rows == 2
 
 
-def test_one_size_that_was_timed_badly_does_not_end_the_sweep() -> None:
+def test_one_slow_measurement_does_not_end_the_sweep() -> None:
     assert sweep(lambda rows: (10 + rows + 20 * (rows == 2)) * MS).max_rows == 64
 
 
@@ -171,7 +171,7 @@ def sweep_timed(
 @pytest.mark.parametrize("rows_depend", ["", None], ids=["proven", "tried"])
 @pytest.mark.parametrize("budget_s", [0.1, 0.5, 1, 2, 3, 5, 8, 20])
 @pytest.mark.parametrize("max_rows", [None, 64])
-def test_budget_holds_for_all_of_warm_up_but_for_the_first_run(
+def test_budget_covers_warm_up_except_the_first_run(
     rows_depend: str | None, budget_s: float, max_rows: int | None
 ) -> None:
     seen: set[int] = set()
@@ -187,13 +187,13 @@ def test_budget_holds_for_all_of_warm_up_but_for_the_first_run(
     assert sizes(found)[0] == 1
 
 
-def test_rows_that_there_is_no_time_to_try_run_alone() -> None:
+def test_rows_without_time_for_a_trial_run_alone() -> None:
     found, _ = sweep_timed(lambda rows: 400 * MS * rows, budget_s=2, rows_depend=None)
     assert found.rows_depend == "rows could not be tried together in the time for warm-up"
     assert (sizes(found), found.max_rows) == ([1], 1)
 
 
-def test_model_that_gains_nothing_is_measured_no_longer_than_it_took_to_open() -> None:
+def test_model_without_gain_is_measured_no_longer_than_its_opening() -> None:
     found, took_ns = sweep_timed(lambda rows: 500 * MS * rows, budget_s=5, effort_s=0.05)
     assert (sizes(found), found.max_rows, took_ns) == ([1], 1, 1000 * MS)
     found, took_ns = sweep_timed(lambda rows: 40 * MS * rows, budget_s=5, effort_s=0.08)
@@ -213,7 +213,7 @@ def test_configured_maximum_is_measured_without_an_effort_limit() -> None:
     assert (sizes(found), found.max_rows) == ([1, 2, 4, 8, 16], 16)
 
 
-def test_size_that_is_clearly_worth_having_is_not_run_more_often() -> None:
+def test_clearly_better_size_is_not_measured_again() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS)
     warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, rows_depend="")
@@ -221,7 +221,7 @@ def test_size_that_is_clearly_worth_having_is_not_run_more_often() -> None:
 
 
 @pytest.mark.parametrize(("budget_s", "timed"), [(0.001, [1]), (1, [1, 4]), (60, [1, 4, 16])])
-def test_sizes_on_buffers_are_timed_as_far_as_there_is_time(budget_s: float, timed: list[int]) -> None:
+def test_buffered_sizes_are_timed_within_the_budget(budget_s: float, timed: list[int]) -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: 50 * MS * rows)
     found = time_sizes(runner, BATCHED, [16, 4, 1], budget_s=budget_s, clock=clock, progress=Progress(clock))
@@ -231,9 +231,7 @@ def test_sizes_on_buffers_are_timed_as_far_as_there_is_time(budget_s: float, tim
 @pytest.mark.parametrize(
     ("latency_ns", "most", "given_back"), [(lambda rows: MS * rows, 1, [1]), (lambda rows: MS, 64, [])]
 )
-def test_memory_of_batches_that_are_not_worth_having_is_given_back(
-    latency_ns: Callable[[int], int], most: int, given_back: list[int]
-) -> None:
+def test_memory_of_unused_sizes_is_released(latency_ns: Callable[[int], int], most: int, given_back: list[int]) -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, latency_ns)
     ran: list[int] = []
@@ -247,10 +245,10 @@ def test_memory_of_batches_that_are_not_worth_having_is_given_back(
     )
     assert (found.max_rows, ran) == (most, given_back)
     if given_back:
-        assert runner.ran == [most]  # what serving needs is there again
+        assert runner.ran == [most]  # the memory that serving needs is allocated again
 
 
-def test_session_that_will_not_be_kept_runs_one_row_alone() -> None:
+def test_temporary_session_runs_one_row() -> None:
     clock = FakeClock()
     for is_kept, most in ((False, 1), (True, 64)):
         runner = TimedRunner(clock, lambda rows: MS)
@@ -263,14 +261,14 @@ def test_session_that_will_not_be_kept_runs_one_row_alone() -> None:
 
 
 @pytest.mark.parametrize(("max_rows", "kept"), [(None, MAX_SWEPT_ROWS), (7, 7)])
-def test_budget_of_nothing_runs_nothing(max_rows: int | None, kept: int) -> None:
+def test_zero_budget_runs_no_batch(max_rows: int | None, kept: int) -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS)
     assert warm_up(runner, BATCHED, budget_s=0, max_rows=max_rows, clock=clock) == WarmUp(kept)
     assert runner.ran == []
 
 
-def test_model_without_a_batch_axis_is_run_one_at_a_time() -> None:
+def test_model_without_a_batch_axis_runs_requests_alone() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS)
     found = warm_up(runner, ONE_ROW, budget_s=60, max_rows=None, clock=clock)
@@ -286,7 +284,7 @@ def test_rejected_synthetic_inputs_leave_the_other_results_unknown() -> None:
 
 
 def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple[int, ...] = ()) -> WarmUp:
-    """Of a runner that finds no memory for more than so many rows, and whose rows get cheaper the more there are."""
+    """The sweep of a runner without memory above a number of rows, whose rows get cheaper in larger batches."""
 
     def compute(batch: Batch) -> Arrays:
         if batch.bucket > most_rows:
@@ -310,11 +308,11 @@ def test_sweep_ends_below_the_size_without_memory_and_keeps_its_measurements(
     assert found.no_memory == f"no memory for {refused_size} rows"
 
 
-def test_sizes_that_all_find_memory_say_nothing_of_it() -> None:
+def test_sizes_with_enough_memory_report_no_limit() -> None:
     assert sweep_cramped(64, max_rows=64).no_memory == ""
 
 
-def test_batch_size_is_learned_of_the_sizes_that_find_memory() -> None:
+def test_batch_size_is_learned_from_sizes_that_fit() -> None:
     clock = FakeClock()
 
     def latency_ns(rows: int) -> int:
@@ -329,13 +327,13 @@ def test_batch_size_is_learned_of_the_sizes_that_find_memory() -> None:
     assert (sizes(found), found.max_rows, found.no_memory) == ([1, 2, 4, 8], 4, "no memory")
 
 
-def test_where_two_rows_find_too_little_memory_each_request_runs_alone() -> None:
+def test_requests_run_alone_if_two_rows_do_not_fit() -> None:
     found = sweep_cramped(1)
     assert (sizes(found), found.max_rows, found.no_memory) == ([1], 1, "no memory for 2 rows")
     assert found.rows_depend == ("rows could not be tried together, as not even two find memory: no memory for 2 rows")
 
 
-def test_model_of_which_one_row_finds_too_little_memory_is_not_served() -> None:
+def test_model_is_not_served_if_one_row_does_not_fit() -> None:
     with pytest.raises(OutOfMemoryError, match=r"^no memory for 1 rows$"):
         sweep_cramped(0)
     runner = TimedRunner(FakeClock(), lambda rows: MS, OutOfMemoryError("no memory"))
@@ -357,7 +355,7 @@ def test_model_of_which_one_row_finds_too_little_memory_is_not_served() -> None:
         (8, 5, (2, 8), [1, 2, 4, 8], 5),
     ],
 )
-def test_batches_have_no_more_rows_than_the_largest_bucket_that_finds_memory(
+def test_batches_are_bounded_by_the_largest_bucket_that_fits(
     most_rows: int, max_rows: int, buckets: tuple[int, ...], swept: list[int], expected: int
 ) -> None:
     found = sweep_cramped(most_rows, max_rows=max_rows, buckets=buckets)
@@ -366,14 +364,14 @@ def test_batches_have_no_more_rows_than_the_largest_bucket_that_finds_memory(
 
 
 @pytest.mark.parametrize("most_rows", [1, 2, 7])
-def test_buckets_of_which_none_finds_memory_are_named(most_rows: int) -> None:
-    told = r"^buckets: expected one of at most \d rows, for which there is memory, got 8, 32: no memory for \d rows$"
-    with pytest.raises(OutOfMemoryError, match=told):
+def test_error_names_buckets_that_do_not_fit(most_rows: int) -> None:
+    error = r"^buckets: expected one of at most \d rows, for which there is memory, got 8, 32: no memory for \d rows$"
+    with pytest.raises(OutOfMemoryError, match=error):
         sweep_cramped(most_rows, max_rows=32, buckets=(32, 8))
 
 
 @pytest.mark.parametrize("fails_from", [1, 2, 4, 5])
-def test_refusal_tells_whether_anything_ran_before_it(fails_from: int) -> None:
+def test_rejection_states_whether_a_run_succeeded_before(fails_from: int) -> None:
     """One row, three rows together, each of them alone, three zeros, then sizes from two rows on."""
 
     def compute(batch: Batch) -> Arrays:
@@ -389,7 +387,7 @@ FREE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("
 
 
 def refused_by(signature: ModelSignature, compute: Callable[[Batch], Arrays]) -> list[tuple[int, ...]]:
-    """The shapes of the first inputs that are refused."""
+    """The shapes of the first inputs, which are rejected."""
     rows = find_rejected_rows(ComputingRunner(compute), signature, None, Progress(FakeClock()))
     return [arrays[0].shape for arrays in rows]
 
@@ -401,7 +399,7 @@ def fail_with(error: ServeError) -> Callable[[Batch], Arrays]:
     return compute
 
 
-def test_rows_that_an_instance_refuses_are_made_up_in_every_way() -> None:
+def test_rejected_rows_are_generated_in_every_way() -> None:
     no = ServeError(ErrorKind.INTERNAL, "no")
     assert refused_by(ONE_ROW, fail_with(no)) == refused_by(BATCHED, fail_with(no)) == [(1, 4)]
     assert refused_by(OPTIONAL, fail_with(no)) == [(1, 4)] * 2  # without and with the optional one
@@ -411,7 +409,7 @@ def test_rows_that_an_instance_refuses_are_made_up_in_every_way() -> None:
         refused_by(FREE, fail_with(DeviceLostError("lost")))
 
 
-def test_instance_that_takes_a_row_in_any_way_refuses_none() -> None:
+def test_instance_that_accepts_one_form_has_no_rejection() -> None:
     def compute(batch: Batch) -> Arrays:
         ((x,),) = batch.parts
         if x.shape[1] < 32:
@@ -443,14 +441,14 @@ def warm(tmp_path: Path) -> Iterator[Callable[..., WarmUp]]:
         instance.close()
 
 
-def test_rows_that_influence_each_other_are_found_out(warm: Callable[..., WarmUp]) -> None:
+def test_dependent_rows_are_detected(warm: Callable[..., WarmUp]) -> None:
     found = warm(builders.row_mixer)
     assert found.rows_depend == "output 'y' of a row depends on the rows beside it"
     assert sizes(found) == [1]
 
 
 @pytest.mark.parametrize("build", [builders.mlp, builders.poison, builders.variable_length, builders.unnamed_dims])
-def test_rows_that_do_not_are_batched(warm: Callable[..., WarmUp], build: Callable[[Path], Path]) -> None:
+def test_independent_rows_are_batched(warm: Callable[..., WarmUp], build: Callable[[Path], Path]) -> None:
     found = warm(build)
     assert not found.rows_depend
     assert not found.rejection
@@ -464,7 +462,7 @@ def test_rows_without_elements_are_warmed(warm: Callable[[Callable[[Path], Path]
     assert not found.rows_depend
 
 
-def test_model_that_refuses_made_up_inputs_is_not_warmed(warm: Callable[..., WarmUp]) -> None:
+def test_model_that_rejects_synthetic_inputs_is_not_warmed(warm: Callable[..., WarmUp]) -> None:
     found = warm(builders.refuses_synthetic)
     assert "indices element out of data bounds" in found.rejection
     assert found == WarmUp(4, rejection=found.rejection)
@@ -481,7 +479,7 @@ def test_model_that_refuses_made_up_inputs_is_not_warmed(warm: Callable[..., War
         (partial(builders.crops_images, top=300), 8),
     ],
 )
-def test_model_that_has_no_answer_for_small_images_is_warmed_with_larger_ones(
+def test_model_that_rejects_small_images_is_warmed_with_larger_ones(
     warm: Callable[..., WarmUp], build: Callable[[Path], Path], free_dim: int
 ) -> None:
     found = warm(build, rows_depend="")
@@ -492,7 +490,7 @@ def test_model_that_has_no_answer_for_small_images_is_warmed_with_larger_ones(
 
 
 @pytest.mark.parametrize(("free", "largest"), [(2, 224 * 224), (3, 32**3), (4, 32**4), (5, 8**5)])
-def test_larger_inputs_are_made_up_only_while_they_are_not_too_large(free: int, largest: int) -> None:
+def test_larger_inputs_are_generated_up_to_a_bound(free: int, largest: int) -> None:
     made: list[int] = []
 
     def refuse(batch: Batch) -> Arrays:
@@ -513,7 +511,7 @@ def test_model_that_rejects_all_sizes_reports_the_error_of_the_smallest(
     assert found == WarmUp(4, rejection=found.rejection)
 
 
-def test_rows_that_data_decides_are_found_out_although_drawn_data_may_hide_it(
+def test_data_dependent_row_counts_are_detected(
     warm: Callable[..., WarmUp],
 ) -> None:
     assert warm(interfaces.positive).rows_depend.startswith("output 'y' has shape [")
@@ -539,7 +537,7 @@ def test_model_that_rejects_zeros_is_batched_by_the_other_inputs() -> None:
     assert (found.rows_depend, found.rejection) == ("", "")
 
 
-def test_optional_inputs_are_left_out_and_rows_tried_with_them_too(
+def test_rows_are_tried_with_and_without_optional_inputs(
     warm: Callable[..., WarmUp],
 ) -> None:
     for build in (interfaces.optional_bias, partial(interfaces.default_scale, shape=("batch", 1))):
@@ -561,7 +559,7 @@ def with_optional(mix: Callable[[np.ndarray, np.ndarray | None], np.ndarray]) ->
     return warm_up(ComputingRunner(compute_batch), OPTIONAL, budget_s=60, max_rows=4, clock=FakeClock())
 
 
-def test_rows_that_depend_with_an_optional_input_only_are_found_out() -> None:
+def test_dependence_through_an_optional_input_is_detected() -> None:
     def mix(x: np.ndarray, b: np.ndarray | None) -> np.ndarray:
         mixed: np.ndarray = x if b is None else x + b.mean(axis=0)
         return mixed
@@ -570,7 +568,7 @@ def test_rows_that_depend_with_an_optional_input_only_are_found_out() -> None:
     assert found.rows_depend == "output 'y' of a row depends on the rows beside it"
 
 
-def test_optional_input_that_cannot_be_tried_keeps_rows_apart() -> None:
+def test_untried_optional_input_prevents_batching() -> None:
     def mix(x: np.ndarray, b: np.ndarray | None) -> np.ndarray:
         if b is not None:
             raise ServeError(ErrorKind.INTERNAL, "no such index")
@@ -583,7 +581,7 @@ def test_optional_input_that_cannot_be_tried_keeps_rows_apart() -> None:
     assert not found.rejection
 
 
-def test_model_that_needs_its_optional_inputs_is_brought_them() -> None:
+def test_required_optional_inputs_are_generated() -> None:
     def mix(x: np.ndarray, b: np.ndarray | None) -> np.ndarray:
         if b is None:
             raise ServeError(ErrorKind.INTERNAL, "there is none")
@@ -597,7 +595,7 @@ def test_model_that_needs_its_optional_inputs_is_brought_them() -> None:
     assert found.latencies
 
 
-def test_device_that_is_lost_at_any_run_ends_the_warm_up_and_is_no_matter_of_the_models_taste() -> None:
+def test_device_lost_at_any_run_ends_the_warm_up() -> None:
     free, optional = (
         TensorSpec("x", DataType.FP32, (-1, -1)),
         TensorSpec("z", DataType.FP32, (-1, 4), is_optional=True),
@@ -625,7 +623,7 @@ def test_device_that_is_lost_at_any_run_ends_the_warm_up_and_is_no_matter_of_the
             run_until(last)
 
 
-def test_device_that_is_lost_in_a_sample_is_not_the_samples_fault() -> None:
+def test_device_lost_in_a_sample_is_not_a_bad_sample() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS, DeviceLostError("cuda:0 is lost"))
     with pytest.raises(DeviceLostError, match=r"^cuda:0 is lost$"):

@@ -1,4 +1,4 @@
-"""Models that clients send: what they may say, and what only the operator may."""
+"""Models sent by clients: the options that clients can set, and those of the operator only."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_load_without_parameters_uses_the_models_own_files() -> None:
     assert read(None) is None
 
 
-def test_configuration_ends_in_the_same_options_as_a_file() -> None:
+def test_sent_configuration_equals_the_same_file() -> None:
     model = read({"maxBatchSize": "16", "input": [{"name": "x", "dims": ["4"], "data_type": "TYPE_FP32"}]})
     assert model is not None
     options = model.configuration.options
@@ -73,7 +73,7 @@ def test_files_are_listed_as_a_repository_would(tmp_path: Path) -> None:
         "files:1/model.onnx",
     ],
 )
-def test_file_outside_the_models_folder_or_of_an_impossible_name_is_refused(parameter: str) -> None:
+def test_file_outside_the_model_folder_is_rejected(parameter: str) -> None:
     message = refusal({}, {parameter: b""})
     assert message.startswith("expected ")
     assert len(message) < 400
@@ -87,21 +87,21 @@ def test_files_need_a_configuration_and_a_version(tmp_path: Path) -> None:
         model.write(tmp_path)
 
 
-def test_file_that_is_a_folder_of_another_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_a_folder_of_another_is_rejected(tmp_path: Path) -> None:
     model = read({}, {"file:1/a": b"", "file:1/a/b": b""})
     assert model is not None
     with pytest.raises(ServeError, match="file:1/a/b: cannot be written"):
         model.write(tmp_path)
 
 
-def test_operator_libraries_are_not_for_clients() -> None:
+def test_clients_cannot_set_operator_libraries() -> None:
     config = {"model_operations": {"op_library_filename": ["/tmp/evil.so"]}}
     assert "model_operations.op_library_filename may be set in the server's own repository only" in refusal(config)
     assert "runtime may be set in the server's own repository only" in refusal({"runtime": "evil.so"})
 
 
 @pytest.mark.parametrize("entry", sorted(FILE_ENTRIES))
-def test_entries_that_name_or_write_files_are_not_for_clients(entry: str) -> None:
+def test_clients_cannot_set_entries_that_access_files(entry: str) -> None:
     config = {"parameters": {entry: {"string_value": "/tmp/x"}}}
     assert f"parameters['{entry}'] may be set in the server's own repository only" in refusal(config)
 
@@ -121,15 +121,13 @@ def test_entries_that_name_or_write_files_are_not_for_clients(entry: str) -> Non
         ("cuda", "an_option_of_the_future"),
     ],
 )
-def test_options_of_providers_that_are_not_known_to_be_harmless_are_not_for_clients(
-    accelerator: str, option: str
-) -> None:
+def test_clients_can_set_only_known_harmless_provider_options(accelerator: str, option: str) -> None:
     accelerators = {"gpu_execution_accelerator": [{"name": accelerator, "parameters": {option: "1"}}]}
     config = {"optimization": {"execution_accelerators": accelerators}, "instance_group": [{"kind": "KIND_GPU"}]}
     assert "may be set in the server's own repository only" in refusal(config)
 
 
-def test_operators_own_defaults_hold_for_models_that_clients_send() -> None:
+def test_server_defaults_apply_to_models_sent_by_clients() -> None:
     own: dict[str, bool | str] = {"trt_engine_cache_enable": True, "trt_engine_cache_path": "/var/cache/engines"}
     defaults = ServerOptions(execution_providers=({"tensorrt": own}, "cuda", "cpu"), intra_op_threads=300)
     wished = {"tensorrt": {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/var/cache/engines"}}
@@ -154,7 +152,7 @@ def test_operators_own_defaults_hold_for_models_that_clients_send() -> None:
         read_client_model("m", '{"instance_group": [{"count": 2}]}', {}, defaults)
 
 
-def test_harmless_settings_are_for_clients_too() -> None:
+def test_clients_can_set_harmless_settings() -> None:
     accelerators = {"gpu_execution_accelerator": [{"name": "tensorrt", "parameters": {"precision_mode": "FP16"}}]}
     model = read(
         {
@@ -181,7 +179,7 @@ def test_labels_and_tensors_lie_in_the_models_folder(path: str) -> None:
     assert "expected a file in the model's folder" in refusal({"model_warmup": warmup})
 
 
-def test_client_cannot_have_the_server_take_any_number_of_threads_or_bytes() -> None:
+def test_clients_cannot_exceed_thread_and_byte_bounds() -> None:
     threads = {"intra_op_thread_count": {"string_value": "1000"}}
     assert "at most 256 threads in all instances, got 1000" in refusal({"parameters": threads})
     assert "got 320" in refusal(
@@ -207,12 +205,12 @@ def test_model_file_lies_in_its_versions_folder(name: str) -> None:
         {"parameters": {"gpu_mem_limit": {"string_value": "9" * 5000}}},
     ],
 )
-def test_value_that_there_is_not_is_refused_by_its_name(config: dict[str, Any]) -> None:
+def test_unknown_value_is_rejected_by_name(config: dict[str, Any]) -> None:
     assert "expected " in refusal(config)
 
 
 @pytest.mark.parametrize("config", ["", "{", '{"max_batch": 1}', '{"name": "other"}', '{"sequence_batching": {}}'])
-def test_bad_configuration_is_refused_under_the_parameters_name(config: str) -> None:
+def test_bad_configuration_is_rejected_under_the_parameter_name(config: str) -> None:
     assert refusal(config).startswith("config: ")
 
 

@@ -1,4 +1,4 @@
-"""config.pbtxt and model.yaml say the same things, and end in the same options."""
+"""config.pbtxt and model.yaml can set the same options with the same result."""
 
 from pathlib import Path
 
@@ -119,7 +119,7 @@ def refusal(folder: Path, text: str) -> ServeError:
         ),
     ],
 )
-def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: str) -> None:
+def test_both_file_formats_yield_the_same_options(tmp_path: Path, pbtxt: str, yaml: str) -> None:
     ours = read(tmp_path, yaml, "model.yaml").options
     assert isinstance(ours, ModelOptions)
     assert read(tmp_path, pbtxt).options == ours

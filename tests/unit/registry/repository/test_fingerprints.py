@@ -17,7 +17,7 @@ MEMORY_STATS = "session.collect_node_memory_stats_to_file"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a model, with its version 1."""
+    """The folder of a model with version 1."""
     (tmp_path / "m" / "1").mkdir(parents=True)
     builders.mlp(tmp_path / "m" / "1" / "model.onnx")
     return tmp_path / "m"
@@ -33,8 +33,8 @@ def stamp(folder: Path, options: ModelOptions) -> tuple[Fingerprint, ...]:
 
 
 def run_once(folder: Path, options: ModelOptions) -> None:
-    told = SessionOptions(ProviderChoice("CPUExecutionProvider"), 1, options.session)
-    session = open_session(folder / "1" / "model.onnx", "m", told)
+    session_options = SessionOptions(ProviderChoice("CPUExecutionProvider"), 1, options.session)
+    session = open_session(folder / "1" / "model.onnx", "m", session_options)
     session.run(None, {"x": np.zeros((1, 64), np.float32)})
 
 
@@ -47,7 +47,7 @@ def run_once(folder: Path, options: ModelOptions) -> None:
         ("FOLDER/stats.csv", "stats.csv"),
     ],
 )
-def test_statistics_that_every_run_writes_are_no_change(folder: Path, named: str, written: str) -> None:
+def test_statistics_file_written_by_runs_is_no_change(folder: Path, named: str, written: str) -> None:
     options = options_with(**{MEMORY_STATS: named.replace("FOLDER", str(folder))})
     before = stamp(folder, options)
     run_once(folder, options)
@@ -57,11 +57,11 @@ def test_statistics_that_every_run_writes_are_no_change(folder: Path, named: str
     assert stamp(folder, options) != before
 
 
-def test_statistics_of_no_name_leave_the_model_what_it_is(folder: Path) -> None:
+def test_empty_statistics_option_changes_no_fingerprint(folder: Path) -> None:
     assert len(stamp(folder, options_with(**{MEMORY_STATS: ""}))) == 1
 
 
-def test_counters_that_a_session_only_reads_are_the_models(folder: Path) -> None:
+def test_counter_files_that_sessions_read_are_model_files(folder: Path) -> None:
     counters = folder / "1" / "counters.txt"
     counters.write_text("moe_expert_state 1\n")
     entry = "session.moe_expert_counter_state_file"
@@ -96,10 +96,10 @@ def test_counters_that_a_session_only_reads_are_the_models(folder: Path) -> None
 def test_compiled_model_and_its_files_are_no_change(
     folder: Path, entries: dict[str, int | str], written: list[str]
 ) -> None:
-    told = {
+    settings = {
         key: value.replace("FOLDER", str(folder)) if isinstance(value, str) else value for key, value in entries.items()
     }
-    options = options_with(**told)
+    options = options_with(**settings)
     before = stamp(folder, options)
     for name in written:
         (folder / "1" / name).touch()
@@ -108,7 +108,7 @@ def test_compiled_model_and_its_files_are_no_change(
     assert stamp(folder, options) != before
 
 
-def test_compiled_model_is_the_models_own_where_none_is_written(folder: Path) -> None:
+def test_compiled_model_counts_as_a_model_file_unless_written(folder: Path) -> None:
     options = options_with(**{"ep.context_enable": 0})
     before = stamp(folder, options)
     (folder / "1" / "model_ctx.onnx").touch()

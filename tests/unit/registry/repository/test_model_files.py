@@ -43,7 +43,7 @@ def test_triton_options_lie_beside_the_versions_too(tmp_path: Path) -> None:
     assert read_one(tmp_path).options == tmp_path / "m/config.pbtxt"
 
 
-def test_options_may_name_another_file_or_a_folder_with_one(tmp_path: Path) -> None:
+def test_options_can_name_another_model_file_or_folder(tmp_path: Path) -> None:
     touch(tmp_path, "m/1/net.onnx", "m/2/net.onnx/model.onnx", "m/3/model.onnx", "m/model.yaml")
     model = read_one(tmp_path)
     options = ModelOptions(model_file="net.onnx")
@@ -108,7 +108,7 @@ def test_model_that_cannot_be_read_is_found_with_its_problem(tmp_path: Path, fil
 @pytest.mark.parametrize(
     "file", ["config.json", "config.yaml", "model.json", "README.md", "model.yaml.bak", "1/config.pbtxt"]
 )
-def test_files_of_others_are_passed_over(tmp_path: Path, file: str) -> None:
+def test_unrelated_files_are_ignored(tmp_path: Path, file: str) -> None:
     touch(tmp_path, "m/1/model.onnx", f"m/{file}")
     assert not read_one(tmp_path).problem
 
@@ -117,9 +117,7 @@ def test_files_of_others_are_passed_over(tmp_path: Path, file: str) -> None:
     ("files", "there"),
     [(["m/1/"], "nothing"), (["m/1/b.onnx", "m/1/a"], "a, b.onnx"), (["m/1/model.onnx/"], "model.onnx")],
 )
-def test_version_without_its_file_keeps_no_other_from_being_served(
-    tmp_path: Path, files: list[str], there: str
-) -> None:
+def test_version_without_its_file_does_not_block_others(tmp_path: Path, files: list[str], there: str) -> None:
     touch(tmp_path, *files, "m/2/model.onnx")
     model = read_one(tmp_path)
     assert not model.problem
@@ -145,8 +143,8 @@ def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path
     assert not n.problem
 
 
-def test_model_folder_that_the_system_refuses_to_read_keeps_no_other_from_being_found(tmp_path: Path) -> None:
-    # A path to the folder that is allowed, and to whatever is in it too long: refused to root too, unlike permissions.
+def test_unreadable_model_folder_does_not_hide_others(tmp_path: Path) -> None:
+    # The path of the folder is short enough, paths inside it are too long: an error for root too, unlike permissions.
     root = tmp_path
     while len(str(root)) < 3900:
         root = root / ("d" * 90)
@@ -161,7 +159,7 @@ def test_model_folder_that_the_system_refuses_to_read_keeps_no_other_from_being_
     assert model == ModelFiles("a", problem="it cannot be read: File name too long")
 
 
-def test_entry_that_cannot_be_looked_at_keeps_no_other_from_being_found(tmp_path: Path) -> None:
+def test_unreadable_entry_does_not_hide_others(tmp_path: Path) -> None:
     touch(tmp_path, "good.onnx")
     (tmp_path / "bad").symlink_to("x" * 300)  # a name that the system refuses to follow, also for root
     bad, good = read_repositories([tmp_path])
@@ -170,18 +168,18 @@ def test_entry_that_cannot_be_looked_at_keeps_no_other_from_being_found(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "escaped"),
     [(b"na\xffme", "na\\udcffme"), (b"na\nme", "na\\nme"), (b"na\xffme.onnx", "na\\udcffme")],
 )
-def test_unprintable_name_is_escaped(tmp_path: Path, name: bytes, told: str) -> None:
+def test_unprintable_name_is_escaped(tmp_path: Path, name: bytes, escaped: str) -> None:
     touch(tmp_path, os.fsdecode(name) if name.endswith(b".onnx") else f"{os.fsdecode(name)}/1/model.onnx")
     model = read_one(tmp_path)
-    assert model.name == told
+    assert model.name == escaped
     assert model.problem == "its name has characters that cannot be printed or are not UTF-8"
 
 
 @pytest.mark.parametrize("name", ["none", "file"])
-def test_repository_that_is_no_folder_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+def test_repository_that_is_not_a_folder_is_an_error_naming_it(tmp_path: Path, name: str) -> None:
     touch(tmp_path, "file")
     with pytest.raises(ServeError) as caught:
         read_repositories([tmp_path / name])

@@ -1,4 +1,4 @@
-"""Files that a configuration names."""
+"""Files named by a configuration."""
 
 from pathlib import Path
 

@@ -34,7 +34,7 @@ def changed(before: ModelSource, after: ModelSource) -> list[int]:
     return [version for version in before.versions if before.versions[version] != after.versions[version]]
 
 
-def test_reading_twice_gives_the_same(root: Path) -> None:
+def test_reading_is_deterministic(root: Path) -> None:
     assert read(root) == read(root)
     (root / "m" / "model.yaml").touch()
     os.utime(root / "m" / "1")
@@ -76,7 +76,7 @@ def test_names_that_begin_with_a_dot_are_ignored(root: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("link", ["m/.#model.yaml", "m/dangling", "m/1/dangling", "m/1/weights/dangling"])
-def test_link_to_nowhere_is_passed_over(root: Path, link: str) -> None:
+def test_dangling_link_is_ignored(root: Path, link: str) -> None:
     before = read(root)
     (root / link).symlink_to("user@host.1234:1700000000")
     assert read(root) == before
@@ -115,7 +115,7 @@ def test_files_that_a_load_writes_are_no_change(
     assert changed(before["m"], read(root)["m"]) == [1]
 
 
-def test_file_that_may_be_read_now_is_a_change(root: Path) -> None:
+def test_file_that_becomes_readable_is_a_change(root: Path) -> None:
     file = root / "m" / "1" / "model.onnx"
     file.chmod(0)
     before = read(root)
@@ -131,7 +131,7 @@ def test_options_change_every_version(root: Path) -> None:
     assert (before["m"].is_required, after["m"].is_required) == (False, True)
 
 
-def test_model_by_itself_does_not_change_with_its_neighbours(root: Path) -> None:
+def test_single_file_model_ignores_changed_neighbours(root: Path) -> None:
     before = read(root)
     (root / "g.onnx").write_bytes(b"another")
     after = read(root)
@@ -148,7 +148,7 @@ def test_problem_says_whether_there_are_files(root: Path) -> None:
     assert (sources["empty"].problem[:17], sources["empty"].has_files) == ("no version folder", False)
 
 
-def test_version_without_its_file_has_a_problem_of_its_own(root: Path) -> None:
+def test_version_without_its_file_has_its_own_problem(root: Path) -> None:
     (root / "m" / "1" / "model.onnx").rename(root / "m" / "1" / "other.onnx")
     (root / "m" / "model.yaml").write_text("version_policy: {all: true}\nmodel_file: other.onnx")
     versions = read(root)["m"].versions
@@ -157,7 +157,7 @@ def test_version_without_its_file_has_a_problem_of_its_own(root: Path) -> None:
     assert versions[2].problem == "version folder 2 has no file other.onnx: it has model.onnx"
 
 
-def test_one_model_is_read_as_among_all_and_without_the_others(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_model_is_read_as_among_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
 
     def read_noted(name: str, path: Path | None, defaults: LoadOptions) -> Configuration:
@@ -171,7 +171,7 @@ def test_one_model_is_read_as_among_all_and_without_the_others(root: Path, monke
     assert names == ["m"]
 
 
-def test_fault_in_reading_one_model_is_logged_and_keeps_no_other_from_being_read(
+def test_fault_in_reading_a_model_is_logged_and_blocks_no_other(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def read_faultily(name: str, path: Path | None, defaults: LoadOptions) -> Configuration:

@@ -46,7 +46,7 @@ def accelerated(text: str) -> str:
         ),
     ],
 )
-def test_execution_providers_are_those_asked_for(text: str, usual: tuple[str, ...], expected: list[Any]) -> None:
+def test_execution_providers_are_the_configured_ones(text: str, usual: tuple[str, ...], expected: list[Any]) -> None:
     assert wishes(text, usual=usual).providers == expected
 
 
@@ -149,13 +149,13 @@ def test_accelerator_for_another_kind_than_the_instances_is_reported() -> None:
         ),
     ],
 )
-def test_placement_that_cannot_be_is_refused(text: str, kind: ErrorKind, problem: str) -> None:
+def test_impossible_placement_is_rejected(text: str, kind: ErrorKind, problem: str) -> None:
     with pytest.raises(ServeError, match=problem) as caught:
         wishes(text)
     assert caught.value.kind is kind
 
 
-def test_count_beyond_all_bounds_is_refused_before_anything_is_made_of_it() -> None:
+def test_absurd_count_is_rejected_before_allocation() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ServeError, match="expected at most 64 instances in all, got 2000000"):

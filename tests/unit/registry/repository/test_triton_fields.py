@@ -1,4 +1,4 @@
-"""The table of fields: complete, and obeyed."""
+"""The table of fields: complete, and applied."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -66,28 +66,28 @@ def parse(text: str) -> ModelConfig:
     return text_format.Parse(text, ModelConfig())
 
 
-def test_all_fields_that_hold_a_value_are_looked_at() -> None:
+def test_all_set_fields_are_checked() -> None:
     assert len(LEAVES) == len(set(LEAVES))
     for path in ("name", "input.reshape.shape", "version_policy.all", "model_warmup.inputs.zero_data", "metric_tags"):
         assert path in LEAVES
 
 
 @pytest.mark.parametrize("path", LEAVES)
-def test_every_field_has_a_fate(path: str) -> None:
+def test_every_field_has_a_rule(path: str) -> None:
     assert support_of(path) is not None, f"say in the table what becomes of {path}"
 
 
-def test_table_names_no_field_that_is_not_there() -> None:
+def test_table_names_only_existing_fields() -> None:
     assert [path for path in FIELDS if not any(f"{leaf}.".startswith(f"{path}.") for leaf in LEAVES)] == []
 
 
-def test_every_refusal_and_report_is_tried_here() -> None:
+def test_every_rejection_and_report_has_a_case() -> None:
     assert {path for path, (fate, _) in FIELDS.items() if fate is Support.REFUSED} == REFUSED.keys()
     assert {path for path, (fate, _) in FIELDS.items() if fate is Support.REPORTED} == REPORTED.keys()
 
 
 @pytest.mark.parametrize(("path", "text"), REFUSED.items())
-def test_field_that_is_not_served_is_refused_by_its_name(path: str, text: str) -> None:
+def test_unsupported_field_is_rejected_by_name(path: str, text: str) -> None:
     with pytest.raises(ServeError) as caught:
         check_fields(parse(text))
     assert caught.value.kind is ErrorKind.UNSUPPORTED
@@ -105,7 +105,7 @@ def test_all_refused_fields_are_named_together() -> None:
     assert caught.value.message.count("is not supported") == 2
 
 
-def test_false_asks_for_nothing() -> None:
+def test_false_sets_no_feature() -> None:
     assert (
         check_fields(
             parse(

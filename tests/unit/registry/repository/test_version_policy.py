@@ -1,4 +1,4 @@
-"""Which versions are served, by literals."""
+"""The versions that a policy selects, by literals."""
 
 import pytest
 
@@ -21,5 +21,5 @@ def test_chosen_versions_are_ascending_by_number(policy: VersionPolicy, chosen: 
     assert choose_versions(policy, {10, 2, 9, 1}) == chosen
 
 
-def test_version_that_is_named_is_chosen_also_where_it_is_not_there() -> None:
+def test_named_version_is_chosen_even_if_missing() -> None:
     assert choose_versions(SpecificVersions(specific=(3, 1, 7)), {10, 2, 9, 1}) == [1, 3, 7]

@@ -1,4 +1,4 @@
-"""What a peer can do at little cost to itself: each is bounded; the connection ends, or goes on as if nothing was."""
+"""Cheap attacks of a peer: each is bounded; the connection ends, or continues without effect on others."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -15,11 +15,11 @@ from ortserve.frontends.grpc.native.header_blocks import literal
 
 CALM = ErrorCode.ENHANCE_YOUR_CALM
 MANY = 20_000
-"""More than any burst that is borne."""
+"""More than any tolerated burst."""
 
 
 def block(path: str = HOLD) -> bytes:
-    """A header block that learns of nothing and is learned by nobody."""
+    """A header block that neither uses nor changes the dynamic table."""
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
     headers = [*HEADERS[:3], (":path", path), ("content-type", "application/grpc")]
@@ -48,7 +48,7 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
     "empty DATA of a stream that has ended": lambda n: (opening(3) if not n else b"") + data(3, b"", is_end=True),
     "priorities": lambda n: frames.frame(frames.PRIORITY, 0, 1, bytes(5)),
     "goaways": lambda n: frames.goaway(0, ErrorCode.NO_ERROR),
-    "frames that nobody knows": lambda n: frames.frame(0xEE, 0, 0, b"?"),
+    "unknown frames": lambda n: frames.frame(0xEE, 0, 0, b"?"),
     "resets of a stream that has ended": lambda n: opening(3) * (not n) + frames.rst_stream(3, CALM),
     "windows of a byte where nothing waits": lambda n: frames.window_update(n % 2, 1),
     "windows of streams that have ended": lambda n: (
@@ -76,7 +76,7 @@ def test_flood_ends_its_connection(flood: Callable[[int], bytes]) -> None:
     on_wire(test)
 
 
-def test_client_that_cancels_some_hundreds_of_calls_a_second_is_served() -> None:
+def test_client_that_cancels_hundreds_of_calls_a_second_is_served() -> None:
     async def test(wire: Wire, client: Client) -> None:
         for _ in range(20):
             for _ in range(400):
@@ -99,7 +99,7 @@ async def answered(client: Client, count: int) -> None:
     assert [answer.messages for answer in client.answers.values()][-count:] == [[b"x"]] * count
 
 
-def test_callers_who_lose_their_patience_5000_times_a_second_hurt_nobody_beside_them() -> None:
+def test_5000_cancelled_calls_a_second_affect_no_other_client() -> None:
     async def test(wire: Wire, client: Client) -> None:
         for _ in range(200):
             streams = [client.open(HOLD) for _ in range(100)]
@@ -117,7 +117,7 @@ def test_callers_who_lose_their_patience_5000_times_a_second_hurt_nobody_beside_
     on_wire(test)
 
 
-def test_resets_that_cross_the_answers_cost_nothing() -> None:
+def test_resets_of_answered_calls_are_not_counted() -> None:
     async def test(wire: Wire, client: Client) -> None:
         for number in range(20):
             await answered(client, 500)
@@ -129,7 +129,7 @@ def test_resets_that_cross_the_answers_cost_nothing() -> None:
     on_wire(test)
 
 
-def test_resets_at_once_are_borne_as_long_as_as_many_calls_are_answered() -> None:
+def test_immediate_resets_are_tolerated_up_to_the_answered_calls() -> None:
     async def test(wire: Wire, client: Client) -> None:
         for _ in range(20):
             await answered(client, 500)
@@ -137,7 +137,7 @@ def test_resets_at_once_are_borne_as_long_as_as_many_calls_are_answered() -> Non
                 client.h2.reset_stream(client.open(HOLD))
             await client.exchange()
         assert not client.goaways
-        for _ in range(3_500):  # of which those of a burst and those that were answered last are borne
+        for _ in range(3_500):  # more than a burst and the last answered calls allow
             client.h2.reset_stream(client.open(HOLD))
         await client.exchange()
         assert client.goaways[0][0] == CALM
@@ -153,7 +153,7 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("metadata", TOO_LARGE.values(), ids=TOO_LARGE)
-def test_metadata_that_are_too_large_cost_their_own_call_alone(metadata: tuple[tuple[str, str], ...]) -> None:
+def test_oversized_metadata_fails_only_its_call(metadata: tuple[tuple[str, str], ...]) -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
         client.send(held, framed(b"x"), is_end=True)
@@ -175,7 +175,7 @@ def test_metadata_that_are_too_large_cost_their_own_call_alone(metadata: tuple[t
     on_wire(test)
 
 
-def test_large_header_block_may_come_in_one_frame() -> None:
+def test_large_header_block_in_one_frame_is_accepted() -> None:
     async def test(wire: Wire, client: Client) -> None:
         for stream_id, size, is_borne in ((1, 10_000, True), (3, 60_000, True), (5, 65_536, False)):
             large = block(ECHO) + literal(b"x", bytes(size).replace(b"\0", b"y"))
@@ -188,7 +188,7 @@ def test_large_header_block_may_come_in_one_frame() -> None:
     on_wire(test)
 
 
-def test_trailers_of_a_request_that_are_too_large_end_it_as_others_do() -> None:
+def test_oversized_request_trailers_fail_the_call() -> None:
     async def test(_: Wire, client: Client) -> None:
         stream = client.open(ECHO)
         client.send(stream, framed(b"x"))
@@ -199,7 +199,7 @@ def test_trailers_of_a_request_that_are_too_large_end_it_as_others_do() -> None:
     on_wire(test)
 
 
-def test_pings_on_an_idle_connection_are_too_many_after_the_strikes() -> None:
+def test_pings_on_an_idle_connection_end_it_after_the_strikes() -> None:
     async def test(wire: Wire, client: Client) -> None:
         for number in range(4):
             assert not client.goaways
@@ -237,7 +237,7 @@ def test_pings_beside_the_messages_of_a_stream_are_answered() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 16_000])
-def test_header_block_without_an_end_is_given_up(size: int) -> None:
+def test_endless_header_block_ends_the_connection(size: int) -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.feed(frames.frame(frames.HEADERS, 0, 1, block()[:10]))
         for _ in range(100):
@@ -263,7 +263,7 @@ def test_header_block_without_an_end_is_given_up(size: int) -> None:
     ],
     ids=["static", "dynamic", "length", "resize", "index", "table", "late resize", "many resizes"],
 )
-def test_header_block_that_grows_or_lies_ends_the_connection_at_once(bomb: bytes) -> None:
+def test_oversized_or_malformed_header_block_ends_the_connection(bomb: bytes) -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.feed(frames.frame(frames.HEADERS, frames.END_HEADERS, 1, bomb[:16_384]))
         await client.exchange()
@@ -281,7 +281,7 @@ ILLEGAL = {
 
 
 @pytest.mark.parametrize(("sent", "code"), ILLEGAL.values(), ids=ILLEGAL)
-def test_connection_that_begins_wrongly_is_told_so_and_closed(sent: bytes, code: ErrorCode) -> None:
+def test_bad_preface_is_answered_and_the_connection_closed(sent: bytes, code: ErrorCode) -> None:
     async def test(wire: Wire, client: Client) -> None:
         fresh = Wire(asyncio.get_running_loop(), wire.clock)
         await fresh.turn()
@@ -349,7 +349,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("sent", "code"), WRONG.values(), ids=WRONG)
-def test_frame_that_no_peer_may_send_ends_the_connection_with_its_code(sent: bytes, code: ErrorCode) -> None:
+def test_illegal_frame_ends_the_connection_with_its_code(sent: bytes, code: ErrorCode) -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.feed(sent)
         await client.exchange()
@@ -368,7 +368,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("late", LATE.values(), ids=LATE)
-def test_frame_of_a_stream_that_has_ended_ends_no_other(late: bytes) -> None:
+def test_frame_of_an_ended_stream_affects_no_other(late: bytes) -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.feed(opening(1) + data(1, framed(b"x"), is_end=True))
         wire.feed(opening(3, ECHO) + data(3, framed(b"x"), is_end=True))
@@ -384,7 +384,7 @@ def test_frame_of_a_stream_that_has_ended_ends_no_other(late: bytes) -> None:
 @pytest.mark.parametrize(
     "trailer", [(b":path", b"/a/B"), (b"X-Upper", b"x"), (b"connection", b"close"), (b"x-a", b"b\r\nc: d")]
 )
-def test_trailers_that_http2_forbids_reset_their_stream_alone(trailer: tuple[bytes, bytes]) -> None:
+def test_malformed_trailers_reset_only_their_stream(trailer: tuple[bytes, bytes]) -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.feed(opening(1) + data(1, framed(b"x"), is_end=True))
         wire.feed(opening(3, ECHO) + data(3, framed(b"x")))
@@ -398,7 +398,7 @@ def test_trailers_that_http2_forbids_reset_their_stream_alone(trailer: tuple[byt
     on_wire(test)
 
 
-def test_number_that_nobody_can_mean_resets_its_stream_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_absurd_number_resets_only_its_stream(caplog: pytest.LogCaptureFixture) -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
         client.send(held, framed(b"x"), is_end=True)
@@ -414,10 +414,10 @@ def test_number_that_nobody_can_mean_resets_its_stream_and_the_others_go_on(capl
     assert not caplog.records
 
 
-def test_stream_that_overruns_its_window_is_reset_and_the_connection_goes_on() -> None:
+def test_stream_past_its_window_is_reset_and_others_continue() -> None:
     async def test(wire: Wire, client: Client) -> None:
         assert (await client.call(ECHO, b"x")).messages == [b"x"]
-        # A handler that cannot write reads no further: nobody gives its caller room.
+        # A handler that cannot write reads no further, so the window is not refilled.
         client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
         await client.exchange()
         wire.feed(opening(3, STREAM) + data(3, framed(b"x") * 3))
@@ -433,7 +433,7 @@ def test_stream_that_overruns_its_window_is_reset_and_the_connection_goes_on() -
     on_wire(test)
 
 
-def test_connection_that_overruns_its_window_ends() -> None:
+def test_connection_past_its_window_ends() -> None:
     async def test(wire: Wire, client: Client) -> None:
         window = wire.connection._receiving._window
         assert window.take(16 * 1024 * 1024 - 10)
@@ -444,7 +444,7 @@ def test_connection_that_overruns_its_window_ends() -> None:
     on_wire(test)
 
 
-def test_peer_that_gives_room_by_single_bytes_is_cut_off() -> None:
+def test_peer_that_opens_windows_by_single_bytes_is_disconnected() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
         stream = client.open(STREAM)
@@ -507,7 +507,7 @@ def frames_in(came: bytes) -> Iterator[tuple[int, int]]:
         position += frames.HEADER_BYTES + (length_and_kind >> 8)
 
 
-def test_uneven_windows_that_let_much_flow_cost_nothing() -> None:
+def test_uneven_windows_with_much_data_are_not_counted() -> None:
     """HAProxy gives back what fits into its buffer, then the few bytes that did not."""
 
     async def test(wire: Wire, client: Client) -> None:
@@ -519,19 +519,19 @@ def test_uneven_windows_that_let_much_flow_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("room", [1, 100, 400])
-def test_windows_that_let_little_flow_are_bounded_by_what_flows(room: int) -> None:
+def test_small_window_updates_are_bounded_by_the_sent_bytes(room: int) -> None:
     async def test(wire: Wire, client: Client) -> None:
         total, count = await given_room(wire, [room], size=900_000, calls=60)
         assert wire.transport.is_lost
         assert wire.connection_errors == ["enhance_your_calm"]
         assert wire.cut_answers == ["connection_error"]
-        # Each turn takes two WINDOW_UPDATEs; one is earned by a KiB, and a burst is borne.
+        # Each turn takes two WINDOW_UPDATEs; each KiB earns one, beside a burst.
         assert count <= 1_100 + (total - frames.DEFAULT_WINDOW) / 1024
 
     on_wire(test)
 
 
-def test_windows_that_come_together_are_used_together() -> None:
+def test_simultaneous_window_updates_are_combined() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
         stream = client.open(ECHO)
@@ -543,7 +543,7 @@ def test_windows_that_come_together_are_used_together() -> None:
     on_wire(test)
 
 
-def test_slow_frame_and_slow_handshake_are_given_up() -> None:
+def test_slow_frame_and_slow_handshake_end_the_connection() -> None:
     async def test(wire: Wire, client: Client) -> None:
         silent = Wire(asyncio.get_running_loop(), wire.clock)
         await silent.turn()
@@ -558,7 +558,7 @@ def test_slow_frame_and_slow_handshake_are_given_up() -> None:
     on_wire(test)
 
 
-def test_messages_without_content_count_against_the_room() -> None:
+def test_empty_messages_count_against_the_limit() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
         stream = client.open(STREAM)

@@ -1,4 +1,4 @@
-"""A connection against the h2 library: what each call gets, and what becomes of connections that age, idle or drain."""
+"""A connection against the h2 library: the answers to calls, and the end of old, idle and draining connections."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ OK, CANCELLED, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 1, 4, 8, 12, 13
 
 @pytest.mark.parametrize("path", [ECHO, STREAM])
 @pytest.mark.parametrize("size", [0, 1, 16_378, 16_379, 16_384, 65_530, 65_531, 3_000_000])
-def test_message_of_any_size_comes_back(path: str, size: int) -> None:
+def test_message_of_any_size_is_echoed(path: str, size: int) -> None:
     async def test(_: Wire, client: Client) -> None:
         message = bytes(range(256)) * (size // 256) + bytes(size % 256)
         stream = client.open(path)
@@ -52,8 +52,8 @@ def test_message_of_any_size_comes_back(path: str, size: int) -> None:
 
 @pytest.mark.parametrize("path", [ECHO, STREAM])
 @pytest.mark.parametrize(("size", "most_copied"), [(700_000, 270_000), (5_000_000, 1_600_000)])
-def test_large_message_is_received_where_it_stays(path: str, size: int, most_copied: int) -> None:
-    """But for what came before memory was set aside for it, the read that showed it, and beside heads of frames."""
+def test_large_message_is_received_mostly_in_place(path: str, size: int, most_copied: int) -> None:
+    """Copied are only bytes before the allocation, the announcing read, and bytes beside frame heads."""
 
     async def test(wire: Wire, client: Client) -> None:
         message = random.Random(size).randbytes(size)
@@ -70,7 +70,7 @@ def test_large_message_is_received_where_it_stays(path: str, size: int, most_cop
 
 @given(st.data())
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_large_messages_of_many_streams_come_between_each_other(data: st.DataObject) -> None:
+def test_interleaved_large_messages_are_received(data: st.DataObject) -> None:
     """In frames of any size, cut anywhere, with padding, small calls and the ends of streams between."""
 
     async def test(wire: Wire, client: Client) -> None:
@@ -114,7 +114,7 @@ def test_large_messages_of_many_streams_come_between_each_other(data: st.DataObj
     on_wire(test)
 
 
-def test_call_that_ends_in_the_middle_of_a_large_message_leaves_nothing_behind() -> None:
+def test_call_that_ends_within_a_large_message_releases_it() -> None:
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(ECHO, ("grpc-timeout", "1S"))
         client.send(stream, framed(bytes(1_000_000))[:400_000])
@@ -131,7 +131,7 @@ def test_call_that_ends_in_the_middle_of_a_large_message_leaves_nothing_behind()
     on_wire(test)
 
 
-def test_quick_call_tells_its_timing_after_the_message() -> None:
+def test_unary_call_sends_its_timing_in_the_trailers() -> None:
     async def test(_: Wire, client: Client) -> None:
         answer = await client.call(ECHO, b"x")
         assert answer.trailers == {b"grpc-status": b"0", b"server-timing": b"all;dur=1"}
@@ -140,7 +140,7 @@ def test_quick_call_tells_its_timing_after_the_message() -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 2, 9])
-def test_answers_of_a_batch_leave_in_one_write_before_the_loop_comes_round(calls: int) -> None:
+def test_answers_of_a_batch_are_sent_in_one_write(calls: int) -> None:
     async def test(wire: Wire, client: Client) -> None:
         streams = [client.open(HOLD) for _ in range(calls)]
         for number, stream in enumerate(streams):
@@ -156,7 +156,7 @@ def test_answers_of_a_batch_leave_in_one_write_before_the_loop_comes_round(calls
     on_wire(test)
 
 
-def test_answers_leave_also_where_another_call_goes_on() -> None:
+def test_answers_are_sent_while_another_call_is_open() -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
         client.send(held, framed(b"x"), is_end=True)
@@ -171,7 +171,7 @@ def test_answers_leave_also_where_another_call_goes_on() -> None:
 
 
 @pytest.mark.parametrize("path", [ECHO, SLOW, STREAM])
-def test_messages_are_the_same_wherever_the_bytes_of_the_connection_are_cut(path: str) -> None:
+def test_messages_are_independent_of_segmentation(path: str) -> None:
     async def test(wire: Wire, client: Client) -> None:
         for cut in (1, 2, 7):
             stream = client.open(path)
@@ -190,7 +190,7 @@ def test_messages_are_the_same_wherever_the_bytes_of_the_connection_are_cut(path
     on_wire(test)
 
 
-def test_padding_is_left_out_and_counts_against_the_windows() -> None:
+def test_padding_is_dropped_and_counts_against_the_windows() -> None:
     async def test(_: Wire, client: Client) -> None:
         for _number in range(40):  # more padding than a window has room for
             stream = client.open(STREAM)
@@ -205,7 +205,7 @@ def test_padding_is_left_out_and_counts_against_the_windows() -> None:
 
 @pytest.mark.parametrize("path", [ECHO, STREAM])
 @pytest.mark.parametrize(("more", "is_right"), [(0, True), (1, False), (-1, False), (-6, False)])
-def test_request_of_another_length_than_it_announced_is_reset(path: str, more: int, is_right: bool) -> None:
+def test_request_unlike_its_content_length_is_reset(path: str, more: int, is_right: bool) -> None:
     async def test(_: Wire, client: Client) -> None:
         message = framed(b"hello")
         answer = await client.call(path, b"hello", ("content-length", str(len(message) + more)))
@@ -215,7 +215,7 @@ def test_request_of_another_length_than_it_announced_is_reset(path: str, more: i
     on_wire(test)
 
 
-def test_call_begins_with_its_message_although_its_end_comes_later() -> None:
+def test_call_starts_with_its_message_before_its_end() -> None:
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(HOLD)
         client.send(stream, framed(b"x"))
@@ -244,7 +244,7 @@ def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) 
         assert answer.is_ended
         assert answer.reset in (None, ErrorCodes.NO_ERROR)  # h2 tells of no reset after the end
         assert not wire.connection._sending.streams
-        # What was on its way is nobody's any more, and does no harm.
+        # Frames in flight for the ended stream are ignored.
         header = frames.frame(frames.DATA, 0, stream, b"late")
         wire.feed(header + frames.frame(frames.RST_STREAM, 0, stream, bytes(4)))
         assert (await client.call(ECHO, b"y")).messages == [b"y"]
@@ -268,7 +268,7 @@ def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) 
         ("/nothing/Here", framed(b"x"), UNIMPLEMENTED, b"no such call"),
     ],
 )
-def test_call_that_is_wrong_ends_with_a_status_of_its_own_in_trailers_alone(
+def test_bad_call_ends_with_trailers_only(
     path: str, sent: bytes, status: int, text: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test(wire: Wire, client: Client) -> None:
@@ -288,7 +288,7 @@ def test_call_that_is_wrong_ends_with_a_status_of_its_own_in_trailers_alone(
 
 @pytest.mark.parametrize("path", [ECHO, STREAM])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_messages_of_both_encodings_are_understood(path: str, encoding: str) -> None:
+def test_messages_of_both_encodings_are_decoded(path: str, encoding: str) -> None:
     async def test(_: Wire, client: Client) -> None:
         stream = client.open(path, ("grpc-encoding", encoding))
         packed = deflate(b"hello" * 50, encoding.encode())
@@ -300,7 +300,7 @@ def test_messages_of_both_encodings_are_understood(path: str, encoding: str) -> 
 
 
 @pytest.mark.parametrize("path", [ECHO, STREAM, SLOW])
-def test_answers_are_compressed_for_who_takes_them_so_and_where_that_makes_them_smaller(path: str) -> None:
+def test_accepted_compression_is_used_where_it_shrinks_the_answer(path: str) -> None:
     async def test(wire: Wire, client: Client) -> None:
         for accepted, is_compressed in (("identity,gzip", True), ("deflate", False)):
             for message in (b"a" * 1000, b"a"):
@@ -320,7 +320,7 @@ def test_answers_are_compressed_for_who_takes_them_so_and_where_that_makes_them_
 
 @pytest.mark.parametrize("path", [HOLD, SLOW, STREAM])
 @pytest.mark.parametrize("how", ["reset", "deadline", "connection"])
-def test_call_whose_caller_waits_no_longer_is_cancelled_and_forgotten(path: str, how: str) -> None:
+def test_reset_call_is_cancelled_and_released(path: str, how: str) -> None:
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(path, *((("grpc-timeout", "50m"),) if how == "deadline" else ()))
         client.send(stream, framed(b"x"))
@@ -357,7 +357,7 @@ def test_deadline_of_a_quick_call_counts_from_its_headers() -> None:
     on_wire(test)
 
 
-def test_deadlines_end_each_call_in_its_time() -> None:
+def test_each_deadline_ends_its_call() -> None:
     async def test(wire: Wire, client: Client) -> None:
         streams = {seconds: client.open(HOLD, ("grpc-timeout", f"{seconds}S")) for seconds in (3, 1, 2)}
         for stream in streams.values():
@@ -374,7 +374,7 @@ def test_deadlines_end_each_call_in_its_time() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "1", "S", "123456789S", "-1S", "1s", "1 S"])
-def test_deadline_that_is_none_is_an_invalid_argument(value: str) -> None:
+def test_malformed_deadline_is_an_invalid_argument(value: str) -> None:
     async def test(_: Wire, client: Client) -> None:
         stream = client.open(ECHO, ("grpc-timeout", value))
         await client.exchange()
@@ -393,7 +393,7 @@ def test_deadline_that_is_none_is_an_invalid_argument(value: str) -> None:
         ("POST", "application/grpc+proto", b"200"),
     ],
 )
-def test_what_is_no_grpc_gets_a_status_of_http(method: str, content_type: str, status: bytes) -> None:
+def test_request_that_is_not_grpc_gets_an_http_status(method: str, content_type: str, status: bytes) -> None:
     async def test(_: Wire, client: Client) -> None:
         client.answers[1] = Answer()
         headers = [(":method", method), *HEADERS[1:3], (":path", "/x"), ("content-type", content_type)]
@@ -405,7 +405,7 @@ def test_what_is_no_grpc_gets_a_status_of_http(method: str, content_type: str, s
     on_wire(test)
 
 
-def test_windows_that_are_lowered_below_what_is_under_way_are_kept() -> None:
+def test_window_lowered_below_the_sent_bytes_is_respected() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
         message = bytes(200_000)
@@ -441,7 +441,7 @@ def test_smaller_table_of_headers_is_confirmed_by_the_next_block() -> None:
     on_wire(test)
 
 
-def test_trailers_that_no_frame_holds_are_continued() -> None:
+def test_trailers_larger_than_a_frame_are_continued() -> None:
     sent = frames.header_block(3, b"abcdefgh", 3, is_end=True)
     expected = (
         frames.frame(frames.HEADERS, frames.END_STREAM, 3, b"abc"),
@@ -451,7 +451,7 @@ def test_trailers_that_no_frame_holds_are_continued() -> None:
     assert sent == b"".join(expected)
 
 
-def test_reset_stream_leaves_room_for_the_others() -> None:
+def test_reset_stream_releases_its_window() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
         streams = [client.open(STREAM) for _ in range(3)]
@@ -471,7 +471,7 @@ def test_reset_stream_leaves_room_for_the_others() -> None:
     on_wire(test)
 
 
-def test_peer_that_reads_nothing_is_read_no_further_and_all_comes_when_it_reads_again() -> None:
+def test_peer_that_reads_nothing_is_paused_until_it_reads() -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.transport.is_stuck = True
         client.h2.increment_flow_control_window(100_000_000)
@@ -487,7 +487,7 @@ def test_peer_that_reads_nothing_is_read_no_further_and_all_comes_when_it_reads_
             client.send(failed[-1], framed(b"x"), is_end=True)
             wire.feed(client.h2.data_to_send())
             await wire.turn()
-            client.h2.reset_stream(failed[-1])  # else h2 would open no more; nobody is told
+            client.h2.reset_stream(failed[-1])  # only locally: otherwise h2 would open no more
             client.h2.data_to_send()
             assert len(failed) < 20_000
         assert wire.transport.get_write_buffer_size() < 3_000_000
@@ -502,7 +502,7 @@ def test_peer_that_reads_nothing_is_read_no_further_and_all_comes_when_it_reads_
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_calls_beyond_those_of_one_connection_are_refused_as_safe_to_repeat(count: int) -> None:
+def test_calls_past_the_stream_limit_are_refused_as_retryable(count: int) -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = [client.open(HOLD) for _ in range(count)]
         for stream in held:
@@ -520,7 +520,7 @@ def test_calls_beyond_those_of_one_connection_are_refused_as_safe_to_repeat(coun
     on_wire(test, limits=Limits(max_streams=count))
 
 
-def test_message_is_refused_where_the_server_holds_too_much_and_counts_as_far_as_it_came() -> None:
+def test_message_is_rejected_at_the_memory_limit() -> None:
     async def test(wire: Wire, client: Client) -> None:
         with wire.gate.hold(500):
             stream = client.open(ECHO)
@@ -543,7 +543,7 @@ def test_message_is_refused_where_the_server_holds_too_much_and_counts_as_far_as
     on_wire(test, max_inflight_bytes=1000)
 
 
-def test_drain_finishes_what_was_begun_takes_what_was_on_its_way_and_nothing_more() -> None:
+def test_drain_finishes_started_and_in_flight_calls_only() -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
         client.send(held, framed(b"x"), is_end=True)
@@ -567,7 +567,7 @@ def test_drain_finishes_what_was_begun_takes_what_was_on_its_way_and_nothing_mor
 
 
 @pytest.mark.parametrize("how", ["reset", "silence"])
-def test_drain_ends_with_the_last_call_however_that_ends(how: str) -> None:
+def test_drain_ends_with_the_last_call(how: str) -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
         await client.exchange()
@@ -589,7 +589,7 @@ def test_drain_ends_with_the_last_call_however_that_ends(how: str) -> None:
     ("limits", "max_age_s", "by_s"),
     [(Limits(max_idle_s=10.0), None, 12), (Limits(max_age_s=10.0), 10.0, 12)],
 )
-def test_connection_that_is_idle_or_old_is_told_to_go_and_closed(
+def test_idle_or_expired_connection_gets_goaway_and_is_closed(
     limits: Limits, max_age_s: float | None, by_s: float
 ) -> None:
     async def test(wire: Wire, client: Client) -> None:
@@ -605,7 +605,7 @@ def test_connection_that_is_idle_or_old_is_told_to_go_and_closed(
     on_wire(test, limits=limits, max_age_s=max_age_s)
 
 
-def test_peer_that_is_gone_is_noticed_by_a_ping_and_one_that_answers_is_kept() -> None:
+def test_keepalive_ping_detects_a_dead_peer() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.open(HOLD)
         await client.exchange()
@@ -620,7 +620,7 @@ def test_peer_that_is_gone_is_noticed_by_a_ping_and_one_that_answers_is_kept() -
     on_wire(test, limits=Limits(keepalive_s=10.0, keepalive_timeout_s=2.0, max_useless_pings=0))
 
 
-def test_connection_that_closes_is_not_held_open_by_a_peer_that_reads_nothing() -> None:
+def test_unread_output_does_not_delay_a_close() -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.transport.is_stuck = True
         wire.feed(frames.frame(frames.DATA, 0, 9, b"x"))
@@ -632,7 +632,7 @@ def test_connection_that_closes_is_not_held_open_by_a_peer_that_reads_nothing() 
     on_wire(test)
 
 
-def test_stalled_message_ends_its_call_and_gives_its_room_back() -> None:
+def test_stalled_message_ends_its_call_and_releases_its_bytes() -> None:
     async def test(wire: Wire, client: Client) -> None:
         stalled = client.open(ECHO)
         client.send(stalled, framed(bytes(1000))[:500])
@@ -651,7 +651,7 @@ def test_stalled_message_ends_its_call_and_gives_its_room_back() -> None:
 
 
 @pytest.mark.parametrize("part_bytes", [50, 200])
-def test_message_that_trickles_is_waited_for_as_long_as_it_comes_at_the_rate(part_bytes: int) -> None:
+def test_slow_message_is_accepted_at_the_minimum_rate(part_bytes: int) -> None:
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(ECHO)
         message = framed(bytes(2000))
@@ -671,7 +671,7 @@ def test_message_that_trickles_is_waited_for_as_long_as_it_comes_at_the_rate(par
     on_wire(test, limits=Limits(message_timeout_s=4, min_message_bytes_per_s=100))
 
 
-def test_message_that_came_fast_at_first_has_no_credit_for_later() -> None:
+def test_fast_start_of_a_message_gives_no_later_credit() -> None:
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(ECHO)
         client.send(stream, framed(bytes(20_000))[:10_000])
@@ -684,7 +684,7 @@ def test_message_that_came_fast_at_first_has_no_credit_for_later() -> None:
 
 
 @pytest.mark.parametrize("path", [ECHO, STREAM])
-def test_answer_of_which_nothing_is_taken_ends_its_call_and_no_other(path: str) -> None:
+def test_unread_answer_ends_only_its_call(path: str) -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
         client.h2.increment_flow_control_window(10_000_000)
@@ -706,7 +706,7 @@ def test_answer_of_which_nothing_is_taken_ends_its_call_and_no_other(path: str) 
     on_wire(test)
 
 
-def test_answer_that_is_taken_bit_by_bit_is_sent_to_its_end() -> None:
+def test_slowly_read_answer_is_sent_completely() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
         stream = client.open(ECHO)
@@ -723,7 +723,7 @@ def test_answer_that_is_taken_bit_by_bit_is_sent_to_its_end() -> None:
     on_wire(test)
 
 
-def test_answers_that_wait_for_their_turn_on_a_slow_connection_are_not_late() -> None:
+def test_queued_answers_on_a_slow_connection_do_not_time_out() -> None:
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False
         streams = [client.open(ECHO) for _ in range(3)]
@@ -739,8 +739,8 @@ def test_answers_that_wait_for_their_turn_on_a_slow_connection_are_not_late() ->
     on_wire(test)
 
 
-def test_answer_that_a_full_transport_sends_slowly_is_not_late() -> None:
-    """The transport says that it has room again long after it began to empty."""
+def test_answer_in_a_full_transport_does_not_time_out() -> None:
+    """The transport resumes writing long after it began to empty."""
 
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(STREAM)
@@ -762,7 +762,7 @@ def test_answer_that_a_full_transport_sends_slowly_is_not_late() -> None:
     on_wire(test, settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
 
 
-def test_connection_of_which_nothing_is_taken_is_closed() -> None:
+def test_connection_that_reads_nothing_is_closed() -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.transport.is_stuck = True
         client.h2.ping(bytes(8))
@@ -777,7 +777,7 @@ def test_connection_of_which_nothing_is_taken_is_closed() -> None:
     on_wire(test)
 
 
-def test_connection_whose_peer_takes_a_little_now_and_then_is_kept() -> None:
+def test_connection_whose_peer_reads_slowly_is_kept() -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.transport.is_stuck = True
         for _ in range(6):
@@ -790,7 +790,7 @@ def test_connection_whose_peer_takes_a_little_now_and_then_is_kept() -> None:
     on_wire(test)
 
 
-def test_connection_with_most_unsent_loses_its_oldest_calls_and_others_nothing() -> None:
+def test_connection_with_the_most_unsent_bytes_loses_its_oldest_calls() -> None:
     async def test(wire: Wire, client: Client) -> None:
         other = Wire(asyncio.get_running_loop(), wire.clock, budget=wire.budget)
         honest = Client(other)
@@ -819,14 +819,14 @@ def test_connection_with_most_unsent_loses_its_oldest_calls_and_others_nothing()
     on_wire(test, limits=Limits(max_unsent_bytes=200_000), settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
 
 
-def test_only_answer_there_is_may_be_larger_than_the_room() -> None:
+def test_sole_answer_can_exceed_the_limit() -> None:
     async def test(_: Wire, client: Client) -> None:
         assert (await client.call(ECHO, bytes(60_000))).messages == [bytes(60_000)]
 
     on_wire(test, limits=Limits(max_unsent_bytes=1), settings={SettingCodes.INITIAL_WINDOW_SIZE: 1000})
 
 
-def test_connection_that_takes_no_answers_begins_no_more_calls_until_it_does() -> None:
+def test_connection_that_reads_no_answers_starts_no_calls() -> None:
     async def test(_: Wire, client: Client) -> None:
         client.reads = False
         stream = client.open(STREAM)
@@ -843,7 +843,7 @@ def test_connection_that_takes_no_answers_begins_no_more_calls_until_it_does() -
     on_wire(test, limits=Limits(max_unsent_bytes=2 * 34_000))
 
 
-def test_connection_of_many_callers_may_have_more_than_its_share_while_half_of_the_room_is_free() -> None:
+def test_connection_can_exceed_its_share_while_half_the_limit_is_free() -> None:
     async def test(_: Wire, client: Client) -> None:
         client.reads = False
         stream = client.open(STREAM)
@@ -856,8 +856,8 @@ def test_connection_of_many_callers_may_have_more_than_its_share_while_half_of_t
     on_wire(test, limits=Limits(max_unsent_bytes=4 * 30_000))
 
 
-def test_connection_beyond_the_limit_is_closed_without_settings() -> None:
-    """Clients who got SETTINGS would come again at once."""
+def test_connection_past_the_limit_is_closed_without_settings() -> None:
+    """A client that received SETTINGS would reconnect at once."""
 
     async def test(wire: Wire, client: Client) -> None:
         other = wire.connect(Limits(max_connections=1))
@@ -873,7 +873,7 @@ def test_connection_beyond_the_limit_is_closed_without_settings() -> None:
     on_wire(test)
 
 
-def test_nothing_of_a_closed_stream_is_kept() -> None:
+def test_closed_stream_is_released() -> None:
     async def test(wire: Wire, client: Client) -> None:
         for _ in range(200):
             await client.call(ECHO, b"x")
@@ -885,7 +885,7 @@ def test_nothing_of_a_closed_stream_is_kept() -> None:
     on_wire(test)
 
 
-def test_end_of_a_wire_is_checked() -> None:
+def test_wire_detects_held_bytes_at_its_end() -> None:
     async def test(wire: Wire, _: Client) -> None:
         wire.gate.hold(1)
 

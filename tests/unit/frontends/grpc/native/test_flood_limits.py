@@ -13,7 +13,7 @@ def spend(bucket: TokenBucket, now_ns: int) -> int:
     return count
 
 
-def test_burst_is_borne_and_then_so_many_a_second() -> None:
+def test_burst_is_tolerated_then_a_fixed_rate() -> None:
     bucket = TokenBucket(0)
     assert spend(bucket, 0) == 2000
     assert spend(bucket, S) == 1000
@@ -21,7 +21,7 @@ def test_burst_is_borne_and_then_so_many_a_second() -> None:
     assert spend(bucket, 100 * S) == 2000
 
 
-def test_what_was_earned_is_borne_beside_that_up_to_a_burst() -> None:
+def test_earned_allowance_is_tolerated_up_to_a_burst() -> None:
     bucket = TokenBucket(0)
     assert spend(bucket, 0) == 2000
     assert bucket.take(0, 3)
@@ -37,24 +37,24 @@ def count_until_too_many(pings: PingLimit, every_s: float, *, has_calls: bool) -
     return None
 
 
-def test_pings_that_keep_their_distance_are_borne_for_ever() -> None:
+def test_spaced_pings_are_always_tolerated() -> None:
     assert count_until_too_many(PingLimit(Limits(min_ping_interval_s=10)), 10, has_calls=True) is None
     assert count_until_too_many(PingLimit(Limits()), 7200, has_calls=False) is None
 
 
-def test_pings_that_come_too_soon_are_too_many_after_the_strikes() -> None:
+def test_early_pings_are_too_many_after_the_strikes() -> None:
     assert count_until_too_many(PingLimit(Limits(min_ping_interval_s=10)), 9.9, has_calls=True) == 3
     assert count_until_too_many(PingLimit(Limits(max_ping_strikes=5)), 1, has_calls=True) == 6
     assert count_until_too_many(PingLimit(Limits(max_ping_strikes=0)), 1, has_calls=True) is None
 
 
-def test_connection_without_calls_may_be_asked_every_two_hours_or_as_the_option_says() -> None:
+def test_idle_connection_can_be_pinged_at_the_configured_interval() -> None:
     assert count_until_too_many(PingLimit(Limits(min_ping_interval_s=10)), 10, has_calls=False) == 3
     without = Limits(min_ping_interval_s=10, pings_without_calls=True)
     assert count_until_too_many(PingLimit(without), 10, has_calls=False) is None
 
 
-def test_calls_that_were_answered_since_forgive_all() -> None:
+def test_answered_calls_reset_the_strikes() -> None:
     pings = PingLimit(Limits())
     for number in range(50):
         assert pings.admit(number, has_calls=False)

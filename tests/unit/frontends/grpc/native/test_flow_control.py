@@ -6,13 +6,13 @@ from collections import deque
 from ortserve.frontends.grpc.native.flow_control import ReceiveWindow, UnsentBudget
 
 
-def test_no_more_may_come_than_there_is_room_for() -> None:
+def test_data_past_the_window_is_an_error() -> None:
     window = ReceiveWindow(100)
     assert window.take(100)
     assert not window.take(1)
 
 
-def test_room_is_given_again_from_half_of_the_window_on_and_all_at_once() -> None:
+def test_window_is_refilled_once_half_is_used() -> None:
     window = ReceiveWindow(100)
     window.take(49)
     assert window.credit() == 0
@@ -51,7 +51,7 @@ async def settle() -> None:
     await asyncio.sleep(0)
 
 
-def test_share_is_a_bound_from_half_of_the_room_on() -> None:
+def test_share_applies_once_half_the_limit_is_used() -> None:
     budget = UnsentBudget(100)
     budget.held_bytes = 50
     assert not budget.is_exceeded_by(50)
@@ -60,7 +60,7 @@ def test_share_is_a_bound_from_half_of_the_room_on() -> None:
     assert not budget.is_exceeded_by(25)
 
 
-async def test_largest_holder_loses_its_oldest_until_there_is_budget() -> None:
+async def test_largest_holder_loses_its_oldest_calls_until_the_budget_fits() -> None:
     budget = UnsentBudget(100)
     small, large = FakeHolder(budget, 30), FakeHolder(budget, 20, 25, 26)
     await settle()
@@ -71,21 +71,21 @@ async def test_largest_holder_loses_its_oldest_until_there_is_budget() -> None:
     assert (list(small.answers), list(large.answers), list(another.answers)) == ([30], [25, 26], [])
 
 
-async def test_room_that_is_just_full_is_left_as_it_is() -> None:
+async def test_exactly_full_budget_evicts_no_call() -> None:
     budget = UnsentBudget(100)
     holders = FakeHolder(budget, 50), FakeHolder(budget, 50)
     await settle()
     assert [holder.texts for holder in holders] == [[], []]
 
 
-async def test_only_answer_of_all_may_be_of_any_size() -> None:
+async def test_sole_answer_can_have_any_size() -> None:
     budget = UnsentBudget(100)
     alone = FakeHolder(budget, 90, 1000)
     await settle()
     assert list(alone.answers) == [1000]
 
 
-async def test_holder_that_left_is_asked_no_more() -> None:
+async def test_removed_holder_is_not_evicted() -> None:
     budget = UnsentBudget(100)
     gone = FakeHolder(budget, 500)
     budget.remove(gone)

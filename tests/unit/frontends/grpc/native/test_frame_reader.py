@@ -1,4 +1,4 @@
-"""Frames in bytes, however these were cut."""
+"""Frames in bytes, under any segmentation."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,30 +8,30 @@ from ortserve.frontends.grpc.native.frame_reader import FrameReader
 
 
 class Heard:
-    """A ``FrameTaker`` that writes down what it is told, DATA in one piece."""
+    """A ``FrameTaker`` that records its calls, with DATA in one piece."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
         self._data = b""
 
     def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
-        self.told.append(("DATA", stream_id, length, is_end))
+        self.calls.append(("DATA", stream_id, length, is_end))
 
     def on_data_part(self, data: bytes | None, begin: int, end: int, *, is_last: bool) -> None:
         assert data is not None, "nothing was placed"
         self._data += data[begin:end]
         if is_last:
-            self.told.append(("bytes", self._data))
+            self.calls.append(("bytes", self._data))
             self._data = b""
 
     def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
-        self.told.append(("block", stream_id, block, is_end))
+        self.calls.append(("block", stream_id, block, is_end))
 
     def on_window_update(self, stream_id: int, payload: bytes) -> None:
         self.on_frame(frames.WINDOW_UPDATE, 0, stream_id, payload)
 
     def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        self.told.append(("frame", kind, flags, stream_id, payload))
+        self.calls.append(("frame", kind, flags, stream_id, payload))
 
 
 SENT = b"".join(
@@ -50,7 +50,7 @@ SENT = b"".join(
         frames.frame(0xEE, 0x7, 9, b"?"),
     )
 )
-TOLD = [
+EXPECTED_CALLS = [
     ("frame", frames.SETTINGS, 0, 0, bytes((0, 4, 0, 0, 0, 5))),
     ("block", 1, b"ab", False),
     ("DATA", 1, 5, False),
@@ -65,7 +65,7 @@ TOLD = [
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
-def test_frames_are_the_same_wherever_the_bytes_are_cut(cuts: list[int]) -> None:
+def test_frames_are_independent_of_segmentation(cuts: list[int]) -> None:
     heard = Heard()
     reader = FrameReader(heard)
     position = number = 0
@@ -74,7 +74,7 @@ def test_frames_are_the_same_wherever_the_bytes_are_cut(cuts: list[int]) -> None
         reader.feed(SENT[position : position + size], number)
         position += size
         number += 1
-    assert heard.told == TOLD
+    assert heard.calls == EXPECTED_CALLS
     assert reader.unfinished_since_ns is None
     assert reader.has_settings
 
@@ -102,7 +102,7 @@ def test_header_block_counts_as_unfinished_from_its_first_frame() -> None:
     assert reader.unfinished_since_ns is None
 
 
-def test_data_that_comes_slowly_is_not_unfinished() -> None:
+def test_slow_data_frame_is_not_unfinished() -> None:
     heard = Heard()
     reader = FrameReader(heard)
     reader.feed(frames.PREFACE + frames.settings({}), 1)

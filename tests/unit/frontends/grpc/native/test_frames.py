@@ -1,4 +1,4 @@
-"""HTTP/2 frames, and what the SETTINGS of a peer change."""
+"""HTTP/2 frames, and the effect of a peer's SETTINGS."""
 
 import hyperframe.frame as hyper
 import pytest
@@ -14,10 +14,10 @@ def parse(data: bytes) -> hyper.Frame:
     return frame
 
 
-def test_frames_are_what_another_library_reads() -> None:
-    told = parse(frames.settings({frames.INITIAL_WINDOW_SIZE: 5, frames.MAX_CONCURRENT_STREAMS: 7}))
-    assert isinstance(told, hyper.SettingsFrame)
-    assert told.settings == {4: 5, 3: 7}
+def test_frames_equal_those_of_another_library() -> None:
+    parsed = parse(frames.settings({frames.INITIAL_WINDOW_SIZE: 5, frames.MAX_CONCURRENT_STREAMS: 7}))
+    assert isinstance(parsed, hyper.SettingsFrame)
+    assert parsed.settings == {4: 5, 3: 7}
     window = parse(frames.window_update(3, 9))
     assert isinstance(window, hyper.WindowUpdateFrame)
     assert (window.stream_id, window.window_increment) == (3, 9)
@@ -38,12 +38,12 @@ def test_frame_header_is_the_frame_without_its_payload() -> None:
 
 
 @pytest.mark.parametrize(("payload", "kept"), [(b"\x00abc", b"abc"), (b"\x02abc", b"a"), (b"\x03abc", b"")])
-def test_padding_is_cut_off(payload: bytes, kept: bytes) -> None:
+def test_padding_is_removed(payload: bytes, kept: bytes) -> None:
     assert frames.without_padding(payload) == kept
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x01", b"\x04abc"])
-def test_padding_that_is_more_than_the_payload_is_an_error(payload: bytes) -> None:
+def test_padding_longer_than_the_payload_is_an_error(payload: bytes) -> None:
     with pytest.raises(Http2ConnectionError):
         frames.without_padding(payload)
 
@@ -52,10 +52,10 @@ def payload(*values: tuple[int, int]) -> bytes:
     return b"".join(frames.settings({number: value})[9:] for number, value in values)
 
 
-def test_last_value_counts_and_the_smallest_table_is_remembered() -> None:
-    told = payload((frames.INITIAL_WINDOW_SIZE, 1), (frames.INITIAL_WINDOW_SIZE, 2), (frames.MAX_FRAME_SIZE, 20_000))
+def test_last_setting_wins_and_the_smallest_table_size_is_kept() -> None:
+    sent = payload((frames.INITIAL_WINDOW_SIZE, 1), (frames.INITIAL_WINDOW_SIZE, 2), (frames.MAX_FRAME_SIZE, 20_000))
     tables = payload((frames.HEADER_TABLE_SIZE, 5), (frames.HEADER_TABLE_SIZE, 4096))
-    assert read_peer_settings(told + tables) == PeerSettings(2, 20_000, 5)
+    assert read_peer_settings(sent + tables) == PeerSettings(2, 20_000, 5)
 
 
 def test_unknown_settings_are_ignored() -> None:
@@ -79,8 +79,8 @@ def test_value_out_of_its_range_ends_the_connection(number: int, value: int, cod
     assert str(value) in caught.value.text
 
 
-def test_what_is_no_list_or_too_long_a_one_ends_the_connection() -> None:
-    for told, code in ((b"x", ErrorCode.FRAME_SIZE_ERROR), (bytes(6 * 65), ErrorCode.ENHANCE_YOUR_CALM)):
+def test_malformed_or_oversized_settings_end_the_connection() -> None:
+    for sent, code in ((b"x", ErrorCode.FRAME_SIZE_ERROR), (bytes(6 * 65), ErrorCode.ENHANCE_YOUR_CALM)):
         with pytest.raises(Http2ConnectionError) as caught:
-            read_peer_settings(told)
+            read_peer_settings(sent)
         assert caught.value.code is code

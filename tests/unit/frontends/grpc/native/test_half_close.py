@@ -1,4 +1,4 @@
-"""Peers that close their side of the connection: no more requests come, and the peer may be gone or still read."""
+"""Peers that close their side of the connection: they send no more requests and may still read answers."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from ortserve.frontends.grpc.native.limits import Limits
 PING = frames.frame(frames.PING, 0, 0, bytes(8))
 
 
-def test_calls_that_came_whole_are_answered_and_the_connection_closes() -> None:
+def test_complete_calls_are_answered_then_the_connection_closes() -> None:
     async def test(wire: Wire, client: Client) -> None:
         streams = [client.open(HOLD) for _ in range(3)]
         for stream in streams:
@@ -33,7 +33,7 @@ def test_calls_that_came_whole_are_answered_and_the_connection_closes() -> None:
 
 
 @pytest.mark.parametrize("sent", [framed(b"xyz")[:-1], framed(b"xyz")[:3], framed(bytes(200_000))[:100_000]])
-def test_call_that_did_not_come_whole_ends_at_once(sent: bytes) -> None:
+def test_incomplete_call_ends_at_once(sent: bytes) -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
         client.send(held, framed(b"x"), is_end=True)
@@ -66,7 +66,7 @@ def test_connection_without_calls_closes_at_once() -> None:
     on_wire(test)
 
 
-def test_caller_who_is_gone_is_found_out_by_pings() -> None:
+def test_keepalive_ping_detects_a_closed_client() -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
         client.send(held, framed(b"x"), is_end=True)
@@ -82,7 +82,7 @@ def test_caller_who_is_gone_is_found_out_by_pings() -> None:
     on_wire(test)
 
 
-def test_caller_who_is_there_may_wait_for_long() -> None:
+def test_client_that_answers_pings_can_wait() -> None:
     async def test(wire: Wire, client: Client) -> None:
         held = client.open(HOLD)
         client.send(held, framed(b"x"), is_end=True)
@@ -100,7 +100,7 @@ def test_caller_who_is_there_may_wait_for_long() -> None:
     on_wire(test, limits=Limits(keepalive_s=10, pings_without_calls=True, max_idle_s=20))
 
 
-def test_answer_that_does_not_fit_the_windows_ends() -> None:
+def test_answer_larger_than_the_windows_fails_its_call() -> None:
     """Nobody can widen them any more."""
 
     async def test(wire: Wire, client: Client) -> None:

@@ -1,4 +1,4 @@
-"""Header blocks that are remembered mean what the hpack library reads in them, whatever came before."""
+"""Cached header blocks decode as in the hpack library, after any earlier blocks."""
 
 import hpack
 import pytest
@@ -70,7 +70,7 @@ blocks = st.builds(
 
 @settings(max_examples=400, deadline=None)
 @given(blocks)
-def test_blocks_are_read_as_a_decoder_without_memory_reads_them(sent: list[bytes]) -> None:
+def test_cached_decoder_equals_a_plain_decoder(sent: list[bytes]) -> None:
     reader = HeaderReader()
     decoder = hpack.Decoder(max_header_list_size=MOST_LIST)
     for block in sent:
@@ -84,7 +84,7 @@ def test_blocks_are_read_as_a_decoder_without_memory_reads_them(sent: list[bytes
         assert reader.read(block) == (expected if is_kept else None)
 
 
-def test_block_that_comes_again_is_not_read_again() -> None:
+def test_repeated_block_is_not_decoded_again() -> None:
     reader = HeaderReader()
     encoder = hpack.Encoder()
     headers = [(b":path", b"/x"), (b"te", b"trailers")]
@@ -96,14 +96,14 @@ def test_block_that_comes_again_is_not_read_again() -> None:
     assert list(reader._kept) == [others[0]]
 
 
-def test_block_that_inserts_or_resizes_is_never_kept() -> None:
+def test_block_that_changes_the_table_is_never_cached() -> None:
     reader = HeaderReader()
     for block in (b"\x40\x01a\x01b", b"\x20\x82", b"\x3f\xe1\x1f\x82"):
         reader.read(block)
         assert block not in reader._kept
 
 
-def test_what_was_kept_is_forgotten_when_the_table_changes() -> None:
+def test_cache_is_cleared_when_the_table_changes() -> None:
     reader = HeaderReader()
     reader.read(b"\x40\x01a\x01b")
     assert reader.read(b"\xbe") == ((b"a", b"b"),)
@@ -114,7 +114,7 @@ def test_what_was_kept_is_forgotten_when_the_table_changes() -> None:
         reader.read(b"\xbe")
 
 
-def test_memory_of_blocks_is_bounded() -> None:
+def test_block_cache_is_bounded() -> None:
     reader = HeaderReader()
     for number in range(1000):
         reader.read(literal(b"x", b"%d" % number))
@@ -123,7 +123,7 @@ def test_memory_of_blocks_is_bounded() -> None:
         assert max(map(len, reader._kept)) <= 2048
 
 
-def test_list_that_is_too_large_is_told_from_a_block_that_cannot_be_read() -> None:
+def test_oversized_header_list_differs_from_a_malformed_block() -> None:
     for block, code in (
         (literal(b"x", bytes(MOST_LIST)), ErrorCode.ENHANCE_YOUR_CALM),
         (b"\x82" * 4000, ErrorCode.ENHANCE_YOUR_CALM),
@@ -136,7 +136,7 @@ def test_list_that_is_too_large_is_told_from_a_block_that_cannot_be_read() -> No
         assert caught.value.code is code
 
 
-def test_list_that_is_thrown_away_has_taught_the_table_what_it_says() -> None:
+def test_discarded_header_list_still_updates_the_table() -> None:
     reader = HeaderReader()
     encoder = hpack.Encoder()
     small = [(b"a", b"b"), (b"c", b"d")]
@@ -151,6 +151,6 @@ def test_list_that_is_thrown_away_has_taught_the_table_what_it_says() -> None:
 
 
 @given(st.binary(min_size=1, max_size=300), st.binary(max_size=70_000))
-def test_literal_is_what_a_decoder_reads(name: bytes, value: bytes) -> None:
+def test_literal_is_readable_by_a_decoder(name: bytes, value: bytes) -> None:
     decoder = hpack.Decoder(max_header_list_size=100_000)
     assert [tuple(header) for header in decoder.decode(literal(name, value), raw=True)] == [(name, value)]

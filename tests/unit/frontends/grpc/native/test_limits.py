@@ -38,7 +38,7 @@ def test_every_limit_has_its_option() -> None:
     assert asdict(limits) == expected | {"max_message_bytes": 100}
 
 
-def test_connection_may_have_all_streams_of_the_server_and_calls_beside_them() -> None:
+def test_connection_can_have_all_streams_and_further_calls() -> None:
     options = GrpcOptions(grpc_max_streams=5000)
     assert connection_limits(options, max_message_bytes=10).max_streams == 6000
 
@@ -47,7 +47,7 @@ def test_connection_may_have_all_streams_of_the_server_and_calls_beside_them() -
     ("limits", "tick_s"),
     [(Limits(), 1.0), (Limits(max_age_s=2.0), 0.5), (Limits(max_idle_s=0.001), 0.01), (Limits(keepalive_s=0.4), 0.1)],
 )
-def test_clock_is_looked_at_often_enough_for_the_shortest_bound(limits: Limits, tick_s: float) -> None:
+def test_timer_period_suits_the_shortest_bound(limits: Limits, tick_s: float) -> None:
     assert limits.tick_s == tick_s
 
 
@@ -58,20 +58,20 @@ def look(
     return life.look(int(at_s * S), has_settings=has_settings, has_calls=has_calls, unfinished_since_ns=unfinished_ns)
 
 
-def test_handshake_has_its_time_and_no_more() -> None:
+def test_handshake_times_out() -> None:
     life = Lifetime(Limits(), 0, None)
     assert look(life, 10, has_settings=False) is Due.NOTHING
     assert look(life, 10.1, has_settings=False) is Due.ABORT
     assert look(life, 10.1) is Due.NOTHING
 
 
-def test_frame_that_is_not_whole_has_its_time_and_no_more() -> None:
+def test_unfinished_frame_times_out() -> None:
     life = Lifetime(Limits(), 0, None)
     assert look(life, 25, unfinished_s=5) is Due.NOTHING
     assert look(life, 25.1, unfinished_s=5) is Due.ABORT
 
 
-def test_silent_peer_is_asked_and_given_up_when_it_does_not_answer() -> None:
+def test_silent_peer_is_pinged_and_then_disconnected() -> None:
     life = Lifetime(Limits(keepalive_s=10, keepalive_timeout_s=5), 0, None)
     assert look(life, 9.9) is Due.NOTHING
     assert look(life, 10) is Due.PING
@@ -83,13 +83,13 @@ def test_silent_peer_is_asked_and_given_up_when_it_does_not_answer() -> None:
     assert look(life, 30) is Due.ABORT
 
 
-def test_peer_without_calls_is_asked_only_where_the_option_says_so() -> None:
+def test_idle_peer_is_pinged_only_when_configured() -> None:
     assert look(Lifetime(Limits(keepalive_s=10), 0, None), 11, has_calls=False) is Due.NOTHING
     assert look(Lifetime(Limits(keepalive_s=10, pings_without_calls=True), 0, None), 11, has_calls=False) is Due.PING
 
 
 @pytest.mark.parametrize(("most", "asked"), [(2, 2), (0, 9)])
-def test_peer_is_asked_only_so_often_without_a_call_in_between(most: int, asked: int) -> None:
+def test_pings_without_calls_are_limited(most: int, asked: int) -> None:
     life = Lifetime(Limits(keepalive_s=10, max_useless_pings=most), 0, None)
     count = 0
     for second in range(100):
@@ -101,7 +101,7 @@ def test_peer_is_asked_only_so_often_without_a_call_in_between(most: int, asked:
     assert look(life, 200) is Due.PING
 
 
-def test_connection_without_calls_is_drained_when_it_was_idle_for_long_enough() -> None:
+def test_idle_connection_is_drained_after_the_idle_timeout() -> None:
     life = Lifetime(Limits(max_idle_s=10), 0, None)
     assert look(life, 11) is Due.NOTHING
     assert look(life, 9.9, has_calls=False) is Due.NOTHING
@@ -112,7 +112,7 @@ def test_connection_without_calls_is_drained_when_it_was_idle_for_long_enough() 
     assert look(life, 1000, has_calls=False) is Due.NOTHING
 
 
-def test_old_connection_retires_once_and_is_cut_off_after_the_grace() -> None:
+def test_expired_connection_drains_and_ends_after_the_grace() -> None:
     life = Lifetime(Limits(max_age_grace_s=3), 0, 10.0)
     assert look(life, 9.9) is Due.NOTHING
     assert look(life, 10) is Due.RETIRE
@@ -121,13 +121,13 @@ def test_old_connection_retires_once_and_is_cut_off_after_the_grace() -> None:
     assert look(life, 13) is Due.ABORT
 
 
-def test_peer_is_still_asked_while_the_connection_drains() -> None:
+def test_peer_is_pinged_during_a_drain() -> None:
     life = Lifetime(Limits(keepalive_s=10), 0, 1.0)
     life.begin_drain(1 * S, None)
     assert look(life, 10) is Due.PING
 
 
-def test_earlier_end_counts() -> None:
+def test_earlier_end_applies() -> None:
     life = Lifetime(Limits(), 0, None)
     life.abort_by(0, 5)
     life.abort_by(0, 9)

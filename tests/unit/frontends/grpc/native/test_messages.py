@@ -27,7 +27,7 @@ def feed(reader: MessageReader, data: bytes) -> list[Message]:
     return reader.feed(b"ab" + data + b"c", 2, 2 + len(data))
 
 
-def test_messages_are_found_wherever_the_bytes_are_cut_in_two() -> None:
+def test_messages_are_found_in_two_segments() -> None:
     messages = [b"", b"a", b"bc" * 10, b""]
     sent = b"".join(framed(message, flag=number % 2) for number, message in enumerate(messages))
     for cut in range(len(sent) + 1):
@@ -39,7 +39,7 @@ def test_messages_are_found_wherever_the_bytes_are_cut_in_two() -> None:
 
 
 @given(st.lists(st.binary(max_size=9000), max_size=5), st.lists(st.integers(1, 6000), min_size=1))
-def test_messages_are_found_wherever_the_bytes_are_cut(messages: list[bytes], cuts: list[int]) -> None:
+def test_messages_are_found_under_any_segmentation(messages: list[bytes], cuts: list[int]) -> None:
     sent = b"".join(framed(message) for message in messages)
     reader = MessageReader(10_000, LargeMemory())
     found = []
@@ -53,7 +53,7 @@ def test_messages_are_found_wherever_the_bytes_are_cut(messages: list[bytes], cu
     assert [message for message, _ in found] == messages
 
 
-def test_bytes_that_come_one_by_one_are_not_kept_one_by_one() -> None:
+def test_single_bytes_are_not_stored_as_separate_chunks() -> None:
     reader = MessageReader(100_000, LargeMemory())
     feed(reader, framed(bytes(50_000))[:5])
     for _ in range(40_000):
@@ -61,7 +61,7 @@ def test_bytes_that_come_one_by_one_are_not_kept_one_by_one() -> None:
     assert len(reader._parts) < 20
 
 
-def test_rest_of_a_message_that_was_let_go_is_not_counted() -> None:
+def test_rest_of_a_dropped_message_is_not_counted() -> None:
     reader = MessageReader(100, LargeMemory())
     feed(reader, framed(b"hello")[:7])
     assert (reader.kept_bytes, reader.length) == (2, 5)
@@ -74,7 +74,7 @@ def test_rest_of_a_message_that_was_let_go_is_not_counted() -> None:
     ("sent", "code"),
     [(framed(b"x", flag=3), grpc.StatusCode.INTERNAL), (framed(bytes(101)), grpc.StatusCode.RESOURCE_EXHAUSTED)],
 )
-def test_message_that_is_none_or_too_large_is_refused_by_its_prefix(sent: bytes, code: grpc.StatusCode) -> None:
+def test_malformed_or_oversized_message_is_rejected_by_its_prefix(sent: bytes, code: grpc.StatusCode) -> None:
     with pytest.raises(RejectedMessageError) as caught:
         feed(MessageReader(100, LargeMemory()), sent[:5])
     assert caught.value.code is code
@@ -90,11 +90,11 @@ def inflated(message: bytes, encoding: bytes, max_bytes: int, gate: BodyGate | N
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
 @pytest.mark.parametrize("message", [b"", b"x", bytes(100_000), bytes(9 * MIB)])
-def test_message_comes_back(encoding: bytes, message: bytes) -> None:
+def test_message_survives_a_round_trip(encoding: bytes, message: bytes) -> None:
     assert inflated(deflate(message, encoding), encoding, len(message)) == message
 
 
-def test_other_peoples_compression_is_understood() -> None:
+def test_foreign_compression_is_decoded() -> None:
     assert inflated(gzip.compress(b"hello"), b"gzip", 100) == b"hello"
     assert inflated(zlib.compress(b"hello"), b"deflate", 100) == b"hello"
 
@@ -113,14 +113,14 @@ def test_other_peoples_compression_is_understood() -> None:
     # Those of gzip hold the time.
     ids=["identity", "unknown", "nothing of gzip", "cut off", "more behind", "too long", "far too long"],
 )
-def test_what_cannot_be_inflated_is_refused(message: bytes, encoding: bytes, code: grpc.StatusCode) -> None:
+def test_undecodable_message_is_rejected(message: bytes, encoding: bytes, code: grpc.StatusCode) -> None:
     with pytest.raises(RejectedMessageError) as caught:
         inflated(message, encoding, 100)
     assert caught.value.code is code
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
-def test_bomb_takes_no_more_memory_than_the_limit(encoding: bytes) -> None:
+def test_decompression_bomb_stays_within_the_limit(encoding: bytes) -> None:
     bomb = deflate(bytes(256 * MIB), encoding)
     limit = 4 * MIB
     tracemalloc.start()
@@ -134,7 +134,7 @@ def test_bomb_takes_no_more_memory_than_the_limit(encoding: bytes) -> None:
     assert peak < 4 * limit
 
 
-def test_message_that_grows_counts_and_is_refused_where_the_server_holds_too_much() -> None:
+def test_inflated_message_counts_and_is_rejected_at_the_limit() -> None:
     gate = BodyGate(10 * MIB)
     others = gate.hold(MIB)
     with pytest.raises(ServeError) as caught:
@@ -142,10 +142,10 @@ def test_message_that_grows_counts_and_is_refused_where_the_server_holds_too_muc
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert gate.held_bytes == MIB
     others.release()
-    assert len(inflated(deflate(bytes(64 * MIB), b"gzip"), b"gzip", 64 * MIB, gate)) == 64 * MIB  # nobody else is there
+    assert len(inflated(deflate(bytes(64 * MIB), b"gzip"), b"gzip", 64 * MIB, gate)) == 64 * MIB  # no other holder
 
 
-def test_message_that_fits_a_window_counts_and_is_for_its_handler_to_refuse() -> None:
+def test_small_message_counts_past_the_limit_without_rejection() -> None:
     async def work() -> None:
         gate = BodyGate(MIB)
         gate.hold(MIB)

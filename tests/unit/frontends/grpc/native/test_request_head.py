@@ -11,7 +11,7 @@ PSEUDO = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/a/B"), (b"
 GRPC = (b"content-type", b"application/grpc")
 
 
-def test_call_without_anything_special() -> None:
+def test_plain_call_is_accepted() -> None:
     head = read_head((*PSEUDO, GRPC))
     assert (head.path, head.timeout_ns, head.encoding, head.http_status, head.rejection) == (
         "/a/B",
@@ -31,7 +31,7 @@ def test_timeout_has_a_unit(value: bytes, ns: int) -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"S", b"1", b"123456789S", b"-1S", b"1.5S", b"\xb2S"])
-def test_timeout_that_is_none_is_refused(value: bytes) -> None:
+def test_malformed_timeout_is_rejected(value: bytes) -> None:
     head = read_head((*PSEUDO, GRPC, (b"grpc-timeout", value)))
     assert head.rejection is not None
     assert "grpc-timeout" in head.rejection[1]
@@ -43,14 +43,14 @@ def test_metadata_is_text_or_binary_by_its_name() -> None:
     assert (metadata["x-a"], metadata["x-bin"], metadata["y-bin"]) == ("b", b"\0\xff", b"")
 
 
-def test_space_around_values_of_metadata_is_none_of_theirs() -> None:
+def test_white_space_around_metadata_values_is_removed() -> None:
     sent = ((b"a", b" x"), (b"b", b"x y\t "), (b"c", b" \t"), (b"te", b"trailers "), (b"grpc-timeout", b" 1S"))
     head = read_head((*PSEUDO, GRPC, *sent))
     metadata = dict(head.metadata)
     assert (metadata["a"], metadata["b"], metadata["c"], head.timeout_ns) == ("x", "x y", "", 10**9)
 
 
-def test_encodings_that_the_caller_takes_are_a_set() -> None:
+def test_accepted_encodings_are_a_set() -> None:
     head = read_head((*PSEUDO, GRPC, (b"grpc-accept-encoding", b"identity, gzip,deflate"), (b"grpc-encoding", b"gzip")))
     assert head.accepts == {b"identity", b"gzip", b"deflate"}
     assert head.encoding == b"gzip"
@@ -84,7 +84,7 @@ def test_encodings_that_the_caller_takes_are_a_set() -> None:
         (*PSEUDO, (b"content-length", b"1"), (b"content-length", b"2")),
     ],
 )
-def test_what_http2_forbids_is_malformed(headers: tuple[tuple[bytes, bytes], ...]) -> None:
+def test_header_that_http2_forbids_is_malformed(headers: tuple[tuple[bytes, bytes], ...]) -> None:
     with pytest.raises(MalformedRequestError):
         read_head(headers)
 
@@ -92,14 +92,14 @@ def test_what_http2_forbids_is_malformed(headers: tuple[tuple[bytes, bytes], ...
 @pytest.mark.parametrize(
     "name", [b"authorization", b"cookie", b"x-api-key", b"token-bin", b"grpc-timeout", b"any-name"]
 )
-def test_values_that_may_be_keys_are_not_kept(name: bytes) -> None:
+def test_possible_keys_are_not_cached(name: bytes) -> None:
     value = bytes(bytearray(b"Bearer s3cret"))
     before = sys.getrefcount(value)
     assert name.decode() in dict(read_head((*PSEUDO, GRPC, (name, value))).metadata)
     assert sys.getrefcount(value) == before
 
 
-def test_calls_that_differ_in_values_of_their_own_share_the_rest() -> None:
+def test_calls_with_different_own_values_share_the_cached_rest() -> None:
     one, other = (
         read_head(
             (*PSEUDO, (b"grpc-accept-encoding", b"gzip"), GRPC, (b"grpc-timeout", timeout), (b"traceparent", trace))
@@ -130,6 +130,6 @@ def test_trailers_that_http2_forbids_are_malformed(trailer: tuple[bytes, bytes])
 
 
 @pytest.mark.parametrize("value", [b"x\r\ny: z", b"\0"])
-def test_values_of_trailers_are_looked_at(value: bytes) -> None:
+def test_trailer_values_are_checked(value: bytes) -> None:
     with pytest.raises(MalformedRequestError):
         check_trailers(((b"x-a", value),))

@@ -1,4 +1,4 @@
-"""Legal and illegal frames in any order, sent by the h2 library and by hand, against what a caller may rely on.
+"""Legal and illegal frames in any order, sent by the h2 library and by hand, against the guarantees of the server.
 
 Whatever comes, the connection either goes on or ends with a GOAWAY; a call that was made rightly gets its own bytes
 back and its own status; and when the peer has left, nothing of it is kept.
@@ -37,7 +37,7 @@ def schedules(count: int, *, steps: int) -> settings:
 
 
 class Call:
-    """What a caller has sent on a stream."""
+    """The frames that a client has sent on a stream."""
 
     def __init__(self, path: str, stream_id: int) -> None:
         self.path = path
@@ -137,14 +137,14 @@ class TransportMachine(RuleBasedStateMachine):
         call.is_reset = True
 
     def change(self, chosen: "dict[SettingCodes | int, int]") -> None:
-        """One change after the other: h2 takes the first answer for that to all changes that are under way."""
+        """One change after the other: h2 takes the first acknowledgement for all pending changes."""
 
-        async def tell() -> None:
+        async def change() -> None:
             await self.client.exchange()
             self.client.h2.update_settings(chosen)
             await self.client.exchange()
 
-        self.run(tell())
+        self.run(change())
 
     @precondition(lambda self: not self.wire.transport.is_stuck)
     @rule(window=st.sampled_from([0, 1000, 65_535, 200_000]))
@@ -186,7 +186,7 @@ class TransportMachine(RuleBasedStateMachine):
             self.check(call)
 
     def check(self, call: Call) -> None:
-        """An answer holds nothing but what was asked, in its order."""
+        """An answer contains exactly the sent messages, in order."""
         answer = self.answer(call)
         expected = b"".join(framed(message) for message in call.messages)
         if call.path in (ECHO, HOLD, SLOW):
@@ -314,7 +314,7 @@ class MischiefMachine(RuleBasedStateMachine):
         self.wire.connection.begin_drain()
 
     @invariant()
-    def nothing_breaks(self) -> None:
+    def no_fault_occurred(self) -> None:
         assert not self.loop.faults, self.loop.faults
         if self.wire.transport.is_closing():
             self.sent += self.loop.run_until_complete(self.wire.turn())
