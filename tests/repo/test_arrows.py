@@ -36,7 +36,7 @@ DOORS = {
     "opentelemetry": {"telemetry"},
     "grpc": {"frontends", "tools"},
     "hpack": {"frontends"},
-    "cryptography": {"frontends"},
+    "cryptography": {"frontends", "tools"},
     "starlette": {"frontends"},
     "fastapi": {"frontends"},
     "uvicorn": {"frontends"},

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 from ortserve import __version__
 from ortserve.cli import health, serve
-from ortserve.cli.serve import installed_runtimes
 from ortserve.core.compiled import IS_COMPILED
+from ortserve.engine.distributions import installed_runtimes
 
 _TOOLS_NEED = ("onnxruntime", "rich", "jinja2", "onnx", "matplotlib", "psutil", "squarify")
 

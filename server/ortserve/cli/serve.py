@@ -2,16 +2,23 @@
 
 import argparse
 import sys
-from collections.abc import Collection, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from ortserve.config.expectation import describe_default, describe_unit, describe_values, did_you_mean
-from ortserve.config.option_groups import tls_problems
-from ortserve.config.options import OPTION_GROUPS, OptionsError, ServerOptions, flag_name, read_options, split_list
+from ortserve.config.options import (
+    OPTION_GROUPS,
+    OptionsError,
+    ServerOptions,
+    combination_problems,
+    flag_name,
+    read_options,
+    split_list,
+)
+from ortserve.engine.distributions import installed_runtimes, runtime_problem
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
@@ -30,13 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(*error.problems)
     if not options.repositories and not options.example:
         return _refuse("repositories: expected at least one folder or --example, got none")
-    if options.load_model and options.model_control_mode != "explicit":
-        return _refuse(f"load_model: expected model_control_mode to be 'explicit', got '{options.model_control_mode}'")
-    if options.trace_level != "OFF" and options.trace_file is None:
-        return _refuse(f"trace_level: expected trace_file beside '{options.trace_level}', got none")
-    if shared := _shared_port(options):
-        return _refuse(shared)
-    if problems := list(tls_problems(options, grpc_transport=options.grpc_transport)):
+    if problems := combination_problems(options):
         return _refuse(*problems)
     if missing := [path for path in options.repositories if not path.is_dir()]:
         return _refuse(*(f"repositories: expected a folder, got '{path}'" for path in missing))
@@ -82,17 +83,6 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def _shared_port(options: ServerOptions) -> str:
-    """The error if two options have the same port; otherwise empty."""
-    taken: dict[int, str] = {}
-    for name in ("http_port", "grpc_port", "metrics_port"):
-        port: int = getattr(options, name)
-        if port and port in taken:
-            return f"{name}: expected a different port than {taken[port]}, got {port} for both"
-        taken[port] = name
-    return ""
-
-
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     text = f"{_plain(field)} [{_values(name, field)}default: {describe_default(field) or 'unset'}]".replace("%", "%%")
     if field.annotation is bool:
@@ -129,38 +119,3 @@ def _wide_formatter(prog: str) -> argparse.HelpFormatter:
 def _refuse(*problems: str) -> int:
     sys.stderr.writelines(f"ortserve serve: {problem}\n" for problem in problems)
     return 2
-
-
-RUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu")
-
-
-def installed_runtimes() -> dict[str, str]:
-    """The installed distributions of ONNX Runtime with their versions, from their metadata. Imports nothing."""
-    found = {}
-    for name in RUNTIMES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def runtime_problem(installed: Collection[str]) -> str | None:
-    """The problem with these distributions, with the commands that solve it; None if exactly one is installed.
-
-    ``onnxruntime`` and ``onnxruntime-gpu`` install into the same folder. If both are installed, the files are those of
-    the later installation, without a warning of pip, and the GPU may silently be unused. The server then does not
-    start.
-    """
-    if len(installed) == 1:
-        return None
-    if not installed:
-        return (
-            "ONNX Runtime is not installed. Install it with: "
-            "pip install 'ortserve[cpu]', or for NVIDIA GPUs: pip install 'ortserve[gpu]'"
-        )
-    return (
-        f"{' and '.join(installed)} are both installed and overwrite each other's files. Remove both with: "
-        f"pip uninstall {' '.join(installed)}, then install one: "
-        "pip install 'ortserve[cpu]', or for NVIDIA GPUs: pip install 'ortserve[gpu]'"
-    )

@@ -28,6 +28,7 @@ from ortserve.config.option_groups import (
     OtlpOptions,
     TlsOptions,
     TraceFileOptions,
+    tls_problems,
 )
 from ortserve.config.yaml_file import read_yaml
 
@@ -213,6 +214,30 @@ def read_options(flags: Mapping[str, Any], config_path: Path | None = None) -> S
                 for name, problem in problems.items()
             )
         ) from None
+
+
+def combination_problems(options: ServerOptions) -> list[str]:
+    """One line per combination of options that is not allowed: the server does not start with it."""
+    problems = []
+    if options.load_model and options.model_control_mode != "explicit":
+        got = options.model_control_mode
+        problems.append(f"load_model: expected model_control_mode to be 'explicit', got '{got}'")
+    if options.trace_level != "OFF" and options.trace_file is None:
+        problems.append(f"trace_level: expected trace_file beside '{options.trace_level}', got none")
+    if shared := _shared_port(options):
+        problems.append(shared)
+    return [*problems, *tls_problems(options, grpc_transport=options.grpc_transport)]
+
+
+def _shared_port(options: ServerOptions) -> str:
+    """The error if two options have the same port; otherwise empty."""
+    taken: dict[int, str] = {}
+    for name in ("http_port", "grpc_port", "metrics_port"):
+        port: int = getattr(options, name)
+        if port and port in taken:
+            return f"{name}: expected a different port than {taken[port]}, got {port} for both"
+        taken[port] = name
+    return ""
 
 
 def _read_file(path: Path) -> dict[str, object]:

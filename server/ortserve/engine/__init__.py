@@ -2,6 +2,7 @@
 
 __all__ = [
     "bounded_time",
+    "distributions",
     "instance",
     "model_signature",
     "ort_errors",

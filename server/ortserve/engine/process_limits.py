@@ -151,10 +151,13 @@ def cgroup_folders(controller: str, root: Path, self_cgroup: Path) -> Iterator[t
     """
     try:
         lines = self_cgroup.read_text().splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, found, rest = line.partition(":")
+        controllers, is_whole, path = rest.partition(":")
+        if not (found and is_whole):
+            continue
         if not controllers:
             base = root
         elif controller in controllers.split(","):

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -55,19 +56,33 @@ def preload_libraries(name: str) -> None:
         ort.preload_dlls()
 
 
-def missing_library(name: str, folder: Path = _LIBRARIES) -> str:
-    """The missing library of a built-in provider, as the end of a sentence; empty if none is missing.
+def loader_problem(name: str, folder: Path = _LIBRARIES) -> str:
+    """What the system's loader says against a built-in provider's library; empty if it loads or is not separate.
 
     ONNX Runtime reports it only in its log. ``folder`` holds the libraries of providers.
     """
+    if name not in _LIBRARY_OF:  # part of ONNX Runtime's own library, or a plug-in
+        return ""
     try:
         ctypes.CDLL(str(folder / _LIBRARY_OF[name]))
-    except KeyError:  # part of ONNX Runtime's own library, or a plug-in
-        return ""
     except OSError as error:
-        missing = _MISSING.match(str(error))
-        return f"; the library {missing[1]} is missing here" if missing else ""
+        return str(error)
     return ""
+
+
+def missing_library(name: str, folder: Path = _LIBRARIES) -> str:
+    """A clause naming the library that a built-in provider misses; empty if none is missing, or it is unknown."""
+    missing = _MISSING.match(loader_problem(name, folder))
+    return f"; the library {missing[1]} is missing here" if missing else ""
+
+
+def plugin_names() -> tuple[str, ...]:
+    """The execution providers of installed packages of plug-ins. Registers none; leaves out unusable packages."""
+    found: list[str] = []
+    for package in _packages():
+        with suppress(*_PACKAGE_ERRORS):
+            found += _names(importlib.import_module(package))
+    return tuple(found)
 
 
 class Runtime:

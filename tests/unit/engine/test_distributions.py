@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ortserve.cli.serve import installed_runtimes, runtime_problem
+from ortserve.engine.distributions import installed_runtimes, runtime_problem
 
 
 def test_installed_distributions_are_found_by_their_metadata(

@@ -1,0 +1,39 @@
+"""Which distributions of ONNX Runtime are installed, from their metadata. Imports nothing of them."""
+
+from collections.abc import Collection
+from importlib import metadata
+from typing import Final
+
+RUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu")
+
+
+def installed_runtimes() -> dict[str, str]:
+    """The installed distributions of ONNX Runtime with their versions, from their metadata. Imports nothing."""
+    found = {}
+    for name in RUNTIMES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def runtime_problem(installed: Collection[str]) -> str | None:
+    """The problem with these distributions, with the commands that solve it; None if exactly one is installed.
+
+    ``onnxruntime`` and ``onnxruntime-gpu`` install into the same folder. If both are installed, the files are those of
+    the later installation, without a warning of pip, and the GPU may silently be unused. The server then does not
+    start.
+    """
+    if len(installed) == 1:
+        return None
+    if not installed:
+        return (
+            "ONNX Runtime is not installed. Install it with: "
+            "pip install 'ortserve[cpu]', or for NVIDIA GPUs: pip install 'ortserve[gpu]'"
+        )
+    return (
+        f"{' and '.join(installed)} are both installed and overwrite each other's files. Remove both with: "
+        f"pip uninstall {' '.join(installed)}, then install one: "
+        "pip install 'ortserve[cpu]', or for NVIDIA GPUs: pip install 'ortserve[gpu]'"
+    )

@@ -1,0 +1,297 @@
+"""The result of ``ortserve doctor``, as ``--json`` writes it. None stands for what this machine does not tell.
+
+The descriptions of fields are those of the JSON Schema; names of fields are also those of the tables for people.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ortserve.tools.report import Finding
+
+SCHEMA: Final = "ortserve.doctor/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """The processors.
+
+    Attributes:
+        online: Logical processors of the machine.
+        allowed: Those of this process's affinity mask.
+        quota: CPU quota of the cgroup, in processors; None without one.
+        budget: Threads that the server keeps busy: the allowed processors or the quota, rounded up.
+        throttled_periods: In which the quota was used up, since the cgroup was made.
+        instruction_sets: For which ONNX Runtime has kernels, and whether the processor has them.
+        numa_nodes: Processors by node, of the nodes with allowed processors.
+    """
+
+    model: str | None
+    architecture: str | None
+    is_virtual: bool | None
+    online: int | None
+    cores: int | None
+    threads_per_core: int | None
+    allowed: tuple[int, ...]
+    quota: float | None
+    budget: int | None
+    throttled_periods: int | None
+    instruction_sets: Mapping[str, bool]
+    last_level_cache_bytes: int | None
+    governor: str | None
+    lowest_mhz: int | None
+    highest_mhz: int | None
+    numa_nodes: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory.
+
+    Attributes:
+        available_bytes: Of the machine, without swapping.
+        limit_bytes: The smallest limit of the cgroups; None without one.
+        used_bytes: By the cgroup with that limit.
+        killed_processes: Of the cgroup, for lack of memory.
+        huge_pages: Mode of transparent huge pages.
+        huge_pages_defrag: When the kernel makes room for them.
+        allocator: ``glibc``, or the library in its place.
+        shared_bytes: Of ``/dev/shm``.
+    """
+
+    total_bytes: int | None
+    available_bytes: int | None
+    limit_bytes: int | None
+    used_bytes: int | None
+    killed_processes: int | None
+    swapped_bytes: int | None
+    huge_pages: str | None
+    huge_pages_defrag: str | None
+    allocator: str | None
+    shared_bytes: int | None
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What this process may still take, by the machine and the limit."""
+        left = None if self.limit_bytes is None else max(0, self.limit_bytes - (self.used_bytes or 0))
+        return min((each for each in (self.available_bytes, left) if each is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Kernel, container and limits.
+
+    Attributes:
+        cgroups: ``v1``, ``v2`` or ``hybrid``.
+        open_files: Soft limit.
+        open_files_hard: Hard limit.
+        listen_backlog: Connections that may wait to be accepted.
+        pressure: Share of the last 10 s in which some task waited for ``cpu``, ``memory`` or ``io``.
+        environment: Variables that change ONNX Runtime, its libraries or the allocator.
+    """
+
+    kernel: str | None
+    cgroups: str | None
+    container: str | None
+    clock_source: str | None
+    open_files: int | None
+    open_files_hard: int | None
+    listen_backlog: int | None
+    pressure: Mapping[str, float]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Steadiness:
+    """The same unit of work again and again, on several processors at once; then copies of memory.
+
+    Attributes:
+        processors: That took part.
+        median_ms: Of the unit of work.
+        spread: p99 / median, of the processor in the middle.
+        worst_spread: Of the worst processor.
+        slowest: Median of the slowest processor, divided by that of the fastest.
+        stolen: Share of processor time that the hypervisor gave to others.
+        throttled_periods: In which a quota was used up meanwhile.
+        copy_one_gb_per_s: Read and written by one thread.
+        copy_all_gb_per_s: By all threads.
+    """
+
+    seconds: float
+    processors: int
+    median_ms: float
+    spread: float
+    worst_spread: float
+    slowest: float
+    stolen: float | None
+    throttled_periods: int | None
+    copy_one_gb_per_s: float | None
+    copy_all_gb_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderTrial:
+    """An execution provider, tried with a model of one operator in a process of its own.
+
+    Attributes:
+        is_offered: Whether this ONNX Runtime or a plug-in has it.
+        libraries: Versions, or what the loader says about them.
+    """
+
+    name: str
+    is_offered: bool
+    is_usable: bool
+    problem: str = ""
+    seconds: float | None = None
+    libraries: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """A GPU as NVML describes it; ``cuda`` is the version that its driver supports."""
+
+    name: str
+    capability: str | None
+    memory_bytes: int | None
+    used_bytes: int | None
+    driver: str | None
+    cuda: str | None
+    persistence: bool | None
+    partitioned: bool | None
+    processes: int | None
+    throttled_because: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeFacts:
+    """Versions, ONNX Runtime's installed distributions and execution providers, and GPUs.
+
+    Attributes:
+        build: ONNX Runtime's description of itself.
+        gpu_problem: Why NVML shows no GPU.
+    """
+
+    versions: Mapping[str, str]
+    distributions: Mapping[str, str]
+    build: str
+    providers: tuple[ProviderTrial, ...]
+    gpus: tuple[GpuFacts, ...] = ()
+    gpu_problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEvent:
+    """A warning that the server would log."""
+
+    event: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """A version of a model, loaded as the server would load it.
+
+    Attributes:
+        version: None if there is none.
+        problem: Why it cannot be served.
+        skipped: Why it was not loaded.
+        threads: That a run of one instance may keep busy.
+        files_bytes: Of the version.
+        memory_bytes: By which the process grew.
+        row_ms: Time of a run with one row.
+    """
+
+    name: str
+    version: int | None = None
+    problem: str = ""
+    skipped: str = ""
+    events: tuple[LoadEvent, ...] = ()
+    execution_provider: str | None = None
+    instances: int = 1
+    threads: int | None = None
+    files_bytes: int | None = None
+    memory_bytes: int | None = None
+    load_s: float | None = None
+    row_ms: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Name and version."""
+        return self.name if self.version is None else f"{self.name}/{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """A running server.
+
+    Attributes:
+        models: State by ``name/version``; None if the index cannot be read.
+        reach: Who can reach its address: ``loopback``, ``private`` or ``public``.
+        control_is_open: Whether control calls need no key.
+        certificate_expires_s: Seconds from now.
+        certificate_problem: Why it is not trusted here.
+        metrics: Values of its metrics, added up over models; None if they were not found.
+    """
+
+    name: str
+    version: str
+    live: bool
+    ready: bool
+    reach: str
+    tls: bool
+    certificate_expires_s: float | None
+    certificate_problem: str
+    control_is_open: bool | None
+    extensions: tuple[str, ...]
+    models: Mapping[str, str] | None
+    metrics: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a request; ``usual_us`` is its mean over all earlier requests, by the metrics."""
+
+    name: str
+    median_us: float
+    p99_us: float
+    share: float
+    usual_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPath:
+    """Where the time of one request goes.
+
+    Attributes:
+        requests: Sent one after the other on one connection.
+        inputs: Where they come from.
+        median_us: Time at the client.
+        dominant: The stage that takes most.
+        bare_us: Median of ``session.run`` in this process, between the requests; None without the model's file.
+    """
+
+    model: str
+    requests: int
+    inputs: str
+    median_us: float
+    p99_us: float
+    stages: tuple[Stage, ...]
+    dominant: str
+    bare_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorResult:
+    """What was looked at: the machine and perhaps a repository, or a server. Findings come with the worst first."""
+
+    schema: str
+    subject: str
+    findings: tuple[Finding, ...]
+    processors: Processors | None = None
+    memory: Memory | None = None
+    system: System | None = None
+    steadiness: Steadiness | None = None
+    runtime: RuntimeFacts | None = None
+    models: tuple[ModelCheck, ...] = ()
+    server: ServerFacts | None = None
+    request: RequestPath | None = None

@@ -1,0 +1,117 @@
+"""The arguments, the exit status and the report of doctor."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortserve.errors import ServeError
+from ortserve.tools.command import json_text
+from ortserve.tools.doctor import command
+from ortserve.tools.doctor.catalog import finding
+from ortserve.tools.doctor.presentation import make_report
+from ortserve.tools.doctor.request_path import summarize
+from ortserve.tools.doctor.result import SCHEMA, DoctorResult, GpuFacts, ModelCheck, ProviderTrial, RuntimeFacts
+from ortserve.tools.page import render_page
+from ortserve.tools.report import Level
+
+RESULT = DoctorResult(SCHEMA, "this machine", ())
+
+
+@pytest.mark.parametrize(
+    ("levels", "fail_on", "status"),
+    [
+        ((), "advice", 0),
+        (("advice",), "advice", 1),
+        (("advice",), "warning", 0),
+        (("warning", "advice"), "warning", 1),
+        (("warning",), "problem", 0),
+        (("advice", "problem"), "problem", 1),
+        (("problem",), "never", 0),
+    ],
+)
+def test_status_follows_the_worst_finding(
+    levels: tuple[Level, ...],
+    fail_on: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    findings = tuple(finding("numa", f"a {level}", level=level) for level in levels)
+    monkeypatch.setattr(command, "_look_at_machine", lambda *_: replace(RESULT, findings=findings))
+
+    assert command.main(["--fail-on", fail_on]) == status
+
+    shown = re.findall(r"^(problem|warning|advice): ", capsys.readouterr().out, re.MULTILINE)
+    assert shown == sorted(levels, key=["problem", "warning", "advice"].index)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "problem"),
+    [
+        (["/nowhere"], 2, "'/nowhere': expected a folder of models, or a URL"),
+        (["http://127.0.0.1:1"], 1, "http://127.0.0.1:1: expected a server, got: Connection refused"),
+        (["http://"], 2, "'http://': expected the URL of an HTTP port"),
+        (["http://[::1"], 2, "'http://[::1': expected the URL of an HTTP port"),
+        (["grpc://127.0.0.1:8001"], 2, "'grpc://127.0.0.1:8001': expected the URL of an HTTP port"),
+        (["--config", "/nowhere"], 2, "--config: expected a file, got '/nowhere'"),
+        (["--model", "digits"], 2, "--model: expected the URL of a server beside it"),
+        (["http://127.0.0.1:1", "--key-file", "/nowhere"], 2, "--key-file: expected a file with a key: No such file"),
+        (["http://127.0.0.1:1", "--model", "a/b"], 2, "a/b: expected a model file or REPOSITORY/name"),
+        (["-o", "/nowhere/page.html"], 2, "-o: expected a file in an existing folder"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], status: int, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == status
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"ortserve doctor: {problem}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--seconds", "x"], ["--requests", "0"], ["--fail-on", "x"], ["a", "b"]])
+def test_arguments_of_the_wrong_form(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        command.main(arguments)
+
+    assert left.value.code == 2
+
+
+def full_result() -> DoctorResult:
+    gpu = GpuFacts("<GPU & co>", "9.0", 2**36, None, None, None, None, None, 3, ("power limit",))
+    trial = ProviderTrial("CUDAExecutionProvider", True, False, "lib<x>", 1.5, {"libcuda.so.1": "found"})
+    request = summarize("m", "synthetic", [200_000], [[10, 20, 30, 40, 50]], [5_000], {"queue": 7.0})
+    models = tuple(ModelCheck("n" * 300 + str(number), 1, files_bytes=10) for number in range(5000))
+    runtime = RuntimeFacts({"Python": "3"}, {"onnxruntime": "1"}, "build", (trial,), (gpu,))
+    return replace(RESULT, findings=(finding("numa", "<b>"),), runtime=runtime, models=models, request=request)
+
+
+def test_page_shows_everything_and_needs_no_network() -> None:
+    page = render_page(make_report(full_result(), has_page=True))
+
+    for text in ("&lt;GPU &amp; co&gt;", "power limit", "lib&lt;x&gt;", "64.0 GiB", "1.50", "n" * 300 + "4999", "<svg"):
+        assert text in page
+    assert "Bare session.run takes 5.00 µs here, so serving adds 195 µs." in page
+    assert not re.search(r"<(script|link|iframe|img)\b|url\((?!#)|@import", page)
+
+
+def test_unknown_values_are_dashes_and_null() -> None:
+    blocks: Any = make_report(full_result(), has_page=False).blocks
+    (gpus,) = (block for block in blocks if getattr(block, "title", "") == "GPUs")
+    assert gpus.rows[0][3] is None
+    assert '"used_bytes": null' in json_text(full_result())
+
+
+def test_key_is_the_first_line_that_is_one(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# keys\n\n  secret-1  \nsecret-2\n")
+    (tmp_path / "none").write_text("# keys\n")
+
+    assert command._read_key(tmp_path / "keys") == "secret-1"
+    assert command._read_key(None) == ""
+    with pytest.raises(ServeError, match="no line with a key"):
+        command._read_key(tmp_path / "none")
