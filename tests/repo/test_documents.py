@@ -20,6 +20,7 @@ from ortserve.config.options import ServerOptions, flag_name, read_options, vari
 from ortserve.errors import ErrorKind
 from ortserve.frontends.status import STATUSES
 from ortserve.telemetry.declarations import DECLARATIONS
+from ortserve.tools.inspect import command as inspect
 from pages import DOCS, PAGES, Command, blocks, commands, spans
 
 PROGRAMS: Final = {
@@ -40,6 +41,7 @@ PROGRAMS: Final = {
 
 FLAGS_OF_OTHERS: Final = {"--config", "--init", "--live", "--strict"}
 """Of ``ortserve health``, of Docker and of mypy; ``--config`` is no option of its own."""
+FLAGS_OF_TOOLS: Final = {flag for action in inspect.build_parser()._actions for flag in action.option_strings}
 VARIABLES_OF_BUILDS: Final = {"ORTSERVE_COMPILE"}
 TESTS: Final = {
     name
@@ -83,7 +85,7 @@ def test_options_and_metrics_are_declared(page: Path) -> None:
         flag_name(f"no_{name}") for name, field in ServerOptions.model_fields.items() if field.annotation is bool
     }
     kubectl = {match for span in spans(text) if "kubectl" in span for match in re.findall(r"--[a-z-]+", span)}
-    known = {flag_name(name) for name in ServerOptions.model_fields} | negated | FLAGS_OF_OTHERS
+    known = {flag_name(name) for name in ServerOptions.model_fields} | negated | FLAGS_OF_OTHERS | FLAGS_OF_TOOLS
     assert flags - kubectl <= known
     variables = set(re.findall(r"ORTSERVE_[A-Z_]+[A-Z]", text)) - VARIABLES_OF_BUILDS
     assert variables <= {variable_name(name) for name in ServerOptions.model_fields}
