@@ -90,6 +90,7 @@ reference: .venv/dev.done
 	$(BIN)/python -m ortserve.config.schema
 	$(BIN)/python -m ortserve.registry.repository.triton_fields
 	$(BIN)/python -m ortserve.telemetry.reference
+	$(BIN)/python -m ortserve.tools.reference
 	$(BIN)/python tests/support/onnx_node_verdicts.py
 	$(BIN)/python tests/rows/verdicts.py
 	$(BIN)/python deploy/monitoring/prometheusrule.py

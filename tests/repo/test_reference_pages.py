@@ -1,5 +1,6 @@
 """Reference pages are generated from the declarations, and every declaration has a description."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ from ortserve.config.options import ServerOptions
 from ortserve.config.session import SessionSettings
 from ortserve.config.tensors import InputOptions, OutputOptions, WarmupInput, WarmupSample
 from ortserve.telemetry.declarations import DECLARATIONS
+from ortserve.tools import reference
 
 SCHEMAS: Final = (
     ServerOptions,
@@ -46,6 +48,22 @@ NARROWING: Final = ("pattern", "patternProperties", "minLength", "minItems", "mi
 )
 def test_page_is_current(page: Path, render: Callable[[], str], command: str) -> None:
     assert page.read_text() == render(), f"run: python -m {command}"
+
+
+@pytest.mark.parametrize("command", reference.commands())
+def test_schema_of_a_tool_is_current_and_describes_every_field(command: str) -> None:
+    text = reference.render(command)
+    assert reference.file_of(command).read_text() == text, "run: python -m ortserve.tools.reference"
+    schema = json.loads(text)
+    assert schema["properties"]["schema"]["default"].startswith(f"ortserve.{command}/")
+    records = {"": schema, **schema.get("$defs", {})}
+    missing = [
+        f"{record}.{name}"
+        for record, told in records.items()
+        for name, field in told.get("properties", {}).items()
+        if "description" not in field and name != "schema"
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)

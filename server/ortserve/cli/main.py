@@ -61,8 +61,12 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
         sys.stderr.write(f"ortserve {command} needs {', '.join(missing)}: pip install 'ortserve[tools]'\n")
         return 1
     # Imported here, because no other command needs it.
-    tool = import_module(f"ortserve.tools.{command}.command")
-    return int(tool.main(arguments))
+    try:
+        tool = import_module(f"ortserve.tools.{command}.command")
+        return int(tool.main(arguments))
+    except KeyboardInterrupt:
+        sys.stderr.write(f"ortserve {command}: interrupted\n")
+        return 130
 
 
 def print_versions(arguments: Sequence[str]) -> int:

@@ -115,8 +115,7 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
     offer = Runtime().offer if offer is None else offer
     wanted: list[Provider] = []
     for wish in wishes:
-        name, given = provider_parts(wish)
-        name = _SHORT_NAMES.get(name.lower(), name)
+        name, given = full_name(wish), provider_parts(wish)[1]
         wanted.append(Provider(name, make_provider_options(name, given), wants_graphs=asks_for_graphs(name, given)))
     _check_gpus(wanted)
     usable: list[Provider] = []
@@ -139,6 +138,12 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
         )
     first, *others = usable
     return ProviderChoice.of(first, others, missing)
+
+
+def full_name(wish: ProviderWish) -> str:
+    """The full name of a wish: ``CPUExecutionProvider`` for ``cpu``."""
+    name, _ = provider_parts(wish)
+    return _SHORT_NAMES.get(name.lower(), name)
 
 
 def attach_providers(

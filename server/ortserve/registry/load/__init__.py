@@ -1,3 +1,14 @@
 """The load pipeline: from a model file to warm instances, and to a model that serves requests."""
 
-__all__ = ["assembly", "capture_trial", "coordination", "inputs", "loaded_model", "pipeline", "row_axes"]
+__all__ = [
+    "assembly",
+    "batch_sizes",
+    "capture_trial",
+    "coordination",
+    "device_batches",
+    "inputs",
+    "loaded_model",
+    "pipeline",
+    "row_axes",
+    "row_trial",
+]

@@ -1,0 +1,66 @@
+"""Write the JSON Schemas of what the commands print with ``--json``: ``python -m ortserve.tools.reference``."""
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from ortserve.tools.command import json_schema
+
+FOLDER: Final = Path(__file__).parents[3] / "docs" / "reference" / "tools"
+"""Exists only in the source tree."""
+
+RESULTS: Final[Mapping[str, str]] = {
+    "inspect": "InspectResult",
+    "profile": "ProfileResult",
+    "bench": "BenchResult",
+    "doctor": "DoctorResult",
+}
+"""The dataclass in the module ``result`` of each command."""
+
+_ATTRIBUTE: Final = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+
+
+def commands() -> tuple[str, ...]:
+    """The commands that have a result."""
+    return tuple(name for name in RESULTS if find_spec(f"ortserve.tools.{name}.result") is not None)
+
+
+def file_of(command: str) -> Path:
+    """The file with the schema of a command's result."""
+    return FOLDER / f"{command}.schema.json"
+
+
+def render(command: str) -> str:
+    """The content of the file."""
+    result = getattr(import_module(f"ortserve.tools.{command}.result"), RESULTS[command])
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **json_schema(result)}
+    schema["title"] = f"ortserve {command} --json"
+    for record in (schema, *schema.get("$defs", {}).values()):
+        _describe(record)
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _describe(record: dict[str, Any]) -> None:
+    """Move the descriptions of attributes from the text of the dataclass to the properties."""
+    text, _, attributes = record.get("description", "").partition("\nAttributes:\n")
+    described = dict(_ATTRIBUTE.findall(attributes))
+    for name, field in record.get("properties", {}).items():
+        field.pop("title", None)
+        if name in described:
+            field["description"] = _line(described[name])
+    if text:
+        record["description"] = _line(text)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for known in commands():
+        file_of(known).write_text(render(known), encoding="utf-8")

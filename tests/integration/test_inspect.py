@@ -1,0 +1,305 @@
+"""``ortserve inspect`` as a process: on real models, on broken ones, and beside what sessions and servers report."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+import gpu_models
+from apart import UnavailableError
+from gpu_package import environment_on_host_memory
+from models import builders, patterns
+from ortserve.cli.main import main
+from pages import DOCS, Command, commands
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
+
+EXAMPLE = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
+CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+def run(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ortserve", "inspect", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env, cwd=cwd)
+
+
+def inspected(*arguments: str | Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    done = run(*arguments, "--json", env=env)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+VERDICTS = {
+    "quantized_cnn_qdq": "proven",
+    "torch_lstm_time_first": "proven",
+    "torch_greedy_decoder": "alone",
+    "sklearn_words": "proven",
+}
+
+
+def copied(source: Path, path: Path) -> Path:
+    return Path(shutil.copy(source, path))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, ServerProcess]]:
+    repository = tmp_path_factory.mktemp("served")
+    for name in VERDICTS:
+        add_model(repository, name, partial(copied, CORPUS / f"{name}.onnx"))
+    with serving(repository, *SHORT_WARMUP) as server:
+        yield repository, server
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_placement_and_rows_are_those_that_a_server_reports(name: str, served: tuple[Path, ServerProcess]) -> None:
+    repository, server = served
+    told = httpx.get(f"{server.url}/v2/models/{name}", timeout=LONG_S).raise_for_status().json()
+
+    found = inspected(repository / name, "--batch", "1,2")
+
+    (on_cpu,) = (one for one in found["placement"] if one["provider"] == CPU)
+    nodes = ", ".join(f"{provider}: {count}" for provider, count in on_cpu["nodes"].items())
+    assert nodes == told["properties"]["nodes"]
+    assert found["rows"]["verdict"] == VERDICTS[name]
+    rows = re.compile(r"up to \d+ rows")
+    assert rows.sub("", found["rows"]["because"]) == rows.sub("", told["properties"]["batching"])
+    assert [one["name"] for one in found["inputs"]] == [one["name"] for one in told["inputs"]]
+
+
+def test_nodes_that_run_are_those_of_a_profile(tmp_path: Path) -> None:
+    path = CORPUS / "dynamo_encoder.onnx"
+    options = ort.SessionOptions()
+    options.enable_profiling = True
+    options.profile_file_prefix = str(tmp_path / "profile")
+    session = ort.InferenceSession(path, options, providers=[CPU])
+    session.run(None, {one.name: np.ones((2, 8), np.int64) for one in session.get_inputs()})
+    events = json.loads(Path(session.end_profiling()).read_text())
+    ran = Counter(event["args"]["op_name"] for event in events if event["cat"] == "Node")
+
+    found = inspected(path, "--no-run")
+
+    fused = next(one["fused"] for one in found["placement"] if one["provider"] == CPU)
+    assert {name.rpartition(".")[2]: count for name, count in fused.items()} == dict(ran)
+
+
+def test_rows_are_tried_although_they_are_proven() -> None:
+    found = inspected(CORPUS / "transformers_vit.onnx", "--batch", "1,2")
+
+    assert found["rows"]["verdict"] == "proven"
+    assert 0 <= found["rows"]["drift"] < 1e-3
+    assert "of inputs, of up to" in found["rows"]["tried"]
+
+
+def within(share: float, predicted: int, measured: int) -> bool:
+    return abs(predicted - measured) <= share * measured
+
+
+@pytest.mark.parametrize("kind", ["encoder", "convolutions"])
+def test_memory_is_predicted_within_a_tenth(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    if kind == "encoder":
+        gpu_models.encoder(path, layers=2, hidden=384, heads=12, length=128, vocabulary=20_000)
+    else:
+        gpu_models.residual(path, blocks=(1, 1, 1, 1), size=96)
+
+    memory = inspected(path, "--batch", "1,16")["memory"]
+
+    assert memory["problem"] == ""
+    assert within(0.1, memory["weights"], memory["weights_measured"]), memory
+    for one in memory["batches"]:
+        for figure in ("activations", "arena", "process"):
+            assert within(0.1, one[figure], one[f"{figure}_measured"]), (figure, one)
+
+
+def test_samples_of_the_user_are_run(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", image=np.zeros((3, 1, 8, 8), np.float32))
+
+    found = inspected(EXAMPLE / "digits", "--inputs", tmp_path / "data.npz", "--batch", "1,2")
+
+    assert found["memory"]["inputs"] == "data.npz: 3 samples"
+
+
+def test_model_that_rejects_synthetic_inputs_is_inspected_nevertheless(tmp_path: Path) -> None:
+    found = inspected(builders.refuses_synthetic(tmp_path / "m.onnx"), "--batch", "1")
+
+    assert "give real ones by --inputs" in found["memory"]["problem"]
+    assert found["placement"][0]["nodes"]
+
+
+def test_page_needs_no_network_and_shows_the_findings(tmp_path: Path) -> None:
+    done = run(patterns.layer_norm(tmp_path / "m.onnx", leak=True), "-o", tmp_path / "page.html", "--batch", "1,2")
+
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert "LayerNorm in pieces" in page
+    assert "<svg" in page
+    assert not re.search(r"(src|href)=\"https?:", page)
+
+
+def test_weights_of_gigabytes_are_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2.1 GB of external data in a sparse file: a table of which each row looks up some entries."""
+    rows, width = 1 << 20, 512
+    path = tmp_path / "m.onnx"
+    table = onnx.TensorProto(
+        name="t", data_type=TensorProto.FLOAT, dims=[rows, width], data_location=TensorProto.EXTERNAL
+    )
+    table.external_data.add(key="location", value="table.bin")
+    nodes = [helper.make_node("Gather", ["t", "x"], ["y"])]
+    ids = [patterns.value("x", "batch", 4, element=TensorProto.INT64)]
+    graph = helper.make_graph(nodes, "m", ids, [patterns.value("y", "batch", 4, width)], [table])
+    opsets = [helper.make_opsetid("", 21)]
+    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+    with (tmp_path / "table.bin").open("wb") as file:
+        file.truncate(rows * width * 4)
+
+    assert main(["inspect", str(path), "--no-run", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["content"]["weights_nbytes"] == rows * width * 4
+    assert found["content"]["external_files"] == [{"name": "table.bin", "nbytes": rows * width * 4}]
+    assert found["placement"][0]["fused"] == {"Gather": 1}
+
+
+@pytest.mark.parametrize("command", commands(DOCS / "tools" / "inspect.md"), ids=str)
+def test_commands_of_the_page_print_what_it_shows(command: Command, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE / "digits", tmp_path / "digits")
+
+    done = run(*command.words[2:], cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    for line in command.output.splitlines():
+        assert " ".join(line.split()) in printed | {f"ONNX Runtime {ort.__version__}"}
+
+
+def broken_models(folder: Path) -> dict[str, Path]:
+    builders.not_onnx(folder / "other.onnx")
+    builders.external_weights(folder / "external.onnx", "gone.bin")
+    builders.external_weights(folder / "short.onnx", "short.bin")
+    (folder / "short.bin").write_bytes(bytes(7))
+    (folder / "empty.onnx").touch()
+    whole = patterns.attention(folder / "whole.onnx").read_bytes()
+    (folder / "truncated.onnx").write_bytes(whole[: len(whole) // 2])
+    return {name: folder / f"{name}.onnx" for name in ("other", "external", "short", "empty", "truncated", "absent")}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("other", "expected an ONNX model"),
+        ("external", "gone.bin, which does not exist"),
+        ("short", "short.onnx"),
+        ("empty", "expected an ONNX model"),
+        ("truncated", "expected an ONNX model"),
+        ("absent", "expected a model file"),
+    ],
+)
+def test_broken_model_is_one_line(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["inspect", str(broken_models(tmp_path)[name]), "--json"])
+
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (2, "")
+    (line,) = printed.err.splitlines()
+    assert line.startswith("ortserve inspect: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch", "0"], "expected batch sizes"),
+        (["--batch", "1,x"], "expected batch sizes"),
+        (["--seconds", "-1"], "expected seconds"),
+        (["--fail-on", "nothing"], "invalid choice"),
+        (["-o", "/nowhere/page.html"], "expected a file in an existing folder"),
+    ],
+)
+def test_wrong_arguments_are_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(EXAMPLE / "digits"), *flags]) == 2
+
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_names_of_inputs_are_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", picture=np.zeros((3, 1, 8, 8), np.float32))
+
+    done = run(EXAMPLE / "digits", "--inputs", tmp_path / "data.npz")
+
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "array 'picture' is no input of the model, which has image" in line
+
+
+def test_interruption_of_the_measurement_is_one_line(tmp_path: Path) -> None:
+    """On a terminal of its own, which shows what is being done."""
+    path = builders.mlp(tmp_path / "m.onnx", inputs=1024, hidden=4096, outputs=1024)
+    command = [sys.executable, "-m", "ortserve", "inspect", str(path), "--batch", "1,500000", "--seconds", "3600"]
+    child, terminal = pty.fork()
+    if not child:
+        os.execv(command[0], command)
+    said = b""
+    while b"measuring memory" not in said:
+        said += os.read(terminal, 4096)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # Linux reports the end of a terminal as an error
+        while more := os.read(terminal, 4096):
+            said += more
+    os.close(terminal)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert b"ortserve inspect: interrupted" in said
+    assert b"Traceback" not in said
+
+
+@pytest.fixture(scope="module")
+def host_cuda() -> dict[str, str]:
+    try:
+        return environment_on_host_memory(pace="late", devices="1")
+    except UnavailableError as error:
+        pytest.skip(f"ONNX Runtime's package for GPUs cannot be had here: {error}")
+
+
+def test_graphs_are_captured_where_cuda_is(host_cuda: dict[str, str], tmp_path: Path) -> None:
+    path = builders.identity(tmp_path / "m.onnx")
+
+    found = inspected(path, "--provider", "cuda", "--batch", "1", env=host_cuda)
+
+    (replay,) = found["replay"]
+    assert (replay["provider"], replay["source"], replay["possible"]) == (CUDA, "capture", True)
+    assert replay["captured"][0] == 1
+    (on_cuda,) = (one for one in found["placement"] if one["provider"] == CUDA)
+    assert on_cuda["nodes"] == {CUDA: 1}
+
+
+def test_nodes_and_copies_beside_cuda_are_named(host_cuda: dict[str, str], tmp_path: Path) -> None:
+    flattens = inspected(patterns.flattens(tmp_path / "flattens.onnx"), "--no-run", env=host_cuda)
+    branch = inspected(patterns.branch(tmp_path / "branch.onnx"), "--no-run", env=host_cuda)
+
+    (on_cuda,) = (one for one in flattens["placement"] if one["provider"] == CUDA)
+    assert on_cuda["operators"][CPU] == {"Gather": 1, "Concat": 1}
+    assert on_cuda["elsewhere"] == f"{CPU}: Gather 'batch', Concat 'target'"
+    assert "nodes_elsewhere" in {finding["kind"] for finding in flattens["findings"]}
+    (replay,) = branch["replay"]
+    broken = {one["name"]: one["nodes"] for one in replay["conditions"] if not one["holds"]}
+    assert replay["source"] == "session"
+    assert broken["no_control_flow"] == ["If 'decide'"]
+    assert broken["no_copies"] == ["MemcpyToHost 'Memcpy'"]

@@ -1,0 +1,160 @@
+"""Each finding: on a model that has it, with its evidence, and not on one without it. ONNX Runtime optimizes both."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from models import builders, patterns
+from ortserve.tools.inspect.command import build_parser, inspect
+from ortserve.tools.inspect.result import InspectResult
+from ortserve.tools.report import Finding
+
+
+def inspected(path: Path, *flags: str) -> InspectResult:
+    result = inspect(build_parser().parse_args([str(path), "--no-run", *flags])).result
+    assert isinstance(result, InspectResult)
+    return result
+
+
+def findings(path: Path, *flags: str) -> dict[str, Finding]:
+    return {finding.kind: finding for finding in inspected(path, *flags).findings}
+
+
+def test_model_without_flaws_has_no_findings(tmp_path: Path) -> None:
+    assert findings(builders.mlp(tmp_path / "m.onnx")) == {}
+
+
+def test_attention_in_pieces_is_found_with_its_heads(tmp_path: Path) -> None:
+    found = findings(patterns.attention(tmp_path / "m.onnx", heads=2, size=4))["unfused_attention"]
+
+    assert found.where == ("Softmax 'shares'",)
+    assert "--num_heads 2 --hidden_size 8" in found.remedy
+
+
+@pytest.mark.parametrize("name", ["transformers_bert", "transformers_distilbert", "transformers_vit"])
+def test_heads_of_real_exports_are_read_from_shapes_with_free_sizes(name: str) -> None:
+    found = findings(Path(__file__).parents[3] / "rows" / "corpus" / f"{name}.onnx")["unfused_attention"]
+
+    assert "--num_heads 2 --hidden_size 16" in found.remedy
+
+
+def test_softmax_of_a_classifier_is_no_attention(tmp_path: Path) -> None:
+    assert "unfused_attention" not in findings(builders.mlp(tmp_path / "m.onnx"))
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "gelu"])
+def test_pattern_that_onnx_runtime_cannot_fuse_is_found_with_the_reason(kind: str, tmp_path: Path) -> None:
+    build = getattr(patterns, kind)
+    name = f"unfused_{kind}"
+
+    found = findings(build(tmp_path / "apart.onnx", leak=True))
+
+    assert "is an output of the model" in found[name].seen
+    assert name not in findings(build(tmp_path / "fused.onnx", leak=False)), "ONNX Runtime fuses this one"
+
+
+def test_approximated_gelu_is_found_which_onnx_runtime_leaves_apart_on_the_cpu(tmp_path: Path) -> None:
+    assert findings(patterns.gelu_by_tanh(tmp_path / "m.onnx"))["unfused_gelu"].where == ("Tanh 'tanh'",)
+
+
+def test_level_that_fuses_nothing_is_the_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    (folder / "1").mkdir(parents=True)
+    patterns.gelu(folder / "1" / "model.onnx", leak=False)
+    (folder / "model.yaml").write_text("session: {graph_optimization: none}")
+
+    found = findings(folder)["unfused_gelu"]
+
+    assert "session.graph_optimization is none" in found.seen
+    assert found.remedy.startswith("set session.graph_optimization: all in model.yaml")
+
+
+@pytest.mark.parametrize(("opset", "is_old"), [(13, True), (18, False)])
+def test_opset_without_the_operator_is_found(opset: int, is_old: bool, tmp_path: Path) -> None:
+    found = findings(patterns.layer_norm(tmp_path / "m.onnx", leak=True, opset=opset))
+
+    assert ("old_opset" in found) is is_old
+    if is_old:
+        assert "opset 13 has no LayerNormalization" in found["old_opset"].seen
+
+
+def test_transposes_beside_convolutions_are_found(tmp_path: Path) -> None:
+    found = findings(patterns.convolution(tmp_path / "last.onnx", channels_last=True))
+
+    assert len(found["layout_transposes"].where) == 2
+    assert "layout_transposes" not in findings(patterns.convolution(tmp_path / "first.onnx", channels_last=False))
+
+
+def test_transposes_that_onnx_runtime_inserts_for_its_own_kernels_are_not_counted() -> None:
+    path = Path(__file__).parents[3] / "rows" / "corpus" / "quantized_cnn_qdq.onnx"
+
+    result = inspected(path)
+
+    assert "Transpose" in (result.placement[0].fused or {})
+    assert "layout_transposes" not in {finding.kind for finding in result.findings}
+
+
+def test_cast_back_is_found(tmp_path: Path) -> None:
+    assert findings(patterns.casts(tmp_path / "back.onnx", back=True))["casts_back"].where == ("Cast 'back'",)
+    assert "casts_back" not in findings(patterns.casts(tmp_path / "there.onnx", back=False))
+
+
+def test_half_precision_on_the_cpu_is_found(tmp_path: Path) -> None:
+    assert "half_precision_on_cpu" in findings(patterns.dense(tmp_path / "half.onnx", np.float16))
+    assert "half_precision_on_cpu" not in findings(patterns.dense(tmp_path / "single.onnx", np.float32))
+
+
+def test_double_precision_is_found(tmp_path: Path) -> None:
+    found = findings(patterns.dense(tmp_path / "double.onnx", np.float64))["double_precision"]
+
+    assert "288 bytes of weights" in found.seen
+    assert "inputs x" in found.seen
+    assert "double_precision" not in findings(patterns.dense(tmp_path / "single.onnx", np.float32))
+
+
+def test_control_flow_is_found(tmp_path: Path) -> None:
+    assert findings(patterns.branch(tmp_path / "if.onnx"))["control_flow"].where == ("If 'decide'",)
+
+
+def test_shapes_computed_beside_a_gpu_are_found_only_if_one_is_wanted(tmp_path: Path) -> None:
+    path = patterns.flattens(tmp_path / "m.onnx")
+
+    assert "shape_computation" not in findings(path)
+    found = findings(path, "--provider", "cuda")["shape_computation"]
+    assert found.where == ("Shape 'shape'", "Gather 'batch'", "Concat 'target'")
+    assert "{batch: SIZE, rows: SIZE}" in found.remedy
+
+
+def test_provider_that_is_wanted_but_not_here_is_found(tmp_path: Path) -> None:
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("CUDA is here")
+
+    found = findings(builders.mlp(tmp_path / "m.onnx"), "--provider", "cuda")
+
+    assert "CUDAExecutionProvider" in found["provider_unusable"].seen
+
+
+def test_weights_that_are_inputs_are_found_and_the_command_mends_them(tmp_path: Path) -> None:
+    path = patterns.dense(tmp_path / "m.onnx", is_input=True)
+
+    found = findings(path)["initializers_as_inputs"]
+    assert "1 weight can be replaced by requests, because they are inputs, too: w" in found.seen
+    _, *arguments = shlex.split(found.remedy)
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=60)
+
+    assert findings(tmp_path / "m.constant.onnx") == {}
+
+
+def test_worst_findings_come_first_and_decide_the_status(tmp_path: Path) -> None:
+    path = patterns.layer_norm(tmp_path / "m.onnx", leak=True, opset=13)
+
+    levels = [finding.level for finding in inspected(path).findings]
+
+    assert levels == ["warning", "advice"]
+    for flags, status in (([], 0), (["--fail-on", "problem"], 0), (["--fail-on", "warning"], 1)):
+        assert inspect(build_parser().parse_args([str(path), "--no-run", *flags])).status == status
