@@ -52,6 +52,8 @@ class SessionOptions:
         settings: The configured settings.
         operator_libraries: Libraries of custom operators.
         has_global_threads: Whether runs use the process's threads instead of the session's own.
+        profile_prefix: Record a trace of all runs until ``end_profiling``, in a file whose name begins so; None for no
+            trace. The folder must exist. Each node of each run takes about 2.4 KB of memory and 5 µs.
     """
 
     provider: ProviderChoice
@@ -59,6 +61,7 @@ class SessionOptions:
     settings: SessionSettings = field(default_factory=SessionSettings)
     operator_libraries: tuple[Path, ...] = ()
     has_global_threads: bool = False
+    profile_prefix: Path | None = None
 
 
 def open_session(path: Path, name: str, options: SessionOptions, model: Model | None = None) -> ort.InferenceSession:
@@ -225,6 +228,9 @@ def _native_options(name: str, options: SessionOptions, *, varies: bool) -> ort.
     if settings.optimized_model_file is not None:
         native.optimized_model_filepath = settings.optimized_model_file
     native.add_session_config_entry(RECORD_ENTRY, "1")
+    if options.profile_prefix is not None:
+        native.enable_profiling = True
+        native.profile_file_prefix = str(options.profile_prefix)
     native.logid = name
     native.log_severity_level = 4  # failures are raised, too; with log lines, requests could flood the log
     for library in options.operator_libraries:

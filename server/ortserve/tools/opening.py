@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ def open_model(
     provider: str | None = None,
     threads: int | None = None,
     settings: dict[str, Any] | None = None,
+    profile_prefix: Path | None = None,
 ) -> OpenModel:
     """Open a model. Blocks until ONNX Runtime has.
 
@@ -74,6 +76,7 @@ def open_model(
         provider: The only execution provider to use, such as ``cpu``; None for the configured ones.
         threads: Threads of a run; None for the configured number, or for all processors.
         settings: Replace session settings of the configuration, by their names in ``SessionSettings``.
+        profile_prefix: As in ``engine.session.SessionOptions``.
 
     Raises:
         ServeError: The file is no model, ONNX Runtime refuses it, or no execution provider can be used.
@@ -85,7 +88,8 @@ def open_model(
     choice = choose_provider([provider] if provider else options.execution_providers)
     session_settings = options.session.model_copy(update=settings or {})
     count = threads or options.intra_op_threads or usual_threads(choice, session_settings)
-    opening = SessionOptions(choice, count, session_settings, operator_libraries(options, subject.folder))
+    libraries = operator_libraries(options, subject.folder)
+    opening = SessionOptions(choice, count, session_settings, libraries, profile_prefix=profile_prefix)
     began = time.perf_counter()
     try:
         session = open_session(subject.path, subject.name, opening, graph)
