@@ -115,11 +115,11 @@ def _run(given: argparse.Namespace) -> Outcome:
             if trace is not None:
                 kept = trace if not number else trace.with_name(f"{trace.stem}-{number + 1}{trace.suffix}")
                 shutil.copyfile(one.trace_file, kept)
-    runs = [Runs(one.plain_ns, one.profiled_ns, one.trace, one.samples) for one in measured]
+    runs = [Runs(one.plain, one.profiled, one.trace, one.samples, one.is_single_threaded) for one in measured]
     profiles = [_profile(one, held) for one, held in zip(measured, runs, strict=True)]
     result = ProfileResult(SCHEMA, profiles[0])
     if len(profiles) > 1:
-        comparison = compare(profiles[0], profiles[1], measured[0].plain_ns, measured[1].plain_ns)
+        comparison = compare(profiles[0], profiles[1], measured[0].plain, measured[1].plain)
         result = ProfileResult(SCHEMA, profiles[0], profiles[1], comparison)
     return Outcome(result, report(result, [(held.trace, middle_run(held)) for held in runs]))
 

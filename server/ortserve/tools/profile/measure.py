@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ortserve.core.batch import Arrays
+from ortserve.engine.instance import runs_on_its_thread
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.engine.placement import count_operators
 from ortserve.errors import ErrorKind, ServeError, invalid_input
@@ -15,6 +16,7 @@ from ortserve.model_file.graph import Graph
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.inputs import FileInputs, choose_inputs
 from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.profile.summary import RunTime
 from ortserve.tools.profile.trace import MAX_EVENTS, Trace, read_trace
 from ortserve.tools.subject import Subject
 
@@ -48,8 +50,8 @@ class Measured:
         rows: Of a run.
         inputs: Where they come from.
         samples: After how many runs the inputs repeat.
-        plain_ns: Of each run without profiling.
-        profiled_ns: Of the same run with profiling.
+        plain: Times of each run without profiling.
+        profiled: Times of the same runs with profiling.
         trace: Of the profiled runs, without warm-up.
         trace_file: Its file.
         optimized: The graph that ran; None if it is not known.
@@ -62,11 +64,16 @@ class Measured:
     inputs: str
     samples: int
     trace_file: Path
-    plain_ns: list[int] = field(default_factory=list)
-    profiled_ns: list[int] = field(default_factory=list)
+    plain: list[RunTime] = field(default_factory=list)
+    profiled: list[RunTime] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
     optimized: Graph | None = None
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_single_threaded(self) -> bool:
+        """Whether the calling thread does all the work."""
+        return runs_on_its_thread(self.model.session, self.model.threads)
 
 
 def measure(
@@ -186,17 +193,17 @@ class _Arm:
         """Make one run with each session. The first ``WARM_UP`` ones are not recorded."""
         arrays = self._plain.for_model(self._take(number))
         measured = self.measured
-        pair = [(self._run_plain, measured.plain_ns), (self._run_profiled, measured.profiled_ns)]
+        pair = [(self._run_plain, measured.plain), (self._run_profiled, measured.profiled)]
         for runner, times in reversed(pair) if profiled_first else pair:
-            began_ns = time.perf_counter_ns()
+            began_ns, began_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
             try:
                 runner.run(arrays)
             except ORT_ERRORS as error:
                 path = measured.variant.subject.path
                 raise ServeError(ErrorKind.REJECTED_BY_MODEL, f"{path}: {without_paths(str(error))}") from None
-            elapsed_ns = time.perf_counter_ns() - began_ns
+            cpu_ns, elapsed_ns = time.thread_time_ns() - began_cpu_ns, time.perf_counter_ns() - began_ns
             if number >= WARM_UP:
-                times.append(elapsed_ns)
+                times.append(RunTime(elapsed_ns, cpu_ns))
 
     def finish(self) -> Measured:
         """End profiling and read what it wrote."""
@@ -208,7 +215,7 @@ class _Arm:
         if measured.trace.dropped:
             measured.notes.append(f"the profiler dropped {measured.trace.dropped:,} events: fewer --runs are complete")
         complete = len(measured.trace.runs)
-        del measured.plain_ns[complete:], measured.profiled_ns[complete:]
+        del measured.plain[complete:], measured.profiled[complete:]
         if self._graph_file is not None and self._graph_file.is_file():
             optimized = read_model(self._graph_file)
             measured.optimized = optimized.graph if optimized.is_readable else None

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ortserve.tools.profile.drawing import flame_view, tree_map
-from ortserve.tools.profile.result import Balance, Comparison, Fusion, OperatorCost, Profile, ProfileResult
+from ortserve.tools.profile.result import Comparison, Fusion, OperatorCost, Profile, ProfileResult
 from ortserve.tools.profile.summary import CLOSED_WITHIN, LEAST_MS
 from ortserve.tools.profile.trace import Run, Trace
 from ortserve.tools.report import Block, Cell, Facts, Picture, Report, Table, Text, bytes_text, number_text
@@ -45,7 +45,7 @@ def _profile(profile: Profile, flame: tuple[Trace, Run] | None, *, is_one_of_two
     facts: dict[str, Cell] = {
         "execution provider": f"{profile.provider}, {profile.threads} thread{'s' if profile.threads > 1 else ''}",
         "inputs": f"{profile.inputs}, {number_text(profile.rows)} row{'s' if profile.rows != 1 else ''} a run",
-        "runs": _runs_text(profile.balance),
+        "runs": f"{profile.balance.runs:,} without and as many with profiling, alternating; times are medians",
         "opened in": f"{number_text(profile.opening_ms)} ms",
         "weights": bytes_text(profile.weight_bytes),
     }
@@ -95,41 +95,36 @@ def _profile(profile: Profile, flame: tuple[Trace, Run] | None, *, is_one_of_two
         yield from _fusion(profile.fusion, of)
     yield Picture(f"Self times{of}", tree_map(profile.nodes), "Areas are self times; nodes of an operator are together.")
     if flame is not None:
-        note = "The run in the middle of those that count, from left to right; inner graphs are below their node."
+        note = "A quiet run, from left to right; inner graphs are below their node."
         yield Picture(f"One run{of}", flame_view(*flame), note)
-
-
-def _runs_text(balance: Balance) -> str:
-    text = f"{balance.measured:,} without and {balance.measured:,} with profiling, alternating"
-    if balance.runs < balance.measured:
-        text += f"; figures are means of the quieter {balance.runs:,}"
-    return text
 
 
 def _balance(profile: Profile, of: str) -> Iterator[Block]:
     balance = profile.balance
-    rows: list[tuple[Cell, ...]] = [
-        ("operators (self times)", balance.operators_ms, 100 * balance.operators_ms / balance.profiled_ms),
-        ("profiler", balance.profiler_ms, 100 * balance.profiler_share),
-        ("rest: between operators, call", balance.rest_ms, 100 * balance.rest_ms / balance.profiled_ms),
-        ("run with profiling", balance.profiled_ms, 100.0),
-        ("run without profiling", balance.plain_ms, 100 * balance.plain_ms / balance.profiled_ms),
-    ]
-    gaps = ""
-    if profile.gaps is not None:
-        gaps = f" No operator ran for {number_text(profile.gaps.total_ms)} ms of a profiled run."
-    if balance.is_closed is None:
+    parts = (
+        ("operators (self times)", balance.operators_ms),
+        ("profiler", balance.profiler_ms),
+        ("rest: between operators, call", balance.rest_ms),
+        ("interruptions by other work", balance.interrupted_ms),
+        ("run with profiling", balance.profiled_ms),
+        ("run without profiling", balance.plain_ms),
+    )
+    rows = [(part, ms, 100 * ms / balance.profiled_ms) for part, ms in parts]
+    if balance.is_closed is not None:
+        note = (
+            f"Operators and profiler come {'' if balance.is_closed else 'NOT '}within {_percent(CLOSED_WITHIN)} of the "
+            f"time without interruptions: the rest is {_percent(balance.rest_share)} ± {_percent(balance.rest_error)}."
+        )
+    elif balance.operators_ms < LEAST_MS:
         note = (
             f"A run takes less than {LEAST_MS:g} ms: {_percent(balance.profiler_share)} of what a profiled run shows is "
             f"the profiler, {number_text(balance.profiler_event_us)} µs for each operator. Trust shares, not times."
         )
     else:
-        verdict = "within" if balance.is_closed else "NOT within"
-        note = (
-            f"Operators and profiler come {verdict} {_percent(CLOSED_WITHIN)} of the time: the rest is "
-            f"{_percent(balance.rest_share)} ± {_percent(balance.rest_error)} of a run without profiling."
-        )
-    yield Table(f"Where the time goes{of}", ("part", "ms", "%"), rows, note=note + gaps)
+        note = f"What the profiler adds is known within {_percent(balance.rest_error)} only."
+    if profile.gaps is not None:
+        note += f" No operator ran for {number_text(profile.gaps.total_ms)} ms of a profiled run."
+    yield Table(f"Where the time goes{of}", ("part", "ms", "%"), rows, note=note)
 
 
 def _operators(title: str, operators: Sequence[OperatorCost]) -> Table:

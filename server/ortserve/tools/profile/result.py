@@ -9,34 +9,38 @@ SCHEMA: Final = "ortserve.profile/1"
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Where the time of a profiled run goes: operators, the profiler, and the rest. All are means over the same runs.
+    """Where the time of a run with profiling goes: operators, the profiler, the rest, and interruptions.
+
+    Times are medians over the runs on one sample, averaged over the samples.
 
     Attributes:
-        runs: Pairs of a run without and one with profiling that the figures are means of.
-        measured: Pairs that were measured. Of those on the same inputs, the quieter quarter counts.
-        plain_ms: A run without profiling.
-        profiled_ms: The same run with profiling.
-        operators_ms: The sum of the self times of all operators, in the profiled runs.
-        profiler_ms: What profiling adds to a run: ``profiled_ms`` less ``plain_ms``.
-        profiler_share: Of ``profiled_ms``.
-        profiler_event_us: The same for each event of the profiler.
-        rest_ms: What remains of ``profiled_ms``: ONNX Runtime between the operators, and the call from Python. Negative
+        runs: Pairs of a run without and one with profiling.
+        plain_ms: A run without profiling, on the clock of the caller.
+        profiled_ms: A run with profiling, likewise: the sum of the four parts below.
+        operators_ms: The sum of the self times of all nodes.
+        profiler_ms: What profiling adds to a run: the median difference of the pairs, of the time on the processor if
+            one thread does all the work.
+        rest_ms: The remaining time between operators and around them: ONNX Runtime, and the call from Python. Negative
             if self times contain costs of the profiler.
-        rest_share: Of ``plain_ms``.
-        rest_error: Half of the width of the 95 % interval of ``rest_share``.
-        is_closed: Whether operators and profiler come within 5 % of the time; None for runs under 5 ms, whose operators
-            are too short for the profiler's clock of 1 µs.
+        interrupted_ms: What the median run takes beyond these medians, as other work on the machine interrupts most
+            runs somewhere; near 0 on a quiet machine.
+        profiler_share: Of the time without interruptions.
+        profiler_event_us: ``profiler_ms`` by event of the profiler.
+        rest_share: Of the time without interruptions.
+        rest_error: Half of the width of the 95 % interval of ``profiler_ms``, by the same time.
+        is_closed: Whether operators and profiler come within 5 % of the time without interruptions. None for runs under
+            5 ms, whose operators are too short for the profiler's clock of 1 µs, and if ``rest_error`` is over 5 %.
     """
 
     runs: int
-    measured: int
     plain_ms: float
     profiled_ms: float
     operators_ms: float
     profiler_ms: float
+    rest_ms: float
+    interrupted_ms: float
     profiler_share: float
     profiler_event_us: float
-    rest_ms: float
     rest_share: float
     rest_error: float
     is_closed: bool | None
