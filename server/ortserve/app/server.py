@@ -79,6 +79,7 @@ class Server:
             parts.access.guards,
             loads_models=options.model_control_mode == "explicit",
             shares_memory=options.allow_client_shm,
+            profiles=options.profiling,
         ):
             message = "calls of these groups need no key: any client that reaches this address can make them"
             log_event(logger, logging.WARNING, message, host=host, open=", ".join(is_open))

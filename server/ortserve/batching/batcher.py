@@ -25,7 +25,7 @@ from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import AnswerTime, ArrivalRate, Decisions, Learned, describe, saturation
 from ortserve.batching.timers import LoopTimer, MakeTimer
 from ortserve.clock import Clock
-from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
+from ortserve.core.batch import Arrays, Batch, BatchResult, BatchTap, Runner
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
@@ -106,6 +106,8 @@ class Batcher:
         self._idle: asyncio.Event | None = None
         self._row_checks = row_checks
         self._on_difference = on_difference
+        self.tap: BatchTap | None = None
+        """Observes batches; None almost always."""
         self._divided = 0  # requests that run in pieces, of which some may not be queued yet
         self._arrivals = ArrivalRate()
         self._answer_time = AnswerTime()
@@ -203,6 +205,8 @@ class Batcher:
     async def close(self) -> None:
         """Reject new requests and return when every admitted one is settled."""
         self._closed_because = self._closed_because or _STOPPING
+        if self.tap is not None:
+            self.tap.end("the version was unloaded or replaced")
         # No more requests arrive, so waiting for them gains nothing.
         self._policy = replace(self._policy, queue_delay_ns=0, closed_loop_wait=False)
         if self._instances.are_busy or self._scheduler or self._divided:
@@ -438,6 +442,8 @@ class Batcher:
                 return
         if not group.is_check:
             self._observe_batch(group.rows, taken_ns, result, now_ns)
+            if self.tap is not None:
+                self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
         if self._row_checks is not None:
             self._row_checks.observe(group, result)
         try:

@@ -65,7 +65,7 @@ def _parser() -> ToolParser:
         "--compare",
         nargs=2,
         metavar=("A", "B"),
-        help=f"Two models, or two settings of TARGET: KEY=VALUE[,KEY=VALUE…] with threads and provider too, {_UNCHANGED}.",
+        help=f"Two models, or two settings of TARGET: KEY=VALUE[,…], also threads and provider, {_UNCHANGED}.",
     )
     server = parser.add_argument_group("batches of a server")
     server.add_argument("--requests", type=_count, default=100, metavar="N", help="Requests to copy (100).")
@@ -115,7 +115,7 @@ def _run(given: argparse.Namespace) -> Outcome:
             if trace is not None:
                 kept = trace if not number else trace.with_name(f"{trace.stem}-{number + 1}{trace.suffix}")
                 shutil.copyfile(one.trace_file, kept)
-    runs = [Runs(one.plain, one.profiled, one.trace, one.samples, one.is_single_threaded) for one in measured]
+    runs = [Runs(one.plain, one.profiled, one.trace, one.groups, one.is_single_threaded) for one in measured]
     profiles = [_profile(one, held) for one, held in zip(measured, runs, strict=True)]
     result = ProfileResult(SCHEMA, profiles[0])
     if len(profiles) > 1:
@@ -141,7 +141,7 @@ def _profile(measured: Measured, runs: Runs) -> Profile:
 
 
 def _profile_server(given: argparse.Namespace) -> Outcome:
-    with progress(f"copying and profiling batches of {given.model}") as step:
+    with progress(f"waiting for requests of {given.model}, and profiling them"):
         result, runs = profile_server(
             given.target,
             given.model,
@@ -149,7 +149,6 @@ def _profile_server(given: argparse.Namespace) -> Outcome:
             timeout_s=given.timeout,
             key_file=given.key_file,
             keep=given.trace,
-            step=step,
         )
     return Outcome(result, report(result, [(runs.trace, middle_run(runs))]))
 

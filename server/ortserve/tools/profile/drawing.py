@@ -53,7 +53,9 @@ def flame_view(trace: Trace, run: Run) -> str:
         if width >= _LEAST_WIDTH:
             node = trace.nodes[call.node]
             box = (call.start_us * scale, (call.depth + 1) * _ROW, width, _ROW)
-            title = f"{node.op} {node.name}: {call.total_us:,} µs, itself {call.self_us:,} µs, from {call.start_us:,} µs"
+            title = (
+                f"{node.op} {node.name}: {call.total_us:,} µs, itself {call.self_us:,} µs, from {call.start_us:,} µs"
+            )
             parts.append(_rectangle(box, node.op, node.op, title))
     return "".join((*parts, "</svg>"))
 

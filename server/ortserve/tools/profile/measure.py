@@ -1,4 +1,4 @@
-"""Profiles of models in this process: each run is made without and with profiling, and those of all models alternate."""
+"""Profiles of models in this process: runs without and with profiling, and those of all models, alternate."""
 
 import random
 import time
@@ -69,6 +69,11 @@ class Measured:
     trace: Trace = field(default_factory=Trace)
     optimized: Graph | None = None
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[range]:
+        """Positions of the runs on each sample."""
+        return [range(first, len(self.plain), self.samples) for first in range(min(self.samples, len(self.plain)))]
 
     @property
     def is_single_threaded(self) -> bool:

@@ -93,7 +93,9 @@ def _profile(profile: Profile, flame: tuple[Trace, Run] | None, *, is_one_of_two
         yield Table(f"Long gaps between operators{of}", ("before", "µs"), rows, note=_LONG_GAPS_NOTE)
     if profile.fusion is not None:
         yield from _fusion(profile.fusion, of)
-    yield Picture(f"Self times{of}", tree_map(profile.nodes), "Areas are self times; nodes of an operator are together.")
+    yield Picture(
+        f"Self times{of}", tree_map(profile.nodes), "Areas are self times; nodes of an operator are together."
+    )
     if flame is not None:
         note = "A quiet run, from left to right; inner graphs are below their node."
         yield Picture(f"One run{of}", flame_view(*flame), note)
@@ -117,8 +119,8 @@ def _balance(profile: Profile, of: str) -> Iterator[Block]:
         )
     elif balance.operators_ms < LEAST_MS:
         note = (
-            f"A run takes less than {LEAST_MS:g} ms: {_percent(balance.profiler_share)} of what a profiled run shows is "
-            f"the profiler, {number_text(balance.profiler_event_us)} µs for each operator. Trust shares, not times."
+            f"A run takes less than {LEAST_MS:g} ms: {_percent(balance.profiler_share)} of what a profiled run shows "
+            f"is the profiler, {number_text(balance.profiler_event_us)} µs for each operator. Trust shares, not times."
         )
     else:
         note = f"What the profiler adds is known within {_percent(balance.rest_error)} only."
@@ -139,7 +141,14 @@ def _operators(title: str, operators: Sequence[OperatorCost]) -> Table:
             row.append(None if one.wait_share is None else 100 * one.wait_share)
         rows.append(tuple(row))
     columns = ["operator", *(["provider"] if providers else []), "nodes", "calls", "ms"]
-    columns += [*(["ms with inner"] if nests else []), "%", "µs a call", "GFLOP/s", "GB/s", *(["% wait"] if waits else [])]
+    columns += [
+        *(["ms with inner"] if nests else []),
+        "%",
+        "µs a call",
+        "GFLOP/s",
+        "GB/s",
+        *(["% wait"] if waits else []),
+    ]
     return Table(title, columns, rows, note="Per run; ms are self times.", most_rows=_SHOWN)
 
 
@@ -147,7 +156,7 @@ def _fusion(fusion: Fusion, of: str) -> Iterator[Block]:
     note = f"The file has {fusion.before:,} nodes in its main graph, constants apart; {fusion.after:,} run."
     for text, kinds in (("removed", fusion.removed), ("added", fusion.added)):
         if kinds:
-            note += f" {text.capitalize()}: {', '.join(f'{op} ×{count:,}' for op, count in kinds.items())}."
+            note += f" {text.capitalize()}: {', '.join(f'{op} x{count:,}' for op, count in kinds.items())}."
     rows = [(one.op, one.name, " + ".join(one.replaces), one.self_ms) for one in fusion.fused]
     if rows:
         columns = ("operator", "node", "in place of", "ms")
@@ -157,7 +166,9 @@ def _fusion(fusion: Fusion, of: str) -> Iterator[Block]:
 
 
 def _comparison(comparison: Comparison, one: str, other: str) -> Iterator[Block]:
-    faster = "as fast as" if not comparison.is_beyond_noise else "faster than" if comparison.ratio < 1 else "slower than"
+    faster = (
+        "as fast as" if not comparison.is_beyond_noise else "faster than" if comparison.ratio < 1 else "slower than"
+    )
     beyond = "beyond" if comparison.is_beyond_noise else "within"
     yield Text(
         f"{other} is {faster} {one}: its runs take {number_text(comparison.ratio)} of the time "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from random import Random
 from statistics import fmean, median
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ortserve.model_file.graph import Graph, Node
 from ortserve.tools.profile.matching import Placed, Replacement, find_replacements, match_nodes
@@ -48,6 +48,10 @@ class RunTime:
     cpu_ns: int
 
 
+Groups: TypeAlias = Sequence[Sequence[int]]
+"""Positions of runs that do the same work, such as those on the same sample; each run is in one group."""
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Runs without and with profiling.
@@ -56,30 +60,26 @@ class Runs:
         plain: Without.
         profiled: With, of the same inputs.
         trace: Of the runs with profiling.
-        samples: After how many runs the inputs repeat.
+        groups: Positions of runs that do the same work.
         is_single_threaded: Whether the calling thread does all the work.
     """
 
     plain: Sequence[RunTime]
     profiled: Sequence[RunTime]
     trace: Trace
-    samples: int = 1
+    groups: Groups
     is_single_threaded: bool = False
 
 
-def same_runs(count: int, samples: int) -> list[range]:
-    """The positions of the runs on each sample."""
-    return [range(first, count, samples) for first in range(min(samples, count))]
-
-
-def typical(values: Mapping[int, float], groups: Sequence[range]) -> float:
-    """The mean over all samples of the medians over the runs on each: interruptions by other work drop out of it."""
-    return fmean(median(values.get(run, 0.0) for run in group) for group in groups)
+def typical(values: Mapping[int, float], groups: Groups) -> float:
+    """The mean over all runs of the median of each group: interruptions by other work drop out of it."""
+    count = sum(len(group) for group in groups)
+    return sum(len(group) * median(values.get(run, 0.0) for run in group) for group in groups) / count
 
 
 def balance_of(runs: Runs, operators_ms: float) -> Balance:
     """Where the time of the profiled runs goes; ``operators_ms`` is the sum of the typical times of all operators."""
-    groups = same_runs(len(runs.profiled), runs.samples)
+    groups = runs.groups
     plain = typical({run: time.wall_ns / 1e6 for run, time in enumerate(runs.plain)}, groups)
     profiled = typical({run: time.wall_ns / 1e6 for run, time in enumerate(runs.profiled)}, groups)
     outside = {
@@ -175,20 +175,18 @@ class _Sum:
             self.nbytes_us += call.self_us
         self.indices[call.node] = None
 
-    def figures(self, runs: int, groups: Sequence[range], whole_ms: float) -> dict[str, Any]:
+    def figures(self, runs: int, self_ms: float, total_ms: float, whole_ms: float) -> dict[str, Any]:
         """The fields that nodes and operators have in common."""
-        self_ms = typical(self.self_us, groups) / 1e3
-        calls = self.calls / runs
         # Of the typical time, as much belongs to calls of known work as of all time.
-        seconds = self_ms * runs * 1e6 / self.whole_us if self.whole_us else 0.0
+        ns_per_us = self_ms * runs * 1e6 / self.whole_us if self.whole_us else 0.0
         return {
-            "calls": calls,
+            "calls": self.calls / runs,
             "self_ms": self_ms,
-            "total_ms": typical(self.total_us, groups) / 1e3,
-            "mean_us": self_ms * 1e3 / calls,
+            "total_ms": total_ms,
+            "mean_us": self_ms * 1e3 * runs / self.calls,
             "share": self_ms / whole_ms,
-            "gflops": _rate(self.operations, self.operations_us * seconds),
-            "gbytes": _rate(self.nbytes, self.nbytes_us * seconds),
+            "gflops": _rate(self.operations, self.operations_us * ns_per_us),
+            "gbytes": _rate(self.nbytes, self.nbytes_us * ns_per_us),
             "wait_share": self.wait_us / self.thread_us if self.thread_us else None,
         }
 
@@ -214,12 +212,14 @@ def profile_of(
     """The profile of a model; ``source`` is the graph of its file, ``optimized`` the one that ran, None if unknown."""
     trace = runs.trace
     count = len(trace.runs)
-    groups = same_runs(count, runs.samples)
+    groups = runs.groups
     is_parallel = any(run.is_parallel for run in trace.runs)
     places = {} if optimized is None else match_nodes(trace, optimized)
     works = [_work_of(node, places.get(index)) for index, node in enumerate(trace.nodes)]
     replacements, removed = find_replacements(source, optimized) if source and optimized else ([], [])
-    replaced = {id(one.node): [_describe(node) for node in one.replaced] for one in replacements if not one.is_unchanged}
+    replaced = {
+        id(one.node): [_describe(node) for node in one.replaced] for one in replacements if not one.is_unchanged
+    }
 
     by_node: dict[tuple[object, ...], _Sum] = defaultdict(_Sum)
     by_operator: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
@@ -228,22 +228,25 @@ def profile_of(
             node = trace.nodes[call.node]
             by_node[node.path, node.name, node.op].add(number, call, node, works[call.node])
             by_operator[node.op, node.provider].add(number, call, node, works[call.node])
-    # Sums of nodes, as medians of sums would differ from them.
-    node_ms = {key: typical(one.self_us, groups) / 1e3 for key, one in by_node.items()}
-    whole_ms = sum(node_ms.values()) or 1e-9
+    # Times of operators and of the whole are sums over the nodes, as medians of sums would not add up.
+    times = {
+        key: (typical(one.self_us, groups) / 1e3, typical(one.total_us, groups) / 1e3) for key, one in by_node.items()
+    }
+    whole_ms = sum(self_ms for self_ms, _ in times.values()) or 1e-9
+    nodes, per_type = [], defaultdict(list)
+    for key, one in by_node.items():
+        figures = one.figures(count, *times[key], whole_ms)
+        nodes.append(_node_cost(one, figures, groups, trace, is_parallel, works, places, replaced))
+        per_type[nodes[-1].op, nodes[-1].provider].append(nodes[-1])
+    nodes.sort(key=lambda node: -node.self_ms)
+    operators = []
+    for (op, name), of_type in per_type.items():
+        self_ms, total_ms = sum(node.self_ms for node in of_type), sum(node.total_ms for node in of_type)
+        figures = by_operator[op, name].figures(count, self_ms, total_ms, whole_ms)
+        operators.append(OperatorCost(op=op, provider=name, nodes=len(of_type), **figures))
+    operators.sort(key=lambda operator: -operator.self_ms)
     busy_ms = typical({number: busy_us(run) / 1e3 for number, run in enumerate(trace.runs)}, groups)
     balance = balance_of(runs, busy_ms if is_parallel else whole_ms)
-    nodes = []
-    for one in by_node.values():
-        figures = one.figures(count, groups, whole_ms)
-        nodes.append(_node_cost(one, figures, groups, trace, is_parallel, works, places, replaced))
-    nodes.sort(key=lambda node: -node.self_ms)
-    per_type = Counter((node.op, node.provider) for node in nodes)
-    operators = [
-        OperatorCost(op=op, provider=name, nodes=per_type[op, name], **one.figures(count, groups, whole_ms))
-        for (op, name), one in by_operator.items()
-    ]
-    operators.sort(key=lambda operator: -operator.self_ms)
     return Profile(
         label=label,
         provider=provider,
@@ -282,7 +285,7 @@ def _work_of(traced: TracedNode, place: Placed | None) -> Work:
 def _node_cost(
     one: _Sum,
     figures: Mapping[str, Any],
-    groups: Sequence[range],
+    groups: Groups,
     trace: Trace,
     is_parallel: bool,
     works: Sequence[Work],
@@ -307,7 +310,7 @@ def _node_cost(
     )
 
 
-def _gaps(nodes: Sequence[NodeCost], runs: Sequence[Run], groups: Sequence[range], balance: Balance) -> Gaps:
+def _gaps(nodes: Sequence[NodeCost], runs: Sequence[Run], groups: Groups, balance: Balance) -> Gaps:
     gaps = {number: sum(call.gap_us for call in run.calls) / 1e3 for number, run in enumerate(runs)}
     total_ms = typical(gaps, groups)
     bound_us = _LONG_GAP * max(1.0, balance.profiler_event_us)
@@ -393,9 +396,7 @@ def compare(one: Profile, other: Profile, times: Sequence[RunTime], other_times:
     for op in {**mine, **others}:
         nodes, self_ms = mine.get(op, (None, 0.0))
         other_nodes, other_self_ms = others.get(op, (None, 0.0))
-        differences.append(
-            OperatorDifference(op, nodes, other_nodes, self_ms, other_self_ms, other_self_ms - self_ms)
-        )
+        differences.append(OperatorDifference(op, nodes, other_nodes, self_ms, other_self_ms, other_self_ms - self_ms))
     differences.sort(key=lambda difference: -abs(difference.difference_ms))
     ratio = median(ratios)
     return Comparison(ratio, low, high, not low <= 1 <= high, differences)

@@ -90,9 +90,10 @@ def _count_bytes(traced: TracedNode, inputs: Sequence[Shape]) -> int | None:
     if traced.op in _MOVES_NOTHING or not traced.outputs:
         return None
     shapes = [*traced.outputs, *(traced.outputs[:1] + tuple(inputs[1:]) if traced.op in _READS_ROWS else inputs)]
-    sizes = [_ITEM_BYTES.get(dtype, 0) * prod(dims) for dtype, dims in shapes]
+    sizes: list[int] = [_ITEM_BYTES.get(dtype, 0) * prod(dims) for dtype, dims in shapes]
     known = all(dtype in _ITEM_BYTES for dtype, _ in shapes)
-    return sum(sizes) if known and sum(sizes) else None
+    nbytes = sum(sizes)
+    return nbytes if known and nbytes else None
 
 
 def _matmul(inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Attribute]) -> int:
