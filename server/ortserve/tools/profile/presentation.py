@@ -36,16 +36,19 @@ def report(result: ProfileResult, flames: Sequence[tuple[Trace, Run]] = ()) -> R
         blocks.extend(_comparison(result.comparison, result.profile.label, result.other.label))
     for number, profile in enumerate(profiles):
         flame = flames[number] if number < len(flames) else None
-        blocks.extend(_profile(profile, flame, is_one_of_two=len(profiles) > 1))
+        blocks.extend(_profile(profile, flame, is_one_of_two=len(profiles) > 1, is_of_server=result.server is not None))
     return Report(f"Profile of {' and '.join(profile.label for profile in profiles)}", blocks)
 
 
-def _profile(profile: Profile, flame: tuple[Trace, Run] | None, *, is_one_of_two: bool) -> Iterator[Block]:
+def _profile(
+    profile: Profile, flame: tuple[Trace, Run] | None, *, is_one_of_two: bool, is_of_server: bool
+) -> Iterator[Block]:
     of = f" of {profile.label}" if is_one_of_two else ""
+    order = " afterwards" if is_of_server else ", alternating"
     facts: dict[str, Cell] = {
         "execution provider": f"{profile.provider}, {profile.threads} thread{'s' if profile.threads > 1 else ''}",
         "inputs": f"{profile.inputs}, {number_text(profile.rows)} row{'s' if profile.rows != 1 else ''} a run",
-        "runs": f"{profile.balance.runs:,} without and as many with profiling, alternating; times are medians",
+        "runs": f"{profile.balance.runs:,} with profiling, and the same without{order}",
         "opened in": f"{number_text(profile.opening_ms)} ms",
         "weights": bytes_text(profile.weight_bytes),
     }

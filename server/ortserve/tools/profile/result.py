@@ -11,7 +11,7 @@ SCHEMA: Final = "ortserve.profile/1"
 class Balance:
     """Where the time of a run with profiling goes: operators, the profiler, the rest, and interruptions.
 
-    Times are medians over the runs on one sample, averaged over the samples.
+    Times are means over the middle half of the runs that do the same work, such as those on one sample.
 
     Attributes:
         runs: Pairs of a run without and one with profiling.
@@ -22,8 +22,8 @@ class Balance:
             one thread does all the work.
         rest_ms: The remaining time between operators and around them: ONNX Runtime, and the call from Python. Negative
             if self times contain costs of the profiler.
-        interrupted_ms: What the median run takes beyond these medians, as other work on the machine interrupts most
-            runs somewhere; near 0 on a quiet machine.
+        interrupted_ms: What a run takes beyond that, as other work on the machine interrupts most runs somewhere, but each
+            operator seldom; near 0 on a quiet machine.
         profiler_share: Of the time without interruptions.
         profiler_event_us: ``profiler_ms`` by event of the profiler.
         rest_share: Of the time without interruptions.

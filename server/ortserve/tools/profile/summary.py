@@ -72,9 +72,15 @@ class Runs:
 
 
 def typical(values: Mapping[int, float], groups: Groups) -> float:
-    """The mean over all runs of the median of each group: interruptions by other work drop out of it."""
+    """The mean over all runs, with the mean of the middle half of its group for each: interruptions drop out of it."""
     count = sum(len(group) for group in groups)
-    return sum(len(group) * median(values.get(run, 0.0) for run in group) for group in groups) / count
+    return sum(len(group) * _middle_mean([values.get(run, 0.0) for run in group]) for group in groups) / count
+
+
+def _middle_mean(values: list[float]) -> float:
+    values.sort()
+    cut = len(values) // 4 if len(values) > 3 else (len(values) - 1) // 2
+    return fmean(values[cut : len(values) - cut])
 
 
 def balance_of(runs: Runs, operators_ms: float) -> Balance:
