@@ -2,6 +2,7 @@
 
 import http.client
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -103,10 +104,10 @@ def _call(url: str, model: str, document: dict[str, Any], key_file: Path | None,
     name, _, version = model.partition("/")
     path = f"/v2/models/{quote(name, safe='')}{f'/versions/{version}' if version else ''}/profile"
     try:
-        connection = connect(parts.hostname, parts.port, timeout=timeout_s)
-        connection.request("POST", parts.path.rstrip("/") + path, orjson.dumps(document), headers)
-        response = connection.getresponse()
-        status, body = response.status, response.read()
+        with closing(connect(parts.hostname, parts.port, timeout=timeout_s)) as connection:
+            connection.request("POST", parts.path.rstrip("/") + path, orjson.dumps(document), headers)
+            response = connection.getresponse()
+            status, body = response.status, response.read()
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ServeError(
             ErrorKind.NOT_READY, f"{url}: no answer from a server: {error or type(error).__name__}"

@@ -22,8 +22,8 @@ class Balance:
             one thread does all the work.
         rest_ms: The remaining time between operators and around them: ONNX Runtime, and the call from Python. Negative
             if self times contain costs of the profiler.
-        interrupted_ms: What a run takes beyond that, as other work on the machine interrupts most runs somewhere, but each
-            operator seldom; near 0 on a quiet machine.
+        interrupted_ms: What a run takes beyond that: other work on the machine interrupts most runs somewhere, each
+            operator seldom. Near 0 on a quiet machine.
         profiler_share: Of the time without interruptions.
         profiler_event_us: ``profiler_ms`` by event of the profiler.
         rest_share: Of the time without interruptions.

@@ -12,8 +12,6 @@ import orjson
 
 from ortserve.errors import ErrorKind, ServeError
 
-MAX_EVENTS: Final = 1_000_000
-"""ONNX Runtime drops all events beyond these."""
 _KERNEL: Final = "_kernel_time"
 _EXECUTE: Final = "SequentialExecutor::Execute"
 
