@@ -20,6 +20,7 @@ import gpu_models
 from models import builders
 from ortserve.tools.profile import measure
 from ortserve.tools.profile.command import main
+from pages import DOCS, commands
 from servers import LOOK_S
 
 ROOT: Final = Path(__file__).parents[2]
@@ -274,3 +275,25 @@ def test_interruption_is_one_line(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, ""), err
     assert err == "ortserve profile: interrupted\n"
+
+
+def test_commands_of_the_page_show_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run each command of the page about this tool; titles, columns and operators are those of its output."""
+    monkeypatch.chdir(tmp_path)
+    gpu_models.encoder(tmp_path / "encoder.onnx", layers=1, hidden=64, heads=4, length=16)
+    gpu_models.residual(tmp_path / "images.onnx", blocks=(1, 1), width=16, size=64, classes=10)
+    names = {"LSTM": "lstm", "control flow": "decoder", "words": "words", "int8": "int8"}
+    for target, name in names.items():
+        (tmp_path / f"{name}.onnx").symlink_to(TARGETS[target])
+    (tmp_path / "models").symlink_to(EXAMPLE)
+    shown = [command for command in commands(DOCS / "tools" / "profile.md") if command.words[1] == "profile"]
+    local = [command for command in shown if command.output]
+    assert len(local) == 8
+    for command in local:
+        assert main([*command.words[2:], "--runs", "4"]) == 0
+        output = capsys.readouterr().out
+        for line in command.output.splitlines():
+            if re.match(r"(Where the time goes|Operator types|Fused nodes|Operators gained| (part|operator) )", line):
+                assert line.split() in [other.split() for other in output.splitlines()], (command.text, line)

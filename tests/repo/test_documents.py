@@ -72,6 +72,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@cache
+def flags_of_tool(name: str) -> set[str]:
+    """The flags in the help of a tool."""
+    command = [sys.executable, "-m", "ortserve", name, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    return set(re.findall(r"--[a-z-]*[a-z]", shown))
+
+
 @of_each_page
 def test_options_and_metrics_are_declared(page: Path) -> None:
     text = page.read_text()
@@ -83,6 +91,8 @@ def test_options_and_metrics_are_declared(page: Path) -> None:
     }
     kubectl = {match for span in spans(text) if "kubectl" in span for match in re.findall(r"--[a-z-]+", span)}
     known = {flag_name(name) for name in ServerOptions.model_fields} | negated | FLAGS_OF_OTHERS
+    if page.parent == DOCS / "tools":
+        known |= flags_of_tool(page.stem)
     assert flags - kubectl <= known
     variables = set(re.findall(r"ORTSERVE_[A-Z_]+[A-Z]", text)) - VARIABLES_OF_BUILDS
     assert variables <= {variable_name(name) for name in ServerOptions.model_fields}
@@ -133,6 +143,8 @@ def test_commands_name_programs_targets_extras_and_options_that_exist(command: C
     if program == "ortserve" and arguments[0] == "serve":
         flags = vars(build_parser().parse_intermixed_args(arguments[1:]))
         read_options({name: value for name, value in flags.items() if not name.endswith("_file")}, None)
+    if program == "ortserve" and command.page.parent == DOCS / "tools" and arguments[0] == command.page.stem:
+        assert {word for word in arguments if word.startswith("--")} <= flags_of_tool(arguments[0])
 
 
 def test_samples_of_options_are_valid(tmp_path: Path) -> None:

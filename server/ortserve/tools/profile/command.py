@@ -119,7 +119,7 @@ def _run(given: argparse.Namespace) -> Outcome:
     profiles = [_profile(one, held) for one, held in zip(measured, runs, strict=True)]
     result = ProfileResult(SCHEMA, profiles[0])
     if len(profiles) > 1:
-        comparison = compare(profiles[0], profiles[1], measured[0].plain, measured[1].plain)
+        comparison = compare(profiles[0], profiles[1], runs[0], runs[1])
         result = ProfileResult(SCHEMA, profiles[0], profiles[1], comparison)
     return Outcome(result, report(result, [(held.trace, middle_run(held)) for held in runs]))
 

@@ -179,12 +179,12 @@ def _comparison(comparison: Comparison, one: str, other: str) -> Iterator[Block]
     )
     yield Table(
         "Operators gained and lost",
-        ("operator", f"nodes: {one}", f"nodes: {other}", f"ms: {one}", f"ms: {other}", "difference"),
+        ("operator", "nodes A", "nodes B", "ms A", "ms B", "difference"),
         [
             (row.op, row.nodes, row.other_nodes, row.self_ms, row.other_self_ms, row.difference_ms)
             for row in comparison.operators
         ],
-        note="Self times per run. A dash: there is no such operator.",
+        note=f"A is {one}, B is {other}. Self times per run. A dash: there is no such operator.",
         most_rows=_SHOWN,
     )
 

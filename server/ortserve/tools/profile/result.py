@@ -29,7 +29,7 @@ class Balance:
         rest_share: Of the time without interruptions.
         rest_error: Half of the width of the 95 % interval of ``profiler_ms``, by the same time.
         is_closed: Whether operators and profiler come within 5 % of the time without interruptions. None for runs under
-            5 ms, whose operators are too short for the profiler's clock of 1 µs, and if ``rest_error`` is over 5 %.
+            5 ms, whose operators are too short for the profiler's clock of 1 µs, and if other work makes it uncertain.
     """
 
     runs: int
@@ -233,10 +233,10 @@ class Comparison:
     """The second profile against the first, from runs that alternate.
 
     Attributes:
-        ratio: Of the times of runs without profiling, the second by the first.
+        ratio: Of the times of runs without profiling, the second by the first: the median of the pairs.
         ratio_low: Lower end of the 95 % interval of the ratio.
         ratio_high: Upper end.
-        is_beyond_noise: Whether the interval leaves out 1.
+        is_beyond_noise: Whether the interval leaves out 0.95 to 1.05, by which two sessions of one model may differ.
         operators: The largest difference first.
     """
 

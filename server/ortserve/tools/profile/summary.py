@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
-from random import Random
 from statistics import fmean, median
 from typing import Any, Final, TypeAlias
 
@@ -30,14 +29,14 @@ CLOSED_WITHIN: Final = 0.05
 LEAST_MS: Final = 5.0
 """Shorter runs consist of operators that the profiler, with its clock of 1 µs, cannot measure."""
 _FAST_PART: Final = 4
-"""Comparisons use one of so many runs: other work on the machine only ever adds time."""
+_SESSIONS_DIFFER: Final = 0.05
+"""Two sessions of one model, in one process, took 0.93 to 1.00 of each other's time on a busy machine."""
 _COPIES: Final = frozenset(("MemcpyFromHost", "MemcpyToHost"))
 _BUSY_SHARE: Final = 0.1
 _LONG_GAP: Final = 5
 """Times what profiling adds to an event."""
 _MOST_GAPS: Final = 10
 _MOST_SHAPES: Final = 4
-_RESAMPLES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,12 @@ class Runs:
     groups: Groups
     is_single_threaded: bool = False
 
+    @property
+    def on_one_thread(self) -> bool:
+        """Whether the calling thread did all the work, as the others of the pool had none or do not exist."""
+        last = self.trace.runs[-1]
+        return self.is_single_threaded or not (last.is_parallel or any(last.blocks.values()) or not last.blocks)
+
 
 def typical(values: Mapping[int, float], groups: Groups) -> float:
     """The mean over all runs, with the mean of the middle half of its group for each: interruptions drop out of it."""
@@ -83,22 +88,30 @@ def _middle_mean(values: list[float]) -> float:
     return fmean(values[cut : len(values) - cut])
 
 
-def balance_of(runs: Runs, operators_ms: float) -> Balance:
-    """Where the time of the profiled runs goes; ``operators_ms`` is the sum of the typical times of all operators."""
+def balance_of(runs: Runs, operators_ms: float, gaps_ms: float) -> Balance:
+    """Where the time of the profiled runs goes.
+
+    Args:
+        runs: The runs.
+        operators_ms: The sum of the typical self times of all nodes.
+        gaps_ms: The sum of the typical gaps before them; 0 in parallel mode, where there are none.
+    """
     groups = runs.groups
     plain = typical({run: time.wall_ns / 1e6 for run, time in enumerate(runs.plain)}, groups)
     profiled = typical({run: time.wall_ns / 1e6 for run, time in enumerate(runs.profiled)}, groups)
-    outside = {
-        run: time.wall_ns / 1e6 - busy_us(traced) / 1e3
+    around = {
+        run: time.wall_ns / 1e6 - (busy_us(traced) + (traced.gaps_us if gaps_ms else 0)) / 1e3
         for run, (time, traced) in enumerate(zip(runs.profiled, runs.trace.runs, strict=True))
     }
-    outside_ms = typical(outside, groups)
+    outside_ms = gaps_ms + typical(around, groups)
     profiler, low, high = _added_ms(runs)
     rest, undisturbed = outside_ms - profiler, operators_ms + outside_ms
-    error = (high - low) / 2 / undisturbed
-    is_closed = None
+    error, interrupted = (high - low) / 2 / undisturbed, profiled - undisturbed
+    is_closed: bool | None = None
     if undisturbed - profiler >= LEAST_MS and error <= CLOSED_WITHIN:
         is_closed = abs(rest) <= CLOSED_WITHIN * undisturbed
+        if not is_closed and interrupted > _BUSY_SHARE * profiled:
+            is_closed = None
     return Balance(
         runs=len(runs.profiled),
         plain_ms=plain,
@@ -106,7 +119,7 @@ def balance_of(runs: Runs, operators_ms: float) -> Balance:
         operators_ms=operators_ms,
         profiler_ms=profiler,
         rest_ms=rest,
-        interrupted_ms=profiled - undisturbed,
+        interrupted_ms=interrupted,
         profiler_share=profiler / undisturbed,
         profiler_event_us=profiler * 1e3 / max(1.0, fmean(len(run.calls) + 2 for run in runs.trace.runs)),
         rest_share=rest / undisturbed,
@@ -122,14 +135,18 @@ def _added_ms(runs: Runs) -> tuple[float, float, float]:
     least: on two processors with eight busy processes, medians of 50 pairs varied by 0.2 ms, those of the time by 1.5.
     """
     pairs = zip(runs.plain, runs.profiled, strict=True)
-    if runs.is_single_threaded:
+    if runs.on_one_thread:
         added = sorted(profiled.cpu_ns - plain.cpu_ns for plain, profiled in pairs)
     else:
         added = sorted(profiled.wall_ns - plain.wall_ns for plain, profiled in pairs)
-    count = len(added)
-    reach = 0.98 * sqrt(count)  # ranks of the binomial distribution around the median
-    low, high = max(0, int(count / 2 - reach)), min(count - 1, int(count / 2 + reach))
+    low, high = _median_interval(len(added))
     return median(added) / 1e6, added[low] / 1e6, added[high] / 1e6
+
+
+def _median_interval(count: int) -> tuple[int, int]:
+    """The ranks in sorted values between which the median lies with 95 %, by the binomial distribution."""
+    reach = 0.98 * sqrt(count)
+    return max(0, int(count / 2 - reach)), min(count - 1, int(count / 2 + reach))
 
 
 def busy_us(run: Run) -> int:
@@ -252,7 +269,8 @@ def profile_of(
         operators.append(OperatorCost(op=op, provider=name, nodes=len(of_type), **figures))
     operators.sort(key=lambda operator: -operator.self_ms)
     busy_ms = typical({number: busy_us(run) / 1e3 for number, run in enumerate(trace.runs)}, groups)
-    balance = balance_of(runs, busy_ms if is_parallel else whole_ms)
+    gaps_ms = sum(typical(one.gap_us, groups) for one in by_node.values()) / 1e3
+    balance = balance_of(runs, busy_ms, 0.0) if is_parallel else balance_of(runs, whole_ms, gaps_ms)
     return Profile(
         label=label,
         provider=provider,
@@ -265,7 +283,7 @@ def profile_of(
         operators=operators,
         nodes=nodes,
         copies=[operator for operator in operators if operator.op in _COPIES],
-        gaps=None if is_parallel else _gaps(nodes, trace.runs, groups, balance),
+        gaps=None if is_parallel else _gaps(nodes, gaps_ms, balance),
         threads_use=_threads_use(trace.runs, by_node.values()),
         arenas=[Arena(name, peak, held) for name, (peak, held) in trace.arenas.items()],
         weight_bytes=_weight_bytes(trace, places),
@@ -316,9 +334,7 @@ def _node_cost(
     )
 
 
-def _gaps(nodes: Sequence[NodeCost], runs: Sequence[Run], groups: Groups, balance: Balance) -> Gaps:
-    gaps = {number: sum(call.gap_us for call in run.calls) / 1e3 for number, run in enumerate(runs)}
-    total_ms = typical(gaps, groups)
+def _gaps(nodes: Sequence[NodeCost], total_ms: float, balance: Balance) -> Gaps:
     bound_us = _LONG_GAP * max(1.0, balance.profiler_event_us)
     long = sorted((node for node in nodes if (node.gap_us or 0) > bound_us), key=lambda node: -(node.gap_us or 0))
     return Gaps(total_ms, balance.profiler_ms, {node.name: node.gap_us or 0.0 for node in long[:_MOST_GAPS]})
@@ -386,17 +402,14 @@ def _shape_text(dtype: str, dims: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, dims))}]"
 
 
-def compare(one: Profile, other: Profile, times: Sequence[RunTime], other_times: Sequence[RunTime]) -> Comparison:
-    """The second profile against the first.
-
-    Args:
-        one: The first profile.
-        other: The second one.
-        times: Of the first's runs without profiling.
-        other_times: Of the second's, which alternated with them.
-    """
-    ratios = _ratios(times, other_times)
-    low, high = ratios[round(0.025 * (len(ratios) - 1))], ratios[round(0.975 * (len(ratios) - 1))]
+def compare(one: Profile, other: Profile, runs: Runs, other_runs: Runs) -> Comparison:
+    """The second profile against the first. Their runs alternated; those of one thread are compared by processor time."""
+    by_cpu = runs.on_one_thread and other_runs.on_one_thread
+    ratios = sorted(
+        after.cpu_ns / before.cpu_ns if by_cpu else after.wall_ns / before.wall_ns
+        for before, after in zip(runs.plain, other_runs.plain, strict=False)
+    )
+    low, high = _median_interval(len(ratios))
     mine, others = _by_operator(one), _by_operator(other)
     differences = []
     for op in {**mine, **others}:
@@ -404,20 +417,8 @@ def compare(one: Profile, other: Profile, times: Sequence[RunTime], other_times:
         other_nodes, other_self_ms = others.get(op, (None, 0.0))
         differences.append(OperatorDifference(op, nodes, other_nodes, self_ms, other_self_ms, other_self_ms - self_ms))
     differences.sort(key=lambda difference: -abs(difference.difference_ms))
-    ratio = median(ratios)
-    return Comparison(ratio, low, high, not low <= 1 <= high, differences)
-
-
-def _ratios(times: Sequence[RunTime], other_times: Sequence[RunTime]) -> list[float]:
-    """Ratios of the means of the faster quarters, of runs drawn again and again from those that were made; sorted."""
-    random = Random(0)  # noqa: S311 - the same result for the same times
-    pairs = [(one.wall_ns, other.wall_ns) for one, other in zip(times, other_times, strict=False)]
-    found = []
-    for _ in range(_RESAMPLES):
-        drawn = random.choices(pairs, k=len(pairs))
-        quiet = [sorted(column)[: -(-len(drawn) // _FAST_PART)] for column in zip(*drawn, strict=True)]
-        found.append(fmean(quiet[1]) / fmean(quiet[0]))
-    return sorted(found)
+    is_beyond = ratios[high] < 1 - _SESSIONS_DIFFER or ratios[low] > 1 + _SESSIONS_DIFFER
+    return Comparison(median(ratios), ratios[low], ratios[high], is_beyond, differences)
 
 
 def _by_operator(profile: Profile) -> dict[str, tuple[int, float]]:

@@ -92,6 +92,11 @@ class Run:
         """The sum of all self times."""
         return sum(call.self_us for call in self.calls)
 
+    @property
+    def gaps_us(self) -> int:
+        """The sum of the gaps before all calls."""
+        return sum(call.gap_us for call in self.calls)
+
 
 @dataclass(slots=True)
 class Trace:

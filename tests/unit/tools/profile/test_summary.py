@@ -1,6 +1,7 @@
 """Profiles of known runs: the balance, tables that add up, interruptions, comparisons."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -118,17 +119,19 @@ def test_gap_is_reported_where_it_is_long() -> None:
 
 
 def test_comparison_names_what_was_gained_and_lost() -> None:
-    one = profile(runs_of([(4000, 2000)] * 8, plain_us=[6000] * 8, cost_us=10))
-    other = profile(runs_of([(1000,)] * 8, plain_us=[1000] * 8, cost_us=10))
-    noisy = [RunTime(ns, ns) for ns in (6_000_000, 6_100_000, 5_900_000, 6_050_000) * 2]
+    noisy = [6000, 6100, 5900, 6050] * 4
+    one_runs = runs_of([(4000, 2000)] * 16, plain_us=noisy, cost_us=10)
+    other_runs = runs_of([(1000,)] * 16, plain_us=[us // 6 for us in reversed(noisy)], cost_us=10)
+    one, other = profile(one_runs), profile(other_runs)
 
-    found = compare(one, other, noisy, [RunTime(time.wall_ns // 6, 0) for time in noisy])
+    found = compare(one, other, replace(one_runs, is_single_threaded=False), other_runs)
     assert found.ratio == pytest.approx(1 / 6, rel=0.05)
     assert found.is_beyond_noise
     assert [(row.op, row.nodes, row.other_nodes) for row in found.operators] == [("Op0", 1, 1), ("Op1", 1, None)]
     assert [row.difference_ms for row in found.operators] == pytest.approx([-3, -2])
 
-    same = compare(one, one, noisy, noisy[::-1])
+    reverse = replace(one_runs, plain=one_runs.plain[::-1])
+    same = compare(one, one, one_runs, reverse)
     assert not same.is_beyond_noise
 
 
