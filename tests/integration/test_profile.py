@@ -155,7 +155,8 @@ def test_achieved_rate_is_that_of_the_whole_model(tmp_path: Path, capsys: pytest
 def test_file_of_inputs_and_trace_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = tmp_path / "inputs.npz"
     (tensor,) = ort.InferenceSession(EXAMPLE / "digits" / "1" / "model.onnx").get_inputs()
-    np.savez(given, **{tensor.name: np.random.default_rng(0).random((4, *tensor.shape[1:]), np.float32)})
+    samples: dict[str, Any] = {tensor.name: np.random.default_rng(0).random((4, *tensor.shape[1:]), np.float32)}
+    np.savez(given, **samples)
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     result = profiled(
         capsys, EXAMPLE / "digits", "--inputs", given, "--rows", "2", "--runs", "5", "--trace", trace, "-o", page
@@ -266,7 +267,8 @@ def test_wrong_arguments_show_the_usage(arguments: list[str]) -> None:
 
 def test_interruption_is_one_line(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "mlp.onnx")
-    command = [sys.executable, "-m", "ortserve", "profile", path, "--runs", "100000000", "--trace", tmp_path / "t.json"]
+    arguments = [str(path), "--runs", "100000000", "--trace", str(tmp_path / "t.json")]
+    command = [sys.executable, "-m", "ortserve", "profile", *arguments]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.glob("ortserve-profile-*/*.json")) and process.poll() is None:

@@ -192,12 +192,13 @@ def test_profiling_needs_the_option_and_a_control_key(
         file.write_text(f"key-of-{group}-with-some-length\n")
     flags = [part for group, file in keys.items() for part in (f"--{group}-keys-file", str(file))]
     with serving(repository, *SHORT_WARMUP, *flags) as server:
-        for file, problem in (
+        cases: tuple[tuple[Path | None, str], ...] = (
             (None, "status 401: calls of the group 'control' need a key"),
             (keys["metadata"], "status 403: calls of the group 'control' need a key"),
             (keys["control"], "status 501: profiling: expected the server's option to be true, got false"),
-        ):
-            arguments = [server.url, "mlp", *([] if file is None else ["--key-file", str(file)])]
+        )
+        for key_file, problem in cases:
+            arguments = [server.url, "mlp", *([] if key_file is None else ["--key-file", str(key_file)])]
             assert main(arguments) == 1
             shown = capsys.readouterr()
             assert shown.out == ""
@@ -208,3 +209,12 @@ def test_profiling_needs_the_option_and_a_control_key(
 def test_server_of_another_kind_is_named(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"http://{server.metrics}", "mlp"]) == 1
     assert "expected an ortserve with the option profiling, got another server" in capsys.readouterr().err
+
+
+def test_stop_of_the_server_ends_a_profile(repository: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with serving(repository, *SHORT_WARMUP, "--profiling") as server:
+            first = begin_profile(pool, server, "mlp")
+        answer = first.result(LONG_S)
+    assert (answer.status_code, "the server is stopping" in answer.text) == (503, True)
+    assert "drain timed out" not in server.output

@@ -102,6 +102,7 @@ class Parts:
     models: ModelService
     repository: RepositoryService
     traces: TraceSettings
+    profiling: ProfilingService
     http: HttpServer
     grpc: GrpcioServer | NativeGrpcServer
     watchdog: Watchdog
@@ -193,6 +194,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         models,
         repository,
         traces,
+        management.profiling,
         frontends.http(),
         frontends.grpc(),
         watchdog,

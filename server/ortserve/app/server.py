@@ -120,6 +120,7 @@ class Server:
         log_event(logger, logging.INFO, "draining", delay_s=options.drain_delay_s, timeout_s=options.drain_timeout_s)
         parts.http.begin_drain()
         await asyncio.sleep(options.drain_delay_s)
+        parts.profiling.close()
         await asyncio.gather(parts.http.stop(options.drain_timeout_s), parts.grpc.stop(options.drain_timeout_s))
         is_whole = True
         try:

@@ -94,6 +94,13 @@ class ProfilingService:
         self._has_global_threads = options.global_threads
         self._clock = clock
         self._running = ""
+        self._end: Callable[[str], None] | None = None
+        """Ends the present profile, with the reason."""
+
+    def close(self) -> None:
+        """End the present profile, as the server stops."""
+        if self._end is not None:
+            self._end("the server is stopping")
 
     async def profile(self, name: str, version: str, *, requests: int, timeout_s: float) -> ServerProfile:
         """Keep the batches of the next requests of a model, and profile them.
@@ -127,6 +134,7 @@ class ProfilingService:
             raise ServeError(ErrorKind.CONFLICT, f"model '{self._running}' is being profiled: expected one at a time")
         self._running = name
         kept = _Kept(requests)
+        self._end = kept.end
         served.tap_batches(kept)
         try:
             try:
@@ -138,17 +146,18 @@ class ProfilingService:
             if not kept.batches:
                 raise ServeError(kept.kind, f"no batch of model '{name}' could be kept: {kept.ended_because}")
             again = _SecondSession(record, loaded, kept, self._clock, has_global_threads=self._has_global_threads)
+            self._end = again.end
             profile = _on_thread(again.profile, self._free)
         except BaseException:
-            self._running = ""
+            self._free()
             raise
         try:
             return await profile
         finally:
-            again.is_cancelled = True  # for a caller that has left: the thread ends after its present run
+            again.end("the caller has left")  # the thread ends after its present run
 
     def _free(self) -> None:
-        self._running = ""
+        self._running, self._end = "", None
 
 
 @dataclass(slots=True)
@@ -190,12 +199,16 @@ class _SecondSession:
         self, record: VersionRecord, loaded: LoadedModel, kept: _Kept, clock: Clock, *, has_global_threads: bool
     ) -> None:
         assert record.source is not None, "the version serves"
-        self.is_cancelled = False
+        self._ended_because = ""
         self._record, self._source, self._loaded, self._kept = record, record.source, loaded, kept
         self._clock = clock
         self._has_global_threads = has_global_threads
         self._options = self._source.configuration.options
         self._until_ns = 0
+
+    def end(self, reason: str) -> None:
+        """Make the next run fail. Any thread."""
+        self._ended_because = reason
 
     def profile(self) -> ServerProfile:
         """Run the batches with the profiler, then without it. Blocks.
@@ -280,8 +293,8 @@ class _SecondSession:
 
     def _run(self, batches: PlainBatches, batch: Batch) -> tuple[int, int]:
         """The wall time and the processor time of a run."""
-        if self.is_cancelled:
-            raise ServeError(ErrorKind.CANCELLED, "the caller has left")
+        if self._ended_because:
+            raise ServeError(ErrorKind.NOT_READY, f"the profile was ended: {self._ended_because}")
         began_cpu_ns = time.thread_time_ns()
         try:
             result, _ = batches.run(batch)

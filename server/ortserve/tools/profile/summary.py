@@ -403,7 +403,7 @@ def _shape_text(dtype: str, dims: Sequence[int]) -> str:
 
 
 def compare(one: Profile, other: Profile, runs: Runs, other_runs: Runs) -> Comparison:
-    """The second profile against the first. Their runs alternated; those of one thread are compared by processor time."""
+    """The second profile against the first. Runs alternated; those of one thread are compared by processor time."""
     by_cpu = runs.on_one_thread and other_runs.on_one_thread
     ratios = sorted(
         after.cpu_ns / before.cpu_ns if by_cpu else after.wall_ns / before.wall_ns
