@@ -184,6 +184,16 @@ def test_settings_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["Gelu"]["nodes"] is None
 
 
+def test_operators_that_overlap_are_not_added_up(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--set", "execution_mode=parallel", "--set", "inter_op_threads=2"]
+    profile = profiled(capsys, CORPUS / "torch_unet.onnx", "--runs", "5", "--threads", "1", *settings)["profile"]
+
+    assert profile["gaps"] is None
+    assert {node["gap_us"] for node in profile["nodes"]} == {None}
+    balance = profile["balance"]
+    assert balance["operators_ms"] <= balance["profiled_ms"]
+
+
 def test_two_models_are_compared_for_people() -> None:
     done = run("--compare", CORPUS / "torch_mlp.onnx", CORPUS / "quantized_mlp_qoperator.onnx", "--runs", "5")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ort_traces import flat_run, trace_file
+from ort_traces import execution, flat_run, node, run, trace_file
 from ortserve.tools.profile.result import Profile
 from ortserve.tools.profile.summary import Groups, Runs, RunTime, compare, profile_of, typical
 from ortserve.tools.profile.trace import read_trace
@@ -133,6 +133,21 @@ def test_comparison_names_what_was_gained_and_lost() -> None:
     reverse = replace(one_runs, plain=one_runs.plain[::-1])
     same = compare(one, one, one_runs, reverse)
     assert not same.is_beyond_noise
+
+
+def test_copies_between_devices_are_listed_apart() -> None:
+    lines = trace_file(
+        node("to", 5, 30, op="MemcpyFromHost", provider="CUDAExecutionProvider"),
+        node("a", 40, 50, provider="CUDAExecutionProvider"),
+        execution(0, 100),
+        run(0, 110),
+    )
+    times = [RunTime(100_000, 100_000)]
+    held = profile(Runs(times, times, read_trace(lines), [[0]]))
+
+    assert [(copy.op, copy.provider, copy.self_ms) for copy in held.copies] == [
+        ("MemcpyFromHost", "CUDAExecutionProvider", 0.03)
+    ]
 
 
 def test_empty_graph_has_a_profile() -> None:
