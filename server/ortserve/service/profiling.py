@@ -10,7 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -114,7 +116,8 @@ class ProfilingService:
         Raises:
             ServeError: unsupported, if the option is off or the model is not on the CPU; conflict, during another
                 profile; invalid_input, for values over the limits; not_found or not_ready, without such a model;
-                deadline, if no batch ran in time; not_ready, if the model was unloaded before one did.
+                deadline, if no batch ran in time; not_ready, if the model was unloaded before one did; too_large, if the
+                first one is over the limit.
         """
         if not self._is_allowed:
             raise ServeError(ErrorKind.UNSUPPORTED, "profiling: expected the server's option to be true, got false")
@@ -147,17 +150,25 @@ class ProfilingService:
                 raise ServeError(kept.kind, f"no batch of model '{name}' could be kept: {kept.ended_because}")
             again = _SecondSession(record, loaded, kept, self._clock, has_global_threads=self._has_global_threads)
             self._end = again.end
-            profile = _on_thread(again.profile, self._free)
+            # A thread of its own, as its low priority lasts until its end.
+            thread = ThreadPoolExecutor(1, thread_name_prefix="profile")
+            profile = thread.submit(again.profile)
+            profile.add_done_callback(partial(self._free_from_thread, asyncio.get_running_loop()))
+            thread.shutdown(wait=False)
         except BaseException:
             self._free()
             raise
         try:
-            return await profile
+            return await asyncio.shield(asyncio.wrap_future(profile))
         finally:
             again.end("the caller has left")  # the thread ends after its present run
 
     def _free(self) -> None:
         self._running, self._end = "", None
+
+    def _free_from_thread(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._free)
 
 
 @dataclass(slots=True)
@@ -177,7 +188,7 @@ class _Kept:
             return
         nbytes = sum(tensor_bytes(parts) for parts in batch.parts)
         if self.nbytes + nbytes > MAX_KEPT_BYTES:
-            self.end(f"the inputs of more batches would exceed {MAX_KEPT_BYTES} bytes")
+            self.end(f"the inputs of more batches would exceed {MAX_KEPT_BYTES} bytes", ErrorKind.TOO_LARGE)
             return
         self.nbytes += nbytes
         requests = len(batch.parts[0]) if batch.parts else 1
@@ -301,30 +312,3 @@ class _SecondSession:
         except ORT_ERRORS as error:
             raise run_error(error) from None
         return result.run_ns, time.thread_time_ns() - began_cpu_ns
-
-
-def _on_thread(work: Callable[[], ServerProfile], on_end: Callable[[], None]) -> "asyncio.Future[ServerProfile]":
-    """Call ``work`` on a thread that does not delay the end of the process, and then ``on_end`` on the loop."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[ServerProfile] = loop.create_future()
-
-    def settle(result: ServerProfile | Exception) -> None:
-        on_end()
-        if outcome.cancelled():
-            return
-        if isinstance(result, Exception):
-            outcome.set_exception(result)
-        else:
-            outcome.set_result(result)
-
-    def run() -> None:
-        result: ServerProfile | Exception
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - the error is the caller's
-            result = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result)
-
-    threading.Thread(target=run, name="profile", daemon=True).start()
-    return outcome
