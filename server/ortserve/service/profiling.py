@@ -116,8 +116,8 @@ class ProfilingService:
         Raises:
             ServeError: unsupported, if the option is off or the model is not on the CPU; conflict, during another
                 profile; invalid_input, for values over the limits; not_found or not_ready, without such a model;
-                deadline, if no batch ran in time; not_ready, if the model was unloaded before one did; too_large, if the
-                first one is over the limit.
+                deadline, if no batch ran in time; not_ready, if the model was unloaded before one did; too_large, if
+                the first batch is.
         """
         if not self._is_allowed:
             raise ServeError(ErrorKind.UNSUPPORTED, "profiling: expected the server's option to be true, got false")

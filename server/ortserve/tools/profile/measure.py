@@ -219,6 +219,10 @@ class _Arm:
         if measured.trace.dropped:
             measured.notes.append(f"the profiler dropped {measured.trace.dropped:,} events: fewer --runs are complete")
         complete = len(measured.trace.runs)
+        if not complete:
+            raise ServeError(
+                ErrorKind.INTERNAL, f"{measured.variant.label}: no run is complete in the profiler's trace"
+            )
         del measured.plain[complete:], measured.profiled[complete:]
         if self._graph_file is not None and self._graph_file.is_file():
             optimized = read_model(self._graph_file)

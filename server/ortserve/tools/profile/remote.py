@@ -43,10 +43,15 @@ def profile_server(
     trace_bytes = rest.removesuffix(b"}")
     if keep is not None:
         keep.write_bytes(trace_bytes)
-    answer: dict[str, Any] = orjson.loads(head + b"}")
     trace = read_trace(trace_bytes.splitlines())
-    del trace.runs[: answer["warm_up_runs"]]
-    batches = answer["batches"]
+    try:
+        answer: dict[str, Any] = orjson.loads(head + b"}")
+        batches = answer["batches"]
+        del trace.runs[: answer["warm_up_runs"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise _no_profile(url) from None
+    if not batches or len(trace.runs) != len(batches):
+        raise ServeError(ErrorKind.INTERNAL, f"{url}: expected {len(batches)} runs in the trace, got {len(trace.runs)}")
     runs = Runs(
         [RunTime(batch["plain_ns"], batch["plain_cpu_ns"]) for batch in batches],
         [RunTime(batch["profiled_ns"], batch["profiled_cpu_ns"]) for batch in batches],
