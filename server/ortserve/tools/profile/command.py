@@ -15,11 +15,12 @@ from ortserve.config.session import SessionSettings
 from ortserve.errors import invalid_input
 from ortserve.tools.command import Outcome, ToolParser, run_tool
 from ortserve.tools.console import progress
+from ortserve.tools.profile.balance import Runs, middle_run
 from ortserve.tools.profile.measure import WARM_UP, Measured, Variant, measure
 from ortserve.tools.profile.presentation import report
 from ortserve.tools.profile.remote import profile_server
 from ortserve.tools.profile.result import SCHEMA, Profile, ProfileResult
-from ortserve.tools.profile.summary import Runs, compare, middle_run, profile_of
+from ortserve.tools.profile.summary import compare, profile_of
 from ortserve.tools.subject import Subject, find_model, is_url
 
 _DESCRIPTION: Final = """

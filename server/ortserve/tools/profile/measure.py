@@ -16,7 +16,7 @@ from ortserve.model_file.graph import Graph
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.inputs import FileInputs, choose_inputs
 from ortserve.tools.opening import OpenModel, open_model
-from ortserve.tools.profile.summary import RunTime
+from ortserve.tools.profile.balance import RunTime
 from ortserve.tools.profile.trace import Trace, read_trace
 from ortserve.tools.subject import Subject
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ortserve.tools.profile.balance import CLOSED_WITHIN, LEAST_MS
 from ortserve.tools.profile.drawing import flame_view, tree_map
 from ortserve.tools.profile.result import Comparison, Fusion, OperatorCost, Profile, ProfileResult
-from ortserve.tools.profile.summary import CLOSED_WITHIN, LEAST_MS
 from ortserve.tools.profile.trace import Run, Trace
 from ortserve.tools.report import Block, Cell, Facts, Picture, Report, Table, Text, bytes_text, number_text
 

@@ -11,8 +11,9 @@ from urllib.parse import quote, urlsplit
 import orjson
 
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.tools.profile.balance import Groups, Runs, RunTime
 from ortserve.tools.profile.result import SCHEMA, Batches, ProfileResult
-from ortserve.tools.profile.summary import Groups, Runs, RunTime, profile_of
+from ortserve.tools.profile.summary import profile_of
 from ortserve.tools.profile.trace import Trace, read_trace
 
 _TRACE_KEY = b',"trace":'

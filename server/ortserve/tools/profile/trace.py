@@ -30,7 +30,6 @@ class TracedNode:
         path: Names of the nodes whose graphs contain it, the outermost first.
         inputs: Without those that the kernel has prepacked.
         outputs: Tensors only.
-        input_bytes: Of inputs that are no weights.
         weight_bytes: Without prepacked weights.
         output_bytes: As ONNX Runtime counts them.
     """
@@ -41,7 +40,6 @@ class TracedNode:
     path: tuple[str, ...]
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
-    input_bytes: int
     weight_bytes: int
     output_bytes: int
 
@@ -105,7 +103,6 @@ class Trace:
     Attributes:
         nodes: Of all runs.
         runs: Complete ones, in order.
-        events: All events of the file.
         dropped: Events that the profiler had no room for.
         opening_us: Loading and initialization of the session.
         arenas: By execution provider, the most bytes in use and held.
@@ -113,7 +110,6 @@ class Trace:
 
     nodes: list[TracedNode] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
-    events: int = 0
     dropped: int = 0
     opening_us: int = 0
     arenas: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -148,7 +144,6 @@ class _Reader:
 
     def read(self, lines: Iterable[bytes]) -> Trace:
         for event in _events(lines):
-            self._trace.events += 1
             name, thread = event["name"], event["tid"]
             known = _Event(event["ts"], event["dur"], name)
             if event["cat"] == "Node":
@@ -236,7 +231,6 @@ class _Reader:
                     path,
                     tuple(_shapes(inputs)),
                     tuple(_shapes(outputs)),
-                    int(details.get("activation_size", 0)),
                     int(details.get("parameter_size", 0)),
                     int(details.get("output_size", 0)),
                 )

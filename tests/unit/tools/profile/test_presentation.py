@@ -7,10 +7,11 @@ import pytest
 
 from ort_traces import flat_run, trace_file
 from ortserve.tools.page import render_page
+from ortserve.tools.profile.balance import Runs, RunTime, middle_run
 from ortserve.tools.profile.drawing import flame_view, tree_map
 from ortserve.tools.profile.presentation import report
 from ortserve.tools.profile.result import SCHEMA, NodeCost, Profile, ProfileResult
-from ortserve.tools.profile.summary import Runs, RunTime, middle_run, profile_of
+from ortserve.tools.profile.summary import profile_of
 from ortserve.tools.profile.trace import read_trace
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from ort_traces import execution, flat_run, node, run, trace_file
+from ortserve.tools.profile.balance import Groups, Runs, RunTime, typical
 from ortserve.tools.profile.result import Profile
-from ortserve.tools.profile.summary import Groups, Runs, RunTime, compare, profile_of, typical
+from ortserve.tools.profile.summary import compare, profile_of
 from ortserve.tools.profile.trace import read_trace
 
 

@@ -11,7 +11,7 @@ from ortserve.tools.profile.work import all_inputs, find_work
 
 
 def traced(op: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> TracedNode:
-    return TracedNode(op, op, "", (), _floats(inputs), _floats(outputs), 0, 0, 0)
+    return TracedNode(op, op, "", (), _floats(inputs), _floats(outputs), 0, 0)
 
 
 def _floats(shapes: Sequence[Sequence[int]]) -> tuple[Shape, ...]:
@@ -82,7 +82,7 @@ def test_views_move_nothing_and_lookups_read_what_they_return() -> None:
 
 
 def test_unknown_work_is_none() -> None:
-    unknown = TracedNode("t", "TfIdfVectorizer", "", (), (("string", (4,)),), (("float", (9,)),), 0, 0, 0)
+    unknown = TracedNode("t", "TfIdfVectorizer", "", (), (("string", (4,)),), (("float", (9,)),), 0, 0)
 
     assert find_work(unknown, None, {}).operations is None
     assert find_work(unknown, None, {}).nbytes is None
