@@ -28,6 +28,7 @@ CONTROL: Final = (
     "/v2/logging",
     "/v2/trace/setting",
     "/v2/models/{model}/trace/setting",
+    "/v2/models/{model}/profile",
 )
 GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")
 

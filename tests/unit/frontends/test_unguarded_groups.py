@@ -23,3 +23,8 @@ def test_groups_with_keys_are_not_open() -> None:
         "metrics",
     )
     assert unguarded_groups("::", tuple(Group), loads_models=True, shares_memory=True) == ()
+
+
+def test_profiling_is_named() -> None:
+    told = unguarded_groups("::", (), loads_models=False, shares_memory=False, profiles=True)
+    assert any("profiling" in group for group in told)
