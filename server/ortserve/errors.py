@@ -19,7 +19,7 @@ class ErrorKind(StrEnum):
     NOT_FOUND = "not_found"
     """The route, model or version does not exist."""
     CONFLICT = "conflict"
-    """A resource is in use, for example a port that the server should listen on."""
+    """A resource is in use, for example a port that the server should listen on, or the one profile at a time."""
     ALREADY_EXISTS = "already_exists"
     """The name is already in use."""
     TOO_LARGE = "too_large"

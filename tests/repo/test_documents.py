@@ -17,10 +17,8 @@ from manifests import ROOT
 from ortserve.cli.serve import build_parser
 from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions, flag_name, read_options, variable_name
-from ortserve.errors import ErrorKind
 from ortserve.frontends.status import STATUSES
 from ortserve.telemetry.declarations import DECLARATIONS
-from ortserve.tools.doctor import command as doctor
 from pages import DOCS, PAGES, Command, blocks, commands, spans
 
 PROGRAMS: Final = {
@@ -41,7 +39,6 @@ PROGRAMS: Final = {
 
 FLAGS_OF_OTHERS: Final = {"--config", "--init", "--live", "--strict"}
 """Of ``ortserve health``, of Docker and of mypy; ``--config`` is no option of its own."""
-FLAGS_OF_TOOLS: Final = {flag for action in doctor.build_parser()._actions for flag in action.option_strings}
 VARIABLES_OF_BUILDS: Final = {"ORTSERVE_COMPILE"}
 TESTS: Final = {
     name
@@ -75,6 +72,14 @@ def test_links_have_existing_targets(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@cache
+def flags_of_tool(name: str) -> set[str]:
+    """The flags in the help of a tool."""
+    command = [sys.executable, "-m", "ortserve", name, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    return set(re.findall(r"--[a-z-]*[a-z]", shown))
+
+
 @of_each_page
 def test_options_and_metrics_are_declared(page: Path) -> None:
     text = page.read_text()
@@ -85,7 +90,9 @@ def test_options_and_metrics_are_declared(page: Path) -> None:
         flag_name(f"no_{name}") for name, field in ServerOptions.model_fields.items() if field.annotation is bool
     }
     kubectl = {match for span in spans(text) if "kubectl" in span for match in re.findall(r"--[a-z-]+", span)}
-    known = {flag_name(name) for name in ServerOptions.model_fields} | negated | FLAGS_OF_OTHERS | FLAGS_OF_TOOLS
+    known = {flag_name(name) for name in ServerOptions.model_fields} | negated | FLAGS_OF_OTHERS
+    if page.parent == DOCS / "tools":
+        known |= flags_of_tool(page.stem)
     assert flags - kubectl <= known
     variables = set(re.findall(r"ORTSERVE_[A-Z_]+[A-Z]", text)) - VARIABLES_OF_BUILDS
     assert variables <= {variable_name(name) for name in ServerOptions.model_fields}
@@ -136,6 +143,8 @@ def test_commands_use_existing_programs_targets_extras_and_options(command: Comm
     if program == "ortserve" and arguments[0] == "serve":
         flags = vars(build_parser().parse_intermixed_args(arguments[1:]))
         read_options({name: value for name, value in flags.items() if not name.endswith("_file")}, None)
+    if program == "ortserve" and command.page.parent == DOCS / "tools" and arguments[0] == command.page.stem:
+        assert {word for word in arguments if word.startswith("--")} <= flags_of_tool(arguments[0])
 
 
 def test_samples_of_options_are_valid(tmp_path: Path) -> None:
@@ -151,9 +160,7 @@ def test_samples_of_options_are_valid(tmp_path: Path) -> None:
 def test_table_of_errors_equals_the_server_table() -> None:
     rows = re.findall(r"^\| (\w+) \| (\d+) \| ([A-Z_]+) \|", (DOCS / "protocol.md").read_text(), re.MULTILINE)
     assert {kind: (int(http), grpc) for kind, http, grpc in rows} == {
-        kind.value: (status.http, status.grpc.name)
-        for kind, status in STATUSES.items()
-        if kind is not ErrorKind.CONFLICT  # of the start alone: a port is taken
+        kind.value: (status.http, status.grpc.name) for kind, status in STATUSES.items()
     }
 
 

@@ -53,6 +53,7 @@ from ortserve.service.key_files import KeyFiles
 from ortserve.service.load import LoadMeter
 from ortserve.service.management import LogSettings, Management, StatisticsService
 from ortserve.service.models import EXTENSIONS, ModelService
+from ortserve.service.profiling import ProfilingService
 from ortserve.service.recorder import Recorder
 from ortserve.service.repository import RepositoryService
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
@@ -102,6 +103,7 @@ class Parts:
     models: ModelService
     repository: RepositoryService
     traces: TraceSettings
+    profiling: ProfilingService
     http: HttpServer
     grpc: GrpcioServer | NativeGrpcServer
     watchdog: Watchdog
@@ -162,7 +164,13 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         memory=memory,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
-    management = Management(repository, StatisticsService(registry, monotonic_ns), LogSettings(switches), traces)
+    management = Management(
+        repository,
+        StatisticsService(registry, monotonic_ns),
+        LogSettings(switches),
+        traces,
+        ProfilingService(registry, options, monotonic_ns),
+    )
     frontends = _Frontends(
         options,
         metrics,
@@ -187,6 +195,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         models,
         repository,
         traces,
+        management.profiling,
         frontends.http(),
         frontends.grpc(),
         watchdog,

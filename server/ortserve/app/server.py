@@ -79,6 +79,7 @@ class Server:
             parts.access.guards,
             loads_models=options.model_control_mode == "explicit",
             shares_memory=options.allow_client_shm,
+            profiles=options.profiling,
         ):
             message = "calls of these groups need no key: any client that reaches this address can make them"
             log_event(logger, logging.WARNING, message, host=host, open=", ".join(is_open))
@@ -119,6 +120,7 @@ class Server:
         log_event(logger, logging.INFO, "draining", delay_s=options.drain_delay_s, timeout_s=options.drain_timeout_s)
         parts.http.begin_drain()
         await asyncio.sleep(options.drain_delay_s)
+        parts.profiling.close()
         await asyncio.gather(parts.http.stop(options.drain_timeout_s), parts.grpc.stop(options.drain_timeout_s))
         is_whole = True
         try:

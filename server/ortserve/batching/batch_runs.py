@@ -23,7 +23,7 @@ from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import AnswerTime, Decisions
 from ortserve.batching.timers import LoopTimer, MakeTimer
 from ortserve.clock import Clock
-from ortserve.core.batch import Batch, BatchResult, Runner
+from ortserve.core.batch import Batch, BatchResult, BatchTap, Runner
 from ortserve.core.inflight import InflightRequest
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 
@@ -100,6 +100,8 @@ class BatchRuns:
         self.decisions: Final = Decisions()
         self.last_rows = 0
         self.closed_because = ""
+        self.tap: BatchTap | None = None
+        """Observes batches; None almost always."""
         self._loop = loop
         self._clock = clock
         self._observe_batch = observe_batch
@@ -141,6 +143,8 @@ class BatchRuns:
     def begin_close(self, reason: str) -> None:
         """Admit no more requests, and delay no batch any more: waiting for more requests gains nothing."""
         self.closed_because = self.closed_because or reason
+        if self.tap is not None:
+            self.tap.end("the version was unloaded or replaced")
         self.policy = replace(self.policy, queue_delay_ns=0, closed_loop_wait=False)
         if self._scheduler:
             self._wake()
@@ -317,6 +321,8 @@ class BatchRuns:
                 return
         if not group.is_check:
             self._observe_batch(group.rows, taken_ns, result, now_ns)
+            if self.tap is not None:
+                self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
         if self._row_checks is not None:
             self._row_checks.observe(group, result)
         try:

@@ -14,7 +14,7 @@ from ortserve.batching.large_requests import most_rows, run_in_pieces, text_unit
 from ortserve.batching.queue import ShapeClass
 from ortserve.batching.statistics import ArrivalRate, Learned, describe, saturation
 from ortserve.clock import Clock
-from ortserve.core.batch import Arrays
+from ortserve.core.batch import Arrays, BatchTap
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.errors import ErrorKind, ServeError
@@ -88,6 +88,10 @@ class Batcher:
             self._no_divided = self._no_divided or asyncio.Event()
             await self._no_divided.wait()
         await self._runs.close()
+
+    def tap_batches(self, tap: BatchTap | None) -> None:
+        """Show the batches that run from now on to ``tap``; None to stop."""
+        self._runs.tap = tap
 
     def learned(self) -> Learned:
         """What was learned and decided so far. Only reads, so a scrape may call it on its own thread."""

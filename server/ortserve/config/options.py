@@ -120,6 +120,10 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     allow_client_shm: bool = False
     """Allow callers on this machine to register shared memory for inputs and outputs. Any caller can then read and
     overwrite every object in ``/dev/shm`` that this process may open."""
+    profiling: bool = False
+    """Allow callers to profile models while they serve, with ``ortserve profile URL MODEL``: copies of the next batches
+    run in a second session, which takes the memory of a second instance and processor time at low priority. Callers
+    need a key of ``control_keys_file``, if it is set."""
     server_name: str = Field(default="ortserve", min_length=1, json_schema_extra={"expects": "text, not empty"})
     """Name in the server's metadata."""
     drain_delay_s: float = Field(default=0.0, ge=0, le=3600)

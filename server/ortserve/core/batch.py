@@ -61,6 +61,18 @@ class BatchResult:
 BatchDone: TypeAlias = Callable[[BatchResult | Exception], None]
 
 
+class BatchTap(Protocol):
+    """Observes the batches of a model that ran, for a profile. Loop thread only."""
+
+    def observe(self, batch: Batch, run_ns: int) -> None:
+        """Called for each batch that ran, with the duration of its computation. Returns at once."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Called if the model accepts no more requests, with the reason."""
+        ...
+
+
 class Runner(Protocol):
     """Runs batches one at a time: an instance of a model, or a fake in tests."""
 

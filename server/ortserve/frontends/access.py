@@ -83,11 +83,13 @@ def http_group(method: str, path: str) -> Group | None:
             "setting",
         ]:
             return Group.CONTROL
+        case ["v2", "models", _, "profile"] | ["v2", "models", _, "versions", _, "profile"]:
+            return Group.CONTROL
     return Group.METADATA if method in ("GET", "HEAD") else Group.CONTROL
 
 
 def unguarded_groups(
-    host: str, guarded: Container[Group], *, loads_models: bool, shares_memory: bool
+    host: str, guarded: Container[Group], *, loads_models: bool, shares_memory: bool, profiles: bool = False
 ) -> tuple[str, ...]:
     """The groups that need no key on an address that other machines can reach, for the log; none on loopback.
 
@@ -96,6 +98,7 @@ def unguarded_groups(
         guarded: Groups with keys.
         loads_models: Whether callers may load and unload models.
         shares_memory: Whether callers may register shared memory.
+        profiles: Whether callers may profile models.
     """
     if is_loopback(host):
         return ()
@@ -104,6 +107,8 @@ def unguarded_groups(
         control.append("loading models")
     if shares_memory:
         control.append("shared memory")
+    if profiles:
+        control.append("profiling")
     names = {Group.CONTROL: f"{Group.CONTROL} ({', '.join(control)})"}
     return tuple(names.get(group, str(group)) for group in Group if group not in guarded)
 

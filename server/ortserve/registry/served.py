@@ -9,7 +9,7 @@ from typing import Final
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.statistics import Learned
 from ortserve.config.model import ModelOptions, QueuePolicy
-from ortserve.core.batch import Arrays
+from ortserve.core.batch import Arrays, BatchTap
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.padding import padding_of_requests
 from ortserve.core.terms import Alone, Terms
@@ -54,6 +54,7 @@ class ServedModel:
         """
         self.name = name
         self.version = version
+        self.loaded: Final = loaded
         self.signature: Final = loaded.interface.client
         """Of requests and responses."""
         self.model_signature: Final = loaded.interface.model
@@ -110,6 +111,10 @@ class ServedModel:
         if self._has_queue_policies:
             return policy_terms(options, level, received_ns, finish_by_ns, queue_timeout_ns)
         return Terms(level, finish_by_ns, None if queue_timeout_ns is None else received_ns + queue_timeout_ns)
+
+    def tap_batches(self, tap: BatchTap | None) -> None:
+        """Show the batches that run from now on to ``tap``; None to stop."""
+        self._batcher.tap_batches(tap)
 
     def learned(self) -> Learned:
         """The measurements and decisions of the batcher."""

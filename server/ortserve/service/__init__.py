@@ -12,6 +12,7 @@ __all__ = [
     "load",
     "management",
     "models",
+    "profiling",
     "recorder",
     "repository",
     "shared_memory",

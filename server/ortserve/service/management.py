@@ -9,6 +9,7 @@ from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
+from ortserve.service.profiling import ProfilingService
 from ortserve.service.repository import RepositoryService
 from ortserve.service.trace_settings import TraceSettings
 from ortserve.telemetry.logs import LogSwitches
@@ -124,3 +125,4 @@ class Management:
     statistics: StatisticsService
     logs: LogSettings
     traces: TraceSettings
+    profiling: ProfilingService

@@ -28,6 +28,7 @@ CONTROL: Final = (
     "/v2/logging",
     "/v2/trace/setting",
     "/v2/models/{model}/trace/setting",
+    "/v2/models/{model}/profile",
 )
 GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")
 
@@ -170,3 +171,8 @@ def test_groups_with_keys_are_not_open() -> None:
         "metrics",
     )
     assert unguarded_groups("::", tuple(Group), loads_models=True, shares_memory=True) == ()
+
+
+def test_profiling_without_a_key_is_open() -> None:
+    (control, *_) = unguarded_groups("::", (Group.INFER,), loads_models=False, shares_memory=False, profiles=True)[1:]
+    assert control == "control (log settings, profiling)"

@@ -24,7 +24,12 @@ from ortserve.frontends.http.documents import (
     ModelName,
     ModelVersion,
 )
-from ortserve.frontends.http.management_routes import repository_routes, settings_routes, shared_memory_routes
+from ortserve.frontends.http.management_routes import (
+    profile_routes,
+    repository_routes,
+    settings_routes,
+    shared_memory_routes,
+)
 from ortserve.frontends.http.model_routes import as_response, health_routes, model_routes, statistics_routes
 from ortserve.frontends.http.responses import failure
 from ortserve.service.access import Group
@@ -68,6 +73,7 @@ def make_control_app(
     app.include_router(statistics_routes(management.statistics))
     app.include_router(repository_routes(management.repository, load_admission, read_load))
     app.include_router(settings_routes(management.logs, management.traces))
+    app.include_router(profile_routes(management.profiling))
     app.include_router(model_routes(models))
     app.include_router(shared_memory_routes(shared_memory))
     app.add_exception_handler(ServeError, _answer_serve_error)

@@ -135,6 +135,11 @@ class UnloadRequestDocument(BaseModel):
     parameters: UnloadParametersDocument | None = None
 
 
+class ProfileRequestDocument(BaseModel):
+    requests: int = Field(100, description="Requests whose batches are profiled")
+    timeout_s: float = Field(30, description="Time to wait for them, in seconds")
+
+
 class StatisticDurationDocument(BaseModel):
     count: int
     ns: int

@@ -6,7 +6,7 @@ an empty body: clients accept no other status.
 
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Final
 
 import orjson
@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 
 from ortserve.codecs.json_text import LoadParameter, parameters_of
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.frontends.http.asgi_exchange import exchange_of
 from ortserve.frontends.http.documents import (
     CudaRegionDocument,
     CudaRegistrationDocument,
@@ -22,6 +23,8 @@ from ortserve.frontends.http.documents import (
     IndexRequestDocument,
     LogSettingsDocument,
     ModelName,
+    ModelVersion,
+    ProfileRequestDocument,
     RegionDocument,
     RegionName,
     RegistrationDocument,
@@ -32,6 +35,7 @@ from ortserve.frontends.http.documents import (
 from ortserve.frontends.http.request_body import read_body, read_json_object
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import LogSettings
+from ortserve.service.profiling import ProfilingService
 from ortserve.service.repository import RepositoryService
 from ortserve.service.shared_memory import CudaRegionStatus, RegionStatus, SharedMemory
 from ortserve.service.trace_settings import TraceSettings
@@ -55,6 +59,9 @@ _CUDA_REGISTRATION_BODY: Final = {
         "content": {"application/json": {"schema": CudaRegistrationDocument.model_json_schema()}},
     }
 }
+
+
+_PROFILE_BODY: Final = request_body(ProfileRequestDocument)
 
 
 def repository_routes(
@@ -146,6 +153,37 @@ def settings_routes(logs: LogSettings, traces: TraceSettings) -> APIRouter:
     async def change_model_trace_settings(model: ModelName, request: Request) -> JSONResponse:
         """Change the trace settings of a model; null restores the value of the server."""
         return JSONResponse(traces.update(await read_json_object(request.receive), model))
+
+    return router
+
+
+def profile_routes(profiling: ProfilingService) -> APIRouter:
+    """Routes for profiles of models that serve."""
+    router = APIRouter(prefix="/v2/models/{model}", tags=["operation"])
+
+    async def answer(model: str, version: str, request: Request) -> Response:
+        exchange_of(request.scope).cancels_with_caller = True
+        document = await read_json_object(request.receive)
+        requests, timeout_s = _unsigned(document, "requests", 100), document.get("timeout_s", 30)
+        if type(timeout_s) not in (int, float):
+            raise invalid_input(f"Unable to parse 'timeout_s': expected a number, got {timeout_s!r:.100}")
+        profile = await profiling.profile(model, version, requests=requests, timeout_s=timeout_s)
+        head = {field.name: getattr(profile, field.name) for field in fields(profile) if field.name != "trace"}
+        content = b"".join((orjson.dumps(head)[:-1], b',"trace":', profile.trace, b"}"))
+        return Response(content, media_type="application/json")
+
+    @router.post("/profile", openapi_extra=_PROFILE_BODY, response_class=Response)
+    async def profile(model: ModelName, request: Request) -> Response:
+        """Profile copies of the next batches of the model, if the operator allows it. The response follows their runs.
+
+        `trace` is ONNX Runtime's, for Perfetto; `ortserve profile` reads it.
+        """
+        return await answer(model, "", request)
+
+    @router.post("/versions/{version}/profile", openapi_extra=_PROFILE_BODY, response_class=Response)
+    async def profile_version(model: ModelName, version: ModelVersion, request: Request) -> Response:
+        """Profile copies of the next batches of this version of the model."""
+        return await answer(model, version, request)
 
     return router
 

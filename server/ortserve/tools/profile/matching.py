@@ -1,0 +1,142 @@
+"""The nodes of a trace in the optimized graph, and what became of the nodes of the file. Pure."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve.model_file.graph import Graph, Node, Tensor, names_read
+from ortserve.tools.profile.trace import Trace
+
+_NCHWC: Final = "_nchwc"
+"""A node in blocked layout has the name of a value of the file, and this at the end."""
+_TOKEN: Final = re.compile(r"_token_\d+$")
+"""What ONNX Runtime adds to the names of nodes that it makes, so that they differ."""
+_LAYOUT_ONLY: Final = ("ReorderOutput", "ReorderInput")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A node of the optimized graph, and the constants that it can read."""
+
+    node: Node
+    constants: Mapping[str, Tensor]
+
+
+def match_nodes(trace: Trace, graph: Graph) -> dict[int, Placed]:
+    """The node of the optimized graph for each of ``trace.nodes`` that has one.
+
+    Nodes are matched by name; those without a name by their order, because ONNX Runtime runs and writes the nodes of a
+    graph in one order.
+    """
+    found: dict[int, Placed] = {}
+    for run in trace.runs[:1] + trace.runs[-1:]:
+        by_path: dict[tuple[str, ...], list[int]] = {}
+        for index in dict.fromkeys(call.node for call in run.calls):
+            by_path.setdefault(trace.nodes[index].path, []).append(index)
+        for path, indices in by_path.items():
+            for inner, constants in _graphs_at(graph, path):
+                _match_graph(trace, indices, inner, constants, found)
+    # Calls of a node with other shapes than in these runs.
+    by_name = {(trace.nodes[i].path, trace.nodes[i].name, trace.nodes[i].op): place for i, place in found.items()}
+    for index, node in enumerate(trace.nodes):
+        if index not in found and (place := by_name.get((node.path, node.name, node.op))):
+            found[index] = place
+    return found
+
+
+def _graphs_at(graph: Graph, path: Sequence[str]) -> Iterator[tuple[Graph, Mapping[str, Tensor]]]:
+    """The graphs inside a node; an If has two."""
+    reached = [(graph, graph.constants)]
+    for name in path:
+        reached = [
+            (inner, {**constants, **inner.constants})
+            for outer, constants in reached
+            for node in outer.nodes
+            if node.name == name or (not node.name and name.startswith(f"{node.op}_"))
+            for inner in node.attributes.values()
+            if isinstance(inner, Graph)
+        ]
+    yield from reached
+
+
+def _match_graph(
+    trace: Trace, indices: Sequence[int], graph: Graph, constants: Mapping[str, Tensor], found: dict[int, Placed]
+) -> None:
+    named = {(node.name, node.op): node for node in graph.nodes if node.name}
+    unnamed = [node for node in graph.nodes if not node.name]
+    position = 0
+    for index in indices:
+        traced = trace.nodes[index]
+        node = named.get((traced.name, traced.op))
+        if node is None and traced.name.startswith(f"{traced.op}_"):
+            rest = range(position, len(unnamed))
+            position = next((place for place in rest if unnamed[place].op == traced.op), len(unnamed))
+            node = unnamed[position] if position < len(unnamed) else None
+            position += 1
+        if node is not None:
+            found.setdefault(index, Placed(node, constants))
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A node of the optimized main graph, and the nodes of the file in whose place it is; none for an added node."""
+
+    node: Node
+    replaced: tuple[Node, ...]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the node is in the file as it is."""
+        return len(self.replaced) == 1 and self.replaced[0].op == self.node.op
+
+
+def find_replacements(source: Graph, optimized: Graph) -> tuple[list[Replacement], list[Node]]:
+    """Compare the main graph of a file with the optimized one.
+
+    Most optimized nodes keep the names of the values that they make, others their own name. Such a node is in place of
+    the nodes of the file between these values, and the values that it reads or that other nodes make.
+
+    Returns:
+        A replacement for each optimized node, and the nodes of the file that no node is in place of: their results were
+        computed when the model was opened, or are not needed. Nodes that are constants are in neither.
+    """
+    makers = {name: node for node in source.nodes for name in node.outputs if name}
+    by_name = {node.name: node.outputs[0] for node in source.nodes if node.name and node.outputs}
+    ends = [_ends(node, makers, by_name) for node in optimized.nodes]
+    positions = {name: index for index, node in enumerate(optimized.nodes) for name in node.outputs}
+    for index, node in enumerate(optimized.nodes):
+        if node.op in _LAYOUT_ONLY and ends[index] and (maker := positions.get(node.inputs[0])) is not None:
+            ends[maker] += ends[index]  # the nodes before it make this value, in another layout
+            ends[index] = []
+    made = {name for names in ends for name in names}
+    replacements = []
+    used: set[int] = set()
+    for node, own in zip(optimized.nodes, ends, strict=True):
+        replaced = _between(makers, own, ({*names_read(node)} | made) - {*own})
+        used |= {id(one) for one in replaced}
+        replacements.append(Replacement(node, tuple(one for one in replaced if one.op != "Constant")))
+    return replacements, [node for node in source.nodes if id(node) not in used and node.op != "Constant"]
+
+
+def _ends(node: Node, makers: Mapping[str, Node], by_name: Mapping[str, str]) -> list[str]:
+    """The values of the file that a node of the optimized graph makes."""
+    if kept := [name for name in node.outputs if name in makers]:
+        return kept
+    if (value := node.name.removesuffix(_NCHWC)) != node.name and value in makers:
+        return [value]
+    value = by_name.get(_TOKEN.sub("", node.name), "")
+    return [value] if value else []
+
+
+def _between(makers: Mapping[str, Node], ends: Sequence[str], stops: set[str]) -> list[Node]:
+    """The nodes that make ``ends``, and those before them up to ``stops``, the first ones first."""
+    found: dict[int, Node] = {}
+    waiting = list(ends)
+    while waiting:
+        node = makers.get(waiting.pop())
+        if node is None or id(node) in found:
+            continue
+        found[id(node)] = node
+        waiting.extend(name for name in names_read(node) if name not in stops)
+    return list(reversed(found.values()))

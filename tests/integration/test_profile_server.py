@@ -1,0 +1,220 @@
+"""Profiles of a running server: its answers stay right, and every limit has a clear error."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from models import builders
+from ortserve.tools.profile.command import main
+from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    for build in (builders.mlp, builders.repeats):
+        add_model(folder, build.__name__, build)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[ServerProcess]:
+    flags = ("--profiling", "--model-control-mode", "explicit", "--load-model", "*", *SHORT_WARMUP)
+    with serving(repository, *flags) as server:
+        yield server
+
+
+def ask(client: httpx.Client, server: ServerProcess, model: str, array: np.ndarray) -> Any:
+    answer = client.post(rest_url(server, model), json={"inputs": [json_input("x", array)]})
+    return answer.raise_for_status().json()["outputs"][0]["data"]
+
+
+@contextmanager
+def load(server: ServerProcess, model: str, array: np.ndarray) -> Iterator[list[Any]]:
+    """Callers of a model until the block ends; the answers."""
+    answers: list[Any] = []
+    is_over = Event()
+
+    def call() -> None:
+        with httpx.Client(timeout=LONG_S) as client:
+            while not is_over.is_set():
+                answers.append(ask(client, server, model, array))
+
+    with ThreadPoolExecutor(2) as pool:
+        callers = [pool.submit(call) for _ in range(2)]
+        try:
+            yield answers
+        finally:
+            is_over.set()
+        for caller in callers:
+            caller.result(LONG_S)
+
+
+def post(server: ServerProcess, model: str, **document: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v2/models/{model}/profile", json=document, timeout=LONG_S)
+
+
+def begin_profile(pool: ThreadPoolExecutor, server: ServerProcess, model: str) -> "Future[httpx.Response]":
+    """A profile that waits for requests: it has begun when another one is a conflict."""
+    first = pool.submit(post, server, model, requests=1, timeout_s=LONG_S)
+    while post(server, model, timeout_s=0.001).status_code != 409:
+        assert not first.done() or first.result().status_code == 409
+        if first.done():  # the look came first
+            first = pool.submit(post, server, model, requests=1, timeout_s=LONG_S)
+        time.sleep(LOOK_S)
+    return first
+
+
+def test_batches_are_profiled_while_their_answers_stay_right(
+    server: ServerProcess, repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    array = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    path = repository / "mlp" / "1" / "model.onnx"
+    expected = ort.InferenceSession(path).run(None, {"x": array})[0].ravel()
+    trace = tmp_path / "trace.json"
+    with load(server, "mlp", array) as answers:
+        assert main([server.url, "mlp", "--requests", "40", "--trace", str(trace), "--json"]) == 0
+        during = len(answers)
+    assert during >= 40, "its own requests, and those that came while it ran"
+    for answer in answers:
+        np.testing.assert_allclose(answer, expected, rtol=1e-4, atol=1e-5)
+
+    result = json.loads(capsys.readouterr().out)
+    assert 40 <= result["server"]["requests"] <= 41
+    assert result["server"]["ended_because"] == ""
+    assert result["profile"]["rows"] * result["server"]["batches"] == pytest.approx(3 * result["server"]["requests"])
+    assert main([str(repository / "mlp"), "--runs", "3", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    names = {(node["name"], node["op"]) for node in result["profile"]["nodes"]}
+    assert names == {(node["name"], node["op"]) for node in alone["profile"]["nodes"]}, "the same options"
+    events = json.loads(trace.read_text())
+    runs = sum(event["name"] == "model_run" for event in events)
+    assert runs == result["server"]["batches"] + 1, "the serving session has no part in it"
+
+
+def test_loops_are_bounded_by_their_events(server: ServerProcess) -> None:
+    with load(server, "repeats", np.array([1_000])):
+        answer = post(server, "repeats", requests=30)
+    assert answer.status_code == 200, answer.text
+    assert "limit of 60000 events" in answer.json()["ended_because"]
+    assert len(answer.json()["trace"]) < 60_000
+
+    with load(server, "repeats", np.array([11_000])):
+        answer = post(server, "repeats", requests=1)
+    assert answer.status_code == 400
+    assert "events: expected at most 30000" in answer.text
+
+
+def test_only_one_profile_runs_at_a_time(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = begin_profile(pool, server, "mlp")
+        second = post(server, "mlp")
+        assert (second.status_code, "is being profiled" in second.text) == (409, True)
+        with httpx.Client(timeout=LONG_S) as client:
+            ask(client, server, "mlp", np.zeros((1, 64), np.float32))
+        assert len(first.result(LONG_S).json()["batches"]) == 1
+
+
+def test_unload_ends_a_profile(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = begin_profile(pool, server, "mlp")
+        for action in ("unload", "load"):
+            url = f"{server.url}/v2/repository/models/mlp/{action}"
+            assert httpx.post(url, timeout=LONG_S).status_code == 200
+        answer = first.result(LONG_S)
+    assert (answer.status_code, "was unloaded or replaced" in answer.text) == (503, True)
+
+
+def test_caller_that_leaves_makes_room_for_the_next(server: ServerProcess) -> None:
+    with socket.create_connection(server.http.split(":")) as caller:  # type: ignore[arg-type]
+        caller.sendall(
+            b"POST /v2/models/mlp/profile HTTP/1.1\r\nhost: x\r\ncontent-length: 17\r\n\r\n" + b'{"timeout_s": 60}'
+        )
+        while post(server, "mlp", timeout_s=0.001).status_code != 409:
+            time.sleep(LOOK_S)
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # reset: it is gone
+    end_s = time.monotonic() + LONG_S
+    while post(server, "mlp", timeout_s=0.001).status_code == 409:
+        assert time.monotonic() < end_s, "the profile of a caller that left goes on"
+        time.sleep(LOOK_S)
+
+
+def test_files_that_changed_are_not_profiled(server: ServerProcess, repository: Path) -> None:
+    path = repository / "mlp" / "1" / "model.onnx"
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+    try:
+        with load(server, "mlp", np.zeros((1, 64), np.float32)):
+            answer = post(server, "mlp", requests=1)
+    finally:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (answer.status_code, "has changed since its load" in answer.text) == (409, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "document", "status", "text"),
+    [
+        ("mlp", {"requests": 0}, 400, "expected 1 to 1000"),
+        ("mlp", {"requests": 1001}, 400, "expected 1 to 1000"),
+        ("mlp", {"requests": "many"}, 400, "unsigned integer"),
+        ("mlp", {"timeout_s": 0}, 400, "above 0 to 300"),
+        ("mlp", {"timeout_s": 301}, 400, "above 0 to 300"),
+        ("mlp", {"timeout_s": "long"}, 400, "expected a number"),
+        ("mlp", {"timeout_s": 0.01}, 504, "0.01 s passed"),
+        ("none", {}, 404, "none"),
+        ("mlp/versions/7", {}, 404, "7"),
+    ],
+)
+def test_call_that_cannot_be_served_says_why(
+    server: ServerProcess, model: str, document: dict[str, Any], status: int, text: str
+) -> None:
+    answer = post(server, model, **document)
+    assert (answer.status_code, text in answer.text) == (status, True), answer.text
+
+
+def test_profiling_needs_the_option_and_a_control_key(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {group: tmp_path / group for group in ("control", "metadata")}
+    for group, file in keys.items():
+        file.write_text(f"key-of-{group}-with-some-length\n")
+    flags = [part for group, file in keys.items() for part in (f"--{group}-keys-file", str(file))]
+    with serving(repository, *SHORT_WARMUP, *flags) as server:
+        cases: tuple[tuple[Path | None, str], ...] = (
+            (None, "status 401: calls of the group 'control' need a key"),
+            (keys["metadata"], "status 403: calls of the group 'control' need a key"),
+            (keys["control"], "status 501: profiling: expected the server's option to be true, got false"),
+        )
+        for key_file, problem in cases:
+            arguments = [server.url, "mlp", *([] if key_file is None else ["--key-file", str(key_file)])]
+            assert main(arguments) == 1
+            shown = capsys.readouterr()
+            assert shown.out == ""
+            assert problem in shown.err
+            assert shown.err.count("\n") == 1
+
+
+def test_server_of_another_kind_is_named(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"http://{server.metrics}", "mlp"]) == 1
+    assert "expected an ortserve with the option profiling, got another server" in capsys.readouterr().err
+
+
+def test_stop_of_the_server_ends_a_profile(repository: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with serving(repository, *SHORT_WARMUP, "--profiling") as server:
+            first = begin_profile(pool, server, "mlp")
+        answer = first.result(LONG_S)
+    assert (answer.status_code, "the server is stopping" in answer.text) == (503, True)
+    assert "drain timed out" not in server.output

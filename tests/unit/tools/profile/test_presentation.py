@@ -1,0 +1,79 @@
+"""Reports and pictures of profiles: complete, bounded, and safe for any name."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ort_traces import flat_run, trace_file
+from ortserve.tools.page import render_page
+from ortserve.tools.profile.balance import Runs, RunTime, middle_run
+from ortserve.tools.profile.drawing import flame_view, tree_map
+from ortserve.tools.profile.presentation import report
+from ortserve.tools.profile.result import SCHEMA, NodeCost, Profile, ProfileResult
+from ortserve.tools.profile.summary import profile_of
+from ortserve.tools.profile.trace import read_trace
+
+
+def runs() -> Runs:
+    lines = [line for number in range(4) for line in flat_run(number * 10_000, 300, 100)]
+    times = [RunTime(500_000, 500_000)] * 4
+    return Runs(times, times, read_trace(trace_file(*lines)), [range(4)])
+
+
+def profile() -> Profile:
+    return profile_of(
+        runs(),
+        label="m",
+        provider="p",
+        threads=1,
+        settings={},
+        inputs="",
+        rows=1,
+        source=None,
+        optimized=None,
+        notes=[],
+    )
+
+
+def boxes(svg: str) -> list[tuple[float, float, float, float]]:
+    found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', svg)
+    return [(float(x), float(y), float(width), float(height)) for x, y, width, height in found]
+
+
+def node(name: str, self_ms: float, op: str = "Add") -> NodeCost:
+    return replace(profile().nodes[0], name=name, op=op, self_ms=self_ms)
+
+
+def test_areas_of_the_tree_map_are_self_times() -> None:
+    svg = tree_map([node("a", 6.0), node("b", 3.0, "Mul"), node("c", 1.0)])
+
+    areas = [width * height for _, _, width, height in boxes(svg)]
+    assert [area / sum(areas) for area in areas] == pytest.approx([0.6, 0.1, 0.3], abs=0.001)
+
+
+def test_tree_map_takes_any_name_and_no_time() -> None:
+    svg = tree_map([node('<script>"&', 1.0), node("none", 0.0)])
+
+    assert "<script>" not in svg
+    assert len(boxes(svg)) == 1
+    assert "<svg" in tree_map([])
+
+
+def test_flame_view_is_to_scale() -> None:
+    held = runs()
+    svg = flame_view(held.trace, middle_run(held))
+
+    (whole, first, second) = boxes(svg)
+    assert first[2] / second[2] == pytest.approx(3, rel=0.01)
+    assert whole[2] * 300 / 410 == pytest.approx(first[2], rel=0.01)
+
+
+def test_page_of_thousands_of_nodes_stays_small() -> None:
+    many = [node(f"{'long/' * 40}{number}", 1.0) for number in range(5000)]
+    page = render_page(report(ProfileResult(SCHEMA, replace(profile(), nodes=many))))
+
+    assert page.count("<tr>") > 5000
+    assert "4,600 more nodes" in page
+    assert len(page) < 4_000_000
+    assert not re.search(r"<script|<link|https?://(?!www\.w3\.org)", page)

@@ -1,0 +1,89 @@
+"""Operations and bytes of nodes, against loops that count them."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from ortserve.model_file.graph import FLOAT, Node, Tensor
+from ortserve.tools.profile.trace import Shape, TracedNode
+from ortserve.tools.profile.work import all_inputs, find_work
+
+
+def traced(op: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> TracedNode:
+    return TracedNode(op, op, "", (), _floats(inputs), _floats(outputs), 0, 0)
+
+
+def _floats(shapes: Sequence[Sequence[int]]) -> tuple[Shape, ...]:
+    return tuple(("float", tuple(dims)) for dims in shapes)
+
+
+def operations(
+    op: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], **attributes: int
+) -> int | None:
+    node = Node(op, "", op, tuple(f"i{number}" for number in range(len(inputs))), ("y",), attributes)
+    return find_work(traced(op, inputs, outputs), node, {}).operations
+
+
+def test_matrix_products() -> None:
+    rows, inner, columns = 3, 5, 7
+    counted = sum(2 for _ in itertools.product(range(rows), range(inner), range(columns)))
+
+    assert operations("MatMul", [(rows, inner), (inner, columns)], [(rows, columns)]) == counted
+    assert operations("MatMul", [(2, 4, rows, inner), (inner, columns)], [(2, 4, rows, columns)]) == 8 * counted
+    assert operations("Gemm", [(inner, rows), (inner, columns)], [(rows, columns)], transA=1) == counted
+    assert operations("Gemm", [(rows, inner), (columns, inner)], [(rows, columns)], transB=1) == counted
+
+
+def test_convolution_counts_groups_and_kernels() -> None:
+    batch, channels, out, group, kernel, size = 2, 6, 4, 2, 3, 8
+    counted = sum(
+        2
+        for _ in itertools.product(
+            range(batch), range(out), range(size), range(size), range(channels // group), range(kernel), range(kernel)
+        )
+    )
+    inputs = [(batch, channels, size, size), (out, channels // group, kernel, kernel), (out,)]
+
+    assert operations("Conv", inputs, [(batch, out, size, size)]) == counted
+    quantized = [inputs[0], (), (), inputs[1], (), (), (), ()]
+    assert operations("QLinearConv", quantized, [(batch, out, size, size)]) == counted
+
+
+@pytest.mark.parametrize(("op", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
+def test_recurrent_networks(op: str, gates: int) -> None:
+    length, batch, width, hidden = 5, 2, 3, 4
+    step = sum(2 for _ in itertools.product(range(gates * hidden), range(width + hidden), range(batch)))
+    inputs = [(length, batch, width), (1, gates * hidden, width), (1, gates * hidden, hidden)]
+
+    assert operations(op, inputs, [(length, 1, batch, hidden)]) == length * step
+
+
+def test_prepacked_weight_is_found_in_the_graph() -> None:
+    node = Node("MatMul", "", "m", ("x", "w"), ("y",), {})
+    constants = {"w": Tensor(FLOAT, (5, 7))}
+    seen = traced("MatMul", [(3, 5)], [(3, 7)])
+
+    assert all_inputs(seen, node, constants) == [("float", (3, 5)), ("float", (5, 7))]
+    assert find_work(seen, node, constants).nbytes == 4 * (15 + 35 + 21)
+    assert find_work(seen, None, {}).operations == 2 * 3 * 5 * 7
+
+
+def test_constant_that_is_traced_is_not_counted_twice() -> None:
+    node = Node("Add", "", "a", ("x", "w"), ("y",), {})
+    constants = {"w": Tensor(FLOAT, (7,))}
+
+    assert find_work(traced("Add", [(3, 7), (7,)], [(3, 7)]), node, constants).nbytes == 4 * (21 + 7 + 21)
+
+
+def test_views_move_nothing_and_lookups_read_what_they_return() -> None:
+    assert find_work(traced("Reshape", [(3, 7), (2,)], [(7, 3)]), None, {}).nbytes is None
+    assert find_work(traced("Gather", [(1000, 8), (2,)], [(2, 8)]), None, {}).nbytes == 4 * (16 + 16 + 2)
+
+
+def test_unknown_work_is_none() -> None:
+    unknown = TracedNode("t", "TfIdfVectorizer", "", (), (("string", (4,)),), (("float", (9,)),), 0, 0)
+
+    assert find_work(unknown, None, {}).operations is None
+    assert find_work(unknown, None, {}).nbytes is None
+    assert operations("Conv", [(1, 3, 8, 8)], [(1, 4, 8, 8)]) is None
