@@ -41,7 +41,7 @@ DOORS = {
     "fastapi": {"frontends"},
     "uvicorn": {"frontends"},
     "httptools": {"frontends", "tools"},
-    "uvloop": {"app"},
+    "uvloop": {"app", "tools"},
     "orjson": {"codecs", "frontends", "tools"},
     "google": {"_pb", "codecs", "frontends", "tools"},
     "pydantic": {"config", "frontends", "cli", "tools"},  # cli: flags are made from the declarations of the options

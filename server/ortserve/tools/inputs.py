@@ -12,7 +12,7 @@ from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.errors import invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.tools.opening import OpenModel
 
@@ -102,6 +102,10 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
     for variant in variants:
         try:
             run(variant.generate(1, 0))
+        except ServeError as error:
+            if error.kind is not ErrorKind.REJECTED_BY_MODEL:
+                raise  # it is the server that runs it
+            problem = problem or error.message
         except ORT_ERRORS as error:
             problem = problem or str(error)
         else:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import uvloop
@@ -25,14 +25,18 @@ from ortserve.batching.timers import best_timer
 from ortserve.clock import monotonic_ns
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.in_process import BareRuns, BatcherTarget
+from ortserve.tools.bench.grpc_client import GrpcPlan
+from ortserve.tools.bench.http_client import HttpPlan
+from ortserve.tools.bench.in_process import BareRuns, BatcherTarget, ModelPlan
 from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
-from ortserve.tools.bench.target import Plan, Target
+from ortserve.tools.bench.target import Target
 
 _CHUNK_S: Final = 0.25
 _PAUSE_S: Final = 0.1
 """Of a caller whose connection failed, before it tries again."""
+Plan: TypeAlias = HttpPlan | GrpcPlan | ModelPlan
+"""All that a generator's process needs to make a target. Travels to it as a pickle."""
 STOP: Final = "stop"
 GO_ON: Final = "opened"
 
@@ -148,6 +152,7 @@ class LoopDriver:
         self._under_way = self._sent = 0
         self._is_stopped = False
         self._drained = self._loop.create_future()
+        self._timers: list[asyncio.TimerHandle] = []
         self._cpu_at_begin_ns: int | None = None
         self._cpu_ns = 0
         self._batches: dict[int, int] = {}
@@ -158,21 +163,22 @@ class LoopDriver:
 
     async def run(self) -> Finished:
         """Offer the load, report, and wait for the answers."""
-        loop = self._loop
         self._channel.on_stop = self.stop
-        loop.call_later(_CHUNK_S, self._report)
-        loop.call_later(max(0.0, (self._begin_ns - monotonic_ns()) / 1e9), self._on_begin)
+        self._call_later(_CHUNK_S, self._report)
+        self._call_later((self._begin_ns - monotonic_ns()) / 1e9, self._on_begin)
+        self._call_later((self._end_ns - monotonic_ns()) / 1e9, self.stop)
         if self._work.times_ns is not None:
             self._timer.set(self._times[0] if self._times else self._end_ns, monotonic_ns())
         else:
             for _ in range(self._work.load.concurrency or 0):
                 self._send(monotonic_ns())
-        loop.call_later(max(0.0, (self._end_ns - monotonic_ns()) / 1e9), self.stop)
         try:
             await self._drained
         finally:
             self._channel.on_stop = None
             self._timer.close()
+            for timer in self._timers:  # the target may be used again
+                timer.cancel()
         self._channel.send(self._take())
         before, now = self._batches, self._batches_now()
         batches = {rows: count - before.get(rows, 0) for rows, count in now.items() if count > before.get(rows, 0)}
@@ -185,7 +191,7 @@ class LoopDriver:
         self._is_stopped = True
         self._end_ns = max(self._begin_ns + 1, min(self._end_ns, monotonic_ns()))
         self._count_cpu()
-        self._loop.call_later(self._work.timeout_s, self._give_up)
+        self._call_later(self._work.timeout_s, self._give_up)
         self._check_drained()
 
     def answered(
@@ -201,9 +207,12 @@ class LoopDriver:
         self._recorder.failed(ticket, done_ns, kind, example)
         self._under_way -= 1
         if kind.startswith("connection") and not self._is_stopped:
-            self._loop.call_later(_PAUSE_S, self._go_on)
+            self._call_later(_PAUSE_S, self._go_on)
         else:
             self._go_on()
+
+    def _call_later(self, delay_s: float, call: Callable[[], object]) -> None:
+        self._timers.append(self._loop.call_later(max(0.0, delay_s), call))
 
     def _go_on(self) -> None:
         if self._is_stopped:
@@ -251,7 +260,8 @@ class LoopDriver:
             return
         self._target.expire(monotonic_ns() - int(self._work.timeout_s * 1e9))
         self._channel.send(self._take())
-        self._loop.call_later(_CHUNK_S, self._report)
+        self._timers = [timer for timer in self._timers if timer.when() > self._loop.time()]
+        self._call_later(_CHUNK_S, self._report)
 
     def _check_drained(self) -> None:
         if self._is_stopped and not self._under_way and not self._drained.done():

@@ -1,4 +1,4 @@
-"""The generators of a measurement: processes that offer the load together, and the decision when they have done enough."""
+"""The generators of a measurement: processes that offer the load together."""
 
 import contextlib
 import socket
@@ -50,7 +50,8 @@ class Generators:
             ours, theirs = socket.socketpair()
             with theirs:
                 command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
-                self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=sys.stderr))
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=sys.stderr)  # noqa: S603 - ours
+                self._processes.append(process)
             self._pipes.append(Connection(ours.detach()))
 
     def __enter__(self) -> "Generators":

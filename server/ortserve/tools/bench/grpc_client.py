@@ -187,8 +187,8 @@ class _Stream:
                 message = await self._call.read()
                 if message is grpc.aio.EOF:
                     raise asyncio.InvalidStateError
-                ticket, self.ticket = self.ticket, None
-                self._target.answer(self, ticket, message)
+                answered, self.ticket = self.ticket, None
+                self._target.answer(self, answered, message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             ticket, self.ticket = self.ticket, None
             self._target.lose(self, ticket, _kind(await self._call.code()), str(await self._call.details()))

@@ -126,7 +126,7 @@ class _Connection(asyncio.Protocol):
         size = len(name)  # first, because most headers are of no interest
         if size == 13 and name.lower() == b"server-timing":
             self._timing = value
-        elif size == 30 and name.lower() == _JSON_SIZE and value.isdigit():
+        elif size == len(_JSON_SIZE) and name.lower() == _JSON_SIZE and value.isdigit():
             self._json_size = int(value)
 
     def on_body(self, body: bytes) -> None:

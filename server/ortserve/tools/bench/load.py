@@ -33,7 +33,7 @@ class Load:
     def label(self) -> str:
         """In words, the same for the same load."""
         if self.rate is None:
-            return f"{self.concurrency} callers"
+            return "1 caller" if self.concurrency == 1 else f"{self.concurrency} callers"
         return f"{self.rate:g}/s {self.arrivals}" if self.rate else f"times of {Path(self.arrivals).name}"
 
     def share(self, number: int, processes: int) -> "Load":
@@ -57,7 +57,9 @@ def arrival_times(load: Load, seconds: float, seed: int) -> np.ndarray:
         times = _read_times(Path(load.arrivals))
         return times[times < seconds * 1e9]
     if kind == "poisson":
-        gaps = np.random.default_rng(seed).exponential(1 / rate, int(rate * seconds + 10 * (rate * seconds) ** 0.5 + 20))
+        gaps = np.random.default_rng(seed).exponential(
+            1 / rate, int(rate * seconds + 10 * (rate * seconds) ** 0.5 + 20)
+        )
         times = np.cumsum(gaps)
     elif kind == "bursts":
         if not size.isdigit() or not int(size):

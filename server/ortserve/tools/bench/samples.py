@@ -128,7 +128,7 @@ class Samples:
 
     @property
     def is_answered(self) -> np.ndarray:
-        return self.codes == 0
+        return np.asarray(self.codes == 0)
 
     def latencies_s(self, *, from_schedule: bool) -> np.ndarray:
         """Of the answered ones, from the moment when they were due or when they were sent."""

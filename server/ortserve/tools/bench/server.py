@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
 import grpc
@@ -99,8 +99,8 @@ class Control(Protocol):
         """How many batches of each size have run so far. Unsupported without the extension ``statistics``."""
         ...
 
-    def infer(self, model: str, version: str, headers: Mapping[str, str], body: bytes) -> bytes:
-        """Send one request; the body of its answer."""
+    def infer(self, model: str, version: str, headers: Mapping[str, str], body: bytes) -> tuple[bytes, int | None]:
+        """Send one request; the body of its answer, and the size of its JSON if binary tensors follow."""
         ...
 
     def register(self, region: str, key: str, nbytes: int) -> None:
@@ -122,6 +122,12 @@ def model_path(model: str, version: str) -> str:
     return f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
 
 
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+    json_size: str = ""
+
+
 class RestControl:
     """``Control`` over REST."""
 
@@ -132,19 +138,22 @@ class RestControl:
     def describe(self, model: str, version: str) -> Described:
         """As ``Control.describe``."""
         url = self._address.url
-        status, body = self._call("GET", "/v2")
+        status, body, _ = self._call("GET", "/v2")
         about = _json(body)
         if status in (401, 403):
-            raise ServeError(ErrorKind.UNAUTHENTICATED, f"{url}: {_error_text(status, body)} (a key is given by --header)")
+            raise ServeError(
+                ErrorKind.UNAUTHENTICATED, f"{url}: {_error_text(status, body)} (a key is given by --header)"
+            )
         if status != 200 or not isinstance(about, dict) or "name" not in about:
             raise _another_kind(url, f"GET /v2 is answered with status {status} and {len(body)} bytes")
-        status, body = self._call("GET", model_path(model, version))
+        status, body, _ = self._call("GET", model_path(model, version))
         if status != 200:
             raise ServeError(ErrorKind.NOT_FOUND, f"{url}: {_error_text(status, body)}{self._known()}")
         metadata = _json(body)
         try:
             tensors = [
-                [(one["name"], one["datatype"], one["shape"]) for one in metadata[role]] for role in ("inputs", "outputs")
+                [(one["name"], one["datatype"], one["shape"]) for one in metadata[role]]
+                for role in ("inputs", "outputs")
             ]
         except (KeyError, TypeError):
             raise _another_kind(url, f"the metadata of model '{model}' has no inputs and outputs") from None
@@ -152,16 +161,17 @@ class RestControl:
 
     def batches(self, model: str, version: str) -> dict[int, int]:
         """As ``Control.batches``."""
-        stats = _json(self._expect("GET", f"{model_path(model, version)}/stats"))
+        stats = _json(self._expect("GET", f"{model_path(model, version)}/stats").body)
         counts: dict[int, int] = {}
         for one in stats["model_stats"]:
             for size in one["batch_stats"]:
                 counts[size["batch_size"]] = counts.get(size["batch_size"], 0) + size["compute_infer"]["count"]
         return counts
 
-    def infer(self, model: str, version: str, headers: Mapping[str, str], body: bytes) -> bytes:
+    def infer(self, model: str, version: str, headers: Mapping[str, str], body: bytes) -> tuple[bytes, int | None]:
         """As ``Control.infer``."""
-        return self._expect("POST", f"{model_path(model, version)}/infer", body, headers)
+        answer = self._expect("POST", f"{model_path(model, version)}/infer", body, headers)
+        return answer.body, int(answer.json_size) if answer.json_size.isdigit() else None
 
     def register(self, region: str, key: str, nbytes: int) -> None:
         """As ``Control.register``."""
@@ -173,21 +183,19 @@ class RestControl:
         self._expect("POST", f"/v2/systemsharedmemory/region/{region}/unregister")
 
     def _known(self) -> str:
-        status, body = self._call("POST", "/v2/repository/index", b"{}")
+        status, body, _ = self._call("POST", "/v2/repository/index", b"{}")
         models = _json(body) if status == 200 else None
         names = [str(one.get("name")) for one in models if isinstance(one, dict)] if isinstance(models, list) else []
         return f"; the server has {', '.join(dict.fromkeys(names))}" if names else ""
 
-    def _expect(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-        status, answer = self._call(method, path, body, headers)
-        if status == 200:
+    def _expect(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> _Answer:
+        answer = self._call(method, path, body, headers)
+        if answer.status == 200:
             return answer
-        kind = ErrorKind.INVALID_INPUT if 400 <= status < 500 else ErrorKind.INTERNAL
-        raise ServeError(kind, f"{self._address.url}: {_error_text(status, answer)}")
+        kind = ErrorKind.REJECTED_BY_MODEL if 400 <= answer.status < 500 else ErrorKind.INTERNAL
+        raise ServeError(kind, f"{self._address.url}: {_error_text(answer.status, answer.body)}")
 
-    def _call(
-        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> tuple[int, bytes]:
+    def _call(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> _Answer:
         address, tls = self._address, self._address.tls()
         to, wait = (address.host, address.port), self._timeout_s
         try:
@@ -196,7 +204,7 @@ class RestControl:
             try:
                 connection.request(method, path, body, {**address.headers, **(headers or {})})
                 answer = connection.getresponse()
-                return answer.status, answer.read()
+                return _Answer(answer.status, answer.read(), answer.getheader("inference-header-content-length", ""))
             finally:
                 connection.close()
         except http.client.HTTPException as error:
@@ -231,9 +239,9 @@ class GrpcControl:
                 counts[size.batch_size] = counts.get(size.batch_size, 0) + size.compute_infer.count
         return counts
 
-    def infer(self, model: str, version: str, headers: Mapping[str, str], body: bytes) -> bytes:
+    def infer(self, model: str, version: str, headers: Mapping[str, str], body: bytes) -> tuple[bytes, int | None]:
         """As ``Control.infer``; ``body`` names the model."""
-        return self._send("ModelInfer", body)
+        return self._send("ModelInfer", body), None
 
     def register(self, region: str, key: str, nbytes: int) -> None:
         """As ``Control.register``."""
@@ -264,7 +272,7 @@ class GrpcControl:
                 answer: bytes = send(body, timeout=self._timeout_s, metadata=tuple(address.headers.items()))
                 return answer
             except grpc.RpcError as error:
-                raise _rpc_error(address.url, error.code(), error.details() or "") from None  # type: ignore[attr-defined]
+                raise _rpc_error(address.url, error.code(), error.details() or "") from None
 
 
 def _rpc_error(url: str, code: grpc.StatusCode, details: str) -> ServeError:
@@ -273,7 +281,7 @@ def _rpc_error(url: str, code: grpc.StatusCode, details: str) -> ServeError:
         return _unreachable(url, details)
     if code is codes.UNIMPLEMENTED or (code is codes.UNKNOWN and "HTTP" in details):
         return _another_kind(url, details)
-    kinds = {codes.NOT_FOUND: ErrorKind.NOT_FOUND, codes.INVALID_ARGUMENT: ErrorKind.INVALID_INPUT}
+    kinds = {codes.NOT_FOUND: ErrorKind.NOT_FOUND, codes.INVALID_ARGUMENT: ErrorKind.REJECTED_BY_MODEL}
     return ServeError(kinds.get(code, ErrorKind.INTERNAL), f"{url}: {code.name}: {details}")
 
 
@@ -306,10 +314,12 @@ def _signature(inputs: list[tuple[str, str, list[Any]]], outputs: list[tuple[str
     """
     for name, datatype, _ in (*inputs, *outputs):
         if datatype not in DATATYPES:
-            raise ServeError(ErrorKind.UNSUPPORTED, f"tensor '{name}': the datatype '{datatype}' is not of the protocol")
-    specs = [
+            raise ServeError(
+                ErrorKind.UNSUPPORTED, f"tensor '{name}': the datatype '{datatype}' is not of the protocol"
+            )
+    takes, gives = (
         tuple(TensorSpec(name, DATATYPES[datatype], tuple(map(int, shape))) for name, datatype, shape in role)
         for role in (inputs, outputs)
-    ]
-    has_rows = all(spec.shape[:1] == (-1,) for spec in (*specs[0], *specs[1]))
-    return ModelSignature(*specs, unbatched_because="" if has_rows else "the first dimension of a tensor is fixed")
+    )
+    has_rows = all(spec.shape[:1] == (-1,) for spec in (*takes, *gives))
+    return ModelSignature(takes, gives, "" if has_rows else "the first dimension of a tensor is fixed")

@@ -85,10 +85,11 @@ def estimate_rate(times_s: np.ndarray, begin_s: float, end_s: float) -> Estimate
 
 
 def settled_from(values: np.ndarray) -> int:
-    """The number of first samples to leave out, at most a third: those before the load has settled.
+    """The number of first samples, at most a third, that differ from the rest: the load had not settled.
 
-    Chooses the cut that gives the mean of the remaining block medians the smallest error (MSER). Nothing is cut unless
-    the medians before it differ from those after it by more than these vary.
+    Chooses the cut that gives the mean of the remaining block medians the smallest error (MSER). It is 0 unless the
+    medians before the cut differ from those after it by more than these vary. The samples still count, because a stall
+    of the target at the beginning looks the same.
     """
     medians, size = _block_medians(values, 60)
     if len(medians) < 12:
@@ -106,12 +107,12 @@ def trend(values: np.ndarray) -> float:
     count = len(medians)
     if count < 10:
         return 0.0
-    first, second = np.triu_indices(count, 1)
-    differences = medians[second] - medians[first]
-    score = float(np.sign(differences).sum())
+    earlier, later = np.triu_indices(count, 1)
+    score = float(np.sign(medians[later] - medians[earlier]).sum())
     if abs(score) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18) < _TREND_Z:
         return 0.0
-    moved = float(np.median(differences / (second - first))) * count / float(np.median(medians))
+    third = count // 3
+    moved = float(np.median(medians[-third:]) / np.median(medians[:third])) - 1
     return moved if abs(moved) >= _TREND_SHARE else 0.0
 
 

@@ -45,14 +45,6 @@ class Target(Protocol):
         ...
 
 
-class Plan(Protocol):
-    """All that a generator's process needs to make a target. Travels to it as a pickle."""
-
-    def make(self) -> Target:
-        """Make the target, in the generator's process."""
-        ...
-
-
 class _Nowhere:
     """Before a target is used."""
 
