@@ -51,7 +51,8 @@ def estimate_percentile(values: np.ndarray, share: float) -> Estimate:
     if not count:
         raise ValueError("no samples")
     ordered = np.sort(values)
-    value = float(ordered[min(count, max(1, math.ceil(count * share))) - 1])
+    rank = math.ceil(count * share - 1e-6)  # the product of floats may lie just above the rank
+    value = float(ordered[min(count, max(1, rank)) - 1])
     reach = _spread(values > value, share) * math.sqrt(count * share * (1 - share))
     low, high = math.floor(count * share - reach), math.ceil(count * share + reach) + 1
     if count < least_samples(share) or low < 1 or high > count:
