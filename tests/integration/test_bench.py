@@ -1,4 +1,7 @@
-"""``ortserve bench`` as a process: against servers whose behaviour is known, real ones, and models in process."""
+"""``ortserve bench`` against servers whose behaviour is known, real ones, and models in process.
+
+The command runs in the test's process, which saves a second for each of its imports; its generators are processes.
+"""
 
 import json
 import os
@@ -8,20 +11,26 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import numpy as np
 import pytest
 
 from models import builders
+from ortserve.cli.main import main
 from ortserve.tools.bench.comparison import read_result
 from servers import SHORT_WARMUP, ServerProcess, serving
-from small_server import SmallServer, small_server
+from small_server import small_server
 
 EXAMPLE: Final = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
 SHORT: Final = ("--seconds", "0.5", "--warmup", "0.1")
+LONE: Final = 17
+"""Requests before a measurement: made inputs are tried once, then each of them is sent."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,10 @@ class Ran:
 
 
 def bench(*arguments: str | Path) -> Ran:
-    command = [sys.executable, "-m", "ortserve", "bench", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert "Traceback" not in done.stderr, done.stderr
-    return Ran(done.returncode, done.stdout, done.stderr)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = main(["bench", *map(str, arguments)])
+    assert "Traceback" not in err.getvalue(), err.getvalue()
+    return Ran(status, out.getvalue(), err.getvalue())
 
 
 def fails(*arguments: str | Path) -> tuple[int, str]:
@@ -88,14 +97,14 @@ EVERY_S: Final = 2.0
 RATE: Final = 200
 
 
-def queued_ms(percent: float) -> float:
+def queued_ms(percent: float, service_s: float) -> float:
     """The percentile that requests at a constant rate meet: one worker, first come, first served, and its stalls."""
     dues = np.arange(0, 4 * EVERY_S, 1 / RATE)
     free_s, latencies = 0.0, []
     for due in dues:
         begin = max(free_s, due)
         begin += max(0.0, STALL_S - begin % EVERY_S)
-        free_s = begin + SERVICE_S
+        free_s = begin + service_s
         latencies.append(free_s - due)
     return float(np.percentile(latencies, percent)) * 1e3
 
@@ -104,18 +113,17 @@ def test_open_loop_finds_the_stalls_that_a_closed_loop_hides() -> None:
     with small_server(service_s=SERVICE_S, stall_s=STALL_S, every_s=EVERY_S) as stalling:
         target = (stalling.url, "--model", "m", "--warmup", "0.2", "--json")
         opened = bench(*target, "--rate", str(RATE), "--seconds", str(2 * EVERY_S))
+        service_s = float(np.mean(stalling.served_s))  # timers are late, the more so on a busy machine
         closed = bench(*target, "--concurrency", "1", "--seconds", str(2 * EVERY_S))
 
-    assert queued_ms(95) > 300
-    for percent in (85, 90, 95, 99):
-        if percent == 85:  # not among those that are always reported
-            continue
-        assert opened.percentile_ms(percent) == pytest.approx(queued_ms(percent), rel=0.15, abs=25)
+    assert queued_ms(95, service_s) > 300
+    for percent in (90, 95, 99):
+        assert opened.percentile_ms(percent) == pytest.approx(queued_ms(percent, service_s), rel=0.2, abs=25)
     assert opened.percentile_ms(50) < 60, "most requests meet no stall"
     assert opened.point["requests"] == RATE * 2 * EVERY_S
     assert not opened.point["is_overloaded"]
     # The one caller waited through each stall, so it met two among thousands.
-    assert closed.percentile_ms(99) < queued_ms(99) / 3
+    assert closed.percentile_ms(99) < queued_ms(99, service_s) / 3
     assert closed.point["most_ms"] > 250
     assert (opened.point["loop"], closed.point["loop"]) == ("open", "closed")
 
@@ -179,7 +187,7 @@ def test_failures_are_counted_by_kind() -> None:
 
 
 def test_failures_may_be_allowed() -> None:
-    with small_server(behave=lambda number: "503" if number % 10 == 9 and number > 16 else "ok") as rejecting:
+    with small_server(behave=lambda number: "503" if number % 10 == 9 and number >= LONE else "ok") as rejecting:
         arguments = (rejecting.url, "--model", "m", "--concurrency", "1", *SHORT, "--json")
         strict, lenient = bench(*arguments), bench(*arguments, "--allow-errors", "0.2")
 
@@ -189,7 +197,7 @@ def test_failures_may_be_allowed() -> None:
 
 
 def test_requests_without_an_answer_time_out() -> None:
-    with small_server(behave=lambda number: "hang" if number >= 16 else "ok") as hanging:
+    with small_server(behave=lambda number: "hang" if number >= LONE else "ok") as hanging:
         ran = bench(hanging.url, "--model", "m", "--rate", "20", *SHORT, "--timeout", "0.4", "--json")
 
     assert ran.failures == {"timeout": 10}
@@ -198,7 +206,7 @@ def test_requests_without_an_answer_time_out() -> None:
 
 @pytest.mark.parametrize("way", ["wrong", "nonsense"])
 def test_wrong_outputs_are_seen(way: str) -> None:
-    with small_server(behave=lambda number: way if number >= 16 else "ok") as lying:
+    with small_server(behave=lambda number: way if number >= LONE else "ok") as lying:
         ran = bench(lying.url, "--model", "m", "--rate", "300", *SHORT, "--warmup", "0", "--json")
 
     checked = ran.point["outputs"]
@@ -208,23 +216,15 @@ def test_wrong_outputs_are_seen(way: str) -> None:
 
 
 def test_slow_generator_is_refused() -> None:
-    """One processor for the generator and a process that spins on it: it cannot keep its schedule."""
-    processor = min(os.sched_getaffinity(0))
-    spin = subprocess.Popen(["taskset", "-c", str(processor), sys.executable, "-c", "while True: pass"])
-    try:
-        with small_server() as quick:
-            command = ["taskset", "-c", str(processor), "nice", "-n", "19", sys.executable, "-m", "ortserve", "bench"]
-            options = [quick.url, "--model", "m", "--rate", "6000", "--seconds", "1", "--timeout", "3", "--json"]
-            done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, check=False)
-    finally:
-        spin.kill()
-        spin.wait()
+    """No generator in Python sends so many requests a second, and what this one sends is late."""
+    with small_server() as quick:
+        ran = bench(quick.url, "--model", "m", "--rate", "80000", *SHORT, "--timeout", "1", "--json")
 
-    ran = Ran(done.returncode, done.stdout, done.stderr)
     assert ran.status == 1
-    assert ran.point["generator"]["too_slow_because"]
+    assert ran.point["generator"]["sent_share"] < 0.99
+    assert any("could be sent" in reason for reason in ran.point["generator"]["too_slow_because"])
     assert any("no verdict" in problem for problem in ran.result["problems"])
-    assert "no verdict" in done.stderr
+    assert "no verdict" in ran.err
 
 
 # Bad input: one line.
@@ -327,8 +327,6 @@ def test_interrupted_measurement_keeps_what_it_has(server: ServerProcess, tmp_pa
 
 
 def requests_of(server: ServerProcess) -> int:
-    import httpx  # noqa: PLC0415
-
     stats = httpx.get(f"{server.url}/v2/models/digits/stats", timeout=30).json()["model_stats"]
     return sum(one["inference_count"] for one in stats)
 
@@ -354,8 +352,8 @@ def test_every_protocol_of_a_real_server(server: ServerProcess, way: str) -> Non
     assert (point["outputs"]["different"], point["outputs"]["expected"]) == (0, str(model))
     assert point["outputs"]["checked"] >= 1
     assert point["server"].startswith("ortserve")
-    # 16 requests went before; the server counts all batches of the measured time.
-    assert sum(one["rows"] * one["batches"] for one in point["batches"]) >= 3 * point["answers"]
+    # Counted by the server, from about the beginning of the measured time.
+    assert sum(one["rows"] * one["batches"] for one in point["batches"]) > 2 * point["answers"]
     assert point["usage"]["cpu_us_per_request"] > 10
     assert point["usage"]["resident_bytes"] > 2**24
     phases = [one["name"] for one in point["phases"]]
@@ -438,4 +436,3 @@ def test_tables_show_what_was_measured(server: ServerProcess) -> None:
     assert "Latency in ms" in ran.out
     assert re.search(r"2 callers +[\d.]+ +[\d.]+", ran.out)
     assert "\x1b" not in ran.out
-    assert SmallServer.__doc__

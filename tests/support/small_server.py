@@ -18,7 +18,7 @@ Behave = Callable[[int], str]
 class SmallServer:
     """One worker that takes ``service_s`` for a request, and stalls for ``stall_s`` at every multiple of ``every_s``.
 
-    The model ``m`` answers each row with its first element.
+    The model ``m`` answers with its input. ``served_s`` are the times that requests really took, stalls apart.
     """
 
     behave: Behave = lambda number: "ok"
@@ -28,6 +28,7 @@ class SmallServer:
     is_protocol: bool = True
     port: int = 0
     requests: int = 0
+    served_s: list[float] = field(default_factory=list)
     _worker: asyncio.Lock = field(default_factory=asyncio.Lock)
     _began_s: float = 0.0
 
@@ -81,8 +82,11 @@ class SmallServer:
         if self.service_s:
             async with self._worker:  # first come, first served
                 now_s = (time.monotonic() - self._began_s) % self.every_s
-                stall_s = self.stall_s - now_s if now_s < self.stall_s else 0.0
-                await asyncio.sleep(stall_s + self.service_s)
+                if now_s < self.stall_s:
+                    await asyncio.sleep(self.stall_s - now_s)
+                began_s = time.monotonic()
+                await asyncio.sleep(self.service_s)
+                self.served_s.append(time.monotonic() - began_s)
         if way == "hang":
             await asyncio.sleep(3600)
         if way in ("close", "garbage"):

@@ -16,9 +16,9 @@ from ortserve.errors import invalid_input
 from ortserve.tools.bench.comparison import compare_results, read_result
 from ortserve.tools.bench.encoding import PROTOCOLS
 from ortserve.tools.bench.generators import Generators
-from ortserve.tools.bench.in_process import WAYS
 from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.measure import Measurement, Settings, result_problems
+from ortserve.tools.bench.plans import WAYS
 from ortserve.tools.bench.prepare import Options, Prepared, prepare
 from ortserve.tools.bench.presentation import present, present_comparison
 from ortserve.tools.bench.result import BenchResult, Capacity, Point
@@ -157,12 +157,12 @@ def _measure(given: argparse.Namespace) -> Outcome:
     capacities: list[Capacity] = []
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(progress("preparing"))
+        generators = stack.enter_context(Generators(given.processes))  # they begin meanwhile
         targets = [
             stack.enter_context(prepare(target, address, way, batch, options))
             for target, address, way in chosen
             for batch in given.batch
         ]
-        generators = stack.enter_context(Generators(given.processes))
         measurement = Measurement(generators, settings, lambda line: step(0, line))
         if given.find_capacity:
             for prepared in targets:
@@ -180,7 +180,7 @@ def _measure(given: argparse.Namespace) -> Outcome:
     if given.json:  # the report shows them, too
         for problem in problems:
             sys.stderr.write(f"ortserve bench: {problem}\n")
-    return Outcome(result, present(result), status)
+    return Outcome(result, present(result, has_pictures=given.output is not None), status)
 
 
 def _result(

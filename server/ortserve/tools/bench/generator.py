@@ -16,27 +16,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import uvloop
 
 from ortserve.batching.timers import best_timer
 from ortserve.clock import monotonic_ns
-from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.grpc_client import GrpcPlan
-from ortserve.tools.bench.http_client import HttpPlan
-from ortserve.tools.bench.in_process import BareRuns, BatcherTarget, ModelPlan
 from ortserve.tools.bench.load import Load
+from ortserve.tools.bench.plans import Plan, make_target
 from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
 from ortserve.tools.bench.target import Target
+
+if TYPE_CHECKING:
+    from ortserve.tools.bench.in_process import BareRuns
 
 _CHUNK_S: Final = 0.25
 _PAUSE_S: Final = 0.1
 """Of a caller whose connection failed, before it tries again."""
-Plan: TypeAlias = HttpPlan | GrpcPlan | ModelPlan
-"""All that a generator's process needs to make a target. Travels to it as a pickle."""
 STOP: Final = "stop"
 GO_ON: Final = "opened"
 
@@ -81,11 +79,13 @@ class Finished:
     Attributes:
         begin_ns: Of the measured time (monotonic).
         end_ns: Of it: when the last request was sent, or when it was stopped.
+        due: Requests that should have been sent in this time; None in a closed loop.
         batches: Sizes and numbers of the batches of the batcher in this process; None if there is none.
     """
 
     begin_ns: int
     end_ns: int
+    due: int | None
     batches: dict[int, int] | None
 
 
@@ -180,9 +180,10 @@ class LoopDriver:
             for timer in self._timers:  # the target may be used again
                 timer.cancel()
         self._channel.send(self._take())
-        before, now = self._batches, self._batches_now()
+        before, now = self._batches, self._target.batches()
         batches = {rows: count - before.get(rows, 0) for rows, count in now.items() if count > before.get(rows, 0)}
-        return Finished(self._begin_ns, self._end_ns, batches or None)
+        due = sum(self._begin_ns <= time_ns < self._end_ns for time_ns in self._times)
+        return Finished(self._begin_ns, self._end_ns, due if self._times else None, batches or None)
 
     def stop(self) -> None:
         """Send nothing more; ``run`` returns when all is answered, or late."""
@@ -239,11 +240,8 @@ class LoopDriver:
         if self._next < len(times):
             self._timer.set(times[self._next], now_ns)
 
-    def _batches_now(self) -> dict[int, int]:
-        return self._target.batches() if isinstance(self._target, BatcherTarget) else {}
-
     def _on_begin(self) -> None:
-        self._batches = self._batches_now()
+        self._batches = self._target.batches()
         self._cpu_at_begin_ns = time.process_time_ns()
 
     def _count_cpu(self) -> None:
@@ -273,7 +271,7 @@ class LoopDriver:
             self._drained.set_result(None)
 
 
-def run_threads(target: BareRuns, work: Work, channel: Channel, start_ns: int) -> Finished:
+def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int) -> Finished:
     """Offer a load to blocking runs: each caller is a thread. An open loop has one, which runs one at a time."""
     begin_ns = start_ns + int(work.warmup_s * 1e9)
     end_ns = begin_ns + int(work.seconds * 1e9)
@@ -303,9 +301,9 @@ def run_threads(target: BareRuns, work: Work, channel: Channel, start_ns: int) -
             ticket = Ticket(number, due_ns, sent_ns)
             try:
                 read = run(number)
-            except ORT_ERRORS as error:
+            except ServeError as error:
                 with lock:
-                    recorder.failed(ticket, monotonic_ns(), "rejected_by_model", without_paths(str(error)))
+                    recorder.failed(ticket, monotonic_ns(), error.kind.value, error.message)
                 continue
             done_ns = monotonic_ns()
             body = read() if number % look_every == 0 else None
@@ -330,7 +328,7 @@ def run_threads(target: BareRuns, work: Work, channel: Channel, start_ns: int) -
     channel.on_stop = None
     with lock:
         channel.send(recorder.take(sum(sent), time.process_time_ns() - (cpu_at_begin_ns or 0), 0))
-    return Finished(begin_ns, max(begin_ns + 1, min(end_ns, monotonic_ns())), None)
+    return Finished(begin_ns, max(begin_ns + 1, min(end_ns, monotonic_ns())), None, None)
 
 
 async def _serve(pipe: Connection) -> None:
@@ -343,8 +341,8 @@ async def _serve(pipe: Connection) -> None:
         try:
             target = targets.get(work.key)
             if target is None:
-                target = targets[work.key] = work.plan.make()
-            if not isinstance(target, BareRuns):
+                target = targets[work.key] = make_target(work.plan)
+            if isinstance(target, Target):
                 await target.open(work.load.concurrency or 8)
         except ServeError as error:
             channel.send(Problem(error.kind, error.message))
@@ -357,12 +355,12 @@ async def _serve(pipe: Connection) -> None:
         if not isinstance(start_ns, int):  # another generator could not open its target
             continue
         gc.collect()
-        if isinstance(target, BareRuns):
-            channel.send(await asyncio.to_thread(run_threads, target, work, channel, start_ns))
-        else:
+        if isinstance(target, Target):
             channel.send(await LoopDriver(target, work, channel, start_ns).run())
+        else:
+            channel.send(await asyncio.to_thread(run_threads, target, work, channel, start_ns))
     for target in targets.values():
-        if not isinstance(target, BareRuns):
+        if isinstance(target, Target):
             await target.close()
 
 

@@ -50,7 +50,7 @@ class Generators:
             ours, theirs = socket.socketpair()
             with theirs:
                 command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
-                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=sys.stderr)  # noqa: S603 - ours
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL)  # noqa: S603 - ours
                 self._processes.append(process)
             self._pipes.append(Connection(ours.detach()))
 
@@ -97,7 +97,8 @@ class Generators:
         is_stopping = has_begun = False
         while left:
             try:
-                for pipe in wait(list(left), timeout=0.1):
+                to_begin_s = 0.1 if has_begun else max(0.0, (begin_ns - monotonic_ns()) / 1e9)
+                for pipe in wait(list(left), timeout=min(0.1, to_begin_s)):
                     assert isinstance(pipe, Connection)
                     message = self._receive(pipe)
                     if isinstance(message, Finished):

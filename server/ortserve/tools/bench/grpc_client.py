@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
 import grpc
 
 from ortserve.clock import monotonic_ns
+from ortserve.tools.bench.plans import GrpcPlan
 from ortserve.tools.bench.pool import Pool
 from ortserve.tools.bench.samples import Ticket
 from ortserve.tools.bench.server import GRPC_OPTIONS, SERVICE
@@ -18,40 +18,11 @@ _ANSWER: Final = 0x12
 """The tag of ``infer_response`` in ``ModelStreamInferResponse``; an error comes in field 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class GrpcPlan:
-    """Serialized messages ``ModelInferRequest``, sent in turns.
-
-    Attributes:
-        authority: Host and port.
-        is_tls: Whether the server speaks TLS.
-        ca: File of certificates to trust; None for the system's.
-        metadata: Of each call.
-        requests: Messages.
-        is_stream: Whether they go over ``ModelStreamInfer``.
-        timeout_s: Of a call.
-        most_streams: At a time.
-    """
-
-    authority: str
-    is_tls: bool
-    ca: str | None
-    metadata: tuple[tuple[str, str], ...]
-    requests: tuple[bytes, ...]
-    is_stream: bool
-    timeout_s: float
-    most_streams: int
-
-    def make(self) -> "GrpcCalls | GrpcStreams":
-        """Called in the generator's process."""
-        return GrpcStreams(self) if self.is_stream else GrpcCalls(self)
-
-    def channel(self) -> grpc.aio.Channel:
-        """Open a channel of its own."""
-        if not self.is_tls:
-            return grpc.aio.insecure_channel(self.authority, GRPC_OPTIONS)
-        trusted = Path(self.ca).read_bytes() if self.ca else None
-        return grpc.aio.secure_channel(self.authority, grpc.ssl_channel_credentials(trusted), GRPC_OPTIONS)
+def _channel(plan: GrpcPlan) -> grpc.aio.Channel:
+    if not plan.is_tls:
+        return grpc.aio.insecure_channel(plan.authority, GRPC_OPTIONS)
+    trusted = Path(plan.ca).read_bytes() if plan.ca else None
+    return grpc.aio.secure_channel(plan.authority, grpc.ssl_channel_credentials(trusted), GRPC_OPTIONS)
 
 
 class GrpcCalls:
@@ -67,7 +38,7 @@ class GrpcCalls:
     async def open(self, count: int) -> None:
         """As ``Target.open``."""
         if self._channel is None:
-            self._channel = self._plan.channel()
+            self._channel = _channel(self._plan)
             self._method = cast("Callable[..., Any]", self._channel.unary_unary(f"{SERVICE}ModelInfer"))
 
     def send(self, ticket: Ticket) -> None:
@@ -95,6 +66,10 @@ class GrpcCalls:
     def expire(self, sent_before_ns: int) -> None:
         """As ``Target.expire``; calls have their own timeout."""
 
+    def batches(self) -> dict[int, int]:
+        """As ``Target.batches``."""
+        return {}
+
     async def close(self) -> None:
         """As ``Target.close``."""
         for call in self._calls:
@@ -114,7 +89,7 @@ class GrpcStreams:
 
     async def open(self, count: int) -> None:
         """As ``Target.open``."""
-        self._channel = self._channel or self.plan.channel()
+        self._channel = self._channel or _channel(self.plan)
         await self._pool.open(count)
 
     def send(self, ticket: Ticket) -> None:
@@ -128,6 +103,10 @@ class GrpcStreams:
             if stream.ticket is not None and stream.ticket.sent_ns < sent_before_ns:
                 stream.fail("timeout", "no answer in time")
         self._pool.expire(sent_before_ns)
+
+    def batches(self) -> dict[int, int]:
+        """As ``Target.batches``."""
+        return {}
 
     async def close(self) -> None:
         """As ``Target.close``."""

@@ -6,43 +6,17 @@ parse. Measured in a closed loop of 8 against one server: see ``loadtests/result
 
 import asyncio
 import ssl
-from dataclasses import dataclass
 from typing import Final, cast
 
 import httptools
 
 from ortserve.clock import monotonic_ns
-from ortserve.tools.bench.encoding import JSON_SIZE
+from ortserve.tools.bench.plans import HttpPlan
 from ortserve.tools.bench.pool import Pool
 from ortserve.tools.bench.samples import Ticket
 from ortserve.tools.bench.target import NOWHERE, Sink
 
-_JSON_SIZE: Final = JSON_SIZE.encode()
-
-
-@dataclass(frozen=True, slots=True)
-class HttpPlan:
-    """Whole HTTP requests, sent in turns.
-
-    Attributes:
-        host: Of the server.
-        port: Of the server.
-        is_tls: Whether it speaks TLS.
-        ca: File of certificates to trust; None for the system's.
-        requests: With their heads.
-        most_connections: At a time.
-    """
-
-    host: str
-    port: int
-    is_tls: bool
-    ca: str | None
-    requests: tuple[bytes, ...]
-    most_connections: int
-
-    def make(self) -> "HttpTarget":
-        """Called in the generator's process."""
-        return HttpTarget(self)
+_JSON_SIZE: Final = b"inference-header-content-length"
 
 
 class HttpTarget:
@@ -69,6 +43,10 @@ class HttpTarget:
             if connection.ticket is not None and connection.ticket.sent_ns < sent_before_ns:
                 connection.fail("timeout", "no answer in time")
         self._pool.expire(sent_before_ns)
+
+    def batches(self) -> dict[int, int]:
+        """As ``Target.batches``."""
+        return {}
 
     async def close(self) -> None:
         """As ``Target.close``."""

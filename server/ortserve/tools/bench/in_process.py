@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -10,7 +9,6 @@ import numpy as np
 import onnxruntime as ort
 
 from ortserve.clock import monotonic_ns
-from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.terms import NO_TERMS
@@ -24,40 +22,14 @@ from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.served import ServedModel
 from ortserve.telemetry.series import ModelMetrics
+from ortserve.tools.bench.plans import ModelPlan
 from ortserve.tools.bench.samples import Ticket
 from ortserve.tools.bench.target import NOWHERE, Sink
 from ortserve.tools.opening import OpenModel, open_model
-from ortserve.tools.subject import Subject, find_model
-
-WAYS: Final = ("run", "bound", "batcher")
+from ortserve.tools.subject import find_model
 
 Caller = Callable[[int], Callable[[], list[np.ndarray]]]
 """Runs the inputs of a number, blocking. The result reads the outputs, which is only done for those looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlan:
-    """A model, and the inputs of its runs, which are used in turns.
-
-    Attributes:
-        model: As ``find_model`` takes it.
-        way: One of ``WAYS``.
-        provider: The only execution provider to use; None for the configured ones.
-        threads: Of a run; None for the configured ones.
-        inputs: Of each run, in the order of the signature, with their rows on axis 0.
-        rows: Of each run.
-    """
-
-    model: str
-    way: str
-    provider: str | None
-    threads: int | None
-    inputs: tuple[Arrays, ...]
-    rows: int
-
-    def make(self) -> "BareRuns | BatcherTarget":
-        """Called in the generator's process."""
-        return BatcherTarget(self) if self.way == "batcher" else BareRuns(self)
 
 
 class BareRuns:
@@ -72,13 +44,25 @@ class BareRuns:
 
     def caller(self) -> Caller:
         """The runs of one thread."""
-        if not self._is_bound:
-            runner, inputs = self.model.runner(), self._inputs
-            return lambda number: partial(list, runner.run(inputs[number % len(inputs)]))
-        return _bound_caller(self.model, self._inputs)
+        if self._is_bound:
+            return _translating(_bound_caller(self.model, self._inputs))
+        runner, inputs = self.model.runner(), self._inputs
+        return _translating(lambda number: partial(list, runner.run(inputs[number % len(inputs)])))
 
     def _specs(self) -> list[Any]:
         return [*self.model.signature.inputs, *self.model.signature.outputs]
+
+
+def _translating(caller: Caller) -> Caller:
+    """Has ONNX Runtime's errors raised as ServeError, without a cost for runs that succeed."""
+
+    def call(number: int) -> Callable[[], list[np.ndarray]]:
+        try:
+            return caller(number)
+        except ORT_ERRORS as error:
+            raise ServeError(ErrorKind.REJECTED_BY_MODEL, without_paths(str(error))) from None
+
+    return call
 
 
 def _bound_caller(model: OpenModel, inputs: list[list[np.ndarray]]) -> Caller:
@@ -159,7 +143,7 @@ class BatcherTarget:
         self.sink.answered(ticket, done_ns, 0, request.timing.server_timing(), body)
 
     def batches(self) -> dict[int, int]:
-        """How many batches of each size have run."""
+        """As ``Target.batches``."""
         assert self._served is not None
         return {rows: series.count for rows, series in self._served.metrics.batches.items()}
 
@@ -175,17 +159,3 @@ class BatcherTarget:
         """As ``Target.close``."""
         if self._served is not None:
             await self._served.close()
-
-
-def reference_runs(subject: Subject, inputs: tuple[Arrays, ...], provider: str | None) -> list[dict[str, Any]]:
-    """The outputs of a model by bare runs, by name, with their rows on axis 0, for each of the inputs."""
-    model = open_model(subject, provider=provider)
-    runner, signature = model.runner(), model.signature
-    results = []
-    for arrays in inputs:
-        try:
-            outputs = runner.run(model.for_model(arrays))
-        except ORT_ERRORS as error:
-            raise ServeError(ErrorKind.REJECTED_BY_MODEL, f"{subject.path}: {without_paths(str(error))}") from None
-        results.append({spec.name: output for spec, output in zip(signature.outputs, outputs, strict=True)})
-    return results

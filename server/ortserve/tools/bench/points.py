@@ -134,6 +134,7 @@ class _Part:
         self.unsettled_s = float(due_s[cut]) if cut else 0.0
         last = [chunks[-1] for chunks in outcome.chunks if chunks]
         self.sent = sum(chunk.sent for chunk in last)
+        self.due = sum(self.sent if one.due is None else one.due for one in outcome.finished)
         self.cpu_share = max((chunk.cpu_ns for chunk in last), default=0) / 1e9 / self.seconds
         self.is_overloaded = load.is_open and self._is_overloaded(begin_ns)
 
@@ -204,8 +205,7 @@ def _generator(parts: Sequence[_Part], subject: Subject, asked: Percentile | Non
         sent_share = 1.0
     else:
         p50, p99 = (float(value) for value in np.percentile(late_us, [50, 99]))
-        on_time = sum(int((part.samples.sent_ns <= part.end_ns).sum()) for part in parts)
-        sent_share = on_time / len(late_us)
+        sent_share = min(1.0, sum(part.sent for part in parts) / max(1, sum(part.due for part in parts)))
     reasons = [] if subject.is_in_process else judge_generator(cpu_share, late_us, sent_share, subject.load, asked)
     return Generator(max(part.processes for part in parts), cpu_share, p50, p99, sent_share, tuple(reasons))
 
@@ -224,7 +224,7 @@ def judge_generator(
     if load.is_open and len(late_us):
         if sent_share < _SENT:
             reasons.append(f"only {sent_share:.1%} of the requests that were due could be sent, less than {_SENT:.0%}")
-        for percent, ms in {(50.0, 0.0), (asked.percent, asked.ms)} if asked else ():
+        for percent, ms in {(50.0, 0.0), (asked.percent, asked.ms) if asked else (50.0, 0.0)}:
             late = float(np.percentile(late_us, percent))
             bound = max(_LATE_US, _LATE_SHARE * ms * 1e3)
             if late > bound:

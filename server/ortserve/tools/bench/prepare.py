@@ -16,6 +16,7 @@ from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_te
 from ortserve.core.batch import Arrays
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import Tensor, agree, describe_difference
+from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.tools.bench.encoding import (
@@ -29,14 +30,11 @@ from ortserve.tools.bench.encoding import (
     nbytes,
     tensors_of,
 )
-from ortserve.tools.bench.generator import Plan
-from ortserve.tools.bench.grpc_client import GrpcPlan
-from ortserve.tools.bench.http_client import HttpPlan
-from ortserve.tools.bench.in_process import ModelPlan, reference_runs
+from ortserve.tools.bench.plans import GrpcPlan, HttpPlan, ModelPlan, Plan
 from ortserve.tools.bench.result import OutputCheck
 from ortserve.tools.bench.server import Address, Control, connect, model_path
 from ortserve.tools.inputs import Inputs, SyntheticInputs, choose_inputs, make_inputs
-from ortserve.tools.opening import open_model
+from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import find_model
 
 _MOST_INPUTS: Final = 16
@@ -145,27 +143,14 @@ def prepare_model(target: str, way: str, batch: int, options: Options) -> Prepar
     else:
         inputs = SyntheticInputs(replace(InputGenerator(signature, None), free_dim=options.free_dim))
     arrays = _take(inputs, batch)
-    expected = reference_runs(find_model(target), arrays, options.provider)
 
-    def tensors(outputs: Sequence[np.ndarray]) -> Outputs:
+    def read(_: int, outputs: Sequence[np.ndarray]) -> Outputs:
         pairs = zip(signature.outputs, outputs, strict=True)
         return {spec.name: Tensor(spec.name, spec.datatype, output) for spec, output in pairs}
 
-    known = [tensors([outputs[spec.name] for spec in signature.outputs]) for outputs in expected]
     plan = ModelPlan(target, way, options.provider, options.threads, arrays, batch)
-    return Prepared(
-        target,
-        way,
-        "",
-        batch,
-        "",
-        "",
-        plan,
-        inputs.origin,
-        known,
-        "bare runs",
-        lambda _, body: tensors(body),
-    )
+    expected = _bare_runs(model, arrays)
+    return Prepared(target, way, "", batch, "", "", plan, inputs.origin, expected, "bare runs", read)
 
 
 @contextmanager
@@ -199,11 +184,8 @@ def prepare_server(address: Address, protocol: str, batch: int, options: Options
     answers = [ask(one) for one in arrays]
     expected, source = answers, "lone answers of the server"
     if options.reference:
-        runs = reference_runs(find_model(options.reference), arrays, None)
-        expected, source = (
-            [_as_answer(run, answer) for run, answer in zip(runs, answers, strict=True)],
-            options.reference,
-        )
+        runs = _bare_runs(open_model(find_model(options.reference)), arrays)
+        expected, source = [_common(run, answer) for run, answer in zip(runs, answers, strict=True)], options.reference
         for wanted, came in zip(expected, answers, strict=True):
             if problem := difference(wanted, came):
                 raise ServeError(
@@ -221,6 +203,26 @@ def prepare_server(address: Address, protocol: str, batch: int, options: Options
         plan = _plan(address, protocol, requests, options)
         about = (address.url, protocol, described.server, batch, model, version)
         yield Prepared(*about, plan, inputs.origin, expected, source, read, control, address)
+
+
+def _common(outputs: Outputs, answer: Outputs) -> Outputs:
+    """The outputs that a server has, too: it may serve some only. All, if it has none of them."""
+    return {name: tensor for name, tensor in outputs.items() if name in answer} or outputs
+
+
+def _bare_runs(model: OpenModel, inputs: Sequence[Arrays]) -> list[Outputs]:
+    """The outputs of a model by bare runs, for each of the inputs."""
+    runner, specs = model.runner(), model.signature.outputs
+    results: list[Outputs] = []
+    for arrays in inputs:
+        try:
+            outputs = runner.run(model.for_model(arrays))
+        except ORT_ERRORS as error:
+            message = f"{model.subject.path}: {without_paths(str(error))}"
+            raise ServeError(ErrorKind.REJECTED_BY_MODEL, message) from None
+        pairs = zip(specs, outputs, strict=True)
+        results.append({spec.name: Tensor(spec.name, spec.datatype, output) for spec, output in pairs})
+    return results
 
 
 def _plan(address: Address, protocol: str, requests: Sequence[Encoded], options: Options) -> Plan:
@@ -258,11 +260,6 @@ def _take(inputs: Inputs, batch: int) -> tuple[Arrays, ...]:
     first = inputs.take(batch, 0)
     count = max(1, min(_MOST_INPUTS, _MOST_BYTES // max(1, sum(array.nbytes for array in first))))
     return (first, *(inputs.take(batch, number) for number in range(1, count)))
-
-
-def _as_answer(run: Mapping[str, Any], answer: Outputs) -> Outputs:
-    """Outputs of a model that the answer has too, in the answer's datatypes."""
-    return {name: Tensor(name, one.datatype, run[name]) for name, one in answer.items() if name in run}
 
 
 @dataclass(slots=True)

@@ -29,8 +29,8 @@ _MOST_SEEN: Final = 4
 """Cases of a finding in its text; all are in ``where``."""
 
 
-def present(result: BenchResult) -> Report:
-    """The report of a measurement."""
+def present(result: BenchResult, *, has_pictures: bool) -> Report:
+    """The report of a measurement. Only pages have pictures, which take seconds to draw."""
     points = result.points
     names = _Names(points)
     title = "ortserve bench" + (f" of {result.model}" if result.model else "")
@@ -61,6 +61,8 @@ def present(result: BenchResult) -> Report:
         )
     ] * bool(result.capacities)
     blocks += [*_details(points, names), Findings(_findings(result, names))]
+    if not has_pictures:
+        return Report(title, blocks)
     curves = [list(group) for _, group in groupby(points, lambda point: (point.target, point.way, point.batch))]
     if any(len(curve) > 1 for curve in curves):
         blocks.append(Picture("Latency against load", _curve(curves, result.percentile)))

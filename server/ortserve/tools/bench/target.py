@@ -1,6 +1,6 @@
 """What a generator sends requests to."""
 
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from ortserve.tools.bench.samples import Ticket
 
@@ -19,6 +19,7 @@ class Sink(Protocol):
         ...
 
 
+@runtime_checkable
 class Target(Protocol):
     """Sends prepared requests. Loop thread only.
 
@@ -38,6 +39,10 @@ class Target(Protocol):
 
     def expire(self, sent_before_ns: int) -> None:
         """Fail the requests that were sent earlier and have no answer."""
+        ...
+
+    def batches(self) -> dict[int, int]:
+        """Sizes and numbers of the batches that ran in this process so far; empty if they run elsewhere."""
         ...
 
     async def close(self) -> None:

@@ -25,7 +25,7 @@ def outcome(latencies_s: np.ndarray, *, late_s: float = 0.0, cpu_share: float = 
     done = due + (latencies_s * 1e9).astype(np.int64)
     times = array("q", np.stack([due, sent, done], axis=1).ravel().tolist())
     chunk = Chunk(times, bytearray(len(due)), sent=len(due), cpu_ns=int(cpu_share * seconds * 1e9))
-    return Outcome([[chunk]], [Finished(0, int(seconds * 1e9), None)])
+    return Outcome([[chunk]], [Finished(0, int(seconds * 1e9), len(due), None)])
 
 
 def point(*outcomes: Outcome, load: Load = OPEN, observed: Observed = NOTHING, **more: Any) -> Point:
@@ -59,6 +59,16 @@ def test_figures_of_a_point() -> None:
     assert not found.is_overloaded
 
 
+def test_requests_that_were_never_sent_are_missed() -> None:
+    seen = outcome(np.full(1000, 0.001))
+    seen.finished = [Finished(0, seen.finished[0].end_ns, 2000, None)]
+
+    generator = point(seen).generator
+
+    assert generator.sent_share == 0.5
+    assert any("only 50.0% of the requests" in reason for reason in generator.too_slow_because)
+
+
 def test_rounds_are_joined() -> None:
     found = point(outcome(np.full(2000, 0.001)), outcome(np.full(2000, 0.003)))
 
@@ -83,7 +93,7 @@ def test_failures_are_counted_by_kind_over_generators() -> None:
     second.failed(Ticket(0, 0, 0), 5, "timeout", "example of timeout")
     second.answered(Ticket(1, 1, 1), 7, 10)
     chunks = [[one.take(3, 0, 0)] for one in (first, second)]
-    seen = Outcome(chunks, [Finished(0, 10**9, None)] * 2)
+    seen = Outcome(chunks, [Finished(0, 10**9, None, None)] * 2)
 
     found = point(seen, observed=Observed({}, None, OutputCheck(5, 1, "x", "different")))
 
@@ -121,7 +131,7 @@ def test_phases_are_read_and_other_text_is_not() -> None:
 def test_nothing_answered_has_no_percentiles() -> None:
     recorder = Recorder(0)
     recorder.failed(Ticket(0, 0, 0), 5, "timeout", "")
-    seen = Outcome([[recorder.take(1, 0, 0)]], [Finished(0, 10**9, None)])
+    seen = Outcome([[recorder.take(1, 0, 0)]], [Finished(0, 10**9, None, None)])
 
     found = point(seen)
 
