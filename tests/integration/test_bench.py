@@ -4,7 +4,6 @@ The command runs in the test's process, which saves a second for each of its imp
 """
 
 import json
-import os
 import re
 import signal
 import socket
@@ -136,7 +135,7 @@ def test_capacity_of_one_worker_is_found() -> None:
         )
 
     (capacity,) = ran.result["capacities"]
-    assert 60 < capacity["sustained_per_s"] <= 105
+    assert 20 < capacity["sustained_per_s"] <= 105
     if capacity["exceeded_per_s"] is not None:
         assert capacity["sustained_per_s"] < capacity["exceeded_per_s"]
     rates = [point["rate"] for point in ran.result["points"]]
@@ -186,14 +185,13 @@ def test_failures_are_counted_by_kind() -> None:
     assert any("requests failed" in problem for problem in ran.problems)
 
 
-def test_failures_may_be_allowed() -> None:
+@pytest.mark.parametrize(("allowed", "is_good"), [("0", False), ("0.3", True)])
+def test_failures_may_be_allowed(allowed: str, is_good: bool) -> None:
     with small_server(behave=lambda number: "503" if number % 10 == 9 and number >= LONE else "ok") as rejecting:
-        arguments = (rejecting.url, "--model", "m", "--concurrency", "1", *SHORT, "--json")
-        strict, lenient = bench(*arguments), bench(*arguments, "--allow-errors", "0.2")
+        ran = bench(rejecting.url, "--model", "m", "--rate", "100", *SHORT, "--allow-errors", allowed, "--json")
 
-    assert strict.problems
-    assert lenient.problems == []
-    assert lenient.failures["http_503"] > 0
+    assert ran.failures["http_503"] > 0
+    assert (ran.problems == []) is is_good
 
 
 def test_requests_without_an_answer_time_out() -> None:
