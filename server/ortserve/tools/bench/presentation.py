@@ -150,7 +150,7 @@ def _details(points: Sequence[Point], names: _Names) -> list[Block]:
     ]
     phases = list(dict.fromkeys(one.name for point in points for one in point.phases))
     times: list[list[Cell]] = []
-    for point in points:
+    for point in (point for point in points if point.phases):
         found = {one.name: f"{number_text(one.mean_ms)} / {number_text(one.p99_ms)}" for one in point.phases}
         times.append([names.text(point), *(found.get(name) for name in phases)])
     batches: list[list[Cell]] = [
@@ -171,7 +171,7 @@ def _details(points: Sequence[Point], names: _Names) -> list[Block]:
     ]
     tables = [
         Table("Failures", ["load", "kind", "count", "one of them"], failures),
-        Table("Time on the server in ms, mean / p99", ["load", *phases], times if phases else [], "As it says itself."),
+        Table("Time on the server in ms, mean / p99", ["load", *phases], times, "As it says itself."),
         Table("Batches", ["load", "rows: batches"], batches, most_rows=30),
         Table("Generator", ["load", "processes", "CPU %", "late p50 µs", "late p99 µs", "answers compared"], own),
     ]
