@@ -1,7 +1,7 @@
 """The load over HTTP/1.1: kept connections with one request in flight on each, parsed by httptools.
 
-Not aiohttp or httpx: requests are bytes that were made before, so that a request costs the generator a write and a
-parse. Measured in a closed loop of 8 against one server: see ``loadtests/results/bench_agreement.md``.
+Not aiohttp: requests are bytes that were made before, so that a request costs the generator a write and a parse.
+Measured on a busy machine (``loadtests/bench_agreement.py``): 46 µs of CPU for a request, with aiohttp 205 µs.
 """
 
 import asyncio
@@ -148,5 +148,6 @@ class _Connection(asyncio.Protocol):
             self._target.sink.failed(ticket, monotonic_ns(), kind, example)
 
     def close(self) -> None:
+        self.ticket = None
         if self._transport is not None:
             self._transport.close()
