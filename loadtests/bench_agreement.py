@@ -207,16 +207,16 @@ def main() -> None:
                 results.setdefault(key, []).append(seen)
                 print(number + 1, *key, seen, flush=True)
         clients = cpu_of_clients(f"127.0.0.1:{PORT}")
-    rows = [
-        [*key, *(spread([getattr(one, name) for one in seen]) for name in ("per_s", "p50_ms", "p99_ms"))]
-        for key, seen in sorted(results.items())
-    ]
+    rows = []
+    for key, rounds in sorted(results.items()):
+        values = [[one.per_s for one in rounds], [one.p50_ms for one in rounds], [one.p99_ms for one in rounds]]
+        rows.append([*key, *map(spread, values)])
     ratios = []
     for protocol in ("REST", "REST binary", "gRPC"):
         own = results[protocol, "ortserve bench"]
-        for (other, name), seen in results.items():
+        for (other, name), others in results.items():
             if other == protocol and name != "ortserve bench":
-                of = [mine.p50_ms / theirs.p50_ms for mine, theirs in zip(own, seen, strict=True)]
+                of = [mine.p50_ms / one.p50_ms for mine, one in zip(own, others, strict=True)]
                 ratios.append(f"{protocol}: median by bench / by {name}, round by round: {statistics.median(of):.2f}.")
     setting = (
         f"The digits model, one row a request, closed loop of {callers} callers, {options.rounds} interleaved rounds "

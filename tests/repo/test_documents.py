@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -84,6 +85,9 @@ def test_options_and_metrics_are_declared(page: Path) -> None:
     }
     kubectl = {match for span in spans(text) if "kubectl" in span for match in re.findall(r"--[a-z-]+", span)}
     known = {flag_name(name) for name in ServerOptions.model_fields} | negated | FLAGS_OF_OTHERS
+    if page.parent.name == "tools":  # the page of a tool may name the flags of that tool
+        tool = import_module(f"ortserve.tools.{page.stem}.command").build_parser()
+        known |= {flag for action in tool._actions for flag in action.option_strings}
     assert flags - kubectl <= known
     variables = set(re.findall(r"ORTSERVE_[A-Z_]+[A-Z]", text)) - VARIABLES_OF_BUILDS
     assert variables <= {variable_name(name) for name in ServerOptions.model_fields}

@@ -35,14 +35,15 @@ grpcs://), or of a model in this process (a file, or REPOSITORY/name[/version]).
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command. Returns the exit status."""
-    parser = _parser()
+    parser = build_parser()
     given = parser.parse_args(arguments)
     if bool(given.targets) == bool(given.compare):
         parser.error("expected a target, or two results with --compare")
     return run_tool("bench", _compare if given.compare else _measure, given)
 
 
-def _parser() -> ToolParser:
+def build_parser() -> ToolParser:
+    """All arguments, also for the tests of documents."""
     parser = ToolParser("bench", _DESCRIPTION)
     add = parser.add_argument
     add("targets", nargs="*", metavar="TARGET", help="URL of a server, or a model.")

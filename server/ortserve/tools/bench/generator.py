@@ -25,9 +25,10 @@ from ortserve.batching.timers import best_timer
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.bench.load import Load
-from ortserve.tools.bench.plans import Plan, make_target
+from ortserve.tools.bench.plans import Plan
 from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
 from ortserve.tools.bench.target import Target
+from ortserve.tools.bench.targets import make_target
 
 if TYPE_CHECKING:
     from ortserve.tools.bench.in_process import BareRuns

@@ -1,13 +1,9 @@
-"""What a generator's process needs to make a target. Plans travel to it as pickles, and import only what they make."""
+"""What a generator's process needs to make a target. Plans travel to it as pickles."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from ortserve.core.batch import Arrays
-
-if TYPE_CHECKING:
-    from ortserve.tools.bench.in_process import BareRuns
-    from ortserve.tools.bench.target import Target
 
 WAYS: Final = ("run", "bound", "batcher")
 
@@ -80,21 +76,3 @@ class ModelPlan:
 
 
 Plan: TypeAlias = HttpPlan | GrpcPlan | ModelPlan
-
-
-def make_target(plan: Plan) -> "Target | BareRuns":
-    """Make the target, in the generator's process.
-
-    The modules are imported here, because those of models take more than a second, which others need not wait for.
-    """
-    if isinstance(plan, HttpPlan):
-        from ortserve.tools.bench.http_client import HttpTarget
-
-        return HttpTarget(plan)
-    if isinstance(plan, GrpcPlan):
-        from ortserve.tools.bench.grpc_client import GrpcCalls, GrpcStreams
-
-        return GrpcStreams(plan) if plan.is_stream else GrpcCalls(plan)
-    from ortserve.tools.bench.in_process import BareRuns, BatcherTarget
-
-    return BatcherTarget(plan) if plan.way == "batcher" else BareRuns(plan)
