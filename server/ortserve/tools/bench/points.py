@@ -32,6 +32,7 @@ PERCENTS: Final = (50.0, 90.0, 95.0, 99.0, 99.9)
 NO_VERDICT: Final = "no verdict"
 """Begins the reason in problems of the generator itself."""
 _BUSY: Final = 0.8
+_WAIT_SHARE: Final = 0.1
 _SENT: Final = 0.99
 _LATE_US: Final = 1000.0
 _LATE_SHARE: Final = 0.05
@@ -74,7 +75,7 @@ def make_point(
     wrong = observed.outputs.different if observed.outputs else 0
     percents = sorted({*PERCENTS, percent})
     percentiles = tuple(_percentile(latencies, one) for one in percents) if len(latencies) else ()
-    asked = next((one for one in percentiles if one.percent == percent), None)
+    asked, median = (next((one for one in percentiles if one.percent == wanted), None) for wanted in (percent, 50.0))
     throughput = _mean_rate(rates)
     edges, counts = histogram(latencies * 1e3)
     reason: Literal["precision", "time", "interrupted"] = "time"
@@ -109,7 +110,7 @@ def make_point(
         _phases([timing for part in parts for chunk in part.chunks for timing in chunk.timings]),
         tuple(BatchSize(rows, count) for rows, count in sorted(observed.batches.items())),
         observed.usage,
-        _generator(parts, subject, asked),
+        _generator(parts, subject, asked, median),
         observed.outputs,
         tuple(edges),
         tuple(counts),
@@ -197,7 +198,9 @@ def _phases(timings: Sequence[bytes]) -> tuple[Phase, ...]:
     )
 
 
-def _generator(parts: Sequence[_Part], subject: Subject, asked: Percentile | None) -> Generator:
+def _generator(
+    parts: Sequence[_Part], subject: Subject, asked: Percentile | None, median: Percentile | None
+) -> Generator:
     cpu_share = max(part.cpu_share for part in parts)
     late_us = np.concatenate([(part.samples.sent_ns - part.samples.due_ns) / 1e3 for part in parts])
     if not subject.load.is_open or not len(late_us):
@@ -206,8 +209,34 @@ def _generator(parts: Sequence[_Part], subject: Subject, asked: Percentile | Non
     else:
         p50, p99 = (float(value) for value in np.percentile(late_us, [50, 99]))
         sent_share = min(1.0, sum(part.sent for part in parts) / max(1, sum(part.due for part in parts)))
-    reasons = [] if subject.is_in_process else judge_generator(cpu_share, late_us, sent_share, subject.load, asked)
+    ended = sum(len(part.samples.codes) for part in parts)
+    wait_ms = own_wait_ms(cpu_share, sum(part.seconds for part in parts), ended // parts[0].processes, subject.load)
+    reasons: list[str] = []
+    if not subject.is_in_process:
+        reasons = judge_generator(cpu_share, late_us, sent_share, subject.load, asked)
+        if median is not None and wait_ms > _WAIT_SHARE * median.ms:
+            reasons.append(
+                f"answers waited about {wait_ms:.2g} ms for the generator, "
+                f"more than {_WAIT_SHARE:.0%} of the median of {median.ms:.3g} ms"
+            )
     return Generator(max(part.processes for part in parts), cpu_share, p50, p99, sent_share, tuple(reasons))
+
+
+def own_wait_ms(cpu_share: float, seconds: float, requests: int, load: Load) -> float:
+    """How long an answer waits in the mean, until a generator has processed the answers before it.
+
+    The generator is a queue with one worker: its time for a request, times busy / (1 - busy), if requests come at
+    random. A lone caller never waits.
+
+    Args:
+        cpu_share: Of one processor, by the busiest process.
+        seconds: Measured.
+        requests: That ended in this time, of one process.
+        load: Which was offered.
+    """
+    busy = min(cpu_share, 0.99)
+    others = 1.0 if load.concurrency is None else 1 - 1 / load.concurrency
+    return busy * seconds / max(1, requests) * busy / (1 - busy) * others * 1e3
 
 
 def judge_generator(

@@ -9,7 +9,7 @@ import pytest
 from ortserve.tools.bench.generator import Finished
 from ortserve.tools.bench.generators import Outcome
 from ortserve.tools.bench.load import Load
-from ortserve.tools.bench.points import Observed, Subject, judge_generator, make_point
+from ortserve.tools.bench.points import Observed, Subject, judge_generator, make_point, own_wait_ms
 from ortserve.tools.bench.result import OutputCheck, Percentile, Point
 from ortserve.tools.bench.samples import Chunk, Failure, Recorder, Ticket, join
 
@@ -168,6 +168,29 @@ def test_lateness_is_allowed_to_be_a_twentieth_of_the_percentile() -> None:
 
     assert judge_generator(0.1, late, 1.0, OPEN, Percentile(99.0, 100.0, None, None)) == []
     assert judge_generator(0.1, late, 1.0, OPEN, ASKED)
+
+
+def test_wait_for_the_generator_is_that_of_a_queue() -> None:
+    """Random arrivals and services: the wait that Lindley's recursion finds is the formula's."""
+    random = np.random.default_rng(0)
+    count, service_s, rate = 200_000, 0.0003, 2000.0
+    services, gaps = random.exponential(service_s, count), random.exponential(1 / rate, count)
+    steps = np.concatenate([[0.0], np.cumsum(services[:-1] - gaps[1:])])
+    waits = steps - np.minimum.accumulate(steps)
+
+    found = own_wait_ms(services.sum() / gaps.sum(), gaps.sum(), count, OPEN)
+
+    assert found == pytest.approx(waits.mean() * 1e3, rel=0.1)
+    assert own_wait_ms(0.5, 1.0, 1000, Load(1)) == 0
+
+
+def test_busy_generator_is_refused_if_answers_wait_for_it() -> None:
+    """700 µs for a request at 1,000 a second: answers of 2 ms cannot be told from those of a slow generator."""
+    quick = point(outcome(np.full(10_000, 0.002), cpu_share=0.7), load=CLOSED).generator.too_slow_because
+    slow = point(outcome(np.full(10_000, 0.2), cpu_share=0.7), load=CLOSED).generator.too_slow_because
+
+    assert any("answers waited about" in reason for reason in quick)
+    assert slow == ()
 
 
 def test_generator_in_the_process_of_the_model_is_busy_with_the_model() -> None:
