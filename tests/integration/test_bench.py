@@ -24,7 +24,7 @@ from models import builders
 from ortserve.cli.main import main
 from ortserve.tools.bench.comparison import read_result
 from pages import DOCS, Command, commands
-from servers import SHORT_WARMUP, ServerProcess, serving
+from servers import SHORT_WARMUP, ServerProcess, add_model, serving
 from small_server import small_server
 
 EXAMPLE: Final = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
@@ -85,7 +85,9 @@ def fails(*arguments: str | Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with serving("--example", "--allow-client-shm", *SHORT_WARMUP) as server:
+    with serving(
+        "--example", "--allow-client-shm", "--model-control-mode=explicit", "--load-model=*", *SHORT_WARMUP
+    ) as server:
         yield server
 
 
@@ -324,8 +326,8 @@ def test_interrupted_measurement_keeps_what_it_has(server: ServerProcess, tmp_pa
     assert "Traceback" not in err
 
 
-def requests_of(server: ServerProcess) -> int:
-    stats = httpx.get(f"{server.url}/v2/models/digits/stats", timeout=30).json()["model_stats"]
+def requests_of(server: ServerProcess, model: str = "digits") -> int:
+    stats = httpx.get(f"{server.url}/v2/models/{model}/stats", timeout=30).json()["model_stats"]
     return sum(one["inference_count"] for one in stats)
 
 
@@ -357,6 +359,40 @@ def test_every_protocol_of_a_real_server(server: ServerProcess, way: str) -> Non
     phases = [one["name"] for one in point["phases"]]
     assert phases == ([] if protocol == "grpc-stream" else ["decode", "queue", "stage", "compute", "encode"])
     assert not list(Path("/dev/shm").glob("ortserve_bench_*"))
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "grpc-stream"])
+def test_large_messages_over_grpc_keep_to_the_windows(tmp_path: Path, protocol: str) -> None:
+    """Requests and answers of 1 MB, of which HTTP/2 lets 64 KiB go before the server has read them."""
+    add_model(tmp_path, "large", builders.identity, shape=("batch", 256 * 1024))
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        url = f"grpc://{server.grpc}"
+        ran = bench(url, "--model", "large", "--protocol", protocol, "--concurrency", "2", *SHORT, "--json")
+
+    assert ran.failures == {}
+    assert ran.point["answers"] > 5
+    assert ran.point["bytes_per_answer"] > 2**20
+    assert ran.point["outputs"]["different"] == 0
+
+
+def test_failures_over_grpc_have_their_status(server: ServerProcess) -> None:
+    """The model is unloaded in the middle of the load."""
+    command = [sys.executable, "-m", "ortserve", "bench", f"grpc://{server.grpc}", "--model", "simple", "--json"]
+    before = requests_of(server, "simple")
+    process = subprocess.Popen([*command, "--rate", "100", "--seconds", "2"], stdout=subprocess.PIPE, text=True)
+    while requests_of(server, "simple") < before + 150:
+        assert process.poll() is None
+    httpx.post(f"{server.url}/v2/repository/models/simple/unload", timeout=30).raise_for_status()
+    try:
+        out, _ = process.communicate(timeout=60)
+    finally:
+        httpx.post(f"{server.url}/v2/repository/models/simple/load", timeout=30).raise_for_status()
+
+    ran = Ran(process.returncode, out, "")
+    assert ran.status == 1
+    assert set(ran.failures) <= {"grpc_not_found", "grpc_unavailable"}
+    assert ran.point["answers"] > 0
+    assert "simple" in ran.point["failures"][0]["example"]
 
 
 def test_outputs_of_another_model_are_refused(server: ServerProcess, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ DOORS = {
     "prometheus_client": {"telemetry", "app"},
     "opentelemetry": {"telemetry"},
     "grpc": {"frontends", "tools"},
-    "hpack": {"frontends"},
+    "hpack": {"frontends", "tools"},
     "cryptography": {"frontends"},
     "starlette": {"frontends"},
     "fastapi": {"frontends"},

@@ -19,9 +19,9 @@ def make_target(plan: Plan) -> "Target | BareRuns":
 
         return HttpTarget(plan)
     if isinstance(plan, GrpcPlan):
-        from ortserve.tools.bench.grpc_client import GrpcCalls, GrpcStreams
+        from ortserve.tools.bench.grpc_client import GrpcTarget
 
-        return GrpcStreams(plan) if plan.is_stream else GrpcCalls(plan)
+        return GrpcTarget(plan)
     from ortserve.tools.bench.in_process import BareRuns, BatcherTarget
 
     return BatcherTarget(plan) if plan.way == "batcher" else BareRuns(plan)
