@@ -125,7 +125,7 @@ def cpu_of_clients(address: str) -> str:
             self.left -= 1
             if self.left > 0:
                 self.target.send(Ticket(0, 0, monotonic_ns()))
-            elif not self.done.done():
+            elif self.left == 1 - callers:  # the last of all callers
                 self.done.set_result(None)
 
         def failed(self, _: Ticket, __: int, kind: str, example: str) -> None:
