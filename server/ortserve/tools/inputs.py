@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 from zipfile import BadZipFile
 
 import numpy as np
@@ -12,12 +12,9 @@ from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.tools.opening import OpenModel
-
-_REFUSALS: Final[tuple[type[Exception], ...]] = (ServeError, *ORT_ERRORS)
-"""Of inputs: by a server, or by a session."""
 
 
 class Inputs(Protocol):
@@ -105,7 +102,11 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
     for variant in variants:
         try:
             run(variant.generate(1, 0))
-        except _REFUSALS as error:
+        except ServeError as error:
+            if error.kind is not ErrorKind.REJECTED_BY_MODEL:
+                raise  # it is the server that runs it
+            problem = problem or error.message
+        except ORT_ERRORS as error:
             problem = problem or str(error)
         else:
             return SyntheticInputs(variant)

@@ -1,0 +1,158 @@
+"""Requests as bytes, made once before a measurement, and answers as arrays, for those that are looked at. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import orjson
+from google.protobuf.message import DecodeError
+
+from ortserve._pb import grpc_service_pb2 as pb
+from ortserve.codecs.binary_tensor import REGION, decode_binary_tensor, encode_binary_tensor
+from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
+from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import Tensor, is_absent
+from ortserve.errors import ErrorKind, ServeError
+
+PROTOCOLS: Final = ("rest", "rest-binary", "grpc", "grpc-stream", "shm")
+JSON_SIZE: Final = "inference-header-content-length"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The body of a request, and the headers that it needs over REST."""
+
+    body: bytes
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a tensor in a region of shared memory."""
+
+    region: str
+    offset: int
+    nbytes: int
+
+    def parameters(self) -> dict[str, Any]:
+        """As a request names it."""
+        return {REGION: self.region, "shared_memory_offset": self.offset, "shared_memory_byte_size": self.nbytes}
+
+
+def tensors_of(signature: ModelSignature, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """The inputs of a request; absent optional ones are left out."""
+    pairs = zip(signature.inputs, arrays, strict=True)
+    return [Tensor(spec.name, spec.datatype, array) for spec, array in pairs if not is_absent(array)]
+
+
+def encode_rest(tensors: Sequence[Tensor], *, is_binary: bool) -> Encoded:
+    """A REST request. A binary one also asks for binary outputs."""
+    if not is_binary:
+        data = [_declared(tensor) | {"data": encode_json_data(tensor.array, tensor.datatype)} for tensor in tensors]
+        return Encoded(bytes(write_json({"inputs": data}, tensors)), {"content-type": "application/json"})
+    pieces = [bytes(encode_binary_tensor(tensor.array, tensor.datatype)) for tensor in tensors]
+    inputs = [
+        _declared(tensor) | {"parameters": {"binary_data_size": len(piece)}}
+        for tensor, piece in zip(tensors, pieces, strict=True)
+    ]
+    head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
+    return Encoded(head + b"".join(pieces), {JSON_SIZE: str(len(head)), "content-type": "application/octet-stream"})
+
+
+def encode_grpc(model: str, version: str, tensors: Sequence[Tensor]) -> Encoded:
+    """A gRPC request, with raw contents."""
+    request = pb.ModelInferRequest(model_name=model, model_version=version)
+    for tensor in tensors:
+        request.inputs.add(name=tensor.name, datatype=tensor.datatype.value, shape=tensor.array.shape)
+        request.raw_input_contents.append(bytes(encode_binary_tensor(tensor.array, tensor.datatype)))
+    return Encoded(request.SerializeToString(), {})
+
+
+def encode_places(
+    model: str,
+    version: str,
+    tensors: Sequence[Tensor],
+    inputs: Mapping[str, Place],
+    outputs: Mapping[str, Place],
+    *,
+    is_grpc: bool,
+) -> Encoded:
+    """A request whose inputs and outputs are in shared memory."""
+    if not is_grpc:
+        document = {
+            "inputs": [_declared(tensor) | {"parameters": inputs[tensor.name].parameters()} for tensor in tensors],
+            "outputs": [{"name": name, "parameters": place.parameters()} for name, place in outputs.items()],
+        }
+        return Encoded(orjson.dumps(document), {"content-type": "application/json"})
+    request = pb.ModelInferRequest(model_name=model, model_version=version)
+    for tensor in tensors:
+        added = request.inputs.add(name=tensor.name, datatype=tensor.datatype.value, shape=tensor.array.shape)
+        _set_parameters(added.parameters, inputs[tensor.name])
+    for name, place in outputs.items():
+        _set_parameters(request.outputs.add(name=name).parameters, place)
+    return Encoded(request.SerializeToString(), {})
+
+
+def decode_rest(body: bytes, json_size: int | None) -> dict[str, Tensor]:
+    """The outputs of a REST answer by name. Raises ServeError: internal, if it is no answer."""
+    try:
+        document = parse_json(body[:json_size])
+        outputs: dict[str, Tensor] = {}
+        offset = json_size or 0
+        for one in document["outputs"]:
+            name, datatype, shape = one["name"], DATATYPES[one["datatype"]], tuple(one["shape"])
+            if "data" in one:
+                array = decode_json_data(one["data"], datatype, shape, name)
+            else:
+                size = one["parameters"]["binary_data_size"]
+                array = decode_binary_tensor(body[offset : offset + size], datatype, shape, name, "")
+                offset += size
+            outputs[name] = Tensor(name, datatype, array)
+    except (ServeError, KeyError, TypeError, ValueError) as error:
+        raise _no_answer(error) from None
+    return outputs
+
+
+def decode_grpc(body: bytes) -> dict[str, Tensor]:
+    """The outputs of a gRPC answer by name. Raises ServeError: internal, if it is no answer."""
+    try:
+        answer = pb.ModelInferResponse.FromString(body)
+        outputs: dict[str, Tensor] = {}
+        for index, one in enumerate(answer.outputs):
+            datatype, shape = DATATYPES[one.datatype], tuple(one.shape)
+            if answer.raw_output_contents:
+                array = decode_binary_tensor(answer.raw_output_contents[index], datatype, shape, one.name, "")
+            else:  # typed contents, which some servers send
+                (field, values), *_ = one.contents.ListFields()
+                texts = [value.decode() for value in values] if field.name == "bytes_contents" else list(values)
+                array = np.array(texts, datatype.numpy).reshape(shape)
+            outputs[one.name] = Tensor(one.name, datatype, array)
+    except (ServeError, DecodeError, KeyError, IndexError, ValueError) as error:
+        raise _no_answer(error) from None
+    return outputs
+
+
+def _no_answer(error: Exception) -> ServeError:
+    return ServeError(ErrorKind.INTERNAL, f"an answer cannot be read: {error!r}")
+
+
+def _declared(tensor: Tensor) -> dict[str, Any]:
+    return {"name": tensor.name, "shape": tensor.array.shape, "datatype": tensor.datatype.value}
+
+
+def _set_parameters(parameters: Any, place: Place) -> None:
+    for name, value in place.parameters().items():
+        parameter = parameters[name]
+        if isinstance(value, str):
+            parameter.string_param = value
+        else:
+            parameter.int64_param = value
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Of a tensor on the wire."""
+    if tensor.datatype is DataType.BYTES:
+        return len(encode_binary_tensor(tensor.array, tensor.datatype))
+    return tensor.array.nbytes

@@ -1,0 +1,161 @@
+"""Models in the generator's process: bare runs, bare runs on bound memory, and requests through the batcher."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+
+from ortserve.clock import monotonic_ns
+from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.terms import NO_TERMS
+from ortserve.core.timing import Timing
+from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.engine.process_limits import cpu_budget
+from ortserve.engine.provider_options import GPU_PROVIDERS
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.load.assembly import Assembly
+from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.served import ServedModel
+from ortserve.telemetry.series import ModelMetrics
+from ortserve.tools.bench.plans import ModelPlan
+from ortserve.tools.bench.samples import Ticket
+from ortserve.tools.bench.target import NOWHERE, Sink
+from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.subject import find_model
+
+Caller = Callable[[int], Callable[[], list[np.ndarray]]]
+"""Runs the inputs of a number, blocking. The result reads the outputs, which is only done for those looked at."""
+
+
+class BareRuns:
+    """Runs of a session by threads of the driver; any number of them may run at a time."""
+
+    def __init__(self, plan: ModelPlan) -> None:
+        self.model: Final = open_model(find_model(plan.model), provider=plan.provider, threads=plan.threads)
+        self._inputs = [self.model.for_model(arrays) for arrays in plan.inputs]
+        self._is_bound = plan.way == "bound"
+        if self._is_bound and any(spec.datatype in (DataType.BYTES, DataType.BF16) for spec in self._specs()):
+            raise invalid_input(f"{plan.model}: strings and BF16 cannot be bound, so measure it without --way bound")
+
+    def caller(self) -> Caller:
+        """The runs of one thread."""
+        if self._is_bound:
+            return _translating(_bound_caller(self.model, self._inputs))
+        runner, inputs = self.model.runner(), self._inputs
+        return _translating(lambda number: partial(list, runner.run(inputs[number % len(inputs)])))
+
+    def _specs(self) -> list[Any]:
+        return [*self.model.signature.inputs, *self.model.signature.outputs]
+
+
+def _translating(caller: Caller) -> Caller:
+    """Has ONNX Runtime's errors raised as ServeError, without a cost for runs that succeed."""
+
+    def call(number: int) -> Callable[[], list[np.ndarray]]:
+        try:
+            return caller(number)
+        except ORT_ERRORS as error:
+            raise ServeError(ErrorKind.REJECTED_BY_MODEL, without_paths(str(error))) from None
+
+    return call
+
+
+def _bound_caller(model: OpenModel, inputs: list[list[np.ndarray]]) -> Caller:
+    """Inputs and outputs stay on the device of the session."""
+    session = model.session
+    device, number = ("cuda", model.choice.device_id) if model.choice.name in GPU_PROVIDERS else ("cpu", 0)
+    bindings = []
+    for arrays in inputs:
+        binding = session.io_binding()
+        for spec, array in zip(model.signature.inputs, arrays, strict=True):
+            binding.bind_ortvalue_input(spec.name, ort.OrtValue.ortvalue_from_numpy(array, device, number))
+        for spec in model.signature.outputs:
+            binding.bind_output(spec.name, device, number)
+        session.run_with_iobinding(binding)
+        if all(value.is_tensor() for value in binding.get_outputs()):
+            # From now on, outputs are written to the memory that the first run allocated.
+            for spec, value in zip(model.signature.outputs, binding.get_outputs(), strict=True):
+                binding.bind_ortvalue_output(spec.name, value)
+        bindings.append(binding)
+
+    def call(number: int) -> Callable[[], list[np.ndarray]]:
+        binding = bindings[number % len(bindings)]
+        session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+        return lambda: [np.array(array) for array in binding.copy_outputs_to_cpu()]
+
+    return call
+
+
+class BatcherTarget:
+    """A ``Target`` through the batcher: loaded and batched as the server does it, without a protocol."""
+
+    def __init__(self, plan: ModelPlan) -> None:
+        self._plan = plan
+        self.sink: Sink = NOWHERE
+        self._served: ServedModel | None = None
+        self._under_way: dict[int, tuple[Ticket, InflightRequest]] = {}
+
+    async def open(self, count: int) -> None:
+        """As ``Target.open``; loads and warms up the model."""
+        if self._served is None:
+            plan, subject = self._plan, find_model(self._plan.model)
+            options = subject.options.model_copy(
+                update={"execution_providers": [plan.provider]} if plan.provider else {}
+            ).model_copy(update={"intra_op_threads": plan.threads} if plan.threads else {})
+            load = partial(load_model, subject.path, subject.name, options, monotonic_ns, subject.folder)
+            loaded = await asyncio.to_thread(load)
+            assembly = Assembly(asyncio.get_running_loop(), monotonic_ns, processors=cpu_budget())
+            self._served = assembly.serve(loaded, Configuration(options), ModelMetrics(subject.name, "1"))
+
+    def send(self, ticket: Ticket) -> None:
+        """As ``Target.send``."""
+        assert self._served is not None
+        plan = self._plan
+        request = InflightRequest(Timing(monotonic_ns()), plan.inputs[ticket.number % len(plan.inputs)], plan.rows)
+        request.on_settled = partial(self._settled, ticket)
+        self._under_way[ticket.number] = ticket, request
+        try:
+            self._served.submit(request, NO_TERMS)
+        except ServeError as error:
+            self._under_way.pop(ticket.number, None)
+            # Not from here: a caller that sends its next request on every failure would never return.
+            asyncio.get_running_loop().call_soon(
+                self.sink.failed, ticket, monotonic_ns(), error.kind.value, error.message
+            )
+
+    def _settled(self, ticket: Ticket, request: InflightRequest) -> None:
+        done_ns = request.timing.done_ns = monotonic_ns()
+        if self._under_way.pop(ticket.number, None) is None:
+            return
+        assert self._served is not None
+        try:
+            outputs = self._served.cut_back(request.take_outputs(), request.inputs)
+        except ServeError as error:
+            self.sink.failed(ticket, done_ns, error.kind.value, error.message)
+            return
+        body = [np.array(output) for output in outputs] if ticket.wants_body else None
+        self.sink.answered(ticket, done_ns, 0, request.timing.server_timing(), body)
+
+    def batches(self) -> dict[int, int]:
+        """As ``Target.batches``."""
+        assert self._served is not None
+        return {rows: series.count for rows, series in self._served.metrics.batches.items()}
+
+    def expire(self, sent_before_ns: int) -> None:
+        """As ``Target.expire``."""
+        for number, (ticket, request) in list(self._under_way.items()):
+            if ticket.sent_ns < sent_before_ns:
+                del self._under_way[number]
+                request.cancel()
+                self.sink.failed(ticket, monotonic_ns(), "timeout", "no answer in time")
+
+    async def close(self) -> None:
+        """As ``Target.close``."""
+        if self._served is not None:
+            await self._served.close()

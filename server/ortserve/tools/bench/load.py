@@ -1,0 +1,83 @@
+"""The load that a measurement offers: callers that wait for their answers, or arrivals at given times. Pure."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ortserve.errors import invalid_input
+
+_MOST_ARRIVALS: Final = 20_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is offered.
+
+    Attributes:
+        concurrency: Callers that send their next request when they have an answer (closed loop); None for an open one.
+        rate: Requests per second, whatever becomes of them (open loop); 0 for the times of a file.
+        arrivals: ``constant``, ``poisson``, ``bursts:N`` (N at a time), or a file of times in seconds, one a line.
+    """
+
+    concurrency: int | None = None
+    rate: float | None = None
+    arrivals: str = "constant"
+
+    @property
+    def is_open(self) -> bool:
+        return self.concurrency is None
+
+    @property
+    def label(self) -> str:
+        """In words, the same for the same load."""
+        if self.rate is None:
+            return "1 caller" if self.concurrency == 1 else f"{self.concurrency} callers"
+        return f"{self.rate:g}/s {self.arrivals}" if self.rate else f"times of {Path(self.arrivals).name}"
+
+    def share(self, number: int, processes: int) -> "Load":
+        """The part of one of several generators. Those of open loops divide the times of arrivals."""
+        if self.concurrency is None:
+            return self
+        return replace(self, concurrency=len(range(number, self.concurrency, processes)))
+
+
+def arrival_times(load: Load, seconds: float, seed: int) -> np.ndarray:
+    """When to send the requests of an open loop: ascending nanoseconds from its beginning.
+
+    Raises:
+        ServeError: invalid_input: a kind of arrivals that does not exist, or a file without times.
+    """
+    kind, _, size = load.arrivals.partition(":")
+    rate = load.rate or 0.0
+    if rate * seconds > _MOST_ARRIVALS:
+        raise invalid_input(f"--rate: expected at most {_MOST_ARRIVALS:,} requests in all, got {rate * seconds:,.0f}")
+    if not rate:
+        times = _read_times(Path(load.arrivals))
+        return times[times < seconds * 1e9]
+    if kind == "poisson":
+        gaps = np.random.default_rng(seed).exponential(
+            1 / rate, int(rate * seconds + 10 * (rate * seconds) ** 0.5 + 20)
+        )
+        times = np.cumsum(gaps)
+    elif kind == "bursts":
+        if not size.isdigit() or not int(size):
+            raise invalid_input(f"--arrivals: expected bursts:N with the requests of a burst, got '{load.arrivals}'")
+        bursts = np.arange(int(rate * seconds / int(size)) + 1)
+        times = np.repeat(bursts * (int(size) / rate), int(size))
+    elif load.arrivals == "constant":
+        times = np.arange(int(rate * seconds) + 1) / rate
+    else:
+        raise invalid_input(f"--arrivals: expected constant, poisson, bursts:N or a file, got '{load.arrivals}'")
+    return np.asarray(times[times < seconds] * 1e9, np.int64)
+
+
+def _read_times(file: Path) -> np.ndarray:
+    try:
+        times = np.sort(np.array([float(word) for word in file.read_text(encoding="utf-8").split()]))
+    except (OSError, ValueError) as error:
+        raise invalid_input(f"--arrivals {file}: expected a file of times in seconds, one a line: {error}") from None
+    if not len(times) or not np.isfinite(times).all():
+        raise invalid_input(f"--arrivals {file}: expected times in seconds, one a line, got {len(times)} of them")
+    return np.asarray((times - times[0]) * 1e9, np.int64)

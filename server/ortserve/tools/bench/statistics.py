@@ -1,0 +1,168 @@
+"""Percentiles with confidence intervals, also for samples that depend on each other. Pure.
+
+Latencies are not normal, and near saturation neighbours in time resemble each other. Intervals of percentiles are
+therefore ranks of the sorted samples, which hold for any distribution, and are widened by what the means of blocks in
+time vary more than those of independent samples would.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+_T: Final = {10: 2.262, 20: 2.093}
+"""Number of blocks: the 97.5th percentile of Student's distribution for their mean."""
+_Z: Final = 1.96
+_TREND_Z: Final = 2.58
+_TREND_SHARE: Final = 0.1
+"""A median that moves by less over the whole measurement is steady, however significant the movement is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value and its 95 % confidence interval, whose ends are None if there are too few samples for one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def relative(self) -> float:
+        """Half the interval as a share of the value; infinite without an interval."""
+        if self.low is None or self.high is None:
+            return math.inf
+        return (self.high - self.low) / 2 / self.value if self.value else 0.0
+
+
+def least_samples(share: float) -> int:
+    """The samples that a 95 % interval of a percentile needs: 368 for p99."""
+    return math.ceil(math.log(0.025) / math.log(max(share, 1 - share)))
+
+
+def estimate_percentile(values: np.ndarray, share: float) -> Estimate:
+    """The percentile of samples in the order of time; ``share`` is 0.99 for p99.
+
+    Raises:
+        ValueError: There are no samples.
+    """
+    count = len(values)
+    if not count:
+        raise ValueError("no samples")
+    ordered = np.sort(values)
+    rank = math.ceil(count * share - 1e-6)  # the product of floats may lie just above the rank
+    value = float(ordered[min(count, max(1, rank)) - 1])
+    reach = _spread(values > value, share) * math.sqrt(count * share * (1 - share))
+    low, high = math.floor(count * share - reach), math.ceil(count * share + reach) + 1
+    if count < least_samples(share) or low < 1 or high > count:
+        return Estimate(value)
+    return Estimate(value, float(ordered[low - 1]), float(ordered[high - 1]))
+
+
+def _spread(is_above: np.ndarray, share: float) -> float:
+    """Standard errors to each side, counted in those of independent samples."""
+    widest = _Z
+    for blocks, quantile in _T.items():
+        size = len(is_above) // blocks
+        if size < 10:
+            continue
+        means = is_above[: size * blocks].reshape(blocks, size).mean(axis=1)
+        ratio = float(means.var(ddof=1)) * size / (share * (1 - share))
+        if ratio > 1:
+            widest = max(widest, quantile * math.sqrt(ratio))
+    return widest
+
+
+def estimate_rate(times_s: np.ndarray, begin_s: float, end_s: float) -> Estimate:
+    """Events per second between two times, with an interval from 20 parts of the time."""
+    blocks = 20
+    counts, _ = np.histogram(times_s, blocks, (begin_s, end_s))
+    rate = float(counts.sum()) / (end_s - begin_s)
+    if counts.sum() < blocks:
+        return Estimate(rate)
+    reach = _T[blocks] * float(counts.std(ddof=1)) * math.sqrt(blocks) / (end_s - begin_s)
+    return Estimate(rate, max(0.0, rate - reach), rate + reach)
+
+
+def settled_from(values: np.ndarray) -> int:
+    """The number of first samples, at most a third, that differ from the rest: the load had not settled.
+
+    Chooses the cut that gives the mean of the remaining block medians the smallest error (MSER). It is 0 unless the
+    medians before the cut differ from those after it by more than these vary. The samples still count, because a stall
+    of the target at the beginning looks the same.
+    """
+    medians, size = _block_medians(values, 60)
+    if len(medians) < 12:
+        return 0
+    errors = [float(np.var(medians[cut:])) / (len(medians) - cut) for cut in range(len(medians) // 3 + 1)]
+    cut = int(np.argmin(errors))
+    rest = medians[cut:]
+    differs = cut and abs(float(np.median(medians[:cut])) - float(np.median(rest))) > 2 * float(np.std(rest))
+    return cut * size if differs else 0
+
+
+def trend(values: np.ndarray) -> float:
+    """By what share the median rises (or falls, below 0) over the samples; 0 if that may be chance (Mann-Kendall)."""
+    medians, _ = _block_medians(values, 20)
+    count = len(medians)
+    if count < 10:
+        return 0.0
+    earlier, later = np.triu_indices(count, 1)
+    score = float(np.sign(medians[later] - medians[earlier]).sum())
+    if abs(score) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18) < _TREND_Z:
+        return 0.0
+    third = count // 3
+    moved = float(np.median(medians[-third:]) / np.median(medians[:third])) - 1
+    return moved if abs(moved) >= _TREND_SHARE else 0.0
+
+
+def _block_medians(values: np.ndarray, blocks: int) -> tuple[np.ndarray, int]:
+    """Medians of blocks of at least 20 samples, and the size of a block."""
+    blocks = min(blocks, len(values) // 20)
+    if not blocks:
+        return np.empty(0), 0
+    size = len(values) // blocks
+    return np.median(values[: size * blocks].reshape(blocks, size), axis=1), size
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The second value divided by the first, its 95 % interval, and whether the difference is beyond the noise."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+    is_significant: bool
+
+
+def compare(first: Estimate, second: Estimate) -> Comparison:
+    """Compare two independent estimates of positive values. Without both intervals nothing is significant."""
+    if first.value <= 0:
+        return Comparison(math.nan, None, None, is_significant=False)
+    ratio = second.value / first.value
+    if not (first.low and first.high and second.low and second.high):
+        return Comparison(ratio, None, None, is_significant=False)
+    # Errors of logarithms add as squares: the lower end has the second value too high and the first too low.
+    down = math.hypot(math.log(second.value / second.low), math.log(first.high / first.value))
+    up = math.hypot(math.log(second.high / second.value), math.log(first.value / first.low))
+    low, high = ratio * math.exp(-down), ratio * math.exp(up)
+    return Comparison(ratio, low, high, is_significant=low > 1 or high < 1)
+
+
+def next_check(count: int) -> int:
+    """At how many samples to look at the interval again. Looking often would stop at narrow ones by chance."""
+    return math.ceil(count * 1.5)
+
+
+def histogram(values: Sequence[float] | np.ndarray, bins: int = 60) -> tuple[list[float], list[int]]:
+    """Edges that grow by one factor, and counts; nothing for no samples."""
+    values = np.asarray(values)
+    values = values[values > 0]
+    if not len(values):
+        return [], []
+    low, high = float(values.min()), float(values.max())
+    edges = np.geomspace(low, max(high, low * 1.01), bins + 1)
+    edges[0], edges[-1] = low, max(high, edges[-1])
+    counts, _ = np.histogram(values, edges)
+    return edges.tolist(), counts.tolist()

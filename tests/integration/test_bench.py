@@ -1,0 +1,485 @@
+"""``ortserve bench`` against servers whose behaviour is known, real ones, and models in process.
+
+The command runs in the test's process, which saves a second for each of its imports; its generators are processes.
+"""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import pytest
+
+from models import builders
+from ortserve.cli.main import main
+from ortserve.tools.bench.comparison import read_result
+from pages import DOCS, Command, commands
+from servers import SHORT_WARMUP, ServerProcess, add_model, serving
+from small_server import small_server
+
+EXAMPLE: Final = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
+SHORT: Final = ("--seconds", "0.5", "--warmup", "0.1")
+LONE: Final = 17
+"""Requests before a measurement: made inputs are tried once, then each of them is sent."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run of the command: its exit status, and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def result(self) -> dict[str, Any]:
+        assert self.out, self.err
+        result: dict[str, Any] = json.loads(self.out)
+        return result
+
+    @property
+    def point(self) -> dict[str, Any]:
+        (point,) = self.result["points"]
+        assert isinstance(point, dict)
+        return point
+
+    def percentile_ms(self, percent: float) -> float:
+        (found,) = [one["ms"] for one in self.point["percentiles"] if one["percent"] == percent]
+        return float(found)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        return {one["kind"]: one["count"] for one in self.point["failures"]}
+
+    @property
+    def problems(self) -> list[str]:
+        """Without those of a busy machine."""
+        return [one for one in self.result["problems"] if "no verdict" not in one]
+
+
+def bench(*arguments: str | Path) -> Ran:
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = main(["bench", *map(str, arguments)])
+    assert "Traceback" not in err.getvalue(), err.getvalue()
+    return Ran(status, out.getvalue(), err.getvalue())
+
+
+def fails(*arguments: str | Path) -> tuple[int, str]:
+    """A run that must fail with one line on standard error; returns the status and the line."""
+    ran = bench(*arguments)
+    assert not ran.out
+    lines = ran.err.splitlines()
+    assert len(lines) == 1, ran.err
+    return ran.status, lines[0].removeprefix("ortserve bench: ")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with serving(
+        "--example", "--allow-client-shm", "--model-control-mode=explicit", "--load-model=*", *SHORT_WARMUP
+    ) as server:
+        yield server
+
+
+# Truth: servers with known delays.
+
+SERVICE_S: Final = 0.001
+STALL_S: Final = 0.4
+EVERY_S: Final = 2.0
+RATE: Final = 200
+
+
+def queued_ms(percent: float, service_s: float) -> float:
+    """The percentile that requests at a constant rate meet: one worker, first come, first served, and its stalls."""
+    dues = np.arange(0, 4 * EVERY_S, 1 / RATE)
+    free_s, latencies = 0.0, []
+    for due in dues:
+        begin = max(free_s, due)
+        begin += max(0.0, STALL_S - begin % EVERY_S)
+        free_s = begin + service_s
+        latencies.append(free_s - due)
+    return float(np.percentile(latencies, percent)) * 1e3
+
+
+def test_open_loop_finds_the_stalls_that_a_closed_loop_hides() -> None:
+    with small_server(service_s=SERVICE_S, stall_s=STALL_S, every_s=EVERY_S) as stalling:
+        target = (stalling.url, "--model", "m", "--warmup", "0.2", "--json")
+        opened = bench(*target, "--rate", str(RATE), "--seconds", str(2 * EVERY_S))
+        service_s = float(np.mean(stalling.served_s))  # timers are late, the more so on a busy machine
+        closed = bench(*target, "--concurrency", "1", "--seconds", str(2 * EVERY_S))
+
+    assert queued_ms(95, service_s) > 300
+    for percent in (90, 95, 99):
+        assert opened.percentile_ms(percent) == pytest.approx(queued_ms(percent, service_s), rel=0.2, abs=25)
+    assert opened.percentile_ms(50) < 60, "most requests meet no stall"
+    assert opened.point["requests"] == RATE * 2 * EVERY_S
+    assert not opened.point["is_overloaded"]
+    # The one caller waited through each stall, so it met two among thousands.
+    assert closed.percentile_ms(99) < queued_ms(99, service_s) / 3
+    assert closed.point["most_ms"] > 250
+    assert (opened.point["loop"], closed.point["loop"]) == ("open", "closed")
+
+
+def test_capacity_of_one_worker_is_found() -> None:
+    """100 requests a second, which no machine is too busy for."""
+    with small_server(service_s=0.01) as worker:
+        ran = bench(
+            worker.url, "--model", "m", "--find-capacity", "--seconds", "1", "--warmup", "0", "--timeout", "2", "--json"
+        )
+
+    (capacity,) = ran.result["capacities"]
+    assert 20 < capacity["sustained_per_s"] <= 105
+    if capacity["exceeded_per_s"] is not None:
+        assert capacity["sustained_per_s"] < capacity["exceeded_per_s"]
+    rates = [point["rate"] for point in ran.result["points"]]
+    assert rates == sorted(rates)
+
+
+def test_overload_is_named_and_percentiles_include_the_wait() -> None:
+    with small_server(service_s=0.01) as worker:
+        ran = bench(worker.url, "--model", "m", "--rate", "200", "--seconds", "1.5", "--slo", "50", "--json")
+
+    assert ran.status == 1
+    assert ran.point["is_overloaded"]
+    assert ran.percentile_ms(99) > 500
+    assert ran.point["goodput_per_s"] < 40
+    assert any("more than the 50 ms of --slo" in problem for problem in ran.problems)
+
+
+def test_narrow_interval_ends_the_measurement() -> None:
+    with small_server() as quick:
+        target = (quick.url, "--model", "m", "--percentile", "50", "--warmup", "0", "--json")
+        early = bench(*target, "--concurrency", "2", "--seconds", "30", "--precision", "0.5")
+        late = bench(*target, "--concurrency", "1", "--seconds", "0.5", "--precision", "0.000001")
+
+    assert (early.point["stopped_because"], late.point["stopped_because"]) == ("precision", "time")
+    assert 1 <= early.point["seconds"] < 20
+    (median,) = [one for one in early.point["percentiles"] if one["percent"] == 50]
+    assert median["low_ms"] <= median["ms"] <= median["high_ms"]
+
+
+# Failures by kind.
+
+
+def test_failures_are_counted_by_kind() -> None:
+    def behave(number: int) -> str:
+        ways = {3: "503", 5: "close", 7: "garbage", 11: "429"}
+        return next((way for each, way in ways.items() if number > 20 and number % each == 0), "ok")
+
+    with small_server(behave=behave) as rejecting:
+        ran = bench(rejecting.url, "--model", "m", "--rate", "200", *SHORT, "--warmup", "0", "--json")
+
+    assert ran.status == 1
+    assert set(ran.failures) == {"http_503", "http_429", "connection_lost", "malformed_answer"}
+    assert ran.failures["http_503"] > ran.failures["connection_lost"] > ran.failures["http_429"]
+    assert ran.point["answers"] + sum(ran.failures.values()) == ran.point["requests"] == 100
+    (example,) = [one["example"] for one in ran.point["failures"] if one["kind"] == "http_503"]
+    assert "the server says 503" in example
+    assert any("requests failed" in problem for problem in ran.problems)
+
+
+@pytest.mark.parametrize(("allowed", "is_good"), [("0", False), ("0.3", True)])
+def test_failures_may_be_allowed(allowed: str, is_good: bool) -> None:
+    with small_server(behave=lambda number: "503" if number % 10 == 9 and number >= LONE else "ok") as rejecting:
+        ran = bench(rejecting.url, "--model", "m", "--rate", "100", *SHORT, "--allow-errors", allowed, "--json")
+
+    assert ran.failures["http_503"] > 0
+    assert (ran.problems == []) is is_good
+
+
+def test_requests_without_an_answer_time_out() -> None:
+    with small_server(behave=lambda number: "hang" if number >= LONE else "ok") as hanging:
+        ran = bench(hanging.url, "--model", "m", "--rate", "20", *SHORT, "--timeout", "0.4", "--json")
+
+    assert ran.failures == {"timeout": 10}
+    assert (ran.status, ran.point["answers"], ran.point["percentiles"]) == (1, 0, [])
+
+
+@pytest.mark.parametrize("way", ["wrong", "nonsense"])
+def test_wrong_outputs_are_seen(way: str) -> None:
+    with small_server(behave=lambda number: way if number >= LONE else "ok") as lying:
+        ran = bench(lying.url, "--model", "m", "--rate", "300", *SHORT, "--warmup", "0", "--json")
+
+    checked = ran.point["outputs"]
+    assert checked["checked"] == checked["different"] == ran.failures["wrong_output"] >= 4
+    assert ran.status == 1
+    assert any("wrong outputs" in problem for problem in ran.problems)
+
+
+def test_slow_generator_is_refused() -> None:
+    """No generator in Python keeps up with so many requests a second: it is late, or its processor is full."""
+    with small_server() as quick:
+        ran = bench(quick.url, "--model", "m", "--rate", "80000", *SHORT, "--timeout", "1", "--json")
+
+    assert ran.status == 1
+    assert ran.point["generator"]["too_slow_because"]
+    assert any("no verdict" in problem for problem in ran.result["problems"])
+    assert "no verdict" in ran.err
+
+
+# Bad input: one line.
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_no_server() -> None:
+    for scheme in ("http", "grpc"):
+        status, line = fails(f"{scheme}://127.0.0.1:{free_port()}", "--model", "m", "--timeout", "2")
+        assert status == 1
+        assert "no server answers" in line
+
+
+def test_server_of_another_kind(server: ServerProcess) -> None:
+    with small_server(is_protocol=False) as other:
+        status, line = fails(other.url, "--model", "m")
+    assert (status, "expected a server of the Open Inference Protocol v2" in line) == (1, True)
+    status, line = fails(f"http://{server.grpc}", "--model", "digits")
+    assert (status, "Open Inference Protocol" in line) == (1, True)
+
+
+def test_wrong_model_names_those_that_there_are(server: ServerProcess) -> None:
+    status, line = fails(server.url, "--model", "digit")
+    assert status == 1
+    assert "'digit'" in line
+    assert "the server has" in line
+    assert "digits" in line
+    status, line = fails(f"grpc://{server.grpc}", "--model", "digit")
+    assert (status, "digit" in line) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["URL"], "expected --model"),
+        (["URL", "--model", "digits", "--protocol", "grpc"], "--protocol: expected rest, rest-binary, shm"),
+        (["URL", "--model", "digits", "--rate", "5", "--concurrency", "2"], "expected one of"),
+        (["URL", "--model", "digits", "--rate", "5", "--arrivals", "sometimes"], "expected a file of times"),
+        (["URL", "--model", "digits", "--header", "x"], "--header: expected NAME: VALUE"),
+        (["URL/path", "--model", "digits"], "HOST:PORT"),
+        (["URL", "--model", "digits", "--processes", "4", "--concurrency", "2"], "--processes"),
+        (["URL", "--model", "digits", "--inputs", "/nowhere.npz"], "--inputs /nowhere.npz"),
+        (["/nowhere/model.onnx"], "expected a model file"),
+        ([str(EXAMPLE / "digits"), "--way", "walk"], "--way: expected run, bound, batcher"),
+        ([str(EXAMPLE / "text_stats"), "--way", "bound"], "cannot be bound"),
+        (["--compare", "/nowhere.json", "/nowhere.json"], "--compare /nowhere.json"),
+        (["--compare", __file__, __file__], "expected a result of bench --json"),
+    ],
+)
+def test_wrong_arguments(server: ServerProcess, arguments: Sequence[str], problem: str) -> None:
+    status, line = fails(*(argument.replace("URL", server.url) for argument in arguments))
+    assert problem in line
+    assert status == 2
+
+
+def test_wrong_models(tmp_path: Path) -> None:
+    (tmp_path / "text.onnx").write_text("not a model")
+    whole = (EXAMPLE / "digits" / "1" / "model.onnx").read_bytes()
+    (tmp_path / "half.onnx").write_bytes(whole[: len(whole) // 2])
+    np.savez(tmp_path / "inputs.npz", picture=np.zeros((2, 1, 8, 8), np.float32))
+
+    for name in ("text", "half"):
+        status, line = fails(tmp_path / f"{name}.onnx")
+        assert (status, f"{name}.onnx" in line) == (2, True)
+    status, line = fails(EXAMPLE / "digits", "--inputs", tmp_path / "inputs.npz")
+    assert (status, "'picture' is no input" in line) == (2, True)
+
+
+def test_targets_are_needed() -> None:
+    ran = bench()
+    assert (ran.status, "expected a target" in ran.err) == (2, True)
+
+
+def test_interrupted_measurement_keeps_what_it_has(server: ServerProcess, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-m", "ortserve", "bench", server.url, "--model", "digits", "--concurrency", "1,2"]
+    options = ["--seconds", "60", "--warmup", "0", "--json", "-o", str(page)]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = requests_of(server)
+    while requests_of(server) < before + 200:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+
+    result = json.loads(out)
+    assert process.returncode == 130
+    assert result["is_interrupted"]
+    (point,) = result["points"]
+    assert point["stopped_because"] == "interrupted"
+    assert point["answers"] > 50
+    assert point["percentiles"]
+    assert "partial" in page.read_text()
+    assert "Traceback" not in err
+
+
+def requests_of(server: ServerProcess, model: str = "digits") -> int:
+    stats = httpx.get(f"{server.url}/v2/models/{model}/stats", timeout=30).json()["model_stats"]
+    return sum(one["inference_count"] for one in stats)
+
+
+# Real servers and models.
+
+
+@pytest.mark.parametrize("way", ["rest", "rest-binary", "shm", "grpc", "grpc-stream", "grpc shm"])
+def test_every_protocol_of_a_real_server(server: ServerProcess, way: str) -> None:
+    protocol = way.split()[-1]
+    url = f"grpc://{server.grpc}" if "grpc" in way else server.url
+    model = EXAMPLE / "digits"
+
+    ran = bench(
+        url, "--model", "digits", "--protocol", protocol, "--rate", "150", "--batch", "3", "--compare-outputs", model,
+        *SHORT, "--arrivals", "poisson", "--json",
+    )  # fmt: skip
+
+    point = ran.point
+    assert ran.problems == []
+    assert ran.failures == {}
+    assert point["answers"] == point["requests"] > 30
+    assert (point["outputs"]["different"], point["outputs"]["expected"]) == (0, str(model))
+    assert point["outputs"]["checked"] >= 1
+    assert point["server"].startswith("ortserve")
+    # Counted by the server, from about the beginning of the measured time.
+    assert sum(one["rows"] * one["batches"] for one in point["batches"]) > 2 * point["answers"]
+    assert point["usage"]["cpu_us_per_request"] > 10
+    assert point["usage"]["resident_bytes"] > 2**24
+    phases = [one["name"] for one in point["phases"]]
+    assert phases == ([] if protocol == "grpc-stream" else ["decode", "queue", "stage", "compute", "encode"])
+    assert not list(Path("/dev/shm").glob("ortserve_bench_*"))
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "grpc-stream"])
+def test_large_messages_over_grpc_keep_to_the_windows(tmp_path: Path, protocol: str) -> None:
+    """Requests and answers of 1 MB, of which HTTP/2 lets 64 KiB go before the server has read them."""
+    add_model(tmp_path, "large", builders.identity, shape=("batch", 256 * 1024))
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        url = f"grpc://{server.grpc}"
+        ran = bench(url, "--model", "large", "--protocol", protocol, "--concurrency", "2", *SHORT, "--json")
+
+    assert ran.failures == {}
+    assert ran.point["answers"] > 5
+    assert ran.point["bytes_per_answer"] > 2**20
+    assert ran.point["outputs"]["different"] == 0
+
+
+def test_failures_over_grpc_have_their_status(server: ServerProcess) -> None:
+    """The model is unloaded in the middle of the load."""
+    command = [sys.executable, "-m", "ortserve", "bench", f"grpc://{server.grpc}", "--model", "simple", "--json"]
+    before = requests_of(server, "simple")
+    process = subprocess.Popen([*command, "--rate", "100", "--seconds", "2"], stdout=subprocess.PIPE, text=True)
+    while requests_of(server, "simple") < before + 150:
+        assert process.poll() is None
+    httpx.post(f"{server.url}/v2/repository/models/simple/unload", timeout=30).raise_for_status()
+    try:
+        out, _ = process.communicate(timeout=60)
+    finally:
+        httpx.post(f"{server.url}/v2/repository/models/simple/load", timeout=30).raise_for_status()
+
+    ran = Ran(process.returncode, out, "")
+    assert ran.status == 1
+    assert set(ran.failures) <= {"grpc_not_found", "grpc_unavailable"}
+    assert ran.point["answers"] > 0
+    assert "simple" in ran.point["failures"][0]["example"]
+
+
+def test_outputs_of_another_model_are_refused(server: ServerProcess, tmp_path: Path) -> None:
+    other = tmp_path / "other.onnx"
+    builders.identity(other, shape=("batch", 1, 8, 8))
+    status, line = fails(server.url, "--model", "digits", "--compare-outputs", other, *SHORT)
+    assert status in (1, 2)
+    assert "outputs" in line
+
+
+def test_generators_share_the_load(server: ServerProcess) -> None:
+    ran = bench(server.url, "--model", "digits", "--rate", "200", "--processes", "2", *SHORT, "--json")
+
+    assert ran.point["generator"]["processes"] == 2
+    assert ran.point["requests"] == ran.point["answers"] == 100
+
+
+def test_targets_take_turns_and_are_compared(server: ServerProcess, tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    page = tmp_path / "page.html"
+    for file in files:
+        ran = bench(
+            server.url, f"grpc://{server.grpc}", "--model", "digits", "--concurrency", "1,2", *SHORT, "--rounds", "2",
+            "--json", "-o", page,
+        )  # fmt: skip
+        file.write_text(ran.out)
+    keys = [(one["way"], one["concurrency"]) for one in ran.result["points"]]
+    assert keys == [("rest", 1), ("rest", 2), ("grpc", 1), ("grpc", 2)]
+    assert {read_result(file).points[0].way for file in files} == {"rest"}
+    assert "Latency against load" in page.read_text()
+
+    compared = bench("--compare", *files, "--json")
+
+    changes = compared.result["changes"]
+    assert len(changes) == 4 * 6
+    same = bench("--compare", files[0], files[0], "--json").result["changes"]
+    assert all(one["ratio"] == 1 and not one["is_significant"] for one in same)
+    assert "within the noise" in bench("--compare", files[0], files[0]).out
+
+
+@pytest.mark.parametrize("name", ["digits", "text_stats"])
+def test_models_in_this_process(name: str) -> None:
+    ways = "run,batcher" if name == "text_stats" else "run,bound,batcher"
+
+    ran = bench(EXAMPLE / name, "--way", ways, "--batch", "1,4", "--seconds", "0.3", "--warmup", "0.1", "--json")
+
+    points = ran.result["points"]
+    assert [(one["way"], one["batch"]) for one in points] == [(w, rows) for w in ways.split(",") for rows in (1, 4)]
+    assert (ran.status, ran.result["problems"]) == (0, [])
+    for point in points:
+        assert point["answers"] > 20
+        assert point["outputs"]["different"] == 0
+        assert bool(point["batches"]) == (point["way"] == "batcher")
+
+
+def test_open_loop_on_a_model_in_this_process() -> None:
+    ran = bench(EXAMPLE / "digits", "--rate", "100", "--seconds", "1", "--warmup", "0.1", "--json")
+
+    assert ran.point["answers"] == ran.point["requests"] == 100
+
+
+def test_recorded_arrivals(server: ServerProcess, tmp_path: Path) -> None:
+    times = tmp_path / "times.txt"
+    times.write_text("\n".join(str(100 + 0.01 * number) for number in range(40)))
+
+    ran = bench(server.url, "--model", "digits", "--arrivals", times, "--seconds", "2", "--warmup", "0", "--json")
+
+    assert ran.point["requests"] == 40
+    assert ran.point["load"] == "times of times.txt"
+
+
+@pytest.mark.parametrize("command", commands(DOCS / "tools" / "bench.md"), ids=str)
+def test_commands_of_the_page_run(server: ServerProcess, command: Command) -> None:
+    text = re.sub(r"--seconds \d+", "--seconds 0.3 --warmup 0", command.text).replace("models/", f"{EXAMPLE}/")
+    text = text.replace("127.0.0.1:8000", server.http).replace("127.0.0.1:8001", server.grpc)
+    name, *arguments = Command(command.page, text).words[1:]
+
+    ran = bench(*arguments, "--json")
+
+    assert name == "bench"
+    assert ran.result["points"]
+    assert all(one["answers"] > 0 for one in ran.result["points"])
+
+
+def test_tables_show_what_was_measured(server: ServerProcess) -> None:
+    ran = bench(server.url, "--model", "digits", "--concurrency", "2", *SHORT)
+
+    assert "Latency in ms" in ran.out
+    assert re.search(r"2 callers +[\d.]+ +[\d.]+", ran.out)
+    assert "\x1b" not in ran.out
