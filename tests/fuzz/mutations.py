@@ -30,7 +30,7 @@ ROUTES: Final = (
         for model in ("{model}", "{model}/versions/{version}")
         for method, page in (
             ("GET", ""), ("GET", "/ready"), ("GET", "/config"), ("GET", "/stats"), ("GET", "/batching"),
-            ("POST", "/infer"), ("POST", "/generate"), ("POST", "/generate_stream"),
+            ("POST", "/infer"), ("POST", "/generate"), ("POST", "/generate_stream"), ("POST", "/profile"),
         )
     ),
     *(
