@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.engine.placement import count_operators
+from ortserve.engine.placement import count_operators, profiler_events
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.inputs import choose_inputs
@@ -24,7 +24,6 @@ MOST_EVENTS: Final = 200_000
 _LEAST_RUNS: Final = 5
 _LARGE_WEIGHTS: Final = 1 << 30
 """Larger models inside one file are not written out with their optimized graph, as that contains the weights."""
-_REPEATING: Final = frozenset(("Loop", "Scan"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +121,8 @@ class _Arm:
 
     def most_runs(self, asked: int) -> int:
         """How many runs the profiler can record, at most ``asked``."""
-        placed = count_operators(self._plain.session)
-        events = 3 + sum(count for kinds in placed.values() for count in kinds.values())
-        if any(not _REPEATING.isdisjoint(kinds) for kinds in placed.values()):  # only a run shows how often
+        events = profiler_events(count_operators(self._plain.session))
+        if events is None:
             first = self._open(self._trace.with_name(f"{self._trace.name}-first"), None)
             first.runner().run(first.for_model(self._inputs.take(self._rows, 0)))
             with Path(first.session.end_profiling()).open("rb") as lines:
