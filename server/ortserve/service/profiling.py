@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -18,7 +19,7 @@ from typing import Final
 from ortserve.batching.admission import tensor_bytes
 from ortserve.clock import Clock
 from ortserve.config.options import ServerOptions
-from ortserve.config.session import FILE_ENTRIES, SessionSettings
+from ortserve.config.session import FILE_ENTRIES
 from ortserve.core.batch import Batch
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.placement import profiler_events
@@ -127,19 +128,20 @@ class ProfilingService:
             await present.keep(timeout_s)
             loop = asyncio.get_running_loop()
             # A thread of its own, as its low priority lasts until its end.
-            with_low_priority = ThreadPoolExecutor(1, thread_name_prefix="profile")
-            running = with_low_priority.submit(present.run)
-            with_low_priority.shutdown(wait=False)
+            thread = ThreadPoolExecutor(1, thread_name_prefix="profile")
+            running = thread.submit(present.run)
+            thread.shutdown(wait=False)
         except BaseException:
             self._present = None
             raise
-        running.add_done_callback(lambda _: self._free_from_thread(loop))
+        running.add_done_callback(partial(self._free, loop))
         try:
             return await asyncio.wrap_future(running)
         finally:
             present.stop("the caller has left")  # the thread ends after its present run
 
-    def _free_from_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _free(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
+        """Called on the profile's thread at its end."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(setattr, self, "_present", None)
 
@@ -230,20 +232,17 @@ class _Profile:
             trace = Path(session.end_profiling()).read_bytes()
             for batch, times in self._kept[:done]:
                 times.plain_ns, times.plain_cpu_ns = self._run(batches, batch)
+        settings = self._source.configuration.options.session
         return ServerProfile(
             version=self._label,
             execution_provider=self._loaded.execution_provider,
             intra_op_threads=self._loaded.intra_op_threads,
-            settings={key: str(value) for key, value in self._settings.model_dump(exclude_defaults=True).items()},
+            settings={key: str(value) for key, value in settings.model_dump(exclude_defaults=True).items()},
             warm_up_runs=1,
             batches=[times for _, times in self._kept[:done]],
             ended_because=ended_because,
             trace=trace,
         )
-
-    @property
-    def _settings(self) -> SessionSettings:
-        return self._source.configuration.options.session
 
     def _check_files(self) -> None:
         for path, inode, _, size, modified_ns in self._source.fingerprints:
@@ -267,13 +266,14 @@ class _Profile:
         return MAX_EVENTS // events - 1  # the first run is for warm-up
 
     def _open(self, folder: Path) -> tuple[Session, PlainBatches]:
-        loaded, settings, source = self._loaded, self._settings, self._source
+        loaded, source, configured = self._loaded, self._source, self._source.configuration.options
+        settings = configured.session
         entries = {key: value for key, value in settings.entries.items() if key not in FILE_ENTRIES - {_WEIGHTS_FOLDER}}
         options = SessionOptions(
             loaded.providers,
             loaded.intra_op_threads,
             settings.model_copy(update={"optimized_model_file": None, "entries": entries}),
-            operator_libraries(source.configuration.options, source.folder),
+            operator_libraries(configured, source.folder),
             self._has_global_threads,
             folder / "trace",
         )

@@ -35,10 +35,14 @@ def profile_server(
     Raises:
         ServeError: The server cannot be reached, is none that profiles, or rejects the call.
     """
-    body = _call(url, model, {"requests": requests, "timeout_s": timeout_s}, key_file, timeout_s + _LONGEST_RUNS_S)
-    head, _, rest = body.partition(_TRACE_KEY)
-    recorded = rest.removesuffix(b"}")
+    asked = {"requests": requests, "timeout_s": timeout_s}
+    status, body = _call(url, model, asked, key_file, timeout_s + _LONGEST_RUNS_S)
     try:
+        if status != http.client.OK:
+            problem = f"{url}: status {status}: {orjson.loads(body)['error']}"
+            raise ServeError(ErrorKind.INTERNAL, problem)
+        head, _, rest = body.partition(_TRACE_KEY)
+        recorded = rest.removesuffix(b"}")
         answer: dict[str, Any] = orjson.loads(head + b"}")
         batches = answer["batches"]
         runs = Runs(
@@ -62,17 +66,17 @@ def profile_server(
             answer["ended_because"],
         )
     except (ValueError, KeyError, TypeError):
-        raise _no_profile(url) from None
-    if len(runs.trace.runs) != len(batches):
-        raise ServeError(
-            ErrorKind.INTERNAL, f"{url}: expected {len(batches)} runs in the trace, got {len(runs.trace.runs)}"
-        )
+        problem = f"{url}: expected an ortserve with the option profiling, got another server"
+        raise ServeError(ErrorKind.UNSUPPORTED, problem) from None
+    found = len(runs.trace.runs)
+    if found != len(batches):
+        raise ServeError(ErrorKind.INTERNAL, f"{url}: expected {len(batches)} runs in the trace, got {found}")
     if keep is not None:
         keep.write_bytes(recorded)
     return runs, summary
 
 
-def _call(url: str, model: str, document: dict[str, Any], key_file: Path | None, timeout_s: float) -> bytes:
+def _call(url: str, model: str, document: dict[str, Any], key_file: Path | None, timeout_s: float) -> tuple[int, bytes]:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise invalid_input(f"{url}: expected the URL of the server's HTTP port, such as http://127.0.0.1:8000")
@@ -93,20 +97,7 @@ def _call(url: str, model: str, document: dict[str, Any], key_file: Path | None,
         with closing(connect(parts.hostname, parts.port, timeout=timeout_s)) as connection:
             connection.request("POST", path, orjson.dumps(document), headers)
             response = connection.getresponse()
-            status, body = response.status, response.read()
+            return response.status, response.read()
     except (OSError, http.client.HTTPException, ValueError) as error:
         problem = str(error) or type(error).__name__
         raise ServeError(ErrorKind.NOT_READY, f"{url}: no answer from a server: {problem}") from None
-    if status == http.client.OK:
-        return body
-    try:
-        problem = str(orjson.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
-        raise _no_profile(url) from None
-    raise ServeError(ErrorKind.INTERNAL, f"{url}: status {status}: {problem}")
-
-
-def _no_profile(url: str) -> ServeError:
-    return ServeError(
-        ErrorKind.UNSUPPORTED, f"{url}: expected an ortserve with the option profiling, got another server"
-    )

@@ -27,11 +27,8 @@ class TracedNode:
 
     Attributes:
         path: Names of the nodes whose graphs contain it, the outermost first.
-        name: Without what the profiler adds; ``<operator>_<index>`` if the node has none.
-        op: Operator.
-        provider: Execution provider that ran it.
+        name: ``<operator>_<index>`` if the node has none.
         inputs: Without those that the kernel has prepacked.
-        outputs: Tensors only.
     """
 
     path: tuple[str, ...]
@@ -74,7 +71,6 @@ class Run:
     """One run of the model.
 
     Attributes:
-        total_us: As the profiler measured it.
         calls: Outer ones before those inside them.
         is_parallel: Whether nodes ran on several threads at a time, so that their times overlap.
         blocks: Blocks of work that each other thread of the pool has run since it started, by thread.
