@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import onnxruntime as ort
 import pytest
 
@@ -73,7 +74,7 @@ def test_every_node_that_runs_is_found_and_every_node_of_the_file_has_a_place(ki
     (given,) = session.get_inputs()
     shape = [size if isinstance(size, int) else 2 for size in given.shape]
     dtype = "int64" if "int" in given.type else "float32"
-    session.run(None, {given.name: ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype).numpy() * 0})
+    session.run(None, {given.name: np.zeros(shape, dtype)})
     with Path(session.end_profiling()).open("rb") as lines:
         trace = read_trace(lines)
     optimized = read_model(tmp_path / "optimized.onnx").graph
