@@ -321,8 +321,6 @@ class BatchRuns:
                 return
         if not group.is_check:
             self._observe_batch(group.rows, taken_ns, result, now_ns)
-            if self.tap is not None:
-                self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
         if self._row_checks is not None:
             self._row_checks.observe(group, result)
         try:
@@ -330,6 +328,10 @@ class BatchRuns:
         except ServeError as error:
             # Outputs that cannot be divided are right for a request that runs alone.
             self._on_failed(group, bucket, taken_ns, error)
+        else:
+            if self.tap is not None and not group.is_check:
+                # The batch that ran: settled requests keep their inputs, and bucket and order are those of the group.
+                self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
         if self.answer_time.is_due(now_ns):
             # Callbacks have answered by now. Tasks run in the next turn, before this.
             self._loop.call_soon(self._on_answered, now_ns)

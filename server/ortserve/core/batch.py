@@ -62,10 +62,10 @@ BatchDone: TypeAlias = Callable[[BatchResult | Exception], None]
 
 
 class BatchTap(Protocol):
-    """Observes the batches of a model that ran, for a profile. Loop thread only."""
+    """Observes the batches of a model as they ran, for a profile. Loop thread only."""
 
     def observe(self, batch: Batch, run_ns: int) -> None:
-        """Called for each batch that ran, with the duration of its computation. Returns at once."""
+        """Called for each batch whose requests were answered, with the duration of its computation. Returns at once."""
         ...
 
     def end(self, reason: str) -> None:

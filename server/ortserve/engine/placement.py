@@ -23,6 +23,7 @@ _MOST_LETTERS: Final = 64
 _MOST_NODES: Final = 50
 _MOST_LETTERS_OF_A_NODE: Final = 128
 """Exporters build long names from nested modules."""
+_REPEATING: Final = frozenset(("Loop", "Scan"))
 _ONNX_DOMAINS: Final = ("", "ai.onnx")
 
 
@@ -73,6 +74,13 @@ def count_operators(session: ort.InferenceSession) -> Placement:
 def total_nodes(operators: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """Counts of nodes by execution provider, from the counts of ``count_operators``."""
     return {name: sum(kinds.values()) for name, kinds in operators.items()}
+
+
+def profiler_events(operators: Mapping[str, Mapping[str, int]]) -> int | None:
+    """How many events a profile has at most for each run; None if nodes repeat, so that only a run shows how often."""
+    if any(not _REPEATING.isdisjoint(kinds) for kinds in operators.values()):
+        return None
+    return 3 + sum(total_nodes(operators).values())
 
 
 def left_to_cpu(provider: str, operators: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:

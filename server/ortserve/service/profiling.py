@@ -9,9 +9,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,14 +22,15 @@ from ortserve.config.options import ServerOptions
 from ortserve.config.session import FILE_ENTRIES
 from ortserve.core.batch import Batch
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
+from ortserve.engine.placement import profiler_events
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runs import PlainBatches, run_options
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.catalog import VersionRecord
-from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.registry import Registry
 from ortserve.registry.repository.model_files import operator_libraries
+from ortserve.registry.served import ServedModel
 
 MAX_REQUESTS: Final = 1000
 MAX_TIMEOUT_S: Final = 300.0
@@ -41,19 +41,14 @@ MAX_EVENTS: Final = 60_000
 _MAX_RUNS_S: Final = 60.0
 _NICE: Final = 10
 """Priority of the profile's threads: requests go first. Threads inherit it from the one that opens the session."""
-_REPEATING: Final = frozenset(("Loop", "Scan"))
 _WEIGHTS_FOLDER: Final = "session.model_external_initializers_file_folder_path"
 
 
 @dataclass(slots=True)
 class ProfiledBatch:
-    """A batch, and how long it took: wall time, and time of the calling thread on a processor.
+    """A batch with its times in the serving session, with the profiler, and in the same session afterwards without it.
 
-    Attributes:
-        requests: That it answered.
-        served_ns: In the serving session.
-        profiled_ns: With the profiler.
-        plain_ns: In the same session afterwards, without the profiler.
+    Times of the calling thread on a processor are ``cpu``.
     """
 
     rows: int
@@ -70,13 +65,12 @@ class ServerProfile:
     """Profiled batches and their trace.
 
     Attributes:
-        warm_up_runs: Runs at the beginning of the trace that are not of ``batches``.
         settings: Of the session, as far as they are not defaults.
+        warm_up_runs: Runs at the beginning of the trace that are not of ``batches``.
         ended_because: Why there are fewer requests than asked; empty if there are not.
         trace: ONNX Runtime's, a JSON array.
     """
 
-    model: str
     version: str
     execution_provider: str
     intra_op_threads: int
@@ -92,17 +86,14 @@ class ProfilingService:
 
     def __init__(self, registry: Registry, options: ServerOptions, clock: Clock) -> None:
         self._registry = registry
-        self._is_allowed = options.profiling
-        self._has_global_threads = options.global_threads
+        self._options = options
         self._clock = clock
-        self._running = ""
-        self._end: Callable[[str], None] | None = None
-        """Ends the present profile, with the reason."""
+        self._present: _Profile | None = None
 
     def close(self) -> None:
         """End the present profile, as the server stops."""
-        if self._end is not None:
-            self._end("the server is stopping")
+        if self._present is not None:
+            self._present.stop("the server is stopping")
 
     async def profile(self, name: str, version: str, *, requests: int, timeout_s: float) -> ServerProfile:
         """Keep the batches of the next requests of a model, and profile them.
@@ -116,196 +107,183 @@ class ProfilingService:
         Raises:
             ServeError: unsupported, if the option is off or the model is not on the CPU; conflict, during another
                 profile; invalid_input, for values over the limits; not_found or not_ready, without such a model;
-                deadline, if no batch ran in time; not_ready, if the model was unloaded before one did; too_large, if
-                the first batch is.
+                otherwise as ``_Profile``.
         """
-        if not self._is_allowed:
+        if not self._options.profiling:
             raise ServeError(ErrorKind.UNSUPPORTED, "profiling: expected the server's option to be true, got false")
         if not 1 <= requests <= MAX_REQUESTS:
             raise invalid_input(f"requests: expected 1 to {MAX_REQUESTS}, got {requests}")
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise invalid_input(f"timeout_s: expected above 0 to {MAX_TIMEOUT_S:g}, got {timeout_s:g}")
         served = self._registry.find(name, version)
+        if served.execution_provider != CPU:
+            message = f"model '{name}' runs on {served.execution_provider}: expected {CPU}; profile its file instead"
+            raise ServeError(ErrorKind.UNSUPPORTED, message)
+        if self._present is not None:
+            message = f"model '{self._present.served.name}' is being profiled: expected one at a time"
+            raise ServeError(ErrorKind.CONFLICT, message)
         record = next(one for one in self._registry.models()[name] if one.served is served)
-        loaded = served.loaded
-        if loaded.execution_provider != CPU:
-            raise ServeError(
-                ErrorKind.UNSUPPORTED,
-                f"model '{name}' runs on {loaded.execution_provider}: expected {CPU}; profile its file instead",
-            )
-        if self._running:
-            raise ServeError(ErrorKind.CONFLICT, f"model '{self._running}' is being profiled: expected one at a time")
-        self._running = name
-        kept = _Kept(requests)
-        self._end = kept.end
-        served.tap_batches(kept)
+        present = self._present = _Profile(record, served, requests, self._options, self._clock)
         try:
-            try:
-                await asyncio.wait_for(kept.done.wait(), timeout_s)
-            except TimeoutError:
-                kept.end(f"{timeout_s:g} s passed", ErrorKind.DEADLINE)
-            finally:
-                served.tap_batches(None)
-            if not kept.batches:
-                raise ServeError(kept.kind, f"no batch of model '{name}' could be kept: {kept.ended_because}")
-            again = _SecondSession(record, loaded, kept, self._clock, has_global_threads=self._has_global_threads)
-            self._end = again.end
+            await present.keep(timeout_s)
+            loop = asyncio.get_running_loop()
             # A thread of its own, as its low priority lasts until its end.
             thread = ThreadPoolExecutor(1, thread_name_prefix="profile")
-            profile = thread.submit(again.profile)
-            profile.add_done_callback(partial(self._free_from_thread, asyncio.get_running_loop()))
+            running = thread.submit(present.run)
             thread.shutdown(wait=False)
         except BaseException:
-            self._free()
+            self._present = None
             raise
+        running.add_done_callback(partial(self._free, loop))
         try:
-            return await asyncio.shield(asyncio.wrap_future(profile))
+            return await asyncio.wrap_future(running)
         finally:
-            again.end("the caller has left")  # the thread ends after its present run
+            present.stop("the caller has left")  # the thread ends after its present run
 
-    def _free(self) -> None:
-        self._running, self._end = "", None
-
-    def _free_from_thread(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
+    def _free(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
+        """Called on the profile's thread at its end."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._free)
+            loop.call_soon_threadsafe(setattr, self, "_present", None)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """Keeps batches (a ``BatchTap``)."""
+class _Profile:
+    """One profile: keeps batches (a ``BatchTap``) on the loop, then runs them in a second session on a thread."""
 
-    asked: int
-    batches: list[tuple[Batch, ProfiledBatch]] = field(default_factory=list)
-    ended_because: str = ""
-    kind: ErrorKind = ErrorKind.NOT_READY
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    nbytes: int = 0
-    requests: int = 0
+    def __init__(
+        self, record: VersionRecord, served: ServedModel, asked: int, options: ServerOptions, clock: Clock
+    ) -> None:
+        assert record.source is not None, "the version serves"
+        self.served = served
+        self._source, self._label, self._loaded = record.source, record.label, served.loaded
+        self._asked = asked
+        self._has_global_threads = options.global_threads
+        self._clock = clock
+        self._kept: list[tuple[Batch, ProfiledBatch]] = []
+        self._nbytes = 0
+        self._done = asyncio.Event()
+        """Nothing more is kept; the two below say why there are fewer requests than asked."""
+        self._ended_because, self._kind = "", ErrorKind.NOT_READY
+        self._stopped_because = ""
+
+    def stop(self, reason: str) -> None:
+        """End it; the next run of its thread fails."""
+        self.end(reason)
+        self._stopped_because = reason
+
+    async def keep(self, timeout_s: float) -> None:
+        """Keep the next batches of the model.
+
+        Raises:
+            ServeError: deadline, if none ran in time; not_ready, if the model was unloaded before one did; too_large,
+                if the first one is.
+        """
+        self.served.tap_batches(self)
+        try:
+            await asyncio.wait_for(self._done.wait(), timeout_s)
+        except TimeoutError:
+            self.end(f"{timeout_s:g} s passed", ErrorKind.DEADLINE)
+        finally:
+            self.served.tap_batches(None)
+        if not self._kept:
+            message = f"no batch of model '{self.served.name}' could be kept: {self._ended_because}"
+            raise ServeError(self._kind, message)
 
     def observe(self, batch: Batch, run_ns: int) -> None:
-        if self.done.is_set():
+        if self._done.is_set():
             return
-        nbytes = sum(tensor_bytes(parts) for parts in batch.parts)
-        if self.nbytes + nbytes > MAX_KEPT_BYTES:
+        self._nbytes += sum(tensor_bytes(parts) for parts in batch.parts)
+        if self._nbytes > MAX_KEPT_BYTES:
             self.end(f"the inputs of more batches would exceed {MAX_KEPT_BYTES} bytes", ErrorKind.TOO_LARGE)
             return
-        self.nbytes += nbytes
         requests = len(batch.parts[0]) if batch.parts else 1
-        self.requests += requests
-        self.batches.append((batch, ProfiledBatch(batch.rows, requests, run_ns)))
-        if self.requests >= self.asked:
+        self._kept.append((batch, ProfiledBatch(batch.rows, requests, run_ns)))
+        if sum(times.requests for _, times in self._kept) >= self._asked:
             self.end("")
 
     def end(self, reason: str, kind: ErrorKind = ErrorKind.NOT_READY) -> None:
-        if not self.done.is_set():
-            self.ended_because, self.kind = reason, kind
-            self.done.set()
+        if not self._done.is_set():
+            self._ended_because, self._kind = reason, kind
+            self._done.set()
 
-
-class _SecondSession:
-    """A session with a profiler, and the runs of kept batches in it."""
-
-    def __init__(
-        self, record: VersionRecord, loaded: LoadedModel, kept: _Kept, clock: Clock, *, has_global_threads: bool
-    ) -> None:
-        assert record.source is not None, "the version serves"
-        self._ended_because = ""
-        self._record, self._source, self._loaded, self._kept = record, record.source, loaded, kept
-        self._clock = clock
-        self._has_global_threads = has_global_threads
-        self._options = self._source.configuration.options
-        self._until_ns = 0
-
-    def end(self, reason: str) -> None:
-        """Make the next run fail. Any thread."""
-        self._ended_because = reason
-
-    def profile(self) -> ServerProfile:
-        """Run the batches with the profiler, then without it. Blocks.
+    def run(self) -> ServerProfile:
+        """Run the batches with the profiler, then without it, on the calling thread, whose priority it lowers.
 
         Raises:
-            ServeError: The model's files have changed, the session cannot be opened, or a run fails.
+            ServeError: The model's files have changed, the session cannot be opened, a run fails, or one has too many
+                events.
         """
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         self._check_files()
-        kept = self._kept
-        self._until_ns = self._clock() + round(_MAX_RUNS_S * 1e9)
+        until_ns = self._clock() + round(_MAX_RUNS_S * 1e9)
+        ended_because, done = self._ended_because, 0
         with TemporaryDirectory(prefix="ortserve-profile-") as folder:
-            events = 3 + sum(self._loaded.nodes.values())
-            if any(op in _REPEATING for kinds in self._loaded.operators.values() for op in kinds):
-                events = self._count_events(Path(folder))  # only a run shows how often
-            most = MAX_EVENTS // events - 1
-            if most < 1:
-                raise invalid_input(f"a run of the model has {events} events: expected at most {MAX_EVENTS // 2}")
-            if most < len(kept.batches):
-                kept.ended_because = f"{most} batches reach the limit of {MAX_EVENTS} events of the profiler"
+            most = self._most_runs(Path(folder))
             session, batches = self._open(Path(folder))
-            self._run(batches, kept.batches[0][0])
-            done: list[tuple[Batch, ProfiledBatch]] = []
-            for batch, times in kept.batches[:most]:
-                if self._clock() > self._until_ns and done:
-                    kept.ended_because = f"the runs took {_MAX_RUNS_S:g} s"
+            self._run(batches, self._kept[0][0])
+            for batch, times in self._kept:
+                if done == most:
+                    ended_because = f"{most} batches reach the limit of {MAX_EVENTS} events of the profiler"
+                    break
+                if done and self._clock() > until_ns:
+                    ended_because = f"the runs took {_MAX_RUNS_S:g} s"
                     break
                 times.profiled_ns, times.profiled_cpu_ns = self._run(batches, batch)
-                done.append((batch, times))
+                done += 1
             trace = Path(session.end_profiling()).read_bytes()
-            for batch, times in done:
+            for batch, times in self._kept[:done]:
                 times.plain_ns, times.plain_cpu_ns = self._run(batches, batch)
-        settings = self._options.session.model_dump(exclude_defaults=True)
+        settings = self._source.configuration.options.session
         return ServerProfile(
-            self._record.model,
-            self._record.label,
-            self._loaded.execution_provider,
-            self._loaded.intra_op_threads,
-            {name: str(value) for name, value in settings.items()},
-            1,
-            [times for _, times in done],
-            kept.ended_because,
-            trace,
+            version=self._label,
+            execution_provider=self._loaded.execution_provider,
+            intra_op_threads=self._loaded.intra_op_threads,
+            settings={key: str(value) for key, value in settings.model_dump(exclude_defaults=True).items()},
+            warm_up_runs=1,
+            batches=[times for _, times in self._kept[:done]],
+            ended_because=ended_because,
+            trace=trace,
         )
 
     def _check_files(self) -> None:
         for path, inode, _, size, modified_ns in self._source.fingerprints:
-            try:
+            with contextlib.suppress(OSError):
                 status = Path(path).stat()
-                is_same = (status.st_ino, status.st_size, status.st_mtime_ns) == (inode, size, modified_ns)
-            except OSError:
-                is_same = False
-            if not is_same:
-                raise ServeError(
-                    ErrorKind.CONFLICT,
-                    f"'{Path(path).name}' of model '{self._record.model}' has changed since its load",
-                )
+                if (status.st_ino, status.st_size, status.st_mtime_ns) == (inode, size, modified_ns):
+                    continue
+            message = f"'{Path(path).name}' of model '{self.served.name}' has changed since its load"
+            raise ServeError(ErrorKind.CONFLICT, message)
+
+    def _most_runs(self, folder: Path) -> int:
+        """How many batches the profiler can record."""
+        events = profiler_events(self._loaded.operators)
+        if events is None:
+            session, batches = self._open(folder)
+            self._run(batches, self._kept[0][0])
+            with Path(session.end_profiling()).open("rb") as lines:
+                events = sum(1 for _ in lines)
+        if 2 * events > MAX_EVENTS:
+            raise invalid_input(f"a run of the model has {events} events: expected at most {MAX_EVENTS // 2}")
+        return MAX_EVENTS // events - 1  # the first run is for warm-up
 
     def _open(self, folder: Path) -> tuple[Session, PlainBatches]:
-        settings = self._options.session
+        loaded, source, configured = self._loaded, self._source, self._source.configuration.options
+        settings = configured.session
         entries = {key: value for key, value in settings.entries.items() if key not in FILE_ENTRIES - {_WEIGHTS_FOLDER}}
-        session = open_session(
-            self._source.path,
-            self._record.model,
-            SessionOptions(
-                self._loaded.providers,
-                self._loaded.intra_op_threads,
-                settings.model_copy(update={"optimized_model_file": None, "entries": entries}),
-                operator_libraries(self._options, self._source.folder),
-                self._has_global_threads,
-                folder / "trace",
-            ),
+        options = SessionOptions(
+            loaded.providers,
+            loaded.intra_op_threads,
+            settings.model_copy(update={"optimized_model_file": None, "entries": entries}),
+            operator_libraries(configured, source.folder),
+            self._has_global_threads,
+            folder / "trace",
         )
-        loaded = self._loaded
+        session = open_session(source.path, self.served.name, options)
         return session, PlainBatches(session, loaded.signature, loaded.padding, self._clock, run_options(settings))
-
-    def _count_events(self, folder: Path) -> int:
-        session, batches = self._open(folder)
-        self._run(batches, self._kept.batches[0][0])
-        with Path(session.end_profiling()).open("rb") as lines:
-            return sum(1 for _ in lines)
 
     def _run(self, batches: PlainBatches, batch: Batch) -> tuple[int, int]:
         """The wall time and the processor time of a run."""
-        if self._ended_because:
-            raise ServeError(ErrorKind.NOT_READY, f"the profile was ended: {self._ended_because}")
+        if self._stopped_because:
+            raise ServeError(ErrorKind.NOT_READY, f"the profile was ended: {self._stopped_because}")
         began_cpu_ns = time.thread_time_ns()
         try:
             result, _ = batches.run(batch)

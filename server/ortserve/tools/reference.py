@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import getdoc
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,18 +37,20 @@ def file_of(command: str) -> Path:
 
 def render(command: str) -> str:
     """The content of the file."""
-    result = getattr(import_module(f"ortserve.tools.{command}.result"), RESULTS[command])
+    module = import_module(f"ortserve.tools.{command}.result")
+    result = getattr(module, RESULTS[command])
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **json_schema(result)}
     schema["title"] = f"ortserve {command} --json"
-    for record in (schema, *schema.get("$defs", {}).values()):
-        _describe(record)
+    for name, record in (("", schema), *schema.get("$defs", {}).items()):
+        _describe(record, getattr(module, name, object).__mro__[1:-1])
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
-def _describe(record: dict[str, Any]) -> None:
-    """Move the descriptions of attributes from the text of the dataclass to the properties."""
+def _describe(record: dict[str, Any], bases: Sequence[type]) -> None:
+    """Move the descriptions of attributes from the texts of the dataclass and its bases to the properties."""
     text, _, attributes = record.get("description", "").partition("\nAttributes:\n")
-    described = dict(_ATTRIBUTE.findall(attributes))
+    inherited = [getdoc(base) or "" for base in bases]
+    described = dict(_ATTRIBUTE.findall("\n".join((*inherited, attributes))))
     for name, field in record.get("properties", {}).items():
         field.pop("title", None)
         if name in described:

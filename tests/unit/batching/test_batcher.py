@@ -22,7 +22,7 @@ from ortserve.batching.queue import RequestQueue
 from ortserve.batching.run_limits import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Decisions
-from ortserve.core.batch import Arrays
+from ortserve.core.batch import Arrays, Batch
 from ortserve.core.inflight import CANCELLED
 from ortserve.core.terms import NO_TERMS, Alone, Terms
 from ortserve.core.timing import Timing
@@ -150,6 +150,74 @@ def test_requests_of_one_turn_of_the_loop_share_a_batch() -> None:
             assert_answered(outputs, rows)
         assert [first_values(run.parts) for run in stage.runner.runs] == [[1, 2, 3, 4]]
         assert stage.observed == [4]
+
+    play(main)
+
+
+class Tap:
+    """Keeps what it observes (a ``BatchTap``)."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[Batch, int]] = []
+        self.ended_because: list[str] = []
+
+    def observe(self, batch: Batch, run_ns: int) -> None:
+        self.batches.append((batch, run_ns))
+
+    def end(self, reason: str) -> None:
+        self.ended_because.append(reason)
+
+
+@pytest.mark.parametrize("tries_one_row", [False, True])
+def test_tap_observes_the_batches_that_were_answered(tries_one_row: bool) -> None:
+    """The same arrays, rows and padding as ran: without failed runs, and without the trial of a first row."""
+
+    async def main(stage: Stage) -> None:
+        tap = Tap()
+        stage.batcher.tap_batches(tap)
+        await asyncio.gather(*map(stage.submit, [rows_of(2, 3, 4), rows_of(1)]))
+        outcomes = await asyncio.gather(
+            *map(stage.submit, [rows_of(5), rows_of(POISON), rows_of(7, 8)]), return_exceptions=True
+        )
+        assert [isinstance(outcome, ServeError) for outcome in outcomes] == [False, True, False]
+        await stage.submit_in_pieces(rows_of(*range(10, 23)))
+        await stage.submit(rows_of(30, 31), is_alone=True)
+        stage.batcher.tap_batches(None)
+        await stage.submit(rows_of(40))
+        answered = [run for run in stage.runner.runs[:-1] if not run.has_failed]
+        if tries_one_row:
+            assert answered.pop(0).sizes == [1]
+        assert [(batch.rows, batch.bucket, run_ns) for batch, run_ns in tap.batches] == [
+            (run.rows, run.bucket, run.ended_ns - run.began_ns) for run in answered
+        ]
+        for (batch, _), run in zip(tap.batches, answered, strict=True):
+            assert list(map(id, batch.parts[0])) == list(map(id, run.parts))
+        assert any(batch.bucket > batch.rows for batch, _ in tap.batches)
+        assert tap.ended_because == []
+
+    play(main, buckets=(2, 8), tries_one_row=tries_one_row)
+
+
+def test_tap_does_not_observe_a_batch_whose_outputs_cannot_be_divided() -> None:
+    """Its requests run again alone, and each is observed once."""
+
+    async def main(stage: Stage) -> None:
+        tap = Tap()
+        stage.batcher.tap_batches(tap)
+        await asyncio.gather(*map(stage.submit, [rows_of(1), rows_of(2)]))
+        assert [run.sizes for run in stage.runner.runs] == [[1, 1], [1], [1]]
+        assert [batch.rows for batch, _ in tap.batches] == [1, 1]
+
+    play(main, compute=lambda rows: (rows[:1], rows.sum(axis=1)))
+
+
+def test_tap_ends_with_the_version() -> None:
+    async def main(stage: Stage) -> None:
+        tap = Tap()
+        stage.batcher.tap_batches(tap)
+        await stage.batcher.close()
+        assert tap.ended_because == ["the version was unloaded or replaced"]
+        stage.batcher.tap_batches(None)
 
     play(main)
 

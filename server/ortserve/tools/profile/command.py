@@ -1,11 +1,13 @@
 """The command ``ortserve profile``."""
 
 import argparse
+import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -15,11 +17,10 @@ from ortserve.config.session import SessionSettings
 from ortserve.errors import invalid_input
 from ortserve.tools.command import Outcome, ToolParser, run_tool
 from ortserve.tools.console import progress
-from ortserve.tools.profile.balance import Runs, middle_run
-from ortserve.tools.profile.measure import WARM_UP, Measured, Variant, measure
+from ortserve.tools.profile.measure import WARM_UP, Variant, measure
 from ortserve.tools.profile.presentation import report
 from ortserve.tools.profile.remote import profile_server
-from ortserve.tools.profile.result import SCHEMA, Profile, ProfileResult
+from ortserve.tools.profile.result import ProfileResult
 from ortserve.tools.profile.summary import compare, profile_of
 from ortserve.tools.subject import Subject, find_model, is_url
 
@@ -29,6 +30,7 @@ the name of a model that it serves: then copies of its next batches are profiled
 """
 _UNCHANGED: Final = "default"
 """The setting of ``--compare`` that changes nothing."""
+_Number = TypeVar("_Number", int, float)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,117 +43,87 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("expected the name of a MODEL after a URL, and none after a model")
     if given.model is not None and given.compare:
         parser.error("--compare: expected a model in this process, got a URL")
-    return run_tool("profile", _run, given)
+    return run_tool("profile", _run if given.model is None else _run_on_server, given)
 
 
 def _parser() -> ToolParser:
     parser = ToolParser("profile", _DESCRIPTION)
     parser.add_argument("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
+    count, seconds = _positive(int), _positive(float)
     runs = parser.add_argument_group("runs in this process")
-    runs.add_argument("--runs", type=_count, default=50, metavar="N", help="Runs with and without profiling (50).")
-    runs.add_argument("--seconds", type=_positive, default=60.0, help="Time limit of all runs (60).")
-    runs.add_argument("--rows", type=_count, default=1, metavar="N", help="Rows of a run (1).")
+    runs.add_argument("--runs", type=count, default=50, metavar="N", help="Runs with and without profiling (50).")
+    runs.add_argument("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
+    runs.add_argument("--rows", type=count, default=1, metavar="N", help="Rows of a run (1).")
     runs.add_argument("--inputs", type=Path, metavar="FILE.npz", help="Samples by input, instead of synthetic inputs.")
     runs.add_argument("--provider", metavar="NAME", help="Execution provider: cpu, cuda, tensorrt, openvino.")
-    runs.add_argument("--threads", type=_count, metavar="N", help="Threads of a run.")
-    runs.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="Session setting of model.yaml, or an entry such as session.dynamic_block_base; may be repeated.",
-    )
-    runs.add_argument(
-        "--compare",
-        nargs=2,
-        metavar=("A", "B"),
-        help=f"Two models, or two settings of TARGET: KEY=VALUE[,…], also threads and provider, {_UNCHANGED}.",
-    )
+    runs.add_argument("--threads", type=count, metavar="N", help="Threads of a run.")
+    help_text = "Session setting of model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
+    runs.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
+    help_text = f"Two models, or two settings of TARGET: KEY=VALUE[,…], also threads and provider, {_UNCHANGED}."
+    runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help=help_text)
     server = parser.add_argument_group("batches of a server")
-    server.add_argument("--requests", type=_count, default=100, metavar="N", help="Requests to copy (100).")
-    server.add_argument("--timeout", type=_positive, default=30.0, metavar="S", help="Time to wait for them (30).")
+    server.add_argument("--requests", type=count, default=100, metavar="N", help="Requests to copy (100).")
+    server.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for them (30).")
     server.add_argument("--key-file", type=Path, metavar="FILE", help="File with a control key of the server.")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="Keep ONNX Runtime's trace, for Perfetto.")
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
+def _positive(kind: type[_Number]) -> Callable[[str], _Number]:
+    def read(text: str) -> _Number:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(0)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(
+                f"expected a{'n integer' if kind is int else ' number'} above 0, got {text!r}"
+            )
+        return value
 
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
-    return value
+    return read
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    trace: Path | None = given.trace
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise invalid_input(f"--trace: expected a file in an existing folder, got '{trace}'")
-    if given.target is not None and is_url(given.target):
-        return _profile_server(given)
+    trace = _trace(given)
     variants = _variants(given)
     with (
-        TemporaryDirectory(prefix="ortserve-profile-") as folder,
+        TemporaryDirectory(prefix="ortserve-profile-") as name,
         progress("opening", WARM_UP + given.runs) as step,
     ):
-        measured = measure(
-            variants,
-            Path(folder),
-            runs=given.runs,
-            rows=given.rows,
-            seconds=given.seconds,
-            inputs=given.inputs,
-            step=step,
-        )
-        for number, one in enumerate(measured):
-            if trace is not None:
-                kept = trace if not number else trace.with_name(f"{trace.stem}-{number + 1}{trace.suffix}")
-                shutil.copyfile(one.trace_file, kept)
-    runs = [Runs(one.plain, one.profiled, one.trace, one.groups, one.is_single_threaded) for one in measured]
-    profiles = [_profile(one, held) for one, held in zip(measured, runs, strict=True)]
-    result = ProfileResult(SCHEMA, profiles[0])
-    if len(profiles) > 1:
-        comparison = compare(profiles[0], profiles[1], runs[0], runs[1])
-        result = ProfileResult(SCHEMA, profiles[0], profiles[1], comparison)
-    return Outcome(result, report(result, [(held.trace, middle_run(held)) for held in runs]))
+        folder = Path(name)
+        asked = {"runs": given.runs, "rows": given.rows, "seconds": given.seconds, "inputs": given.inputs}
+        runs = measure(variants, folder, **asked, step=step)
+        if trace is not None:
+            for number, kept in enumerate([trace, trace.with_name(f"{trace.stem}-2{trace.suffix}")][: len(runs)]):
+                shutil.copyfile(folder / f"{number}.json", kept)
+    profiles = [profile_of(held) for held in runs]
+    result = ProfileResult(profile=profiles[0])
+    if len(runs) > 1:
+        result = replace(result, other=profiles[1], comparison=compare(runs[0], runs[1], profiles[0], profiles[1]))
+    return Outcome(result, report(result, runs))
 
 
-def _profile(measured: Measured, runs: Runs) -> Profile:
-    model = measured.model
-    return profile_of(
-        runs,
-        label=measured.variant.label,
-        provider=model.choice.name,
-        threads=model.threads,
-        settings={name: str(value) for name, value in measured.variant.settings.items()},
-        inputs=measured.inputs,
-        rows=measured.rows,
-        source=model.graph.graph,
-        optimized=measured.optimized,
-        notes=measured.notes,
-    )
-
-
-def _profile_server(given: argparse.Namespace) -> Outcome:
+def _run_on_server(given: argparse.Namespace) -> Outcome:
     with progress(f"waiting for requests of {given.model}, and profiling them"):
-        result, runs = profile_server(
+        runs, batches = profile_server(
             given.target,
             given.model,
             requests=given.requests,
             timeout_s=given.timeout,
             key_file=given.key_file,
-            keep=given.trace,
+            keep=_trace(given),
         )
-    return Outcome(result, report(result, [(runs.trace, middle_run(runs))]))
+    result = ProfileResult(profile=profile_of(runs), server=batches)
+    return Outcome(result, report(result, [runs]))
+
+
+def _trace(given: argparse.Namespace) -> Path | None:
+    trace: Path | None = given.trace
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise invalid_input(f"--trace: expected a file in an existing folder, got '{trace}'")
+    return trace
 
 
 def _variants(given: argparse.Namespace) -> list[Variant]:
@@ -160,18 +132,15 @@ def _variants(given: argparse.Namespace) -> list[Variant]:
     Raises:
         ServeError: invalid_input, for a model that is not there, or a setting that is none.
     """
-    target = None if given.target is None else find_model(given.target)
-    chosen: list[tuple[str, Subject, list[str]]] = []
-    for text in given.compare or ():
-        if target is not None and (text == _UNCHANGED or ("=" in text and not Path(text).exists())):
-            chosen.append((text, target, [] if text == _UNCHANGED else text.split(",")))
-        elif target is not None:
+    if given.target is None:
+        return [_variant(given, text, find_model(text), []) for text in given.compare]
+    target = find_model(given.target)
+    if not given.compare:
+        return [_variant(given, target.name, target, [])]
+    for text in given.compare:
+        if text != _UNCHANGED and ("=" not in text or Path(text).exists()):
             raise invalid_input(f"--compare: expected KEY=VALUE settings of {given.target}, got {text!r}")
-        else:
-            chosen.append((text, find_model(text), []))
-    if target is not None and not chosen:
-        chosen = [(target.name, target, [])]
-    return [_variant(given, *one) for one in chosen]
+    return [_variant(given, text, target, [] if text == _UNCHANGED else text.split(",")) for text in given.compare]
 
 
 def _variant(given: argparse.Namespace, label: str, subject: Subject, own: Sequence[str]) -> Variant:
@@ -181,15 +150,15 @@ def _variant(given: argparse.Namespace, label: str, subject: Subject, own: Seque
         key, is_pair, value = text.partition("=")
         if not is_pair:
             raise invalid_input(f"--set: expected KEY=VALUE, got {text!r}")
+        if key == "optimized_model_file":
+            raise invalid_input("--set: expected a setting that changes runs, got optimized_model_file")
         if key == "provider":
             provider = value
         elif key == "threads":
             try:
-                threads = _count(value)
+                threads = _positive(int)(value)
             except argparse.ArgumentTypeError as error:
                 raise invalid_input(f"threads: {error}") from None
-        elif key == "optimized_model_file":
-            raise invalid_input("--set: expected a setting that changes runs, got optimized_model_file")
         else:
             settings |= _setting(key, value, subject.options.session.model_copy(update=settings))
     return Variant(label, subject, provider, threads, settings)
@@ -201,12 +170,11 @@ def _setting(key: str, text: str, current: SessionSettings) -> dict[str, Any]:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         value = text
-    name, given = ("entries", {**current.entries, key: value}) if "." in key else (key, value)
+    given = {"entries": {**current.entries, key: value}} if "." in key else {key: value}
     try:
-        return {name: getattr(SessionSettings.model_validate({name: given}), name)}
+        valid = SessionSettings.model_validate(given)
     except ValidationError as error:
-        problems = describe_problems(error, SessionSettings.model_fields, {name: given})
+        problems = describe_problems(error, SessionSettings.model_fields, given)
         problem = "; ".join(f"{field}: {problem}" for field, problem in problems.items())
         raise invalid_input(f"--set {key}={text}: {problem}") from None
-    except AttributeError:
-        raise invalid_input(f"--set {key}={text}: unknown setting") from None
+    return {name: getattr(valid, name) for name in given}

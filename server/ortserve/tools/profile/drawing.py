@@ -3,7 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import squarify
 
@@ -20,6 +20,9 @@ _LEAST_WIDTH: Final = 0.4
 """Narrower calls of a flame view cannot be seen; their time stays empty."""
 _LETTER: Final = 6.4
 
+_Box: TypeAlias = tuple[float, float, float, float]
+"""x, y, width and height."""
+
 
 def tree_map(nodes: Sequence[NodeCost]) -> str:
     """All nodes by self time, those of an operator together. ``nodes`` have the most expensive first."""
@@ -31,69 +34,56 @@ def tree_map(nodes: Sequence[NodeCost]) -> str:
         groups["others"].append((f"{len(nodes) - _MOST_NODES:,} more nodes", rest))
     sized = sorted(((op, sum(ms for _, ms in held)) for op, held in groups.items()), key=lambda pair: -pair[1])
     whole = sum(ms for _, ms in sized) or 1.0
-    parts = [_open(_HEIGHT)]
-    for (op, op_ms), box in zip(sized, _layout((ms for _, ms in sized), 0, 0, _WIDTH, _HEIGHT), strict=True):
-        for (name, ms), inner in zip(groups[op], _layout((ms for _, ms in groups[op]), *box), strict=True):
+    parts = []
+    for (op, op_ms), box in zip(sized, _layout((ms for _, ms in sized), (0, 0, _WIDTH, _HEIGHT)), strict=True):
+        for (name, ms), inner in zip(groups[op], _layout((ms for _, ms in groups[op]), box), strict=True):
             title = f"{op} {name}: {duration_text(ms / 1e3)}, {number_text(100 * ms / whole)} %"
             parts.append(_rectangle(inner, op, name, title))
         x, y, width, _ = box
         label = f"{op} {number_text(100 * op_ms / whole)} %"
         if width > _LETTER * len(label) + 8:
             parts.append(f'<text x="{x + 4:.1f}" y="{y + 13:.1f}" font-weight="bold">{svg_text(label)}</text>')
-    return "".join((*parts, "</svg>"))
+    return _picture(_HEIGHT, parts)
 
 
 def flame_view(trace: Trace, run: Run) -> str:
     """The calls of a run along its time, those of inner graphs below their node."""
-    depth = max((call.depth for call in run.calls), default=0)
-    scale = _WIDTH / max(1, run.total_us)
-    parts = [_open((depth + 2) * _ROW), _rectangle((0, 0, _WIDTH, _ROW), "run", "run", f"{run.total_us:,} µs")]
+    scale, depth = _WIDTH / max(1, run.total_us), 0
+    parts = [_rectangle((0, 0, _WIDTH, _ROW), "run", "run", f"{run.total_us:,} µs")]
     for call in run.calls:
-        width = call.total_us * scale
+        node, width = trace.nodes[call.node], call.total_us * scale
+        depth = max(depth, len(node.path))
         if width >= _LEAST_WIDTH:
-            node = trace.nodes[call.node]
-            box = (call.start_us * scale, (call.depth + 1) * _ROW, width, _ROW)
-            title = (
-                f"{node.op} {node.name}: {call.total_us:,} µs, itself {call.self_us:,} µs, from {call.start_us:,} µs"
-            )
-            parts.append(_rectangle(box, node.op, node.op, title))
-    return "".join((*parts, "</svg>"))
+            box = (call.start_us * scale, (len(node.path) + 1) * _ROW, width, _ROW)
+            times = f"{call.total_us:,} µs, itself {call.self_us:,} µs, from {call.start_us:,} µs"
+            parts.append(_rectangle(box, node.op, node.op, f"{node.op} {node.name}: {times}"))
+    return _picture((depth + 2) * _ROW, parts)
 
 
-_Box = tuple[float, float, float, float]
-"""x, y, width and height."""
-
-
-def _layout(sizes: Iterable[float], x: float, y: float, width: float, height: float) -> Iterator[_Box]:
+def _layout(sizes: Iterable[float], box: _Box) -> Iterator[_Box]:
     """Boxes of these sizes, which descend, in a box."""
-    values = squarify.normalize_sizes(list(sizes), max(width, 0.01), max(height, 0.01))
-    for box in squarify.squarify(values, x, y, max(width, 0.01), max(height, 0.01)):
-        yield box["x"], box["y"], box["dx"], box["dy"]
+    x, y, width, height = box[0], box[1], max(box[2], 0.01), max(box[3], 0.01)
+    for part in squarify.squarify(squarify.normalize_sizes(list(sizes), width, height), x, y, width, height):
+        yield part["x"], part["y"], part["dx"], part["dy"]
 
 
-def _open(height: float) -> str:
+def _picture(height: float, parts: Iterable[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" width="{_WIDTH:g}" '
-        f'height="{height:g}" font-family="system-ui, sans-serif" font-size="11">'
+        f'height="{height:g}" font-family="system-ui, sans-serif" font-size="11">{"".join(parts)}</svg>'
     )
 
 
 def _rectangle(box: _Box, op: str, label: str, title: str) -> str:
-    """A box with a tooltip, in the colour of its operator, and a label if it has room."""
+    """A box with a tooltip, in the colour of its operator, which is light, and a label if it has room."""
     x, y, width, height = box
-    shape = (
-        f'<g><title>{svg_text(title)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
-        f'fill="{_colour(op)}" stroke="#fff" stroke-width="0.5"/>'
-    )
-    letters = int((width - 6) / _LETTER)
-    text = ""
+    number = int.from_bytes(hashlib.sha256(op.encode()).digest()[:4])
+    colour = f"hsl({number % 360},{45 + number // 360 % 25}%,{70 + number // 9000 % 12}%)"
+    letters, text = int((width - 6) / _LETTER), ""
     if letters >= 3 and height >= 15:
         shown = label if len(label) <= letters else f"{label[: letters - 1]}…"
         text = f'<text x="{x + 3:.2f}" y="{y + height - 6:.2f}">{svg_text(shown)}</text>'
-    return f"{shape}{text}</g>"
-
-
-def _colour(op: str) -> str:
-    """A light colour, the same for an operator in all pictures."""
-    number = int.from_bytes(hashlib.sha256(op.encode()).digest()[:4])
-    return f"hsl({number % 360},{45 + number // 360 % 25}%,{70 + number // 9000 % 12}%)"
+    return (
+        f'<g><title>{svg_text(title)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
+        f'fill="{colour}" stroke="#fff" stroke-width="0.5"/>{text}</g>'
+    )

@@ -1,12 +1,12 @@
 """The nodes of a trace in the optimized graph, and what became of the nodes of the file. Pure."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ortserve.model_file.graph import Graph, Node, Tensor, names_read
-from ortserve.tools.profile.trace import Trace
+from ortserve.tools.profile.trace import NodeKey, Trace
 
 _NCHWC: Final = "_nchwc"
 """A node in blocked layout has the name of a value of the file, and this at the end."""
@@ -23,31 +23,35 @@ class Placed:
     constants: Mapping[str, Tensor]
 
 
-def match_nodes(trace: Trace, graph: Graph) -> dict[int, Placed]:
-    """The node of the optimized graph for each of ``trace.nodes`` that has one.
+def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
+    """The node of the optimized graph for each traced node that has one.
 
     Nodes are matched by name; those without a name by their order, because ONNX Runtime runs and writes the nodes of a
     graph in one order.
     """
-    found: dict[int, Placed] = {}
-    for run in trace.runs[:1] + trace.runs[-1:]:
-        by_path: dict[tuple[str, ...], list[int]] = {}
-        for index in dict.fromkeys(call.node for call in run.calls):
-            by_path.setdefault(trace.nodes[index].path, []).append(index)
-        for path, indices in by_path.items():
-            for inner, constants in _graphs_at(graph, path):
-                _match_graph(trace, indices, inner, constants, found)
-    # Calls of a node with other shapes than in these runs.
-    by_name = {(trace.nodes[i].path, trace.nodes[i].name, trace.nodes[i].op): place for i, place in found.items()}
-    for index, node in enumerate(trace.nodes):
-        if index not in found and (place := by_name.get((node.path, node.name, node.op))):
-            found[index] = place
+    found: dict[NodeKey, Placed] = {}
+    by_path: dict[tuple[str, ...], list[NodeKey]] = {}
+    for key in dict.fromkeys(node.key for node in trace.nodes):
+        by_path.setdefault(key[0], []).append(key)
+    for path, keys in by_path.items():
+        for inner, constants in _graphs_at(graph, path):
+            named = {(node.name, node.op): node for node in inner.nodes if node.name}
+            unnamed = [node for node in inner.nodes if not node.name]
+            for key in keys:
+                _, name, op = key
+                node = named.get((name, op))
+                if node is None and name.startswith(f"{op}_"):
+                    following = (place for place, node in enumerate(unnamed) if node.op == op)
+                    node = None if (place := next(following, None)) is None else unnamed[place]
+                    del unnamed[: 0 if place is None else place + 1]
+                if node is not None:
+                    found.setdefault(key, Placed(node, constants))
     return found
 
 
-def _graphs_at(graph: Graph, path: Sequence[str]) -> Iterator[tuple[Graph, Mapping[str, Tensor]]]:
-    """The graphs inside a node; an If has two."""
-    reached = [(graph, graph.constants)]
+def _graphs_at(graph: Graph, path: Sequence[str]) -> list[tuple[Graph, Mapping[str, Tensor]]]:
+    """The graphs inside a node, with the constants that they can read; an If has two."""
+    reached: list[tuple[Graph, Mapping[str, Tensor]]] = [(graph, graph.constants)]
     for name in path:
         reached = [
             (inner, {**constants, **inner.constants})
@@ -57,25 +61,7 @@ def _graphs_at(graph: Graph, path: Sequence[str]) -> Iterator[tuple[Graph, Mappi
             for inner in node.attributes.values()
             if isinstance(inner, Graph)
         ]
-    yield from reached
-
-
-def _match_graph(
-    trace: Trace, indices: Sequence[int], graph: Graph, constants: Mapping[str, Tensor], found: dict[int, Placed]
-) -> None:
-    named = {(node.name, node.op): node for node in graph.nodes if node.name}
-    unnamed = [node for node in graph.nodes if not node.name]
-    position = 0
-    for index in indices:
-        traced = trace.nodes[index]
-        node = named.get((traced.name, traced.op))
-        if node is None and traced.name.startswith(f"{traced.op}_"):
-            rest = range(position, len(unnamed))
-            position = next((place for place in rest if unnamed[place].op == traced.op), len(unnamed))
-            node = unnamed[position] if position < len(unnamed) else None
-            position += 1
-        if node is not None:
-            found.setdefault(index, Placed(node, constants))
+    return reached
 
 
 @dataclass(frozen=True, slots=True)

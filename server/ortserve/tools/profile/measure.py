@@ -1,4 +1,4 @@
-"""Profiles of models in this process: runs without and with profiling, and those of all models, alternate."""
+"""Runs of models in this process: those without and with profiling, and those of all models, alternate."""
 
 import random
 import time
@@ -7,17 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ortserve.core.batch import Arrays
-from ortserve.engine.instance import runs_on_its_thread
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.engine.placement import count_operators
+from ortserve.engine.placement import count_operators, profiler_events
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.model_file.graph import Graph
 from ortserve.model_file.reading import model_nbytes, read_model
-from ortserve.tools.inputs import FileInputs, choose_inputs
+from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.opening import OpenModel, open_model
-from ortserve.tools.profile.balance import RunTime
-from ortserve.tools.profile.trace import Trace, read_trace
+from ortserve.tools.profile.runs import Runs, RunTime
+from ortserve.tools.profile.trace import read_trace
 from ortserve.tools.subject import Subject
 
 WARM_UP: Final = 3
@@ -27,7 +24,6 @@ MOST_EVENTS: Final = 200_000
 _LEAST_RUNS: Final = 5
 _LARGE_WEIGHTS: Final = 1 << 30
 """Larger models inside one file are not written out with their optimized graph, as that contains the weights."""
-_REPEATING: Final = frozenset(("Loop", "Scan"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,46 +37,6 @@ class Variant:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Measured:
-    """The measurement of a variant.
-
-    Attributes:
-        model: Opened without profiling.
-        rows: Of a run.
-        inputs: Where they come from.
-        samples: After how many runs the inputs repeat.
-        plain: Times of each run without profiling.
-        profiled: Times of the same runs with profiling.
-        trace: Of the profiled runs, without warm-up.
-        trace_file: Its file.
-        optimized: The graph that ran; None if it is not known.
-        notes: What limited the measurement.
-    """
-
-    variant: Variant
-    model: OpenModel
-    rows: int
-    inputs: str
-    samples: int
-    trace_file: Path
-    plain: list[RunTime] = field(default_factory=list)
-    profiled: list[RunTime] = field(default_factory=list)
-    trace: Trace = field(default_factory=Trace)
-    optimized: Graph | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def groups(self) -> list[range]:
-        """Positions of the runs on each sample."""
-        return [range(first, len(self.plain), self.samples) for first in range(min(self.samples, len(self.plain)))]
-
-    @property
-    def is_single_threaded(self) -> bool:
-        """Whether the calling thread does all the work."""
-        return runs_on_its_thread(self.model.session, self.model.threads)
-
-
 def measure(
     variants: Sequence[Variant],
     folder: Path,
@@ -90,12 +46,12 @@ def measure(
     seconds: float,
     inputs: Path | None,
     step: Callable[[float, str], None],
-) -> list[Measured]:
+) -> list[Runs]:
     """Open each variant twice, without and with profiling, and run all of them in turn.
 
     Args:
         variants: What to measure.
-        folder: For trace files and optimized graphs; exists.
+        folder: For optimized graphs, and the traces: ``0.json`` of the first variant, ``1.json`` of the second.
         runs: Of each session.
         rows: Of each run, if the model is batched.
         seconds: Time limit of the runs.
@@ -108,15 +64,14 @@ def measure(
     arms = []
     for number, variant in enumerate(variants):
         step(0, f"opening {variant.label}")
-        arms.append(_Arm(variant, folder / f"model-{number}", rows, inputs))
+        arms.append(_Arm(variant, folder / f"{number}.json", rows, inputs))
     most = min(arm.most_runs(runs) for arm in arms)
     order = random.Random(0)  # noqa: S311 - so that no arm always runs right after another one
     until = time.monotonic() + seconds
     for number in range(WARM_UP + most):
         if number >= WARM_UP + _LEAST_RUNS and time.monotonic() > until:
-            most = number - WARM_UP
             for arm in arms:
-                arm.measured.notes.append(f"{most} of {runs} runs were made, as {seconds:g} s were over")
+                arm.runs.notes.append(f"{number - WARM_UP} of {runs} runs were made, as {seconds:g} s were over")
             break
         step(number, f"run {number + 1} of {WARM_UP + most}")
         for arm in order.sample(arms, len(arms)):
@@ -127,104 +82,90 @@ def measure(
 class _Arm:
     """One variant: a session without and one with profiling."""
 
-    def __init__(self, variant: Variant, prefix: Path, rows: int, inputs: Path | None) -> None:
-        self._prefix = prefix
+    def __init__(self, variant: Variant, trace: Path, rows: int, inputs: Path | None) -> None:
+        self._variant, self._trace = variant, trace
         # The session without profiling must not write a file that its configuration names: a server may read it.
-        self._plain = self._open(variant, None, {"optimized_model_file": None})
-        chosen = choose_inputs(self._plain, inputs)
-        self._inputs = chosen
-        samples = 1
-        if isinstance(chosen, FileInputs):
-            samples = -(-chosen.samples // (rows if self._plain.signature.is_batched else 1))
-        self.measured = Measured(
-            variant,
-            self._plain,
-            rows if self._plain.signature.is_batched else 1,
-            chosen.origin,
-            samples,
-            prefix,
+        plain = self._plain = self._open(None, None)
+        self._inputs, self._has_samples = choose_inputs(plain, inputs), inputs is not None
+        settings = {name: str(value) for name, value in variant.settings.items()}
+        self._rows = rows if plain.signature.is_batched else 1
+        graph = plain.graph
+        self.runs = Runs(
+            variant.label,
+            plain.choice.name,
+            plain.threads,
+            settings,
+            self._inputs.origin,
+            self._rows,
+            source=graph.graph,
         )
-        self._graph_file: Path | None = prefix.with_suffix(".onnx")
-        subject, graph = variant.subject, self._plain.graph
-        if not graph.external_files and model_nbytes(subject.path, graph) > _LARGE_WEIGHTS:
+        self._graph_file: Path | None = trace.with_suffix(".onnx")
+        if not graph.external_files and model_nbytes(variant.subject.path, graph) > _LARGE_WEIGHTS:
             self._graph_file = None
-            self.measured.notes.append("the optimized graph is not known, as the model is over 1 GiB")
-        if rows > 1 and not self._plain.signature.is_batched:
-            because = self._plain.signature.unbatched_because
-            self.measured.notes.append(f"runs have one row, as the model is not batched: {because}")
-        file = None if self._graph_file is None else str(self._graph_file.absolute())
-        self._profiled = self._open(variant, prefix, {"optimized_model_file": file})
-        self._run_plain, self._run_profiled = self._plain.runner(), self._profiled.runner()
+            self.runs.notes.append("the optimized graph is not known, as the model is over 1 GiB")
+        if rows > 1 and not plain.signature.is_batched:
+            because = plain.signature.unbatched_because
+            self.runs.notes.append(f"runs have one row, as the model is not batched: {because}")
+        self._profiled = self._open(trace, self._graph_file)
+        self._runners = [(plain.runner(), self.runs.plain), (self._profiled.runner(), self.runs.profiled)]
 
-    def _open(self, variant: Variant, prefix: Path | None, settings: dict[str, Any]) -> OpenModel:
+    def _open(self, profile_prefix: Path | None, graph_file: Path | None) -> OpenModel:
+        variant = self._variant
         return open_model(
             variant.subject,
             provider=variant.provider,
             threads=variant.threads,
-            settings=variant.settings | settings,
-            profile_prefix=prefix,
+            settings=variant.settings | {"optimized_model_file": graph_file and str(graph_file.absolute())},
+            profile_prefix=profile_prefix,
         )
 
     def most_runs(self, asked: int) -> int:
         """How many runs the profiler can record, at most ``asked``."""
-        placed = count_operators(self._plain.session)
-        nodes = [(op, count) for kinds in placed.values() for op, count in kinds.items()]
-        events = 3 + sum(count for _, count in nodes)
-        if any(op in _REPEATING for op, _ in nodes):  # only a run shows how often
-            events = self._count_events()
+        events = profiler_events(count_operators(self._plain.session))
+        if events is None:
+            first = self._open(self._trace.with_name(f"{self._trace.name}-first"), None)
+            first.runner().run(first.for_model(self._inputs.take(self._rows, 0)))
+            with Path(first.session.end_profiling()).open("rb") as lines:
+                events = sum(1 for _ in lines)
         if events > MOST_EVENTS:
             raise invalid_input(
-                f"{self.measured.variant.subject.path}: expected at most {MOST_EVENTS:,} events of ONNX Runtime's "
-                f"profiler in a run, got {events:,}"
+                f"{self._variant.subject.path}: expected at most {MOST_EVENTS:,} events of ONNX Runtime's profiler in "
+                f"a run, got {events:,}"
             )
         most = max(1, MOST_EVENTS // events - WARM_UP)
         if most < asked:
-            self.measured.notes.append(f"{most} of {asked} runs were made: a run has {events:,} events of the profiler")
+            self.runs.notes.append(f"{most} of {asked} runs were made: a run has {events:,} events of the profiler")
         return min(asked, most)
-
-    def _count_events(self) -> int:
-        prefix = self._prefix.with_name(f"{self._prefix.name}-first")
-        first = self._open(self.measured.variant, prefix, {"optimized_model_file": None})
-        first.runner().run(first.for_model(self._take(0)))
-        with Path(first.session.end_profiling()).open("rb") as lines:
-            return sum(1 for _ in lines)
-
-    def _take(self, number: int) -> Arrays:
-        # Synthetic inputs are the same in all runs, so that runs can be compared.
-        return self._inputs.take(self.measured.rows, number % self.measured.samples)
 
     def run(self, number: int, *, profiled_first: bool) -> None:
         """Make one run with each session. The first ``WARM_UP`` ones are not recorded."""
-        arrays = self._plain.for_model(self._take(number))
-        measured = self.measured
-        pair = [(self._run_plain, measured.plain), (self._run_profiled, measured.profiled)]
-        for runner, times in reversed(pair) if profiled_first else pair:
+        # Synthetic inputs are the same in all runs, so that runs can be compared; samples of a file come in turn.
+        arrays = self._plain.for_model(self._inputs.take(self._rows, number if self._has_samples else 0))
+        for runner, times in self._runners[:: -1 if profiled_first else 1]:
             began_ns, began_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
             try:
                 runner.run(arrays)
             except ORT_ERRORS as error:
-                path = measured.variant.subject.path
-                raise ServeError(ErrorKind.REJECTED_BY_MODEL, f"{path}: {without_paths(str(error))}") from None
+                message = f"{self._variant.subject.path}: {without_paths(str(error))}"
+                raise ServeError(ErrorKind.REJECTED_BY_MODEL, message) from None
             cpu_ns, elapsed_ns = time.thread_time_ns() - began_cpu_ns, time.perf_counter_ns() - began_ns
             if number >= WARM_UP:
                 times.append(RunTime(elapsed_ns, cpu_ns))
 
-    def finish(self) -> Measured:
+    def finish(self) -> Runs:
         """End profiling and read what it wrote."""
-        measured = self.measured
-        measured.trace_file = Path(self._profiled.session.end_profiling())
-        with measured.trace_file.open("rb") as lines:
-            measured.trace = read_trace(lines)
-        del measured.trace.runs[:WARM_UP]
-        if measured.trace.dropped:
-            measured.notes.append(f"the profiler dropped {measured.trace.dropped:,} events: fewer --runs are complete")
-        complete = len(measured.trace.runs)
+        runs = self.runs
+        file = Path(self._profiled.session.end_profiling()).replace(self._trace)
+        with file.open("rb") as lines:
+            runs.trace = read_trace(lines)
+        del runs.trace.runs[:WARM_UP]
+        complete = len(runs.trace.runs)
         if not complete:
-            raise ServeError(
-                ErrorKind.INTERNAL, f"{measured.variant.label}: no run is complete in the profiler's trace"
-            )
-        del measured.plain[complete:], measured.profiled[complete:]
+            raise ServeError(ErrorKind.INTERNAL, f"{runs.label}: no run is complete in the profiler's trace")
+        if complete < len(runs.plain):  # samples differ in how often their loops repeat
+            runs.notes.append(f"the profiler kept {complete} of {len(runs.plain)} runs: fewer --runs are complete")
+            del runs.plain[complete:], runs.profiled[complete:]
         if self._graph_file is not None and self._graph_file.is_file():
             optimized = read_model(self._graph_file)
-            measured.optimized = optimized.graph if optimized.is_readable else None
-        return measured
+            runs.optimized = optimized.graph if optimized.is_readable else None
+        return runs

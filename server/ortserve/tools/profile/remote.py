@@ -1,30 +1,28 @@
 """Profiles of a running server's batches, which it keeps as they run and then runs again itself."""
 
 import http.client
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 import orjson
 
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.tools.profile.balance import Groups, Runs, RunTime
-from ortserve.tools.profile.result import SCHEMA, Batches, ProfileResult
-from ortserve.tools.profile.summary import profile_of
-from ortserve.tools.profile.trace import Trace, read_trace
+from ortserve.tools.profile.result import Batches
+from ortserve.tools.profile.runs import Runs, RunTime
+from ortserve.tools.profile.trace import read_trace
 
-_TRACE_KEY = b',"trace":'
-_LONGEST_RUNS_S = 180.0
+_TRACE_KEY: Final = b',"trace":'
+_LONGEST_RUNS_S: Final = 180.0
 """After the batches were kept, the server runs them for at most 60 s, and opens a session or two."""
 
 
 def profile_server(
     url: str, model: str, *, requests: int, timeout_s: float, key_file: Path | None, keep: Path | None
-) -> tuple[ProfileResult, Runs]:
-    """Have a server profile the batches of a model's next requests.
+) -> tuple[Runs, Batches]:
+    """Let a server profile the batches of a model's next requests.
 
     Args:
         url: Of its HTTP port.
@@ -37,64 +35,48 @@ def profile_server(
     Raises:
         ServeError: The server cannot be reached, is none that profiles, or rejects the call.
     """
-    body = _call(url, model, {"requests": requests, "timeout_s": timeout_s}, key_file, timeout_s + _LONGEST_RUNS_S)
-    head, found, rest = body.partition(_TRACE_KEY)
-    if not found:
-        raise _no_profile(url)
-    trace_bytes = rest.removesuffix(b"}")
-    if keep is not None:
-        keep.write_bytes(trace_bytes)
-    trace = read_trace(trace_bytes.splitlines())
+    asked = {"requests": requests, "timeout_s": timeout_s}
+    status, body = _call(url, model, asked, key_file, timeout_s + _LONGEST_RUNS_S)
     try:
+        if status != http.client.OK:
+            problem = f"{url}: status {status}: {orjson.loads(body)['error']}"
+            raise ServeError(ErrorKind.INTERNAL, problem)
+        head, _, rest = body.partition(_TRACE_KEY)
+        recorded = rest.removesuffix(b"}")
         answer: dict[str, Any] = orjson.loads(head + b"}")
         batches = answer["batches"]
-        del trace.runs[: answer["warm_up_runs"]]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise _no_profile(url) from None
-    if not batches or len(trace.runs) != len(batches):
-        raise ServeError(ErrorKind.INTERNAL, f"{url}: expected {len(batches)} runs in the trace, got {len(trace.runs)}")
-    runs = Runs(
-        [RunTime(batch["plain_ns"], batch["plain_cpu_ns"]) for batch in batches],
-        [RunTime(batch["profiled_ns"], batch["profiled_cpu_ns"]) for batch in batches],
-        trace,
-        _same_work(trace, [batch["rows"] for batch in batches]),
-        answer["intra_op_threads"] == 1,
-    )
-    profile = profile_of(
-        runs,
-        label=model,
-        provider=answer["execution_provider"],
-        threads=answer["intra_op_threads"],
-        settings=answer["settings"],
-        inputs="requests of the server",
-        rows=fmean(batch["rows"] for batch in batches),
-        source=None,
-        optimized=None,
-        notes=[],
-    )
-    server = Batches(
-        url,
-        answer["version"],
-        sum(batch["requests"] for batch in batches),
-        requests,
-        len(batches),
-        fmean(batch["served_ns"] for batch in batches) / 1e6,
-        answer["ended_because"],
-    )
-    return ProfileResult(SCHEMA, profile, server=server), runs
+        runs = Runs(
+            model,
+            answer["execution_provider"],
+            answer["intra_op_threads"],
+            answer["settings"],
+            "requests of the server",
+            fmean(batch["rows"] for batch in batches),
+            [RunTime(batch["plain_ns"], batch["plain_cpu_ns"]) for batch in batches],
+            [RunTime(batch["profiled_ns"], batch["profiled_cpu_ns"]) for batch in batches],
+            read_trace(recorded.splitlines()),
+        )
+        del runs.trace.runs[: answer["warm_up_runs"]]
+        summary = Batches(
+            answer["version"],
+            sum(batch["requests"] for batch in batches),
+            requests,
+            len(batches),
+            fmean(batch["served_ns"] for batch in batches) / 1e6,
+            answer["ended_because"],
+        )
+    except (ValueError, KeyError, TypeError):
+        problem = f"{url}: expected an ortserve with the option profiling, got another server"
+        raise ServeError(ErrorKind.UNSUPPORTED, problem) from None
+    found = len(runs.trace.runs)
+    if found != len(batches):
+        raise ServeError(ErrorKind.INTERNAL, f"{url}: expected {len(batches)} runs in the trace, got {found}")
+    if keep is not None:
+        keep.write_bytes(recorded)
+    return runs, summary
 
 
-def _same_work(trace: Trace, rows: Sequence[int]) -> Groups:
-    """Batches with equal shapes do the same work, unless inner graphs decide by values how much there is."""
-    groups: dict[object, list[int]] = {}
-    for position, run in enumerate(trace.runs):
-        nests = any(call.depth for call in run.calls)
-        key = position if nests else tuple(call.node for call in run.calls)  # nodes differ by their shapes
-        groups.setdefault((rows[position], key), []).append(position)
-    return list(groups.values())
-
-
-def _call(url: str, model: str, document: dict[str, Any], key_file: Path | None, timeout_s: float) -> bytes:
+def _call(url: str, model: str, document: dict[str, Any], key_file: Path | None, timeout_s: float) -> tuple[int, bytes]:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise invalid_input(f"{url}: expected the URL of the server's HTTP port, such as http://127.0.0.1:8000")
@@ -108,26 +90,14 @@ def _call(url: str, model: str, document: dict[str, Any], key_file: Path | None,
         key = next((line.strip() for line in lines if line.strip() and not line.startswith("#")), "")
         headers["authorization"] = f"Bearer {key}"
     name, _, version = model.partition("/")
-    path = f"/v2/models/{quote(name, safe='')}{f'/versions/{version}' if version else ''}/profile"
+    path = (
+        f"{parts.path.rstrip('/')}/v2/models/{quote(name, safe='')}{f'/versions/{version}' if version else ''}/profile"
+    )
     try:
         with closing(connect(parts.hostname, parts.port, timeout=timeout_s)) as connection:
-            connection.request("POST", parts.path.rstrip("/") + path, orjson.dumps(document), headers)
+            connection.request("POST", path, orjson.dumps(document), headers)
             response = connection.getresponse()
-            status, body = response.status, response.read()
+            return response.status, response.read()
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ServeError(
-            ErrorKind.NOT_READY, f"{url}: no answer from a server: {error or type(error).__name__}"
-        ) from None
-    if status == http.client.OK:
-        return body
-    try:
-        problem = str(orjson.loads(body)["error"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise _no_profile(url) from None
-    raise ServeError(ErrorKind.INTERNAL, f"{url}: status {status}: {problem}")
-
-
-def _no_profile(url: str) -> ServeError:
-    return ServeError(
-        ErrorKind.UNSUPPORTED, f"{url}: expected an ortserve with the option profiling, got another server"
-    )
+        problem = str(error) or type(error).__name__
+        raise ServeError(ErrorKind.NOT_READY, f"{url}: no answer from a server: {problem}") from None

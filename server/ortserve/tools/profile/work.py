@@ -39,9 +39,6 @@ class Work:
     nbytes: int | None
 
 
-_Count: TypeAlias = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Attribute]], int]
-
-
 def find_work(traced: TracedNode, node: Node | None, constants: Mapping[str, Tensor]) -> Work:
     """The work of a node.
 
@@ -50,113 +47,96 @@ def find_work(traced: TracedNode, node: Node | None, constants: Mapping[str, Ten
         node: The node of the optimized graph; None if unknown. Then weights that a kernel has prepacked are unknown.
         constants: Of the optimized graph.
     """
-    inputs = all_inputs(traced, node, constants)
-    try:
-        count = _COUNTS.get(traced.op)
-        operations = count(inputs, traced.outputs, node.attributes if node else {}) if count else None
-    except (IndexError, ZeroDivisionError):  # an input is unknown
-        operations = None
+    inputs = list(traced.inputs) if node is None else _all_inputs(traced, node, constants)
+    operations = None
+    if (count := _COUNTS.get(traced.op)) is not None:
+        try:
+            read, made = [dims for _, dims in inputs], traced.outputs[0][1]
+            operations = count(read, made, node.attributes if node else {})
+        except (IndexError, ValueError):  # an input is unknown, or prepacked in another shape
+            pass
     return Work(operations, _count_bytes(traced, inputs))
 
 
-def all_inputs(traced: TracedNode, node: Node | None, constants: Mapping[str, Tensor]) -> list[Shape]:
+def _all_inputs(traced: TracedNode, node: Node, constants: Mapping[str, Tensor]) -> list[Shape]:
     """The shapes of all inputs in their order, with those that the trace leaves out because they are prepacked."""
-    if node is None:
-        return list(traced.inputs)
-    traced_inputs = list(traced.inputs)
-    missing = sum(name != "" for name in node.inputs) - len(traced_inputs)
+    seen = list(traced.inputs)
+    missing = sum(name != "" for name in node.inputs) - len(seen)
     found: list[Shape] = []
-    for name in node.inputs:
+    for name in filter(None, node.inputs):
         tensor = constants.get(name)
-        if tensor is None or tensor.dims is None:
-            if name and traced_inputs:
-                found.append(traced_inputs.pop(0))
-            continue
-        shape = (_ELEMENT_TYPES.get(tensor.dtype, ""), tensor.dims)
-        if traced_inputs and (missing <= 0 or traced_inputs[0] == shape):
-            found.append(traced_inputs.pop(0))
-        else:
-            found.append(shape)
-            missing -= 1
+        if tensor is not None and tensor.dims is not None:
+            shape = (_ELEMENT_TYPES.get(tensor.dtype, ""), tensor.dims)
+            if missing > 0 and seen[:1] != [shape]:
+                found.append(shape)
+                missing -= 1
+                continue
+        found += seen[:1]
+        del seen[:1]
     return found
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """The size of a constant; 0 if unknown."""
-    return _ITEM_BYTES.get(_ELEMENT_TYPES.get(tensor.dtype, ""), 0) * (0 if tensor.dims is None else prod(tensor.dims))
 
 
 def _count_bytes(traced: TracedNode, inputs: Sequence[Shape]) -> int | None:
     if traced.op in _MOVES_NOTHING or not traced.outputs:
         return None
-    shapes = [*traced.outputs, *(traced.outputs[:1] + tuple(inputs[1:]) if traced.op in _READS_ROWS else inputs)]
-    sizes: list[int] = [_ITEM_BYTES.get(dtype, 0) * prod(dims) for dtype, dims in shapes]
-    known = all(dtype in _ITEM_BYTES for dtype, _ in shapes)
-    nbytes = sum(sizes)
-    return nbytes if known and nbytes else None
+    read = [traced.outputs[0], *inputs[1:]] if traced.op in _READS_ROWS else inputs
+    shapes = [*traced.outputs, *read]
+    if not all(dtype in _ITEM_BYTES for dtype, _ in shapes):
+        return None
+    return sum(_ITEM_BYTES[dtype] * prod(dims) for dtype, dims in shapes) or None
 
 
-def _matmul(inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Attribute]) -> int:
+_Dims: TypeAlias = tuple[int, ...]
+_Count: TypeAlias = Callable[[Sequence[_Dims], _Dims, Mapping[str, Attribute]], int]
+"""Operations by the shapes of the inputs, of the first output, and the attributes."""
+
+
+def _matmul(read: Sequence[_Dims], made: _Dims, attributes: Mapping[str, Attribute]) -> int:
     """Each output element takes as many products as the first input has columns."""
-    dims = inputs[0][1]
-    inner = dims[-2] if attributes.get("transA") and len(dims) > 1 else dims[-1]
-    return 2 * prod(outputs[0][1]) * inner
+    is_transposed = attributes.get("transA") and len(read[0]) > 1
+    return 2 * prod(made) * read[0][-2 if is_transposed else -1]
 
 
-def _convolution(inputs: Sequence[Shape], outputs: Sequence[Shape], _: Mapping[str, Attribute], weight: int = 1) -> int:
+def _convolution(weight: int) -> _Count:
     """Weights are [out, in per group, kernel…]; blocked layouts keep the order of these axes."""
-    return 2 * prod(outputs[0][1]) * prod(inputs[weight][1][1:])
+    return lambda read, made, _: 2 * prod(made) * prod(read[weight][1:])
 
 
-def _quantized_convolution(
-    inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Attribute]
-) -> int:
-    return _convolution(inputs, outputs, attributes, weight=3)
-
-
-def _transposed_convolution(inputs: Sequence[Shape], _: Sequence[Shape], __: Mapping[str, Attribute]) -> int:
-    return 2 * prod(inputs[0][1]) * prod(inputs[1][1][1:])
+def _transposed_convolution(read: Sequence[_Dims], made: _Dims, _: Mapping[str, Attribute]) -> int:
+    return 2 * prod(read[0]) * prod(read[1][1:])
 
 
 def _recurrent(gates: int) -> _Count:
-    def count(inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Attribute]) -> int:
-        length, batch, _ = inputs[0][1]
-        directions, rows, width = inputs[1][1]
-        if rows % gates:  # prepacked in another layout
-            raise IndexError
+    def count(read: Sequence[_Dims], made: _Dims, _: Mapping[str, Attribute]) -> int:
+        (length, batch, _width), (directions, rows, width) = read[0], read[1]
+        if rows % gates:
+            raise ValueError("prepacked in another layout")
         return 2 * length * batch * directions * rows * (width + rows // gates)
 
     return count
 
 
-def _attention(inputs: Sequence[Shape], outputs: Sequence[Shape], _: Mapping[str, Attribute]) -> int:
+def _attention(read: Sequence[_Dims], made: _Dims, _: Mapping[str, Attribute]) -> int:
     """``Attention`` of com.microsoft: three projections by one weight, then scores and their sum of values."""
-    batch, length, width = inputs[0][1]
-    projected = inputs[1][1][-1]
-    return 2 * batch * length * width * projected + 4 * batch * length * length * outputs[0][1][-1]
+    batch, length, width = read[0]
+    return 2 * batch * length * width * read[1][-1] + 4 * batch * length * length * made[-1]
 
 
-def _multi_head_attention(inputs: Sequence[Shape], outputs: Sequence[Shape], _: Mapping[str, Attribute]) -> int:
+def _multi_head_attention(read: Sequence[_Dims], made: _Dims, _: Mapping[str, Attribute]) -> int:
     """Without projections, which are other nodes."""
-    key_length = inputs[1][1][-2]
-    return 4 * prod(outputs[0][1]) * key_length
-
-
-def _blocked_weights(inputs: Sequence[Shape], outputs: Sequence[Shape], attributes: Mapping[str, Attribute]) -> int:
-    return 2 * prod(outputs[0][1]) * inputs[0][1][-1]
+    return 4 * prod(made) * read[1][-2]
 
 
 _COUNTS: Final[Mapping[str, _Count]] = {
     **dict.fromkeys(
         (
             "MatMul", "Gemm", "FusedMatMul", "FusedGemm", "TransposeMatMul", "FusedMatMulActivation", "MatMulInteger",
-            "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm", "GemmFloat8",
+            "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm", "GemmFloat8", "MatMulNBits",
         ),
         _matmul,
     ),
-    "MatMulNBits": _blocked_weights,
-    **dict.fromkeys(("Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvInteger"), _convolution),
-    "QLinearConv": _quantized_convolution,
+    **dict.fromkeys(("Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvInteger"), _convolution(weight=1)),
+    "QLinearConv": _convolution(weight=3),
     "ConvTranspose": _transposed_convolution,
     "LSTM": _recurrent(4),
     "DynamicQuantizeLSTM": _recurrent(4),

@@ -7,10 +7,10 @@ import pytest
 
 from ort_traces import flat_run, trace_file
 from ortserve.tools.page import render_page
-from ortserve.tools.profile.balance import Runs, RunTime, middle_run
 from ortserve.tools.profile.drawing import flame_view, tree_map
 from ortserve.tools.profile.presentation import report
-from ortserve.tools.profile.result import SCHEMA, NodeCost, Profile, ProfileResult
+from ortserve.tools.profile.result import NodeCost, Profile, ProfileResult
+from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.summary import profile_of
 from ortserve.tools.profile.trace import read_trace
 
@@ -18,22 +18,11 @@ from ortserve.tools.profile.trace import read_trace
 def runs() -> Runs:
     lines = [line for number in range(4) for line in flat_run(number * 10_000, 300, 100)]
     times = [RunTime(500_000, 500_000)] * 4
-    return Runs(times, times, read_trace(trace_file(*lines)), [range(4)])
+    return Runs("m", "p", 1, {}, "", 1, times, times, read_trace(trace_file(*lines)))
 
 
 def profile() -> Profile:
-    return profile_of(
-        runs(),
-        label="m",
-        provider="p",
-        threads=1,
-        settings={},
-        inputs="",
-        rows=1,
-        source=None,
-        optimized=None,
-        notes=[],
-    )
+    return profile_of(runs())
 
 
 def boxes(svg: str) -> list[tuple[float, float, float, float]]:
@@ -62,7 +51,7 @@ def test_tree_map_takes_any_name_and_no_time() -> None:
 
 def test_flame_view_is_to_scale() -> None:
     held = runs()
-    svg = flame_view(held.trace, middle_run(held))
+    svg = flame_view(held.trace, held.quiet_run)
 
     (whole, first, second) = boxes(svg)
     assert first[2] / second[2] == pytest.approx(3, rel=0.01)
@@ -71,7 +60,7 @@ def test_flame_view_is_to_scale() -> None:
 
 def test_page_of_thousands_of_nodes_stays_small() -> None:
     many = [node(f"{'long/' * 40}{number}", 1.0) for number in range(5000)]
-    page = render_page(report(ProfileResult(SCHEMA, replace(profile(), nodes=many))))
+    page = render_page(report(ProfileResult(profile=replace(profile(), nodes=many))))
 
     assert page.count("<tr>") > 5000
     assert "4,600 more nodes" in page
