@@ -2,10 +2,9 @@
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import onnxruntime as ort
 
@@ -17,16 +16,14 @@ from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
 from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors, read_file
-from ortserve.tools.inspect.findings import Evidence, find_all
+from ortserve.tools.inspect.findings import LEVELS, Evidence, find_all
 from ortserve.tools.inspect.memory import FIRST_SIZES, describe_memory, measure_memory
-from ortserve.tools.inspect.placement import Optimized, describe_placement, open_optimized, place, providers_here
+from ortserve.tools.inspect.placement import describe_placement, open_optimized, place, providers_here
 from ortserve.tools.inspect.presentation import present
-from ortserve.tools.inspect.replay import Serving, has_cpu_fusions, known_replay, predict_replay
-from ortserve.tools.inspect.result import InspectResult, Memory, Replay
-from ortserve.tools.inspect.rows import Loaded, load_and_try, with_captures
+from ortserve.tools.inspect.replay import Serving, judge_replay, predict_replay, with_captures
+from ortserve.tools.inspect.result import Figure, InspectResult, Memory
+from ortserve.tools.inspect.rows import load_and_try
 from ortserve.tools.subject import Subject, find_model
-
-_LEVELS: Final = ("problem", "warning", "advice")
 
 
 def build_parser() -> ToolParser:
@@ -51,7 +48,7 @@ def build_parser() -> ToolParser:
         "--seconds", type=_seconds, default=30.0, metavar="30", help="Longest time for the runs that measure memory."
     )
     parser.add_argument(
-        "--fail-on", choices=_LEVELS, metavar="LEVEL", help="Exit with 1 for findings of this level or a worse one: "
+        "--fail-on", choices=LEVELS, metavar="LEVEL", help="Exit with 1 for findings of this level or a worse one: "
         "problem, warning, advice."
     )  # fmt: skip
     return parser
@@ -72,66 +69,60 @@ def inspect(arguments: argparse.Namespace) -> Outcome:
     Raises:
         ServeError: The file is no model, is incomplete, or ONNX Runtime refuses it.
     """
-    subject = _with_providers(find_model(arguments.model), arguments.provider)
-    options = subject.options
     with progress("reading the model") as step:
-        model = read_file(subject.path)
-        content = describe_content(subject.path, model)
-        step(0, "opening the model on the CPU")
-        opened, graph = open_optimized(subject, "cpu")
-        if arguments.inputs is not None:
-            read_inputs(arguments.inputs, opened.signature)
-        here = Optimized(describe_placement(opened, graph), graph)
-        signature = opened.signature
-        wanted = [full_name(wish) for wish in options.execution_providers]
-        placed = {CPU: here}
-        for name in providers_here(wanted):
-            if name != CPU:
-                step(0, f"opening the model on {name}")
-                placed[name] = place(subject, name)
-        simplified = graph if graph.is_readable else model
-        if has_cpu_fusions(graph):
-            simplified = open_optimized(subject, "cpu", level="basic")[1]
-        alone_because = signature.unbatched_because or opened.rows.known_dependence or ""
-        serving = Serving(model, signature, options.session, alone_because)
-        loaded, rows, memory = None, None, None
-        del opened
-        if not arguments.no_run:
-            loaded = load_and_try(subject, step, captures=CUDA in placed and not placed[CUDA].placement.problem)
-            rows = loaded.rows
-            if rows.verdict == "alone":
-                serving = replace(serving, alone_because=rows.because)
-            memory = _memory(arguments, here.graph if graph.is_readable else model, signature.is_batched, step)
-    replay = _replay(placed, serving, simplified, loaded)
-    evidence = Evidence(
-        str(subject.path),
-        model,
-        content,
-        graph if graph.is_readable else model,
-        simplified,
-        options.session.graph_optimization,
-        [one.placement for one in placed.values()],
-        rows,
-        wanted,
-    )
-    result = InspectResult(
+        result = _inspect(arguments, step)
+    limit = LEVELS.index(arguments.fail_on) if arguments.fail_on else -1
+    is_bad = any(LEVELS.index(finding.level) <= limit for finding in result.findings)
+    return Outcome(result, present(result), FAILED if is_bad else OK)
+
+
+def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
+    subject = _with_providers(find_model(arguments.model), arguments.provider)
+    wishes = [full_name(name) for name in subject.options.execution_providers]
+    model = read_file(subject.path)
+    step(0, "opening the model on the CPU")
+    opened, optimized = open_optimized(subject, "cpu")
+    signature = opened.signature
+    if arguments.inputs is not None:
+        read_inputs(arguments.inputs, signature)
+    content = describe_content(subject.path, model, opened.session)
+    placed = {CPU: (describe_placement(opened, optimized), optimized)}
+    alone_because = signature.unbatched_because or opened.rows.known_dependence or ""
+    del opened  # its weights take memory
+    _, simplified = open_optimized(subject, "cpu", level="basic")
+    for name in providers_here(wishes):
+        if name != CPU:
+            step(0, f"opening the model on {name}")
+            placed[name] = place(subject, name)
+    rows, memory, loaded = None, None, None
+    has_cuda = CUDA in placed and not placed[CUDA][0].problem
+    if not arguments.no_run:
+        rows, loaded = load_and_try(subject, step, captures=has_cuda)
+        alone_because = rows.because if rows.verdict == "alone" else alone_because
+        memory = _memory(arguments, subject, optimized.model, signature.is_batched, step)
+    serving = Serving(model, signature, subject.options.session, alone_because)
+    if has_cuda:
+        on_cuda, graph = placed[CUDA]
+        replay = judge_replay(serving, on_cuda, graph.model)
+        replay = with_captures(replay, loaded) if loaded is not None else replay
+    else:
+        replay = predict_replay(serving, simplified.model)
+    placement = [one for one, _ in placed.values()]
+    level = subject.options.session.graph_optimization
+    evidence = Evidence(str(subject.path), model, content, optimized, simplified, level, placement, rows, wishes)
+    return InspectResult(
         model=subject.name,
         path=str(subject.path),
         runtime=ort.__version__,
         content=content,
         inputs=describe_tensors(signature.inputs),
         outputs=describe_tensors(signature.outputs),
-        placement=[one.placement for one in placed.values()],
+        placement=placement,
         rows=rows,
-        replay=[replay],
+        replay=replay,
         memory=memory,
         findings=find_all(evidence),
     )
-    limit = arguments.fail_on
-    is_bad = limit is not None and any(
-        _LEVELS.index(finding.level) <= _LEVELS.index(limit) for finding in result.findings
-    )
-    return Outcome(result, present(result), FAILED if is_bad else OK)
 
 
 def _with_providers(subject: Subject, names: Sequence[str]) -> Subject:
@@ -142,26 +133,17 @@ def _with_providers(subject: Subject, names: Sequence[str]) -> Subject:
     return replace(subject, options=options)
 
 
-def _replay(placed: Mapping[str, Optimized], serving: Serving, simplified: Model, loaded: Loaded | None) -> Replay:
-    usable = placed.get(CUDA)
-    if usable is None or usable.placement.problem:
-        return predict_replay(serving, simplified)
-    replay = known_replay(serving, CUDA, usable.placement.operators, usable.graph)
-    return with_captures(replay, loaded) if loaded is not None else replay
-
-
-def _memory(arguments: argparse.Namespace, graph: Model, is_batched: bool, step: Step) -> Memory:
+def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, is_batched: bool, step: Step) -> Memory:
     shown: tuple[int, ...] = arguments.batch if is_batched else (1,)
     sizes = sorted({*shown, *(FIRST_SIZES if is_batched else ())})
     weights = sum(one.nbytes for one in count_weights(graph))
     step(0, "measuring memory in another process")
     try:
-        measured = measure_memory(arguments.model, arguments.inputs, sizes, arguments.seconds)
+        return describe_memory(measure_memory(subject, arguments.inputs, sizes, arguments.seconds), weights, shown)
     except ServeError as error:
         if arguments.inputs is not None:
             raise
-        return Memory(weights, None, None, [], "", 0, error.message)
-    return describe_memory(measured, weights, shown)
+        return Memory(Figure(weights, None), [], "", 0, error.message)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

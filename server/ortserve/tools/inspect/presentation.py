@@ -1,25 +1,29 @@
 """The result of ``ortserve inspect`` for people."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Final
 
-from ortserve.tools.inspect.result import InspectResult, Memory, Replay, TensorInfo
+from ortserve.tools.inspect.result import Figure, InspectResult, Memory, Placement, Replay
 from ortserve.tools.pictures import chart
-from ortserve.tools.report import Block, Cell, Facts, Findings, Picture, Report, Table, bytes_text
+from ortserve.tools.report import (
+    Block,
+    Cell,
+    Facts,
+    Findings,
+    Picture,
+    Report,
+    Table,
+    bytes_text,
+    facts_of,
+    table_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_ROWS: Final = 20
-_CONDITIONS: Final = {
-    "no_control_flow": "every run has the same nodes",
-    "one_provider": "all nodes but shapes on one provider",
-    "no_strings": "tensors of numbers only",
-    "shapes_follow_from_rows": "the number of rows fixes all shapes",
-    "no_shapes_from_values": "no shapes from values",
-    "no_copies": "no copies between providers",
-    "memory_stays": "memory stays at its addresses",
-}
 
 
 def present(result: InspectResult) -> Report:
@@ -28,143 +32,69 @@ def present(result: InspectResult) -> Report:
 
 
 def _blocks(result: InspectResult) -> Iterator[Block]:
-    content = result.content
     yield Findings(result.findings)
-    yield Facts(
-        "Content",
-        {
-            "file": bytes_text(content.nbytes),
-            "external data": ", ".join(f"{one.name} ({bytes_text(one.nbytes)})" for one in content.external_files)
-            or "none",
-            "producer": content.producer or None,
-            "format, opsets": ", ".join(
-                [f"IR {content.ir_version}", *(f"{domain} {version}" for domain, version in content.opsets.items())]
-            ),
-            "nodes": content.nodes,
-            "functions": content.functions,
-            "parameters": content.parameters,
-            "weights": bytes_text(content.weights_nbytes),
-            "free dimensions": "; ".join(f"{name}: {', '.join(axes)}" for name, axes in content.free_dimensions.items())
-            or "none",
-            "ONNX Runtime": result.runtime,
-        },
-    )
+    yield facts_of("Content", result.content, without=("operators", "weights"))
+    for title, tensors in (("Inputs", result.inputs), ("Outputs", result.outputs)):
+        if tensors:
+            yield table_of(title, tensors, most_rows=_MOST_ROWS)
+    yield _counts("Operators in the file", result.content.operators)
+    if result.content.weights:
+        yield table_of("Weights", result.content.weights)
     yield Table(
-        "Inputs and outputs",
-        ["", "name", "datatype", "shape", "rows on axis"],
-        [_tensor("input", one) for one in result.inputs] + [_tensor("output", one) for one in result.outputs],
-        most_rows=_MOST_ROWS,
+        f"Execution providers of ONNX Runtime {result.runtime}",
+        ["provider", "takes nodes", "left to others", "copies", "nodes after fusions"],
+        [_placement(one) for one in result.placement],
+        note="Nodes as sessions report them: after simplification, before fusions.",
     )
-    yield Table(
-        "Operators in the file",
-        ["operator", "domain", "nodes"],
-        [[one.operator, one.domain, one.nodes] for one in content.operators],
-        most_rows=_MOST_ROWS,
-    )
-    if content.weights:
-        yield Table(
-            "Weights",
-            ["type", "tensors", "parameters", "size"],
-            [[one.datatype, one.tensors, one.parameters, bytes_text(one.nbytes)] for one in content.weights],
-        )
-    yield _placement(result)
     for one in result.placement:
         if one.fused:
-            title = f"Operators that run on {one.provider}, after fusions"
-            yield Table(
-                title, ["operator", "nodes"], [[name, count] for name, count in one.fused.items()], most_rows=_MOST_ROWS
-            )
+            yield _counts(f"Operators that run on {one.provider}, after fusions", one.fused)
     if result.rows is not None:
-        rows = result.rows
-        yield Facts(
-            "Rows of a batch",
-            {
-                "verdict": rows.verdict,
-                "because": rows.because,
-                "trial here": rows.tried or "none",
-                "drift": None if rows.drift is None else f"{rows.drift:.1e}",
-                "worthwhile batch": rows.max_rows,
-                "event loop": f"no runs: {rows.event_loop}" if rows.event_loop else "short runs",
-            },
-        )
-    for replay in result.replay:
-        yield _replay(replay)
+        yield facts_of("Rows of a batch", result.rows)
+    yield _replay(result.replay)
     if result.memory is not None:
         yield from _memory(result.memory)
 
 
-def _tensor(role: str, one: TensorInfo) -> list[Cell]:
-    shape = "any" if one.shape is None else "[" + ", ".join(map(str, one.shape)) + "]"
-    rows = "none" if one.batch_axis is None else str(one.batch_axis)
-    return [role, one.name, one.datatype, shape, f"{rows}, optional" if one.is_optional else rows]
+def _counts(title: str, operators: dict[str, int]) -> Table:
+    return Table(title, ["operator", "nodes"], list(operators.items()), most_rows=_MOST_ROWS)
 
 
-def _placement(result: InspectResult) -> Table:
-    rows: list[list[Cell]] = [
-        [
-            one.provider,
-            one.problem or _counts(one.nodes),
-            one.elsewhere or ("none" if not one.problem else None),
-            len(one.copies) if one.copies is not None else None,
-            sum(one.fused.values()) if one.fused is not None else None,
-        ]
-        for one in result.placement
+def _placement(one: Placement) -> list[Cell]:
+    if one.problem:
+        return [one.provider, one.problem, None, None, None]
+    taken = ", ".join(f"{name}: {count}" for name, count in one.nodes.items())
+    copies = None if one.copies is None else len(one.copies)
+    return [
+        one.provider,
+        taken,
+        one.elsewhere or "none",
+        copies,
+        None if one.fused is None else sum(one.fused.values()),
     ]
-    return Table(
-        "Execution providers",
-        ["provider", "takes nodes", "left to others", "copies", "nodes after fusions"],
-        rows,
-        note="Nodes as sessions report them: after simplification, before fusions.",
-    )
-
-
-def _counts(nodes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in nodes.items())
 
 
 def _replay(replay: Replay) -> Table:
     source = {
-        "graph": "predicted from the graph and the list of CUDA kernels: CUDA is not here",
-        "session": "from the placement of a session here; no graph was captured",
-        "capture": f"captured and replayed here: batches of {', '.join(map(str, replay.captured)) or 'no'} rows",
+        "graph": "Predicted from the graph and the list of CUDA kernels: CUDA is not here",
+        "session": "From the placement of a session here; no graph was captured",
+        "capture": f"Captured and replayed here: batches of {', '.join(map(str, replay.captured)) or 'no'} rows",
     }[replay.source]
-    return Table(
-        f"CUDA graphs: {'possible' if replay.possible else 'not possible'}",
-        ["condition", "holds", "because", "nodes"],
-        [
-            [_CONDITIONS[one.name], "yes" if one.holds else "no", one.because, ", ".join(one.nodes)]
-            for one in replay.conditions
-        ],
-        note=f"{source}{f'; {replay.because}' if replay.because else ''}",
-    )
+    note = f"{source}{f'; {replay.because}' if replay.because else ''}."
+    return table_of(f"CUDA graphs: {'possible' if replay.possible else 'not possible'}", replay.conditions, note=note)
 
 
 def _memory(memory: Memory) -> Iterator[Block]:
-    facts: dict[str, Cell] = {"weights, predicted": bytes_text(memory.weights)}
-    if memory.weights_measured is not None and memory.opening_peak is not None:
-        facts |= {
-            "weights, measured": bytes_text(memory.weights_measured),
-            "peak while opening": bytes_text(memory.opening_peak),
-            "inputs": memory.inputs,
-            "threads": memory.threads,
-        }
-    if memory.problem:
-        facts["not measured"] = memory.problem
-    yield Facts("Memory", facts)
+    weights = {
+        "weights, predicted": _size(memory.weights.predicted),
+        "weights, measured": _size(memory.weights.measured),
+    }
+    ran = {"inputs": memory.inputs or None, "threads": memory.threads or None, "not measured": memory.problem or None}
+    yield Facts("Memory", weights | ran)
     if not memory.batches:
         return
-    columns = ["rows", "activations", "measured", "arena", "measured", "process", "measured"]
-    cells: list[list[Cell]] = [
-        [
-            one.rows,
-            *(
-                None if nbytes is None else bytes_text(nbytes)
-                for nbytes in (
-                    *(one.activations, one.activations_measured, one.arena, one.arena_measured),
-                    *(one.process, one.process_measured),
-                )
-            ),
-        ]
+    rows = [
+        [one.rows, *(_size(each) for figure in (one.activations, one.arena, one.process) for each in astuple(figure))]
         for one in memory.batches
     ]
     note = (
@@ -172,20 +102,27 @@ def _memory(memory: Memory) -> Iterator[Block]:
         "doubling its extensions; the process includes the weights. Measured in another process, by ONNX Runtime's "
         "profile (activations: peak use of the arena without weights) and by the memory that only this process has."
     )
-    yield Table("Memory by batch size", columns, cells, note=note)
+    columns = ["rows", "activations", "measured", "arena", "measured", "process", "measured"]
+    yield Table("Memory by batch size", columns, rows, note)
     if len(memory.batches) > 1:
         yield Picture("Memory by batch size", chart(lambda axes: _draw(axes, memory), name="memory"))
 
 
+def _size(nbytes: int | None) -> Cell:
+    return None if nbytes is None else bytes_text(nbytes)
+
+
 def _draw(axes: "Axes", memory: Memory) -> None:
-    mib = 1024**2
+    def mib(nbytes: int | None) -> float:
+        return math.nan if nbytes is None else nbytes / 1024**2
+
     rows = [one.rows for one in memory.batches]
-    axes.plot(rows, [one.process / mib for one in memory.batches], "-", label="process, predicted")
-    known = [(one.rows, one.process_measured / mib) for one in memory.batches if one.process_measured is not None]
-    axes.plot([x for x, _ in known], [y for _, y in known], "o", label="process, measured")
-    if all(one.activations is not None for one in memory.batches):
-        axes.plot(rows, [(one.activations or 0) / mib for one in memory.batches], "-", label="activations, predicted")
-    axes.axhline(memory.weights / mib, linestyle=":", color="gray", label="weights")
+    for name in ("activations", "process"):
+        figures: list[Figure] = [getattr(one, name) for one in memory.batches]
+        (line,) = axes.plot(rows, [mib(one.predicted) for one in figures], "-", label=f"{name}, predicted")
+        measured = [mib(one.measured) for one in figures]
+        axes.plot(rows, measured, "o", color=line.get_color(), label=f"{name}, measured")
+    axes.axhline(mib(memory.weights.predicted), linestyle=":", color="gray", label="weights")
     axes.set_xlabel("rows")
     axes.set_ylabel("MiB")
     axes.legend()

@@ -143,7 +143,7 @@ def test_weights_that_are_inputs_are_found_and_the_command_mends_them(tmp_path: 
     path = patterns.dense(tmp_path / "m.onnx", is_input=True)
 
     found = findings(path)["initializers_as_inputs"]
-    assert "1 weight can be replaced by requests, because they are inputs, too: w" in found.seen
+    assert "1 weight that requests can replace, because they are inputs, too: w" in found.seen
     _, *arguments = shlex.split(found.remedy)
     subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=60)
 
