@@ -12,7 +12,6 @@ INT32: Final = 6
 INT64: Final = 7
 STRING: Final = 8
 BOOL: Final = 9
-FLOAT16: Final = 10
 DOUBLE: Final = 11
 BFLOAT16: Final = 16
 INTEGERS: Final = frozenset({2, 3, 4, 5, 6, 7, 12, 13, 21, 22})

@@ -108,20 +108,18 @@ def cell_text(cell: Cell) -> str:
     return number_text(cell) if isinstance(cell, float) else cell
 
 
-def facts_of(title: str, record: Any, without: Sequence[str] = ()) -> Facts:
-    """The fields of a dataclass."""
-    return Facts(title, {_label(name): _cell(name, value) for name, value in _fields(record, without)})
+def facts_of(title: str, record: Any, *, without: Sequence[str] = ()) -> Facts:
+    """The fields of a dataclass, but some."""
+    values = {one.name: getattr(record, one.name) for one in fields(record) if one.name not in without}
+    return Facts(title, {_label(name): _cell(name, value) for name, value in values.items()})
 
 
-def table_of(title: str, records: Sequence[Any], *, most_rows: int | None = None, note: str = "") -> Table:
-    """A row per dataclass with a column per field. There is at least one."""
-    columns = [_label(name) for name, _ in _fields(records[0])]
-    rows = [[_cell(name, value) for name, value in _fields(record)] for record in records]
-    return Table(title, columns, rows, note, most_rows)
-
-
-def _fields(record: Any, without: Sequence[str] = ()) -> list[tuple[str, Any]]:
-    return [(one.name, getattr(record, one.name)) for one in fields(record) if one.name not in without]
+def table_of(
+    title: str, records: Sequence[Any], *, without: Sequence[str] = (), most_rows: int | None = None, note: str = ""
+) -> Table:
+    """A row per dataclass with a column per field, but some."""
+    rows = [facts_of(title, record, without=without).entries for record in records]
+    return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], note, most_rows)
 
 
 def _label(name: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
+from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import full_name
 from ortserve.errors import ServeError
@@ -15,13 +16,13 @@ from ortserve.model_file.graph import Model
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
-from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors, read_file
+from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors
 from ortserve.tools.inspect.findings import LEVELS, Evidence, find_all
-from ortserve.tools.inspect.memory import FIRST_SIZES, describe_memory, measure_memory
+from ortserve.tools.inspect.memory import measure_memory
 from ortserve.tools.inspect.placement import describe_placement, open_optimized, place, providers_here
 from ortserve.tools.inspect.presentation import present
-from ortserve.tools.inspect.replay import Serving, judge_replay, predict_replay, with_captures
-from ortserve.tools.inspect.result import Figure, InspectResult, Memory
+from ortserve.tools.inspect.replay import judge_replay, predict_replay, with_captures
+from ortserve.tools.inspect.result import InspectResult, Memory
 from ortserve.tools.inspect.rows import load_and_try
 from ortserve.tools.subject import Subject, find_model
 
@@ -45,7 +46,7 @@ def build_parser() -> ToolParser:
         "--no-run", action="store_true", help="Only read and open the model: no trial of rows, no measured memory."
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=30.0, metavar="30", help="Longest time for the runs that measure memory."
+        "--seconds", type=float, default=30.0, metavar="30", help="Longest time for the runs that measure memory."
     )
     parser.add_argument(
         "--fail-on", choices=LEVELS, metavar="LEVEL", help="Exit with 1 for findings of this level or a worse one: "
@@ -78,50 +79,50 @@ def inspect(arguments: argparse.Namespace) -> Outcome:
 
 def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
     subject = _with_providers(find_model(arguments.model), arguments.provider)
-    wishes = [full_name(name) for name in subject.options.execution_providers]
-    model = read_file(subject.path)
+    settings = subject.options.session
     step(0, "opening the model on the CPU")
     opened, optimized = open_optimized(subject, "cpu")
-    signature = opened.signature
+    model, signature = opened.graph, opened.signature
     if arguments.inputs is not None:
         read_inputs(arguments.inputs, signature)
-    content = describe_content(subject.path, model, opened.session)
+    content = describe_content(opened)
     placed = {CPU: (describe_placement(opened, optimized), optimized)}
-    alone_because = signature.unbatched_because or opened.rows.known_dependence or ""
+    alone_because = signature.unbatched_because or opened.rows.known_dependence
     del opened  # its weights take memory
     _, simplified = open_optimized(subject, "cpu", level="basic")
-    for name in providers_here(wishes):
+    for name in providers_here(subject):
         if name != CPU:
             step(0, f"opening the model on {name}")
             placed[name] = place(subject, name)
+    on_cuda, cuda_graph = placed.get(CUDA, (None, simplified))
+    has_cuda = on_cuda is not None and not on_cuda.problem
     rows, memory, loaded = None, None, None
-    has_cuda = CUDA in placed and not placed[CUDA][0].problem
     if not arguments.no_run:
         rows, loaded = load_and_try(subject, step, captures=has_cuda)
         alone_because = rows.because if rows.verdict == "alone" else alone_because
-        memory = _memory(arguments, subject, optimized.model, signature.is_batched, step)
-    serving = Serving(model, signature, subject.options.session, alone_because)
-    if has_cuda:
-        on_cuda, graph = placed[CUDA]
-        replay = judge_replay(serving, on_cuda, graph.model)
+        memory = _memory(arguments, subject, optimized.model, step)
+    shapes_vary = why_unbounded(model, signature)
+    if alone_because:
+        shapes_vary = f"requests run one at a time, and only batches have buffers: {alone_because}"
+    if on_cuda is not None and has_cuda:
+        replay = judge_replay(cuda_graph.model, settings, shapes_vary, on_cuda)
         replay = with_captures(replay, loaded) if loaded is not None else replay
     else:
-        replay = predict_replay(serving, simplified.model)
+        replay = predict_replay(simplified.model, settings, shapes_vary)
     placement = [one for one, _ in placed.values()]
-    level = subject.options.session.graph_optimization
-    evidence = Evidence(str(subject.path), model, content, optimized, simplified, level, placement, rows, wishes)
+    inputs, outputs = describe_tensors(signature.inputs), describe_tensors(signature.outputs)
     return InspectResult(
         model=subject.name,
         path=str(subject.path),
         runtime=ort.__version__,
         content=content,
-        inputs=describe_tensors(signature.inputs),
-        outputs=describe_tensors(signature.outputs),
+        inputs=inputs,
+        outputs=outputs,
         placement=placement,
         rows=rows,
         replay=replay,
         memory=memory,
-        findings=find_all(evidence),
+        findings=find_all(Evidence(subject, model, content, inputs, optimized, simplified, placement)),
     )
 
 
@@ -133,17 +134,15 @@ def _with_providers(subject: Subject, names: Sequence[str]) -> Subject:
     return replace(subject, options=options)
 
 
-def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, is_batched: bool, step: Step) -> Memory:
-    shown: tuple[int, ...] = arguments.batch if is_batched else (1,)
-    sizes = sorted({*shown, *(FIRST_SIZES if is_batched else ())})
+def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step: Step) -> Memory:
     weights = sum(one.nbytes for one in count_weights(graph))
     step(0, "measuring memory in another process")
     try:
-        return describe_memory(measure_memory(subject, arguments.inputs, sizes, arguments.seconds), weights, shown)
+        return measure_memory(subject, arguments.inputs, arguments.batch, weights, arguments.seconds)
     except ServeError as error:
         if arguments.inputs is not None:
             raise
-        return Memory(Figure(weights, None), [], "", 0, error.message)
+        return Memory(weights, None, [], "", None, error.message)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -154,13 +153,3 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not sizes or sizes[0] < 1 or sizes[-1] > 1 << 20:
         raise argparse.ArgumentTypeError(f"expected batch sizes such as 1,8,32, got {text!r}")
     return tuple(sizes)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected seconds from 0 to 3600, got {text!r}")
-    return seconds

@@ -3,15 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
 from typing import Final
 
 from ortserve.core.signature import TensorSpec
-from ortserve.engine.session import Session
-from ortserve.errors import invalid_input
 from ortserve.model_file.graph import Graph, Model, Node, Tensor
-from ortserve.model_file.reading import read_model
 from ortserve.tools.inspect.result import Content, TensorInfo, Weights
+from ortserve.tools.opening import OpenModel
 
 _ELEMENTS: Final = {
     1: ("float32", 32), 2: ("uint8", 8), 3: ("int8", 8), 4: ("uint16", 16), 5: ("int16", 16), 6: ("int32", 32),
@@ -23,37 +20,16 @@ _ELEMENTS: Final = {
 """Name and bits of an element, by ``TensorProto.DataType``."""
 
 
-def read_file(path: Path) -> Model:
-    """Read a model file and check that it is complete.
-
-    Raises:
-        ServeError: invalid_input, if the file is no model, or external data are missing.
-    """
-    model = read_model(path)
-    if not model.is_readable:
-        raise invalid_input(f"{path}: expected an ONNX model, it is not one or is truncated")
-    for name in sorted(model.external_files):
-        if not (path.parent / name).is_file():
-            raise invalid_input(f"{path}: expected its external data in {path.parent / name}, which does not exist")
-    return model
-
-
-def describe_content(path: Path, model: Model, session: Session) -> Content:
-    """The content of a file. Its ``session`` knows what ONNX Runtime makes of it."""
-    operators = count_operators(model)
-    weights = count_weights(model)
+def describe_content(opened: OpenModel) -> Content:
+    """The content of a model's file."""
+    path, model, session = opened.subject.path, opened.graph, opened.session
     return Content(
         file_nbytes=path.stat().st_size,
         external_nbytes={name: (path.parent / name).stat().st_size for name in sorted(model.external_files)},
         producer=session.get_modelmeta().producer_name,
         opsets={domain or "ai.onnx": version for domain, version in model.opsets.items()},
-        functions=len(model.functions),
-        nodes=sum(operators.values()),
-        operators=operators,
-        parameters=sum(one.parameters for one in weights if one.datatype != "string"),
-        weights=weights,
-        weights_nbytes=sum(one.nbytes for one in weights),
-        free_dimensions=_free_dimensions(model),
+        operators=count_operators(model),
+        weights=count_weights(model),
         initializers_as_inputs=[one.name for one in session.get_overridable_initializers()],
     )
 
@@ -122,12 +98,3 @@ def _constants(model: Model) -> Iterator[Tensor]:
     for node in all_nodes(model):
         if node.op == "Constant":
             yield from (value for value in node.attributes.values() if isinstance(value, Tensor))
-
-
-def _free_dimensions(model: Model) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for declared in model.graph.inputs:
-        for axis, size in enumerate(declared.dims or ()):
-            if not isinstance(size, int):
-                found.setdefault(size or "-1", []).append(f"{declared.name}[{axis}]")
-    return found

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.engine.bounded_time import CONTROL_FLOW
-from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
-from ortserve.model_file.graph import DOUBLE, FLOAT16, Model, Node
+from ortserve.engine.provider_options import GPU_PROVIDERS
+from ortserve.model_file.graph import DOUBLE, Model, Node
 from ortserve.tools.inspect import patterns
 from ortserve.tools.inspect.content import all_graphs, all_nodes, described
 from ortserve.tools.inspect.patterns import Wiring
-from ortserve.tools.inspect.placement import Optimized
-from ortserve.tools.inspect.result import Content, Placement, Rows
+from ortserve.tools.inspect.placement import Optimized, wishes
+from ortserve.tools.inspect.result import Content, Placement, TensorInfo
 from ortserve.tools.report import Finding, Level
+from ortserve.tools.subject import Subject
 
 LEVELS: Final = ("problem", "warning", "advice")
 """The worst first."""
@@ -35,44 +36,37 @@ class Evidence:
     """What findings are derived from.
 
     Attributes:
-        path: The model file, for commands.
-        model: Its record.
+        subject: The model on disk.
+        model: The record of its file.
         content: Its content.
+        inputs: Its inputs.
         optimized: The graph that runs.
         simplified: The graph before fusions and changes of layout.
-        level: The configured level of graph optimization.
         placement: By provider.
-        rows: None if the model was not run.
-        wishes: Full names of the execution providers that the configuration or the user asks for.
     """
 
-    path: str
+    subject: Subject
     model: Model
     content: Content
+    inputs: Sequence[TensorInfo]
     optimized: Optimized
     simplified: Optimized
-    level: str
     placement: Sequence[Placement]
-    rows: Rows | None
-    wishes: Sequence[str]
 
     @property
     def fuses_nothing(self) -> str:
         """Whether the configuration is why patterns stay in pieces, in parentheses; empty if it is not."""
-        return (
-            f" (session.graph_optimization is {self.level}, which fuses nothing)"
-            if self.level in _FUSES_NOTHING
-            else ""
-        )
+        level = self.subject.options.session.graph_optimization
+        return f" (session.graph_optimization is {level}, which fuses nothing)" if level in _FUSES_NOTHING else ""
 
     @property
     def file(self) -> str:
         """The model file as a word of a command."""
-        return shlex.quote(self.path)
+        return shlex.quote(str(self.subject.path))
 
     def beside(self, word: str) -> str:
         """A new file beside the model, as a word of a command."""
-        return shlex.quote(f"{self.path.removesuffix('.onnx')}.{word}.onnx")
+        return shlex.quote(str(self.subject.path.with_suffix(f".{word}.onnx")))
 
     def wirings(self) -> list[Wiring]:
         """The graph that runs and those within it."""
@@ -81,7 +75,8 @@ class Evidence:
     @property
     def free_sizes(self) -> str:
         """The setting that fixes all free sizes with names."""
-        sizes = ", ".join(f"{name}: SIZE" for name in self.content.free_dimensions if name != "-1") or "NAME: SIZE"
+        names = dict.fromkeys(size for one in self.inputs for size in one.shape or () if isinstance(size, str))
+        sizes = ", ".join(f"{name}: SIZE" for name in names or ("NAME",))
         return f"session.free_dimensions: {{{sizes}}} in model.yaml"
 
 
@@ -134,18 +129,16 @@ def _norms_and_gelus(evidence: Evidence) -> Iterator[Finding]:
     wirings = evidence.wirings()
     found = [one for wiring in wirings for one in (*patterns.norms(wiring), *patterns.gelus(wiring))]
     for kind, (name, operator, since) in _OPERATORS.items():
-        apart = [one for one in found if one.kind == kind]
-        because = next((f" ({one.because})" for one in apart if one.because), "")
-        first = "remove the extra reader or output before the export, or " if because else ""
-        if evidence.fuses_nothing:
-            because, first = evidence.fuses_nothing, "set session.graph_optimization: all in model.yaml, or "
+        apart = [node for known, node in found if known == kind]
+        first = "set session.graph_optimization: all in model.yaml, or " if evidence.fuses_nothing else ""
         yield from _found(
             f"unfused_{kind}",
             "warning",
-            [one.node for one in apart],
-            f"{name}",
-            f"in pieces after optimization{because}",
-            "Each piece reads and writes its whole tensor; one operator does it once.",
+            apart,
+            name,
+            f"in pieces after optimization{evidence.fuses_nothing}",
+            "Each piece reads and writes its whole tensor; one operator does it once. ONNX Runtime fuses usual forms, "
+            "unless a value within them is an output of the model or read by other nodes.",
             f"{first}export with opset_version={max(since, opset)} or higher, so that the exporter writes {operator}",
         )
         if apart and opset < since:
@@ -173,41 +166,33 @@ def _transposes(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _casts(evidence: Evidence) -> Iterator[Finding]:
-    graph, values = evidence.simplified.model.graph, evidence.simplified.values
+    values = evidence.simplified.values
     yield from _found(
         "casts_back",
         "warning",
-        patterns.casts_back(Wiring.of(graph), values),
+        [node for wiring in evidence.wirings() for node in patterns.casts_back(wiring, values)],
         "Cast",
         "back to the type before another Cast",
         "Both copy the tensor; the way through a narrower type also rounds it.",
         "remove them before the export, or set session.entries: {optimization.enable_cast_chain_elimination: 1} "
         "in model.yaml, which skips the rounding and so changes results",
     )
-    is_on_cpu = not evidence.wishes or evidence.wishes[0] == CPU
-    if is_on_cpu and any(one.datatype == "float16" for one in evidence.content.weights):
-        yield from _found(
-            "half_precision_on_cpu",
-            "warning",
-            [node for node in patterns.nodes_of_type(FLOAT16, graph, values) if node.op == "Cast"],
-            "Cast",
-            "from and to float16 on the CPU, most of them inserted by ONNX Runtime",
-            "The CPU computes most operators in float32 only, so half precision costs time there.",
-            "serve the float32 model on CPUs, or choose a GPU: execution_providers: [cuda, cpu] in model.yaml",
-        )
 
 
 def _double(evidence: Evidence) -> Iterator[Finding]:
-    nodes = patterns.nodes_of_type(DOUBLE, evidence.simplified.model.graph, evidence.simplified.values)
-    inputs = [one.name for one in evidence.model.graph.inputs if one.is_tensor and one.dtype == DOUBLE]
+    doubles = {name for name, value in evidence.simplified.values.items() if value.dtype == DOUBLE}
     nbytes = sum(one.nbytes for one in evidence.content.weights if one.datatype == "float64")
-    fed = f", inputs {', '.join(inputs[:_SHOWN])}" if inputs else ""
     yield from _found(
         "double_precision",
         "warning",
-        [node for node in nodes if node.op not in ("Cast", "Constant", "Identity")],
+        [
+            node
+            for wiring in evidence.wirings()
+            for node in wiring.graph.nodes
+            if node.op not in ("Cast", "Constant", "Identity") and not doubles.isdisjoint(node.inputs + node.outputs)
+        ],
         "node",
-        f"in float64, with {nbytes:,} bytes of weights{fed}",
+        f"in float64, with {nbytes:,} bytes of weights",
         "Twice the memory and at most half the speed of float32; on most GPUs 1/32 of it.",
         "convert before the export: model.float() in PyTorch, to_onnx(model, X.astype(numpy.float32)) in skl2onnx",
     )
@@ -228,7 +213,7 @@ def _control_flow(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _shapes_on_gpu(evidence: Evidence) -> Iterator[Finding]:
-    known = (*evidence.wishes, *(one.provider for one in evidence.placement))
+    known = (*wishes(evidence.subject), *(one.provider for one in evidence.placement))
     for gpu in [name for name in known if name in GPU_PROVIDERS][:1]:
         yield from _found(
             "shape_computation",
@@ -243,7 +228,7 @@ def _shapes_on_gpu(evidence: Evidence) -> Iterator[Finding]:
 
 def _fallen_back(evidence: Evidence) -> Iterator[Finding]:
     for one in evidence.placement:
-        if one.problem and one.provider in evidence.wishes:
+        if one.problem and one.provider in wishes(evidence.subject):
             seen = f"{one.provider}: {one.problem}"
             matters = "The server passes over it, or refuses the model."
             yield Finding("provider_unusable", "warning", seen, matters, "ortserve doctor", (one.provider,))
@@ -260,21 +245,9 @@ def _fallen_back(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def _rows_meet(evidence: Evidence) -> Iterator[Finding]:
-    if evidence.rows is not None and evidence.rows.verdict == "alone":
-        yield Finding(
-            "rows_meet",
-            "advice",
-            f"each request runs alone: {evidence.rows.because}",
-            "The server cannot batch concurrent requests.",
-            "make the first axis of all inputs and outputs free and the same in the export; 'batched: true' in "
-            "model.yaml overrules the analysis if rows are independent nevertheless",
-        )
-
-
 _RULES: Final[Sequence[Callable[[Evidence], Iterator[Finding]]]] = (
     *(_initializers_as_inputs, _attention, _norms_and_gelus, _transposes, _casts, _double),
-    *(_control_flow, _shapes_on_gpu, _fallen_back, _rows_meet),
+    *(_control_flow, _shapes_on_gpu, _fallen_back),
 )
 
 

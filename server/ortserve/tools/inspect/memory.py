@@ -21,7 +21,7 @@ from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import invalid_input
 from ortserve.tools.child import call_in_child
 from ortserve.tools.inputs import choose_inputs
-from ortserve.tools.inspect.result import BatchMemory, Figure, Memory
+from ortserve.tools.inspect.result import BatchMemory, Memory
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import Subject
 
@@ -46,7 +46,7 @@ class Sample:
         rows: The size.
         in_use: Peak use of the arena; None without an arena.
         held: Size of the arena; None without one.
-        process: Growth of the process since the model was opened.
+        process: Growth of the process by the open model and its runs.
     """
 
     rows: int
@@ -55,72 +55,40 @@ class Sample:
     process: int
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What the other process measured, in bytes.
-
-    Attributes:
-        weights: Growth of the process by the open model.
-        in_arena: Use of the arena before the first run: weights that ONNX Runtime keeps there.
-        samples: Ascending sizes.
-        inputs: Where the inputs came from.
-        threads: Threads of a run.
-        skipped_because: Why larger sizes were not run; empty if all were.
-    """
-
-    weights: int
-    in_arena: int
-    samples: Sequence[Sample]
-    inputs: str
-    threads: int
-    skipped_because: str = ""
-
-
-def measure_memory(subject: Subject, file: Path | None, sizes: Sequence[int], budget_s: float) -> Measurement:
-    """Measure a model in another process.
+def measure_memory(subject: Subject, file: Path | None, sizes: Sequence[int], weights: int, budget_s: float) -> Memory:
+    """Measure a model in another process, and predict what was measured.
 
     Args:
         subject: The model on disk.
         file: Samples; None for synthetic inputs.
-        sizes: Ascending.
+        sizes: The sizes that the user asked for, ascending.
+        weights: Bytes of the constants of the optimized graph.
         budget_s: A size is run only if it is predicted to end within this time.
 
     Raises:
         ServeError: The model does not run, or the process ended, for example because memory was short.
     """
-    return call_in_child(_TIMEOUT_S, _measure, subject, file, sizes, budget_s)
+    return call_in_child(_TIMEOUT_S, _measure, subject, file, sizes, weights, budget_s)
 
 
-def describe_memory(measured: Measurement, weights: int, sizes: Sequence[int]) -> Memory:
-    """Predictions beside measurements.
+def describe_batch(rows: int, samples: Sequence[Sample], in_arena: int) -> BatchMemory:
+    """Predictions for one size beside its measurement, if it was measured.
 
     Args:
-        measured: In another process.
-        weights: Bytes of the constants of the optimized graph.
-        sizes: The sizes that the user asked for.
+        rows: The size.
+        samples: What was measured, by ascending sizes.
+        in_arena: Use of the arena before the first run: weights that ONNX Runtime keeps there.
     """
-    batches = [_describe_batch(rows, measured) for rows in sizes]
-    return Memory(
-        Figure(weights, measured.weights), batches, measured.inputs, measured.threads, measured.skipped_because
-    )
-
-
-def _describe_batch(rows: int, measured: Measurement) -> BatchMemory:
-    small = [one for one in measured.samples if one.rows <= max(FIRST_SIZES)]
+    small = [one for one in samples if one.rows <= max(FIRST_SIZES)]
     first = [one for one in small if one.rows in FIRST_SIZES] or small
     in_use = _line([(one.rows, one.in_use) for one in first if one.in_use is not None], rows)
-    process = _line([(one.rows, one.process) for one in first], rows) or 0
-    if in_use is not None and first[-1].in_use is not None and rows > first[-1].rows:
+    process = _line([(one.rows, one.process) for one in first], rows)
+    if process is not None and in_use is not None and first[-1].in_use is not None and rows > first[-1].rows:
         process = min(process, first[-1].process + _MOST_KEPT * (in_use - first[-1].in_use))
-    sample = next((one for one in measured.samples if one.rows == rows), Sample(rows, None, None, 0))
-    used = [None if use is None else max(0, use - measured.in_arena) for use in (in_use, sample.in_use)]
-    grown = measured.weights + sample.process if sample in measured.samples else None
-    return BatchMemory(
-        rows,
-        Figure(*used),
-        Figure(grown_arena(small, in_use), sample.held),
-        Figure(measured.weights + max(0, process), grown),
-    )
+    measured = next((one for one in samples if one.rows == rows), None)
+    used, held, grown = (measured.in_use, measured.held, measured.process) if measured else (None, None, None)
+    activations = [None if use is None else max(0, use - in_arena) for use in (in_use, used)]
+    return BatchMemory(rows, *activations, grown_arena(small, in_use), held, process, grown)
 
 
 def _line(points: Sequence[tuple[int, int]], rows: int) -> int | None:
@@ -154,7 +122,7 @@ def grown_arena(seen: Sequence[Sample], in_use: int | None) -> int | None:
     return held
 
 
-def _measure(subject: Subject, file: Path | None, sizes: Sequence[int], budget_s: float) -> Measurement:
+def _measure(subject: Subject, file: Path | None, sizes: Sequence[int], weights: int, budget_s: float) -> Memory:
     process = psutil.Process()
     before = process.memory_full_info().uss
     with tempfile.TemporaryDirectory(prefix="ortserve-inspect-") as folder:
@@ -162,23 +130,24 @@ def _measure(subject: Subject, file: Path | None, sizes: Sequence[int], budget_s
         # Opening freed memory, which would hide the growth of the first runs; only glibc has this function.
         with suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
-        opened_at = process.memory_full_info().uss
+        opening = process.memory_full_info().uss - before
         inputs = choose_inputs(opened, file)
         growth: dict[int, int] = {}
         run_s, skipped = 0.0, ""
         deadline = time.monotonic() + budget_s
-        for rows in sizes:
+        shown = sizes if opened.signature.is_batched else (1,)
+        for rows in sorted({*shown, *FIRST_SIZES}) if opened.signature.is_batched else shown:
             if growth and time.monotonic() + run_s * _RUNS * rows / max(growth) > deadline:
                 skipped = f"batches of {rows} rows and more would take longer than {budget_s:g} s"
                 break
             for number in range(_RUNS):
                 run_s = _run(opened, opened.for_model(inputs.take(rows, number)))
-            growth[rows] = max(0, process.memory_full_info().uss - opened_at)
+            growth[rows] = max(process.memory_full_info().uss - before, opening)
         events: list[dict[str, Any]] = json.loads(Path(opened.session.end_profiling()).read_text())
     arena = _arena_by_run(events)[-len(growth) * _RUNS :]  # without the runs that looked for accepted inputs
     samples = [Sample(rows, *arena[_RUNS * n + _RUNS - 1], grown) for n, (rows, grown) in enumerate(growth.items())]
-    weights = max(0, opened_at - before)
-    return Measurement(weights, _use_before_runs(events), samples, inputs.origin, opened.threads, skipped)
+    batches = [describe_batch(rows, samples, _use_before_runs(events)) for rows in shown]
+    return Memory(weights, max(0, opening), batches, inputs.origin, opened.threads, skipped)
 
 
 def _run(opened: OpenModel, arrays: Sequence[Any]) -> float:

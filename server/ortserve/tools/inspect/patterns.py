@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.model_file.graph import Graph, Node
-from ortserve.tools.inspect.content import described
 from ortserve.tools.inspect.placement import Value
 
 _CONV: Final = frozenset(
     {
-        *("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "NhwcFusedConv", "QLinearConv", "ConvInteger"),
-        *("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "BatchNormalization"),
-        *("ReorderInput", "ReorderOutput"),
+        *("Conv", "ConvTranspose", "QLinearConv", "ConvInteger", "BatchNormalization"),
+        *("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"),
     }
 )
 _ELEMENTWISE: Final = frozenset(
@@ -29,7 +27,7 @@ _MOVES: Final = frozenset(
     {"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Expand", "Flatten", "Gather", "Tile"}
 )
 _AROUND_SOFTMAX: Final = _ELEMENTWISE | _MOVES | {"Where", "Max", "Min", "Dropout"}
-_MATMUL: Final = frozenset({"MatMul", "FusedMatMul", "TransposeMatMul", "Einsum"})
+_MATMUL: Final = frozenset({"MatMul", "FusedMatMul", "Einsum"})
 _PROJECTION: Final = frozenset({"MatMul", "Gemm", "MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"})
 _FARTHEST: Final = 10
 """Nodes between the multiplications of an attention and its Softmax."""
@@ -67,32 +65,6 @@ class Wiring:
         """The inputs of a node that are not part of the model."""
         return [name for name in node.inputs if name and name not in self.constants]
 
-    def why_shared(self, inner: Sequence[Node], last: Node) -> str:
-        """Which value between these nodes is needed elsewhere, so that no fusion may remove it; empty if none is."""
-        outputs = {declared.name for declared in self.graph.outputs}
-        own = {id(node) for node in (*inner, last)}
-        for name in (name for node in inner for name in node.outputs):
-            if name in outputs:
-                return f"'{name}' within it is an output of the model"
-            if others := [reader for reader in self.readers.get(name, ()) if id(reader) not in own]:
-                return f"'{name}' within it is read by {described(others[0])}, too"
-        return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Occurrence:
-    """One occurrence of a pattern in pieces.
-
-    Attributes:
-        kind: ``layer_norm``, ``rms_norm`` or ``gelu``.
-        node: The node that names it.
-        because: Why no fusion may take it, as far as known.
-    """
-
-    kind: str
-    node: Node
-    because: str
-
 
 def attentions(wiring: Wiring) -> Iterator[tuple[Node, Node]]:
     """Softmax between two multiplications of computed matrices, with the second one; over masks, scales and shapes."""
@@ -121,31 +93,25 @@ def heads_and_width(wiring: Wiring, product: Node, values: Mapping[str, Value]) 
     return None
 
 
-def norms(wiring: Wiring) -> Iterator[Occurrence]:
+def norms(wiring: Wiring) -> Iterator[tuple[str, Node]]:
     """``layer_norm`` and ``rms_norm`` in pieces: x, centred or not, over the root of the mean of its squares."""
     for root in wiring.graph.nodes:
         chain = _chain(wiring, root, "Sqrt", "Add", "ReduceMean", "Pow Mul")
         last = _first(wiring.after(root), "Div Reciprocal Mul")
-        if not chain or last is None or (chain[-1].op == "Mul" and len(set(chain[-1].inputs)) > 1):
-            continue
-        centred = _first(wiring.before(chain[-1]), "Sub")
-        if centred is not None and _first(wiring.before(centred), "ReduceMean") is not None:
-            yield Occurrence("layer_norm", last, wiring.why_shared([*chain, centred], last))
-        else:
-            yield Occurrence("rms_norm", last, wiring.why_shared(chain, last))
+        if chain and last is not None and (chain[-1].op == "Pow" or len(set(chain[-1].inputs)) == 1):
+            yield "layer_norm" if _chain(wiring, chain[-1], "Pow Mul", "Sub", "ReduceMean") else "rms_norm", last
 
 
-def gelus(wiring: Wiring) -> Iterator[Occurrence]:
-    """GELU in pieces: a value times its error function, or the approximation of that by Tanh."""
+def gelus(wiring: Wiring) -> Iterator[tuple[str, Node]]:
+    """``gelu`` in pieces: a value times its error function, or the approximation of that by Tanh."""
     for node in wiring.graph.nodes:
         plus = _first(wiring.after(node), "Add") if node.op in ("Erf", "Tanh") else None
-        product = plus and _first(wiring.after(plus), "Mul")
-        scaled = _first(wiring.before(node), "Div Mul")
-        if plus is None or product is None or scaled is None or len(wiring.computed(plus)) != 1:
+        if plus is None or len(wiring.computed(plus)) != 1 or _first(wiring.after(plus), "Mul") is None:
             continue
-        cubic = _first(wiring.before(scaled), "Add")
-        if node.op == "Erf" or (cubic is not None and len(wiring.computed(cubic)) == 2):
-            yield Occurrence("gelu", node, wiring.why_shared([scaled, node, plus], product))
+        scaled = _chain(wiring, node, node.op, "Div Mul")
+        cubic = _chain(wiring, node, node.op, "Div Mul", "Add")
+        if (node.op == "Erf" and scaled) or (cubic and len(wiring.computed(cubic[-1])) == 2):
+            yield "gelu", node
 
 
 def layout_transposes(wiring: Wiring) -> Iterator[Node]:
@@ -167,13 +133,6 @@ def casts_back(wiring: Wiring, values: Mapping[str, Value]) -> Iterator[Node]:
             made = wiring.makers.get(made.inputs[0])
         source = made is not None and made.op == "Cast" and values.get(made.inputs[0])
         if source and source.dtype == node.attributes.get("to"):
-            yield node
-
-
-def nodes_of_type(dtype: int, graph: Graph, values: Mapping[str, Value]) -> Iterator[Node]:
-    """Nodes that read or make values of an element type."""
-    for node in graph.nodes:
-        if any(name in values and values[name].dtype == dtype for name in (*node.inputs, *node.outputs)):
             yield node
 
 

@@ -1,7 +1,7 @@
 """How ONNX Runtime runs a model: the nodes that each execution provider takes, and the optimized graph."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ import onnxruntime as ort
 
 from ortserve.engine.placement import count_operators, describe_elsewhere, total_nodes
 from ortserve.engine.provider_options import OPENVINO
+from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import UNREADABLE, Model
@@ -51,9 +52,14 @@ class Optimized:
     values: Mapping[str, Value] = field(default_factory=dict)
 
 
-def providers_here(wanted: Sequence[str]) -> list[str]:
-    """Full names of the execution providers that sessions can name here, and of those that the user asks for."""
-    runtime = Runtime()
+def wishes(subject: Subject) -> list[str]:
+    """Full names of the execution providers that the configuration or the user asks for."""
+    return [full_name(name) for name in subject.options.execution_providers]
+
+
+def providers_here(subject: Subject) -> list[str]:
+    """Full names of the execution providers that sessions can name here, and of those that are asked for."""
+    runtime, wanted = Runtime(), wishes(subject)
     offered = [*ort.get_available_providers(), *(device.ep_name for device in ort.get_ep_devices())]
     known = dict.fromkeys([*wanted, OPENVINO, *offered])
     return [name for name in known if name in wanted or (name != _AZURE and not runtime.offer(name).problem)]

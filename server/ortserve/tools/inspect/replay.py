@@ -1,13 +1,11 @@
 """Whether batches can be replayed as CUDA graphs: the loader's conditions, each with the nodes at which it fails."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
 
 from ortserve.config.session import SessionSettings
-from ortserve.core.signature import ModelSignature
 from ortserve.device.preparation import why_no_replay
-from ortserve.engine.bounded_time import CONTROL_FLOW, DATA_DEPENDENT, why_unbounded
+from ortserve.engine.bounded_time import CONTROL_FLOW, DATA_DEPENDENT
 from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.model_file.graph import STRING, Model, Node, Tensor
 from ortserve.registry.load.loaded_model import LoadedModel
@@ -43,45 +41,29 @@ _ON_CUDA: Final = {"": frozenset(_ONNX_ON_CUDA.split()), "com.microsoft": frozen
 """Operators by domain with CUDA kernels, whatever datatypes: docs/OperatorKernels.md of ONNX Runtime."""
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """How a model is served, as far as replay depends on it.
-
-    Attributes:
-        model: The file.
-        signature: Inputs and outputs.
-        settings: Of sessions.
-        alone_because: Why each request runs alone; empty if requests share batches.
-    """
-
-    model: Model
-    signature: ModelSignature
-    settings: SessionSettings
-    alone_because: str
-
-
-def predict_replay(serving: Serving, simplified: Model) -> Replay:
+def predict_replay(simplified: Model, settings: SessionSettings, shapes_vary: str) -> Replay:
     """Whether CUDA graphs could be captured on a machine that has CUDA, by the list of its kernels.
 
     Args:
-        serving: How the model is served.
         simplified: The graph before it is placed.
+        settings: Of sessions.
+        shapes_vary: Why the number of rows does not fix all shapes; empty if it does.
     """
     shapes = {id(node) for node in shape_nodes(Wiring.of(simplified.graph))}
     calls = {(domain, name) for domain, name, _ in simplified.functions}
     nodes = [node for node in all_nodes(simplified) if node.op != "Constant" and (node.domain, node.op) not in calls]
     missing = [node for node in nodes if not _has_kernel(node) and id(node) not in shapes]
     operators = {CUDA: {node.op for node in nodes if _has_kernel(node)}, CPU: {node.op for node in missing}}
-    return _judge("graph", operators, missing, nodes, serving)
+    return _judge("predicted", operators, missing, nodes, settings, shapes_vary)
 
 
-def judge_replay(serving: Serving, placement: Placement, optimized: Model) -> Replay:
+def judge_replay(optimized: Model, settings: SessionSettings, shapes_vary: str, placement: Placement) -> Replay:
     """The same from the placement of a session on CUDA, and its optimized graph."""
     nodes = list(all_nodes(optimized))
     operators = {name: set(kinds) for name, kinds in placement.operators.items()}
     elsewhere = set[str]().union(*(kinds for name, kinds in operators.items() if name != CUDA))
     suspects = [node for node in nodes if node.op in elsewhere - operators.get(CUDA, set())]
-    return _judge("session", operators, suspects, nodes, serving)
+    return _judge("placed", operators, suspects, nodes, settings, shapes_vary)
 
 
 def with_captures(replay: Replay, loaded: LoadedModel) -> Replay:
@@ -90,24 +72,27 @@ def with_captures(replay: Replay, loaded: LoadedModel) -> Replay:
     because = loaded.on_device.no_replay_because or loaded.on_device.no_buffers_because
     if loaded.execution_provider != CUDA or not (sizes or because):
         return replay
-    return replace(replay, source="capture", possible=bool(sizes), captured=list(sizes), because=because)
+    conditions = [*replay.conditions, Condition("captured", because, [])]
+    return Replay("captured", bool(sizes), list(sizes), conditions)
 
 
 def _judge(
-    source: str, operators: Mapping[str, set[str]], elsewhere: Sequence[Node], nodes: Sequence[Node], serving: Serving
+    source: str,
+    operators: Mapping[str, set[str]],
+    elsewhere: Sequence[Node],
+    nodes: Sequence[Node],
+    settings: SessionSettings,
+    shapes_vary: str,
 ) -> Replay:
     def ask(reason: str, kinds: Mapping[str, set[str]]) -> str:
         present = {name: frozenset(found) for name, found in kinds.items() if found}
-        obstacle = why_no_replay(CUDA, present, serving.settings)
+        obstacle = why_no_replay(CUDA, present, settings)
         return obstacle.because if obstacle is not None and obstacle.reason == reason else ""
 
     others = {name: found - CONTROL_FLOW for name, found in operators.items()}
     other_provider = ask("other_provider", others)
-    if other_provider and source == "graph":
+    if other_provider and source == "predicted":
         other_provider = f"{CUDA} has no kernel for {', '.join(sorted(others[CPU]))}"
-    unbounded = why_unbounded(serving.model, serving.signature)
-    if serving.alone_because:
-        unbounded = f"requests run one at a time, and only batches have buffers: {serving.alone_because}"
     control = [node for node in nodes if not node.domain and node.op in CONTROL_FLOW]
     dynamic = [node for node in nodes if not node.domain and node.op in DATA_DEPENDENT]
     copies = [node for node in nodes if node.op in COPIES]
@@ -116,13 +101,12 @@ def _judge(
     conditions = [
         _condition("no_control_flow", ask("control_flow", {CUDA: {node.op for node in control}}), control),
         _condition("one_provider", other_provider, elsewhere),
-        _condition("shapes_follow_from_rows", unbounded, []),
+        _condition("shapes_follow_from_rows", shapes_vary, []),
         _condition("no_shapes_from_values", waits, dynamic),
         _condition("memory_stays", ask("shrinks_arena", {}), []),
         _condition("no_copies", copied, copies),
     ]
-    because = next((one.fails_because for one in conditions if one.fails_because), "")
-    return Replay(source, not because, [], because, conditions)
+    return Replay(source, not any(one.fails_because for one in conditions), [], conditions)
 
 
 def _condition(name: str, because: str, nodes: Sequence[Node]) -> Condition:

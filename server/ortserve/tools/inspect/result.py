@@ -50,13 +50,9 @@ class Content:
         external_nbytes: Sizes of files with weights, by their paths from the model's folder.
         producer: The program that wrote the file.
         opsets: Versions of operator sets by domain.
-        functions: The number of functions of the model's own.
-        nodes: The number of nodes, nested graphs and functions included.
-        operators: The same by operator, most frequent first; with the domain, unless it is ONNX's.
-        parameters: Elements of constants that are not texts.
+        operators: Nodes by operator, nested graphs and functions included, most frequent first. Names begin with the
+            domain, unless it is ONNX's.
         weights: Constants by element type, the most bytes first.
-        weights_nbytes: Bytes of all constants.
-        free_dimensions: The axes of inputs that have a free size, by its name, as ``input[axis]``.
         initializers_as_inputs: Weights that requests may replace, because they are inputs, too.
     """
 
@@ -64,13 +60,8 @@ class Content:
     external_nbytes: dict[str, int]
     producer: str
     opsets: dict[str, int]
-    functions: int
-    nodes: int
     operators: dict[str, int]
-    parameters: int
     weights: list[Weights]
-    weights_nbytes: int
-    free_dimensions: dict[str, list[str]]
     initializers_as_inputs: list[str]
 
 
@@ -136,67 +127,60 @@ class Replay:
     """Whether the runs of a batch size can be replayed as one CUDA graph.
 
     Attributes:
-        source: ``session``: the placement of CUDA's session is known. ``graph``: CUDA is not here, and the list of its
-            kernels stands in for it. ``capture``: graphs were captured here.
-        possible: Whether all conditions hold; if captured, whether all replays gave the right outputs.
+        source: ``predicted``: CUDA is not here, and the list of its kernels stands in for it. ``placed``: the placement
+            of CUDA's session is known. ``captured``: graphs were captured here.
+        possible: Whether all conditions hold; if captured, whether replays gave the right outputs.
         captured: Batch sizes that were captured and replayed here.
-        because: Why not, in the words of the loader; empty if possible.
-        conditions: ONNX Runtime's conditions and ours.
+        conditions: ONNX Runtime's conditions and ours, and ``captured``, if graphs were captured here.
     """
 
     source: str
     possible: bool
     captured: list[int]
-    because: str
     conditions: list[Condition]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A number of bytes. None if it cannot be predicted, or was not measured.
-
-    Attributes:
-        predicted: From constants and from batches of 2 and 4 rows.
-        measured: In another process.
-    """
-
-    predicted: int | None
-    measured: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class BatchMemory:
-    """Memory of batches of one size.
+    """Memory of batches of one size: predicted from batches of 2 and 4 rows, and measured, if this size was run.
 
     Attributes:
         rows: The size.
-        activations: Peak of tensors and scratch space within a run.
-        arena: Size of ONNX Runtime's arena after such batches; None for a session without an arena.
-        process: Growth of the process by the open model and such batches.
+        activations_nbytes: Peak of tensors and scratch space within a run; None for a session without an arena.
+        activations_measured_nbytes: The same from a profile.
+        arena_nbytes: Size of ONNX Runtime's arena after such batches; None for a session without one.
+        arena_measured_nbytes: The same from a profile.
+        process_nbytes: Growth of the process by the open model and such batches.
+        process_measured_nbytes: The same from the operating system.
     """
 
     rows: int
-    activations: Figure
-    arena: Figure
-    process: Figure
+    activations_nbytes: int | None
+    activations_measured_nbytes: int | None
+    arena_nbytes: int | None
+    arena_measured_nbytes: int | None
+    process_nbytes: int | None
+    process_measured_nbytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a session on the CPU and its runs.
+    """Memory of a session on the CPU and its runs, measured in another process.
 
     Attributes:
-        weights: Growth of a process that opens the model, predicted by the bytes of constants after optimization.
+        weights_nbytes: Predicted growth of a process that opens the model: its constants after optimization.
+        weights_measured_nbytes: The same from the operating system, after freed memory was returned to it.
         batches: By batch size.
         inputs: Where the inputs came from.
         threads: Threads of a run.
         problem: Why figures are missing; empty if none is.
     """
 
-    weights: Figure
+    weights_nbytes: int
+    weights_measured_nbytes: int | None
     batches: list[BatchMemory]
     inputs: str
-    threads: int
+    threads: int | None
     problem: str
 
 

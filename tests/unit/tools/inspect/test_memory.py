@@ -1,7 +1,6 @@
 """Predictions of memory: the doubling of an arena, and straight lines through two sizes."""
 
-from ortserve.tools.inspect.memory import Measurement, Sample, describe_memory, grown_arena
-from ortserve.tools.inspect.result import Figure
+from ortserve.tools.inspect.memory import Sample, describe_batch, grown_arena
 
 MIB = 1024**2
 
@@ -33,40 +32,36 @@ def test_arena_of_a_session_without_one_is_unknown() -> None:
     assert grown_arena([Sample(1, None, None, 0)], None) is None
 
 
-def measured(*samples: Sample, in_arena: int = 10 * MIB) -> Measurement:
-    return Measurement(100 * MIB, in_arena, samples, "synthetic", 1)
+def sample(rows: int, in_use: int, process: int) -> Sample:
+    return Sample(rows, in_use * MIB, 64 * MIB, process * MIB)
 
 
 def test_larger_sizes_are_predicted_by_a_straight_line() -> None:
-    samples = [Sample(rows, (10 + 3 * rows) * MIB, 64 * MIB, (5 + 4 * rows) * MIB) for rows in (1, 2, 4)]
+    samples = [sample(rows, 10 + 3 * rows, 105 + 4 * rows) for rows in (1, 2, 4)]
 
-    memory = describe_memory(measured(*samples), 90 * MIB, [1, 16])
+    one, sixteen = (describe_batch(rows, samples, 10 * MIB) for rows in (1, 16))
 
-    one, sixteen = memory.batches
-    assert one.activations == Figure(3 * MIB, 3 * MIB)
-    assert sixteen.activations == Figure(48 * MIB, None)
-    assert sixteen.process == Figure((100 + 5 + 64) * MIB, None)
-    assert memory.weights == Figure(90 * MIB, 100 * MIB)
+    assert (one.activations_nbytes, one.activations_measured_nbytes) == (3 * MIB, 3 * MIB)
+    assert (one.process_nbytes, one.process_measured_nbytes) == (109 * MIB, 109 * MIB)
+    assert (sixteen.activations_nbytes, sixteen.activations_measured_nbytes) == (48 * MIB, None)
+    assert (sixteen.process_nbytes, sixteen.process_measured_nbytes) == ((105 + 64) * MIB, None)
 
 
 def test_growth_that_activations_do_not_explain_is_not_extrapolated() -> None:
-    samples = [Sample(rows, (10 + rows) * MIB, 64 * MIB, 5 * rows * MIB) for rows in (2, 4)]
+    samples = [sample(rows, 10 + rows, 100 + 5 * rows) for rows in (2, 4)]
 
-    (sixteen,) = describe_memory(measured(*samples), 90 * MIB, [16]).batches
-
-    assert sixteen.process.predicted == (100 + 20 + 2 * 12) * MIB
+    assert describe_batch(16, samples, 10 * MIB).process_nbytes == (100 + 20 + 2 * 12) * MIB
 
 
 def test_model_that_is_not_batched_has_one_size() -> None:
-    memory = describe_memory(measured(Sample(1, 12 * MIB, 16 * MIB, 7 * MIB)), 90 * MIB, [1])
+    one = describe_batch(1, [sample(1, 12, 107)], 10 * MIB)
 
-    (one,) = memory.batches
-    assert tuple(each.predicted for each in (one.activations, one.arena, one.process)) == (2 * MIB, 16 * MIB, 107 * MIB)
+    assert (one.activations_nbytes, one.arena_nbytes, one.process_nbytes) == (2 * MIB, 64 * MIB, 107 * MIB)
 
 
 def test_session_without_an_arena_has_the_memory_of_its_process_only() -> None:
-    samples = [Sample(rows, None, None, rows * MIB) for rows in (2, 4)]
+    samples = [Sample(rows, None, None, (100 + rows) * MIB) for rows in (2, 4)]
 
-    (eight,) = describe_memory(measured(*samples), 90 * MIB, [8]).batches
+    eight = describe_batch(8, samples, 0)
 
-    assert tuple(each.predicted for each in (eight.activations, eight.arena, eight.process)) == (None, None, 108 * MIB)
+    assert (eight.activations_nbytes, eight.arena_nbytes, eight.process_nbytes) == (None, None, 108 * MIB)

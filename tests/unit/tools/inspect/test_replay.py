@@ -9,7 +9,7 @@ from models import builders, patterns
 from ortserve.config.session import SessionSettings
 from ortserve.core.dtypes import DataType
 from ortserve.tools.inspect.command import build_parser, inspect
-from ortserve.tools.inspect.replay import Serving, predict_replay
+from ortserve.tools.inspect.replay import predict_replay
 from ortserve.tools.inspect.result import Replay
 from ortserve.tools.opening import open_model
 from ortserve.tools.subject import find_model
@@ -31,7 +31,7 @@ def broken(found: Replay) -> dict[str, tuple[str, list[str]]]:
 def test_model_that_breaks_no_condition_is_capturable(name: str) -> None:
     found = replay(CORPUS / f"{name}.onnx")
 
-    assert (found.possible, found.because, broken(found)) == (True, "", {})
+    assert (found.possible, broken(found)) == (True, {})
 
 
 def test_operator_without_a_kernel_is_named_with_its_nodes() -> None:
@@ -83,6 +83,6 @@ def test_arena_of_the_gpu_that_shrinks_is_named(tmp_path: Path) -> None:
     opened = open_model(find_model(str(builders.mlp(tmp_path / "m.onnx"))))
     settings = SessionSettings(shrink_arenas=("gpu:0",))
 
-    found = broken(predict_replay(Serving(opened.graph, opened.signature, settings, ""), opened.graph))
+    found = broken(predict_replay(opened.graph, settings, ""))
 
     assert list(found) == ["memory_stays"]
