@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ServeError, invalid_input
 
 _Result = TypeVar("_Result")
@@ -19,7 +20,8 @@ def call_in_child(timeout_s: float, function: Callable[..., _Result], *arguments
     """Call a function of a module in another process, and end that process.
 
     Raises:
-        ServeError: invalid_input: the function raised it, or the process gave no result, or none in time.
+        ServeError: invalid_input: the function raised it or an error of ONNX Runtime, or the process gave no result in
+            time.
     """
     try:
         child = subprocess.run(  # noqa: S603 - this interpreter, and this module
@@ -50,6 +52,8 @@ def _main() -> None:
         outcome = (function(*arguments), "")
     except ServeError as error:
         outcome = (None, error.message)
+    except ORT_ERRORS as error:
+        outcome = (None, without_paths(str(error)))
     with answer:
         pickle.dump(outcome, answer)
     os._exit(0)  # releasing a session may take long, and may crash

@@ -30,37 +30,25 @@ from ortserve.tools.subject import Subject, find_model
 def build_parser() -> ToolParser:
     """The arguments."""
     parser = ToolParser("inspect", "Show what a model contains, how it would run here, and what limits it.")
-    parser.add_argument("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
-    parser.add_argument("--inputs", type=Path, metavar="DATA.npz", help="Samples for the measurement of memory.")
-    parser.add_argument(
-        "--batch", type=_sizes, default=(1, 8, 32), metavar="1,8,32", help="Batch sizes whose memory is shown."
-    )
-    parser.add_argument(
-        "--provider",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="Prefer this execution provider to the configured ones, such as cuda; may be repeated.",
-    )
-    parser.add_argument(
-        "--no-run", action="store_true", help="Only read and open the model: no trial of rows, no measured memory."
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=30.0, metavar="30", help="Longest time for the runs that measure memory."
-    )
-    parser.add_argument(
-        "--fail-on", choices=LEVELS, metavar="LEVEL", help="Exit with 1 for findings of this level or a worse one: "
-        "problem, warning, advice."
-    )  # fmt: skip
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
+    add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the measurement of memory.")
+    add("--batch", type=_sizes, default=(1, 8, 32), metavar="1,8,32", help="Batch sizes whose memory is shown.")
+    text = "Prefer this execution provider to the configured ones, such as cuda; may be repeated."
+    add("--provider", action="append", default=[], metavar="NAME", help=text)
+    text = "Only read and open the model: no trial of rows, no measured memory."
+    add("--no-run", action="store_true", help=text)
+    text = "Longest time for the runs that measure memory."
+    add("--seconds", type=float, default=30.0, metavar="30", help=text)
+    text = f"Exit with 1 for findings of this level or a worse one: {', '.join(LEVELS)}."
+    add("--fail-on", choices=LEVELS, metavar="LEVEL", help=text)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command. Returns the exit status."""
     ort.set_default_logger_severity(4)  # what providers say while they start comes with their errors
-    logging.getLogger("ortserve").addHandler(
-        logging.NullHandler()
-    )  # warnings of the load are findings or properties here
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())  # warnings of the load are facts of the result
     return run_tool("inspect", inspect, build_parser().parse_args(arguments))
 
 
@@ -82,12 +70,13 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
     settings = subject.options.session
     step(0, "opening the model on the CPU")
     opened, optimized = open_optimized(subject, "cpu")
-    model, signature = opened.graph, opened.signature
+    signature = opened.signature
     if arguments.inputs is not None:
         read_inputs(arguments.inputs, signature)
     content = describe_content(opened)
     placed = {CPU: (describe_placement(opened, optimized), optimized)}
     alone_because = signature.unbatched_because or opened.rows.known_dependence
+    unbounded = why_unbounded(opened.graph, signature)
     del opened  # its weights take memory
     _, simplified = open_optimized(subject, "cpu", level="basic")
     for name in providers_here(subject):
@@ -101,9 +90,8 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
         rows, loaded = load_and_try(subject, step, captures=has_cuda)
         alone_because = rows.because if rows.verdict == "alone" else alone_because
         memory = _memory(arguments, subject, optimized.model, step)
-    shapes_vary = why_unbounded(model, signature)
-    if alone_because:
-        shapes_vary = f"requests run one at a time, and only batches have buffers: {alone_because}"
+    alone = f"requests run one at a time, and only batches have buffers: {alone_because}" if alone_because else ""
+    shapes_vary = alone or unbounded
     if on_cuda is not None and has_cuda:
         replay = judge_replay(cuda_graph.model, settings, shapes_vary, on_cuda)
         replay = with_captures(replay, loaded) if loaded is not None else replay
@@ -122,7 +110,7 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
         rows=rows,
         replay=replay,
         memory=memory,
-        findings=find_all(Evidence(subject, model, content, inputs, optimized, simplified, placement)),
+        findings=find_all(Evidence(subject, content, inputs, optimized, simplified, placement)),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from ortserve.engine.bounded_time import CONTROL_FLOW
 from ortserve.engine.provider_options import GPU_PROVIDERS
-from ortserve.model_file.graph import DOUBLE, Model, Node
+from ortserve.model_file.graph import DOUBLE, Node
 from ortserve.tools.inspect import patterns
 from ortserve.tools.inspect.content import all_graphs, all_nodes, described
 from ortserve.tools.inspect.patterns import Wiring
@@ -37,8 +37,7 @@ class Evidence:
 
     Attributes:
         subject: The model on disk.
-        model: The record of its file.
-        content: Its content.
+        content: The content of its file.
         inputs: Its inputs.
         optimized: The graph that runs.
         simplified: The graph before fusions and changes of layout.
@@ -46,7 +45,6 @@ class Evidence:
     """
 
     subject: Subject
-    model: Model
     content: Content
     inputs: Sequence[TensorInfo]
     optimized: Optimized
@@ -89,7 +87,6 @@ def find_all(evidence: Evidence) -> list[Finding]:
 def _initializers_as_inputs(evidence: Evidence) -> Iterator[Finding]:
     yield from _found(
         "initializers_as_inputs",
-        "warning",
         evidence.content.initializers_as_inputs,
         "weight",
         "that requests can replace, because they are inputs, too",
@@ -103,29 +100,29 @@ def _attention(evidence: Evidence) -> Iterator[Finding]:
     found = [(wiring, *one) for wiring in evidence.wirings() for one in patterns.attentions(wiring)]
     sizes = (patterns.heads_and_width(wiring, last, evidence.simplified.values) for wiring, _, last in found)
     heads, width = next((known for known in sizes if known), ("HEADS", "WIDTH"))
-    files = f"{evidence.file} {evidence.beside('attention')}"
+    file, out = evidence.file, evidence.beside("attention")
     command = (
-        f"python -m onnxruntime.transformers.optimizer --input {evidence.file} --output {evidence.beside('attention')} "
-        f"--model_type bert --num_heads {heads} --hidden_size {width} --opt_level 0"
+        f"python -m onnxruntime.transformers.optimizer --input {file} --output {out} --model_type bert "
+        f"--num_heads {heads} --hidden_size {width} --opt_level 0"
     )
-    if any(node.name.startswith("node_") for node in evidence.model.graph.nodes):  # PyTorch's newer exporter
+    if any(softmax.name.startswith("node_") for _, softmax, _ in found):  # PyTorch's newer exporter
         command = (
             'python -c "import sys; from onnxscript import ir; from onnxscript.rewriter.ort_fusions import '
-            f'optimize_for_ort; ir.save(optimize_for_ort(ir.load(sys.argv[1]))[0], sys.argv[2])" {files}'
+            f'optimize_for_ort; ir.save(optimize_for_ort(ir.load(sys.argv[1]))[0], sys.argv[2])" {file} {out}'
         )
     yield from _found(
         "unfused_attention",
-        "advice",
         [softmax for _, softmax, _ in found],
         "attention",
         f"in pieces after optimization{evidence.fuses_nothing}",
         "One operator for an attention reads and writes memory once. On CPUs it gained 2 to 9 %, on GPUs more.",
         f"export with opset_version=23, which has Attention; or try, as it knows some exporters only: {command}",
+        level="advice",
     )
 
 
 def _norms_and_gelus(evidence: Evidence) -> Iterator[Finding]:
-    opset = evidence.model.opsets.get("", 0)
+    opset = evidence.content.opsets.get("ai.onnx", 0)
     wirings = evidence.wirings()
     found = [one for wiring in wirings for one in (*patterns.norms(wiring), *patterns.gelus(wiring))]
     for kind, (name, operator, since) in _OPERATORS.items():
@@ -133,7 +130,6 @@ def _norms_and_gelus(evidence: Evidence) -> Iterator[Finding]:
         first = "set session.graph_optimization: all in model.yaml, or " if evidence.fuses_nothing else ""
         yield from _found(
             f"unfused_{kind}",
-            "warning",
             apart,
             name,
             f"in pieces after optimization{evidence.fuses_nothing}",
@@ -155,7 +151,6 @@ def _transposes(evidence: Evidence) -> Iterator[Finding]:
     graphs = all_graphs(evidence.simplified.model)  # later, ONNX Runtime adds others for its own kernels
     yield from _found(
         "layout_transposes",
-        "warning",
         [node for graph in graphs for node in patterns.layout_transposes(Wiring.of(graph))],
         "Transpose",
         "between channels first and last beside convolutions",
@@ -169,7 +164,6 @@ def _casts(evidence: Evidence) -> Iterator[Finding]:
     values = evidence.simplified.values
     yield from _found(
         "casts_back",
-        "warning",
         [node for wiring in evidence.wirings() for node in patterns.casts_back(wiring, values)],
         "Cast",
         "back to the type before another Cast",
@@ -184,7 +178,6 @@ def _double(evidence: Evidence) -> Iterator[Finding]:
     nbytes = sum(one.nbytes for one in evidence.content.weights if one.datatype == "float64")
     yield from _found(
         "double_precision",
-        "warning",
         [
             node
             for wiring in evidence.wirings()
@@ -201,7 +194,6 @@ def _double(evidence: Evidence) -> Iterator[Finding]:
 def _control_flow(evidence: Evidence) -> Iterator[Finding]:
     yield from _found(
         "control_flow",
-        "warning",
         [node for node in all_nodes(evidence.optimized.model) if not node.domain and node.op in CONTROL_FLOW],
         "node",
         "with graphs of their own",
@@ -217,12 +209,12 @@ def _shapes_on_gpu(evidence: Evidence) -> Iterator[Finding]:
     for gpu in [name for name in known if name in GPU_PROVIDERS][:1]:
         yield from _found(
             "shape_computation",
-            "advice",
             [node for wiring in evidence.wirings() for node in patterns.shape_nodes(wiring)],
             "node",
             f"that compute shapes in each run on the CPU, beside {gpu}",
             "The GPU's kernels behind them start only when the host has finished.",
             f"fix sizes that do not vary: {evidence.free_sizes}",
+            level="advice",
         )
 
 
@@ -252,7 +244,7 @@ _RULES: Final[Sequence[Callable[[Evidence], Iterator[Finding]]]] = (
 
 
 def _found(
-    kind: str, level: Level, places: Iterable[Node | str], thing: str, about: str, *advice: str
+    kind: str, places: Iterable[Node | str], thing: str, about: str, *advice: str, level: Level = "warning"
 ) -> Iterator[Finding]:
     """A finding about nodes or tensors, if there are any: each is a ``thing``. ``advice``: why, and what to do."""
     names = [described(place) if isinstance(place, Node) else place for place in places]

@@ -17,12 +17,10 @@ from typing import Any, Final
 
 import psutil
 
-from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.errors import invalid_input
 from ortserve.tools.child import call_in_child
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.inspect.result import BatchMemory, Memory
-from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.opening import open_model
 from ortserve.tools.subject import Subject
 
 FIRST_SIZES: Final = (2, 4)
@@ -87,8 +85,8 @@ def describe_batch(rows: int, samples: Sequence[Sample], in_arena: int) -> Batch
         process = min(process, first[-1].process + _MOST_KEPT * (in_use - first[-1].in_use))
     measured = next((one for one in samples if one.rows == rows), None)
     used, held, grown = (measured.in_use, measured.held, measured.process) if measured else (None, None, None)
-    activations = [None if use is None else max(0, use - in_arena) for use in (in_use, used)]
-    return BatchMemory(rows, *activations, grown_arena(small, in_use), held, process, grown)
+    predicted, activations = (None if use is None else max(0, use - in_arena) for use in (in_use, used))
+    return BatchMemory(rows, predicted, activations, grown_arena(small, in_use), held, process, grown)
 
 
 def _line(points: Sequence[tuple[int, int]], rows: int) -> int | None:
@@ -131,7 +129,7 @@ def _measure(subject: Subject, file: Path | None, sizes: Sequence[int], weights:
         with suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         opening = process.memory_full_info().uss - before
-        inputs = choose_inputs(opened, file)
+        inputs, runner = choose_inputs(opened, file), opened.runner()
         growth: dict[int, int] = {}
         run_s, skipped = 0.0, ""
         deadline = time.monotonic() + budget_s
@@ -141,23 +139,17 @@ def _measure(subject: Subject, file: Path | None, sizes: Sequence[int], weights:
                 skipped = f"batches of {rows} rows and more would take longer than {budget_s:g} s"
                 break
             for number in range(_RUNS):
-                run_s = _run(opened, opened.for_model(inputs.take(rows, number)))
+                arrays = opened.for_model(inputs.take(rows, number))
+                began = time.monotonic()
+                runner.run(arrays)  # frees the outputs
+                run_s = time.monotonic() - began
+            del arrays
             growth[rows] = max(process.memory_full_info().uss - before, opening)
         events: list[dict[str, Any]] = json.loads(Path(opened.session.end_profiling()).read_text())
     arena = _arena_by_run(events)[-len(growth) * _RUNS :]  # without the runs that looked for accepted inputs
     samples = [Sample(rows, *arena[_RUNS * n + _RUNS - 1], grown) for n, (rows, grown) in enumerate(growth.items())]
     batches = [describe_batch(rows, samples, _use_before_runs(events)) for rows in shown]
     return Memory(weights, max(0, opening), batches, inputs.origin, opened.threads, skipped)
-
-
-def _run(opened: OpenModel, arrays: Sequence[Any]) -> float:
-    """Run a batch and free its outputs. Returns the seconds."""
-    began = time.monotonic()
-    try:
-        opened.runner().run(arrays)
-    except ORT_ERRORS as error:
-        raise invalid_input(f"the model does not run: {without_paths(str(error))}") from None
-    return time.monotonic() - began
 
 
 def _arena_by_run(events: Sequence[Mapping[str, Any]]) -> list[tuple[int | None, int | None]]:

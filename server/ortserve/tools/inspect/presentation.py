@@ -25,13 +25,13 @@ def _blocks(result: InspectResult) -> Iterator[Block]:
     yield facts_of("Content", result.content, without=("operators", "weights"))
     yield table_of("Inputs", result.inputs, most_rows=_MOST_ROWS)
     yield table_of("Outputs", result.outputs, most_rows=_MOST_ROWS)
-    yield _counts("Operators in the file", result.content.operators)
+    yield _counts("Operators", result.content.operators)
     yield table_of("Weights", result.content.weights)
     title = f"Execution providers of ONNX Runtime {result.runtime}"
     yield table_of(title, result.placement, without=("operators", "fused"), note=_ABOUT_NODES)
     for one in result.placement:
         if one.fused:
-            yield _counts(f"Operators that run on {one.provider}, after fusions", one.fused)
+            yield _counts(f"Operators after fusions, {one.provider}", one.fused)
     if result.rows is not None:
         yield facts_of("Rows of a batch", result.rows)
     yield facts_of("CUDA graphs", result.replay, without=("conditions",))
