@@ -227,7 +227,7 @@ def test_broken_model_is_one_line(name: str, message: str, tmp_path: Path, capsy
     [
         (["--batch", "0"], "expected batch sizes"),
         (["--batch", "1,x"], "expected batch sizes"),
-        (["--seconds", "x"], "invalid float value"),
+        (["--seconds", "-1"], "expected seconds"),
         (["--fail-on", "nothing"], "invalid choice"),
         (["-o", "/nowhere/page.html"], "expected a file in an existing folder"),
     ],

@@ -3,6 +3,7 @@
 import argparse
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def build_parser() -> ToolParser:
     text = "Only read and open the model: no trial of rows, no measured memory."
     add("--no-run", action="store_true", help=text)
     text = "Longest time for the runs that measure memory."
-    add("--seconds", type=float, default=30.0, metavar="30", help=text)
+    add("--seconds", type=_seconds, default=30.0, metavar="30", help=text)
     text = f"Exit with 1 for findings of this level or a worse one: {', '.join(LEVELS)}."
     add("--fail-on", choices=LEVELS, metavar="LEVEL", help=text)
     return parser
@@ -141,3 +142,10 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not sizes or sizes[0] < 1 or sizes[-1] > 1 << 20:
         raise argparse.ArgumentTypeError(f"expected batch sizes such as 1,8,32, got {text!r}")
     return tuple(sizes)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) <= 3600:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds from 0 to 3600, got {text!r}")
