@@ -106,7 +106,7 @@ def test_rows_are_tried_although_they_are_proven() -> None:
 
     assert found["rows"]["verdict"] == "proven"
     assert 0 <= found["rows"]["drift"] < 1e-3
-    assert "of inputs, of up to" in found["rows"]["tried"]
+    assert "of inputs, of up to" in found["rows"]["trial"]
 
 
 def within(share: float, predicted: int, measured: int) -> bool:
@@ -124,10 +124,10 @@ def test_memory_is_predicted_within_a_tenth(kind: str, tmp_path: Path) -> None:
     memory = inspected(path, "--batch", "1,16")["memory"]
 
     assert memory["problem"] == ""
-    assert within(0.1, memory["weights"], memory["weights_measured"]), memory
+    assert within(0.1, memory["weights_nbytes"], memory["weights_measured_nbytes"]), memory
     for one in memory["batches"]:
         for figure in ("activations", "arena", "process"):
-            assert within(0.1, one[figure], one[f"{figure}_measured"]), (figure, one)
+            assert within(0.1, one[f"{figure}_nbytes"], one[f"{figure}_measured_nbytes"]), (figure, one)
 
 
 def test_samples_of_the_user_are_run(tmp_path: Path) -> None:
@@ -151,7 +151,6 @@ def test_page_needs_no_network_and_shows_the_findings(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.html").read_text()
     assert "LayerNorm in pieces" in page
-    assert "<svg" in page
     assert not re.search(r"(src|href)=\"https?:", page)
 
 
@@ -174,8 +173,8 @@ def test_weights_of_gigabytes_are_not_copied(tmp_path: Path, capsys: pytest.Capt
     assert main(["inspect", str(path), "--no-run", "--json"]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    assert found["content"]["weights_nbytes"] == rows * width * 4
-    assert found["content"]["external_files"] == [{"name": "table.bin", "nbytes": rows * width * 4}]
+    assert found["content"]["weights"][0]["nbytes"] == rows * width * 4
+    assert found["content"]["external_nbytes"] == {"table.bin": rows * width * 4}
     assert found["placement"][0]["fused"] == {"Gather": 1}
 
 
@@ -188,7 +187,7 @@ def test_commands_of_the_page_print_what_it_shows(command: Command, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
     for line in command.output.splitlines():
-        assert " ".join(line.split()) in printed | {f"ONNX Runtime {ort.__version__}"}
+        assert " ".join(line.split()) in printed
 
 
 def broken_models(folder: Path) -> dict[str, Path]:
@@ -206,7 +205,7 @@ def broken_models(folder: Path) -> dict[str, Path]:
     ("name", "message"),
     [
         ("other", "expected an ONNX model"),
-        ("external", "gone.bin, which does not exist"),
+        ("external", 'does not exist: "gone.bin"'),
         ("short", "short.onnx"),
         ("empty", "expected an ONNX model"),
         ("truncated", "expected an ONNX model"),
@@ -283,8 +282,8 @@ def test_graphs_are_captured_where_cuda_is(host_cuda: dict[str, str], tmp_path: 
 
     found = inspected(path, "--provider", "cuda", "--batch", "1", env=host_cuda)
 
-    (replay,) = found["replay"]
-    assert (replay["provider"], replay["source"], replay["possible"]) == (CUDA, "capture", True)
+    replay = found["replay"]
+    assert (replay["source"], replay["possible"]) == ("captured", True)
     assert replay["captured"][0] == 1
     (on_cuda,) = (one for one in found["placement"] if one["provider"] == CUDA)
     assert on_cuda["nodes"] == {CUDA: 1}
@@ -298,8 +297,7 @@ def test_nodes_and_copies_beside_cuda_are_named(host_cuda: dict[str, str], tmp_p
     assert on_cuda["operators"][CPU] == {"Gather": 1, "Concat": 1}
     assert on_cuda["elsewhere"] == f"{CPU}: Gather 'batch', Concat 'target'"
     assert "nodes_elsewhere" in {finding["kind"] for finding in flattens["findings"]}
-    (replay,) = branch["replay"]
-    broken = {one["name"]: one["nodes"] for one in replay["conditions"] if not one["holds"]}
-    assert replay["source"] == "session"
+    broken = {one["name"]: one["nodes"] for one in branch["replay"]["conditions"] if one["fails_because"]}
+    assert branch["replay"]["source"] == "placed"
     assert broken["no_control_flow"] == ["If 'decide'"]
     assert broken["no_copies"] == ["MemcpyToHost 'Memcpy'"]

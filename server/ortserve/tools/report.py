@@ -1,8 +1,8 @@
 """A result for people, as blocks that the terminal and the page both show. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Literal, TypeAlias
 
 Cell: TypeAlias = str | int | float | None
 """Numbers are aligned to the right and written with three digits; None is shown as a dash."""
@@ -106,6 +106,35 @@ def cell_text(cell: Cell) -> str:
     if isinstance(cell, int):
         return f"{cell:,}"
     return number_text(cell) if isinstance(cell, float) else cell
+
+
+def facts_of(title: str, record: Any, *, without: Sequence[str] = ()) -> Facts:
+    """The fields of a dataclass, but some."""
+    values = {one.name: getattr(record, one.name) for one in fields(record) if one.name not in without}
+    return Facts(title, {_label(name): _cell(name, value) for name, value in values.items()})
+
+
+def table_of(
+    title: str, records: Sequence[Any], *, without: Sequence[str] = (), most_rows: int | None = None, note: str = ""
+) -> Table:
+    """A row per dataclass with a column per field, but some."""
+    rows = [facts_of(title, record, without=without).entries for record in records]
+    return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], note, most_rows)
+
+
+def _label(name: str) -> str:
+    return "size" if name == "nbytes" else name.removesuffix("_nbytes").replace("_", " ")
+
+
+def _cell(name: str, value: Any) -> Cell:
+    """The value of a field as a cell; the names of numbers of bytes end with ``nbytes``."""
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {cell_text(_cell(name, one))}" for key, one in value.items()) or "none"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, int | float) and name.endswith("nbytes"):
+        return bytes_text(value)
+    return None if value == "" else value
 
 
 def number_text(value: float) -> str:

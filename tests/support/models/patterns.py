@@ -42,7 +42,7 @@ def attention(path: Path, heads: int = 2, size: int = 4, opset: int = 21) -> Pat
     """Attention without a mask: x FP32 [batch, 8, heads · size] → y, the same."""
     hidden = heads * size
     rng = np.random.default_rng(0)
-    weights = {f"w{name}": rng.standard_normal((hidden, hidden)).astype(np.float32) for name in "qkv"}
+    weights = {f"w{name}": rng.standard_normal((hidden, hidden)).astype(np.float32) for name in "qkvo"}
     weights |= {"split": np.array([0, 0, heads, size]), "join": np.array([0, 0, hidden]), "root": float32(size**0.5)}
     orders = {"q": (0, 2, 1, 3), "k": (0, 2, 3, 1), "v": (0, 2, 1, 3)}
     nodes = []
@@ -58,7 +58,8 @@ def attention(path: Path, heads: int = 2, size: int = 4, opset: int = 21) -> Pat
         helper.make_node("Softmax", ["scaled"], ["shares"], name="shares", axis=-1),
         helper.make_node("MatMul", ["shares", "v"], ["mixed"]),
         helper.make_node("Transpose", ["mixed"], ["moved"], perm=(0, 2, 1, 3)),
-        helper.make_node("Reshape", ["moved", "join"], ["y"]),
+        helper.make_node("Reshape", ["moved", "join"], ["joined"]),
+        helper.make_node("MatMul", ["joined", "wo"], ["y"]),
     ]
     return write(path, nodes, [value("x", "batch", 8, hidden)], [value("y", "batch", 8, hidden)], weights, opset)
 

@@ -5,7 +5,6 @@ __all__ = [
     "batch_sizes",
     "capture_trial",
     "coordination",
-    "device_batches",
     "inputs",
     "loaded_model",
     "pipeline",

@@ -2,13 +2,14 @@
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import onnxruntime as ort
 
+from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import full_name
 from ortserve.errors import ServeError
@@ -16,53 +17,39 @@ from ortserve.model_file.graph import Model
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
-from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors, read_file
-from ortserve.tools.inspect.findings import Evidence, find_all
-from ortserve.tools.inspect.memory import FIRST_SIZES, describe_memory, measure_memory
-from ortserve.tools.inspect.placement import Optimized, describe_placement, open_optimized, place, providers_here
+from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors
+from ortserve.tools.inspect.findings import LEVELS, Evidence, find_all
+from ortserve.tools.inspect.memory import measure_memory
+from ortserve.tools.inspect.placement import describe_placement, open_optimized, place, providers_here
 from ortserve.tools.inspect.presentation import present
-from ortserve.tools.inspect.replay import Serving, has_cpu_fusions, known_replay, predict_replay
-from ortserve.tools.inspect.result import InspectResult, Memory, Replay
-from ortserve.tools.inspect.rows import Loaded, load_and_try, with_captures
+from ortserve.tools.inspect.replay import judge_replay, predict_replay, with_captures
+from ortserve.tools.inspect.result import InspectResult, Memory
+from ortserve.tools.inspect.rows import load_and_try
 from ortserve.tools.subject import Subject, find_model
-
-_LEVELS: Final = ("problem", "warning", "advice")
 
 
 def build_parser() -> ToolParser:
     """The arguments."""
     parser = ToolParser("inspect", "Show what a model contains, how it would run here, and what limits it.")
-    parser.add_argument("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
-    parser.add_argument("--inputs", type=Path, metavar="DATA.npz", help="Samples for the measurement of memory.")
-    parser.add_argument(
-        "--batch", type=_sizes, default=(1, 8, 32), metavar="1,8,32", help="Batch sizes whose memory is shown."
-    )
-    parser.add_argument(
-        "--provider",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="Prefer this execution provider to the configured ones, such as cuda; may be repeated.",
-    )
-    parser.add_argument(
-        "--no-run", action="store_true", help="Only read and open the model: no trial of rows, no measured memory."
-    )
-    parser.add_argument(
-        "--seconds", type=_seconds, default=30.0, metavar="30", help="Longest time for the runs that measure memory."
-    )
-    parser.add_argument(
-        "--fail-on", choices=_LEVELS, metavar="LEVEL", help="Exit with 1 for findings of this level or a worse one: "
-        "problem, warning, advice."
-    )  # fmt: skip
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
+    add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the measurement of memory.")
+    add("--batch", type=_sizes, default=(1, 8, 32), metavar="1,8,32", help="Batch sizes whose memory is shown.")
+    text = "Prefer this execution provider to the configured ones, such as cuda; may be repeated."
+    add("--provider", action="append", default=[], metavar="NAME", help=text)
+    text = "Only read and open the model: no trial of rows, no measured memory."
+    add("--no-run", action="store_true", help=text)
+    text = "Longest time for the runs that measure memory."
+    add("--seconds", type=_seconds, default=30.0, metavar="30", help=text)
+    text = f"Exit with 1 for findings of this level or a worse one: {', '.join(LEVELS)}."
+    add("--fail-on", choices=LEVELS, metavar="LEVEL", help=text)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command. Returns the exit status."""
     ort.set_default_logger_severity(4)  # what providers say while they start comes with their errors
-    logging.getLogger("ortserve").addHandler(
-        logging.NullHandler()
-    )  # warnings of the load are findings or properties here
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())  # warnings of the load are facts of the result
     return run_tool("inspect", inspect, build_parser().parse_args(arguments))
 
 
@@ -72,66 +59,60 @@ def inspect(arguments: argparse.Namespace) -> Outcome:
     Raises:
         ServeError: The file is no model, is incomplete, or ONNX Runtime refuses it.
     """
-    subject = _with_providers(find_model(arguments.model), arguments.provider)
-    options = subject.options
     with progress("reading the model") as step:
-        model = read_file(subject.path)
-        content = describe_content(subject.path, model)
-        step(0, "opening the model on the CPU")
-        opened, graph = open_optimized(subject, "cpu")
-        if arguments.inputs is not None:
-            read_inputs(arguments.inputs, opened.signature)
-        here = Optimized(describe_placement(opened, graph), graph)
-        signature = opened.signature
-        wanted = [full_name(wish) for wish in options.execution_providers]
-        placed = {CPU: here}
-        for name in providers_here(wanted):
-            if name != CPU:
-                step(0, f"opening the model on {name}")
-                placed[name] = place(subject, name)
-        simplified = graph if graph.is_readable else model
-        if has_cpu_fusions(graph):
-            simplified = open_optimized(subject, "cpu", level="basic")[1]
-        alone_because = signature.unbatched_because or opened.rows.known_dependence or ""
-        serving = Serving(model, signature, options.session, alone_because)
-        loaded, rows, memory = None, None, None
-        del opened
-        if not arguments.no_run:
-            loaded = load_and_try(subject, step, captures=CUDA in placed and not placed[CUDA].placement.problem)
-            rows = loaded.rows
-            if rows.verdict == "alone":
-                serving = replace(serving, alone_because=rows.because)
-            memory = _memory(arguments, here.graph if graph.is_readable else model, signature.is_batched, step)
-    replay = _replay(placed, serving, simplified, loaded)
-    evidence = Evidence(
-        str(subject.path),
-        model,
-        content,
-        graph if graph.is_readable else model,
-        simplified,
-        options.session.graph_optimization,
-        [one.placement for one in placed.values()],
-        rows,
-        wanted,
-    )
-    result = InspectResult(
+        result = _inspect(arguments, step)
+    limit = LEVELS.index(arguments.fail_on) if arguments.fail_on else -1
+    is_bad = any(LEVELS.index(finding.level) <= limit for finding in result.findings)
+    return Outcome(result, present(result), FAILED if is_bad else OK)
+
+
+def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
+    subject = _with_providers(find_model(arguments.model), arguments.provider)
+    settings = subject.options.session
+    step(0, "opening the model on the CPU")
+    opened, optimized = open_optimized(subject, "cpu")
+    signature = opened.signature
+    if arguments.inputs is not None:
+        read_inputs(arguments.inputs, signature)
+    content = describe_content(opened)
+    placed = {CPU: (describe_placement(opened, optimized), optimized)}
+    alone_because = signature.unbatched_because or opened.rows.known_dependence
+    unbounded = why_unbounded(opened.graph, signature)
+    del opened  # its weights take memory
+    _, simplified = open_optimized(subject, "cpu", level="basic")
+    for name in providers_here(subject):
+        if name != CPU:
+            step(0, f"opening the model on {name}")
+            placed[name] = place(subject, name)
+    on_cuda, cuda_graph = placed.get(CUDA, (None, simplified))
+    has_cuda = on_cuda is not None and not on_cuda.problem
+    rows, memory, loaded = None, None, None
+    if not arguments.no_run:
+        rows, loaded = load_and_try(subject, step, captures=has_cuda)
+        alone_because = rows.because if rows.verdict == "alone" else alone_because
+        memory = _memory(arguments, subject, optimized.model, step)
+    alone = f"requests run one at a time, and only batches have buffers: {alone_because}" if alone_because else ""
+    shapes_vary = alone or unbounded
+    if on_cuda is not None and has_cuda:
+        replay = judge_replay(cuda_graph.model, settings, shapes_vary, on_cuda)
+        replay = with_captures(replay, loaded) if loaded is not None else replay
+    else:
+        replay = predict_replay(simplified.model, settings, shapes_vary)
+    placement = [one for one, _ in placed.values()]
+    inputs, outputs = describe_tensors(signature.inputs), describe_tensors(signature.outputs)
+    return InspectResult(
         model=subject.name,
         path=str(subject.path),
         runtime=ort.__version__,
         content=content,
-        inputs=describe_tensors(signature.inputs),
-        outputs=describe_tensors(signature.outputs),
-        placement=[one.placement for one in placed.values()],
+        inputs=inputs,
+        outputs=outputs,
+        placement=placement,
         rows=rows,
-        replay=[replay],
+        replay=replay,
         memory=memory,
-        findings=find_all(evidence),
+        findings=find_all(Evidence(subject, content, inputs, optimized, simplified, placement)),
     )
-    limit = arguments.fail_on
-    is_bad = limit is not None and any(
-        _LEVELS.index(finding.level) <= _LEVELS.index(limit) for finding in result.findings
-    )
-    return Outcome(result, present(result), FAILED if is_bad else OK)
 
 
 def _with_providers(subject: Subject, names: Sequence[str]) -> Subject:
@@ -142,26 +123,15 @@ def _with_providers(subject: Subject, names: Sequence[str]) -> Subject:
     return replace(subject, options=options)
 
 
-def _replay(placed: Mapping[str, Optimized], serving: Serving, simplified: Model, loaded: Loaded | None) -> Replay:
-    usable = placed.get(CUDA)
-    if usable is None or usable.placement.problem:
-        return predict_replay(serving, simplified)
-    replay = known_replay(serving, CUDA, usable.placement.operators, usable.graph)
-    return with_captures(replay, loaded) if loaded is not None else replay
-
-
-def _memory(arguments: argparse.Namespace, graph: Model, is_batched: bool, step: Step) -> Memory:
-    shown: tuple[int, ...] = arguments.batch if is_batched else (1,)
-    sizes = sorted({*shown, *(FIRST_SIZES if is_batched else ())})
+def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step: Step) -> Memory:
     weights = sum(one.nbytes for one in count_weights(graph))
     step(0, "measuring memory in another process")
     try:
-        measured = measure_memory(arguments.model, arguments.inputs, sizes, arguments.seconds)
+        return measure_memory(subject, arguments.inputs, arguments.batch, weights, arguments.seconds)
     except ServeError as error:
         if arguments.inputs is not None:
             raise
-        return Memory(weights, None, None, [], "", 0, error.message)
-    return describe_memory(measured, weights, shown)
+        return Memory(weights, None, [], "", None, error.message)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -175,10 +145,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected seconds from 0 to 3600, got {text!r}")
-    return seconds
+    with suppress(ValueError):
+        if 0 <= float(text) <= 3600:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds from 0 to 3600, got {text!r}")

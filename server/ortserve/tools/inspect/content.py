@@ -3,15 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
 from typing import Final
 
 from ortserve.core.signature import TensorSpec
-from ortserve.errors import invalid_input
 from ortserve.model_file.graph import Graph, Model, Node, Tensor
-from ortserve.model_file.protobuf import VARINT, fields, mapped_file, varint
-from ortserve.model_file.reading import read_model
-from ortserve.tools.inspect.result import Content, ExternalFile, OperatorCount, TensorInfo, Weights
+from ortserve.tools.inspect.result import Content, TensorInfo, Weights
+from ortserve.tools.opening import OpenModel
 
 _ELEMENTS: Final = {
     1: ("float32", 32), 2: ("uint8", 8), 3: ("int8", 8), 4: ("uint16", 16), 5: ("int16", 16), 6: ("int32", 32),
@@ -23,65 +20,33 @@ _ELEMENTS: Final = {
 """Name and bits of an element, by ``TensorProto.DataType``."""
 
 
-def read_file(path: Path) -> Model:
-    """Read a model file and check that it is complete.
-
-    Raises:
-        ServeError: invalid_input, if the file is no model, or external data are missing.
-    """
-    model = read_model(path)
-    if not model.is_readable:
-        raise invalid_input(f"{path}: expected an ONNX model, it is not one or is truncated")
-    for name in sorted(model.external_files):
-        if not (path.parent / name).is_file():
-            raise invalid_input(f"{path}: expected its external data in {path.parent / name}, which does not exist")
-    return model
-
-
-def describe_content(path: Path, model: Model) -> Content:
-    """The content of a file."""
-    ir_version, producer = _read_head(path)
-    nodes = list(all_nodes(model))
-    counts = Counter((node.domain or "ai.onnx", node.op) for node in nodes)
-    weights = count_weights(model)
+def describe_content(opened: OpenModel) -> Content:
+    """The content of a model's file."""
+    path, model, session = opened.subject.path, opened.graph, opened.session
     return Content(
-        nbytes=path.stat().st_size,
-        ir_version=ir_version,
-        producer=producer,
+        file_nbytes=path.stat().st_size,
+        external_nbytes={name: (path.parent / name).stat().st_size for name in sorted(model.external_files)},
+        producer=session.get_modelmeta().producer_name,
         opsets={domain or "ai.onnx": version for domain, version in model.opsets.items()},
-        functions=len(model.functions),
-        nodes=len(nodes),
-        operators=[OperatorCount(domain, op, count) for (domain, op), count in counts.most_common()],
-        parameters=sum(one.parameters for one in weights if one.datatype != "string"),
-        weights=weights,
-        weights_nbytes=sum(one.nbytes for one in weights),
-        external_files=[
-            ExternalFile(name, (path.parent / name).stat().st_size) for name in sorted(model.external_files)
-        ],
-        free_dimensions=_free_dimensions(model),
-        # Before version 4 of the format all initializers had to be inputs; ONNX Runtime treats these as constants.
-        initializers_as_inputs=[
-            declared.name for declared in model.graph.inputs if declared.name in model.graph.constants
-        ]
-        if ir_version >= 4
-        else [],
+        operators=count_operators(model),
+        weights=count_weights(model),
+        initializers_as_inputs=[one.name for one in session.get_overridable_initializers()],
     )
 
 
 def describe_tensors(specs: Sequence[TensorSpec]) -> list[TensorInfo]:
     """The tensors of a signature."""
-    return [
-        TensorInfo(
-            spec.name,
-            spec.datatype.value,
-            None
-            if spec.has_any_shape
-            else [name or size for size, name in zip(spec.shape, spec.dim_names, strict=True)],
-            spec.batch_axis,
-            spec.is_optional,
-        )
-        for spec in specs
-    ]
+    found = []
+    for spec in specs:
+        sizes = [name or size for size, name in zip(spec.shape, spec.dim_names, strict=True)]
+        shape = None if spec.has_any_shape else sizes
+        found.append(TensorInfo(spec.name, spec.datatype.value, shape, spec.batch_axis, spec.is_optional))
+    return found
+
+
+def count_operators(model: Model) -> dict[str, int]:
+    """Nodes by operator, the most frequent first."""
+    return dict(Counter(operator_name(node) for node in all_nodes(model)).most_common())
 
 
 def count_weights(model: Model) -> list[Weights]:
@@ -89,14 +54,13 @@ def count_weights(model: Model) -> list[Weights]:
 
     Weights of tree ensembles and support vector machines, which are attributes, are not counted.
     """
-    tensors, parameters, bits = Counter[str](), Counter[str](), Counter[str]()
+    sizes: dict[int, list[int]] = {}
     for tensor in _constants(model):
-        name, width = _ELEMENTS.get(tensor.dtype, (f"type {tensor.dtype}", 0))
-        count = prod(tensor.dims or ())
-        tensors[name] += 1
-        parameters[name] += count
-        bits[name] += count * width
-    found = [Weights(name, tensors[name], parameters[name], -(-bits[name] // 8)) for name in tensors]
+        sizes.setdefault(tensor.dtype, []).append(prod(tensor.dims or ()))
+    found = []
+    for dtype, counts in sizes.items():
+        name, bits = _ELEMENTS.get(dtype, (f"type {dtype}", 0))
+        found.append(Weights(name, len(counts), sum(counts), -(-sum(counts) * bits // 8)))
     return sorted(found, key=lambda one: one.nbytes, reverse=True)
 
 
@@ -117,11 +81,15 @@ def all_nodes(model: Model) -> Iterator[Node]:
         yield from function.nodes
 
 
+def operator_name(node: Node) -> str:
+    """The operator of a node with its domain, unless that is ONNX's."""
+    return f"{node.domain}.{node.op}" if node.domain else node.op
+
+
 def described(node: Node) -> str:
     """A node for people: operator, and its name or that of its first output."""
-    operator = f"{node.domain}.{node.op}" if node.domain else node.op
     name = node.name or next((output for output in node.outputs if output), "")
-    return f"{operator} '{name}'" if name else operator
+    return f"{operator_name(node)} '{name}'" if name else operator_name(node)
 
 
 def _constants(model: Model) -> Iterator[Tensor]:
@@ -130,26 +98,3 @@ def _constants(model: Model) -> Iterator[Tensor]:
     for node in all_nodes(model):
         if node.op == "Constant":
             yield from (value for value in node.attributes.values() if isinstance(value, Tensor))
-
-
-def _free_dimensions(model: Model) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for declared in model.graph.inputs:
-        if declared.name in model.graph.constants:
-            continue
-        for axis, size in enumerate(declared.dims or ()):
-            if not isinstance(size, int):
-                found.setdefault(size or "-1", []).append(f"{declared.name}[{axis}]")
-    return found
-
-
-def _read_head(path: Path) -> tuple[int, str]:
-    """The version of the format, and the program that wrote the file. Field numbers are those of onnx.proto."""
-    ir_version, texts = 0, {2: "", 3: ""}
-    with mapped_file(path) as data:
-        for number, wire_type, (start, end) in fields(data, 0, len(data)):
-            if number == 1 and wire_type == VARINT:
-                ir_version = varint(data, start)[0]
-            elif number in texts:
-                texts[number] = str(data[start:end], "utf-8", "replace")
-    return ir_version, " ".join(texts.values()).strip()

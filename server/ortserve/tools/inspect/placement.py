@@ -1,64 +1,82 @@
-"""Which execution provider runs which nodes: asked of a session on each provider that is here."""
+"""How ONNX Runtime runs a model: the nodes that each execution provider takes, and the optimized graph."""
 
 import tempfile
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import onnx
 import onnxruntime as ort
 
 from ortserve.engine.placement import count_operators, describe_elsewhere, total_nodes
 from ortserve.engine.provider_options import OPENVINO
-from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import UNREADABLE, Model
 from ortserve.model_file.reading import read_model
-from ortserve.tools.inspect.content import all_nodes, described
-from ortserve.tools.inspect.replay import COPIES
+from ortserve.tools.inspect import content
 from ortserve.tools.inspect.result import Placement
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import Subject
 
+COPIES: Final = frozenset({"MemcpyFromHost", "MemcpyToHost"})
+"""The operators that ONNX Runtime inserts where tensors change between the host and a device."""
 _AZURE: Final = "AzureExecutionProvider"
 """Part of every ONNX Runtime. It takes only operators that call a service of its vendor."""
 _WEIGHTS: Final = "session.optimized_model_external_initializers_file_name"
 
 
 @dataclass(frozen=True, slots=True)
+class Value:
+    """What is known of a value before runs: its element type, and its sizes, 0 for free ones."""
+
+    dtype: int
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Optimized:
-    """A model as ONNX Runtime runs it on one provider.
+    """A graph as ONNX Runtime optimized it.
 
     Attributes:
-        placement: What the session reports.
-        graph: The optimized graph; ``UNREADABLE`` if it cannot be saved.
+        model: Without weights. The file's own graph if the optimized one cannot be saved.
+        is_saved: Whether it could be.
+        values: The values of the main graph by name, as far as ``onnx`` infers them.
     """
 
-    placement: Placement
-    graph: Model = UNREADABLE
+    model: Model
+    is_saved: bool
+    values: Mapping[str, Value] = field(default_factory=dict)
 
 
-def providers_here(wanted: Sequence[str]) -> list[str]:
-    """Full names of the execution providers that sessions can name here, and of those that the user asks for."""
-    runtime = Runtime()
+def wishes(subject: Subject) -> list[str]:
+    """Full names of the execution providers that the configuration or the user asks for."""
+    return [full_name(name) for name in subject.options.execution_providers]
+
+
+def providers_here(subject: Subject) -> list[str]:
+    """Full names of the execution providers that sessions can name here, and of those that are asked for."""
+    runtime, wanted = Runtime(), wishes(subject)
     offered = [*ort.get_available_providers(), *(device.ep_name for device in ort.get_ep_devices())]
     known = dict.fromkeys([*wanted, OPENVINO, *offered])
     return [name for name in known if name in wanted or (name != _AZURE and not runtime.offer(name).problem)]
 
 
-def place(subject: Subject, provider: str) -> Optimized:
+def place(subject: Subject, provider: str) -> tuple[Placement, Optimized]:
     """Open a model on one provider, with the CPU behind it, and read which nodes it takes."""
     try:
-        opened, graph = open_optimized(subject, provider)
+        opened, optimized = open_optimized(subject, provider)
     except ServeError as error:
-        return Optimized(Placement(provider, error.message.removeprefix(f"{subject.path}: "), {}, {}, "", None, None))
-    return Optimized(describe_placement(opened, graph), graph)
+        problem = error.message.removeprefix(f"{subject.path}: ")
+        return Placement(provider, problem, {}, {}, "", None, None), Optimized(UNREADABLE, is_saved=False)
+    return describe_placement(opened, optimized), optimized
 
 
-def open_optimized(subject: Subject, provider: str, level: str | None = None) -> tuple[OpenModel, Model]:
-    """Open a model and read its optimized graph, without weights; ``UNREADABLE`` if it cannot be saved.
+def open_optimized(subject: Subject, provider: str, level: str | None = None) -> tuple[OpenModel, Optimized]:
+    """Open a model and read its optimized graph.
 
     Args:
         subject: The model on disk.
@@ -75,34 +93,39 @@ def open_optimized(subject: Subject, provider: str, level: str | None = None) ->
             # ONNX Runtime writes weights of more than 1 KiB into this file, which leads to nothing.
             (Path(folder) / "weights").symlink_to("/dev/null")
             entries[_WEIGHTS] = "weights"
+        settings: dict[str, Any] = {"optimized_model_file": str(file), "entries": entries}
+        if level is not None:
+            settings["graph_optimization"] = level
         try:
-            settings: dict[str, Any] = {"optimized_model_file": str(file), "entries": entries}
-            if level is not None:
-                settings["graph_optimization"] = level
             opened = open_model(subject, provider=provider, settings=settings)
         except ServeError:  # providers that compile nodes cannot save the graph
-            return open_model(subject, provider=provider), UNREADABLE
-        return opened, read_model(file)
+            opened = open_model(subject, provider=provider)
+            return opened, Optimized(opened.graph, is_saved=False)
+        return opened, Optimized(read_model(file), is_saved=True, values=_infer_values(file))
 
 
-def describe_placement(opened: OpenModel, graph: Model) -> Placement:
+def describe_placement(opened: OpenModel, optimized: Optimized) -> Placement:
     """What a session reports."""
-    choice: ProviderChoice = opened.choice
-    operators = count_operators(opened.session)
-    nodes = list(all_nodes(graph))
+    provider, operators = opened.choice.name, count_operators(opened.session)
+    copies = [content.described(node) for node in content.all_nodes(optimized.model) if node.op in COPIES]
     return Placement(
-        choice.name,
+        provider,
         "",
         total_nodes(operators),
         {name: dict(kinds) for name, kinds in operators.items()},
-        describe_elsewhere(choice.name, operators),
-        [described(node) for node in nodes if node.op in COPIES] if graph.is_readable else None,
-        dict(Counter(operator_name(node.domain, node.op) for node in nodes).most_common())
-        if graph.is_readable
-        else None,
+        describe_elsewhere(provider, operators),
+        copies if optimized.is_saved else None,
+        content.count_operators(optimized.model) if optimized.is_saved else None,
     )
 
 
-def operator_name(domain: str, operator: str) -> str:
-    """An operator with its domain, unless that is ONNX's."""
-    return f"{domain}.{operator}" if domain else operator
+def _infer_values(file: Path) -> dict[str, Value]:
+    model = onnx.load(file, load_external_data=False)
+    with suppress(onnx.shape_inference.InferenceError):  # it knows fewer operators than ONNX Runtime
+        model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    graph = model.graph
+    found = {one.name: Value(one.data_type, tuple(one.dims)) for one in graph.initializer}
+    for one in (*graph.input, *graph.output, *graph.value_info):
+        tensor = one.type.tensor_type
+        found[one.name] = Value(tensor.elem_type, tuple(size.dim_value for size in tensor.shape.dim))
+    return found

@@ -25,21 +25,6 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorCount:
-    """How often an operator occurs, nested graphs and functions included.
-
-    Attributes:
-        domain: ``ai.onnx`` for operators of ONNX.
-        operator: Its name.
-        nodes: The number of nodes.
-    """
-
-    domain: str
-    operator: str
-    nodes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Weights:
     """The constants of one element type.
 
@@ -57,50 +42,26 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class ExternalFile:
-    """A file with weights beside the model.
-
-    Attributes:
-        name: Its path from the model's folder.
-        nbytes: Its size.
-    """
-
-    name: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Content:
     """The content of the file.
 
     Attributes:
-        nbytes: Size of the model file, without external files.
-        ir_version: Version of the file format.
-        producer: The program that wrote the file, with its version.
+        file_nbytes: Size of the model file, without external files.
+        external_nbytes: Sizes of files with weights, by their paths from the model's folder.
+        producer: The program that wrote the file.
         opsets: Versions of operator sets by domain.
-        functions: The number of functions of the model's own.
-        nodes: The number of nodes, nested graphs and functions included.
-        operators: The same by operator, most frequent first.
-        parameters: Elements of constants that are not texts.
+        operators: Nodes by operator, nested graphs and functions included, most frequent first. Names begin with the
+            domain, unless it is ONNX's.
         weights: Constants by element type, the most bytes first.
-        weights_nbytes: Bytes of all constants.
-        external_files: Files with weights.
-        free_dimensions: The axes of inputs that have a free size, by its name, as ``input[axis]``.
         initializers_as_inputs: Weights that requests may replace, because they are inputs, too.
     """
 
-    nbytes: int
-    ir_version: int
+    file_nbytes: int
+    external_nbytes: dict[str, int]
     producer: str
     opsets: dict[str, int]
-    functions: int
-    nodes: int
-    operators: list[OperatorCount]
-    parameters: int
+    operators: dict[str, int]
     weights: list[Weights]
-    weights_nbytes: int
-    external_files: list[ExternalFile]
-    free_dimensions: dict[str, list[str]]
     initializers_as_inputs: list[str]
 
 
@@ -134,19 +95,16 @@ class Rows:
     Attributes:
         verdict: ``proven`` by the graph, ``tried``, ``configured``, or ``alone``: each request runs alone.
         because: The server's description: why, how much was tried, on which axes.
-        drift: Largest difference of a float between a row alone and the same row among others, in a trial made here;
-            None without a trial.
-        tried: The extent of that trial in words, or how rows differed in it.
+        trial: The extent of a trial made here, or how rows differed in it; empty if none was made.
+        drift: Largest difference of a float between a row alone and the same row among others, in that trial.
         max_rows: The largest batch that is worth having.
-        event_loop: Why runs never happen on the event loop; empty if short ones do.
     """
 
     verdict: str
     because: str
+    trial: str
     drift: float | None
-    tried: str
     max_rows: int
-    event_loop: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +113,12 @@ class Condition:
 
     Attributes:
         name: A stable name for programs.
-        holds: Whether it holds.
-        because: Why not; empty if it holds.
+        fails_because: Why it does not hold; empty if it holds.
         nodes: The first nodes at which it fails.
     """
 
     name: str
-    holds: bool
-    because: str
+    fails_because: str
     nodes: list[str]
 
 
@@ -171,44 +127,40 @@ class Replay:
     """Whether the runs of a batch size can be replayed as one CUDA graph.
 
     Attributes:
-        provider: The execution provider that would capture.
-        source: ``session``: its placement is known. ``graph``: the provider is not here, and the list of its kernels
-            stands in for it. ``capture``: graphs were captured here.
-        possible: Whether all conditions hold; if captured, whether all replays gave the right outputs.
+        source: ``predicted``: CUDA is not here, and the list of its kernels stands in for it. ``placed``: the placement
+            of CUDA's session is known. ``captured``: graphs were captured here.
+        possible: Whether all conditions hold; if captured, whether replays gave the right outputs.
         captured: Batch sizes that were captured and replayed here.
-        because: Why not, in the words of the loader; empty if possible.
-        conditions: ONNX Runtime's conditions and ours.
+        conditions: ONNX Runtime's conditions and ours, and ``captured``, if graphs were captured here.
     """
 
-    provider: str
     source: str
     possible: bool
     captured: list[int]
-    because: str
     conditions: list[Condition]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMemory:
-    """Memory of batches of one size, in bytes. Measured figures are None for sizes that were only predicted.
+    """Memory of batches of one size: predicted from batches of 2 and 4 rows, and measured, if this size was run.
 
     Attributes:
         rows: The size.
-        activations: Predicted peak of tensors and scratch space within a run.
-        activations_measured: The same from a profile.
-        arena: Predicted size of ONNX Runtime's arena after such batches; None for a session without an arena.
-        arena_measured: The same from a profile.
-        process: Predicted growth of the process by the open model and such batches.
-        process_measured: The same from the operating system.
+        activations_nbytes: Peak of tensors and scratch space within a run; None for a session without an arena.
+        activations_measured_nbytes: The same from a profile.
+        arena_nbytes: Size of ONNX Runtime's arena after such batches; None for a session without one.
+        arena_measured_nbytes: The same from a profile.
+        process_nbytes: Growth of the process by the open model and such batches.
+        process_measured_nbytes: The same from the operating system.
     """
 
     rows: int
-    activations: int | None
-    activations_measured: int | None
-    arena: int | None
-    arena_measured: int | None
-    process: int
-    process_measured: int | None
+    activations_nbytes: int | None
+    activations_measured_nbytes: int | None
+    arena_nbytes: int | None
+    arena_measured_nbytes: int | None
+    process_nbytes: int | None
+    process_measured_nbytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,21 +168,19 @@ class Memory:
     """Memory of a session on the CPU and its runs, measured in another process.
 
     Attributes:
-        weights: Predicted growth of a process that opens the model: the bytes of its constants after optimization.
-        weights_measured: The same from the operating system, after freed memory was returned to it.
-        opening_peak: The largest growth while the model was opened.
+        weights_nbytes: Predicted growth of a process that opens the model: its constants after optimization.
+        weights_measured_nbytes: The same from the operating system, after freed memory was returned to it.
         batches: By batch size.
         inputs: Where the inputs came from.
         threads: Threads of a run.
         problem: Why figures are missing; empty if none is.
     """
 
-    weights: int
-    weights_measured: int | None
-    opening_peak: int | None
+    weights_nbytes: int
+    weights_measured_nbytes: int | None
     batches: list[BatchMemory]
     inputs: str
-    threads: int
+    threads: int | None
     problem: str
 
 
@@ -261,6 +211,6 @@ class InspectResult:
     outputs: list[TensorInfo]
     placement: list[Placement]
     rows: Rows | None
-    replay: list[Replay]
+    replay: Replay
     memory: Memory | None
     findings: list[Finding]

@@ -48,13 +48,11 @@ def test_softmax_of_a_classifier_is_no_attention(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "gelu"])
-def test_pattern_that_onnx_runtime_cannot_fuse_is_found_with_the_reason(kind: str, tmp_path: Path) -> None:
+def test_pattern_that_onnx_runtime_cannot_fuse_is_found(kind: str, tmp_path: Path) -> None:
     build = getattr(patterns, kind)
     name = f"unfused_{kind}"
 
-    found = findings(build(tmp_path / "apart.onnx", leak=True))
-
-    assert "is an output of the model" in found[name].seen
+    assert "in pieces" in findings(build(tmp_path / "apart.onnx", leak=True))[name].seen
     assert name not in findings(build(tmp_path / "fused.onnx", leak=False)), "ONNX Runtime fuses this one"
 
 
@@ -104,16 +102,10 @@ def test_cast_back_is_found(tmp_path: Path) -> None:
     assert "casts_back" not in findings(patterns.casts(tmp_path / "there.onnx", back=False))
 
 
-def test_half_precision_on_the_cpu_is_found(tmp_path: Path) -> None:
-    assert "half_precision_on_cpu" in findings(patterns.dense(tmp_path / "half.onnx", np.float16))
-    assert "half_precision_on_cpu" not in findings(patterns.dense(tmp_path / "single.onnx", np.float32))
-
-
 def test_double_precision_is_found(tmp_path: Path) -> None:
     found = findings(patterns.dense(tmp_path / "double.onnx", np.float64))["double_precision"]
 
     assert "288 bytes of weights" in found.seen
-    assert "inputs x" in found.seen
     assert "double_precision" not in findings(patterns.dense(tmp_path / "single.onnx", np.float32))
 
 
@@ -143,7 +135,7 @@ def test_weights_that_are_inputs_are_found_and_the_command_mends_them(tmp_path: 
     path = patterns.dense(tmp_path / "m.onnx", is_input=True)
 
     found = findings(path)["initializers_as_inputs"]
-    assert "1 weight can be replaced by requests, because they are inputs, too: w" in found.seen
+    assert "1 weight that requests can replace, because they are inputs, too: w" in found.seen
     _, *arguments = shlex.split(found.remedy)
     subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=60)
 
