@@ -111,7 +111,7 @@ def test_server_and_the_way_of_its_requests(example_server: ServerProcess, tmp_p
     server, request = result["server"], result["request"]
     assert (server["name"], server["live"], server["ready"], server["reach"]) == ("ortserve", True, True, "loopback")
     assert server["models"]["digits/1"] == "READY"
-    assert server["metrics"]["process_open_fds"] > 0
+    assert server["metrics"]["open_files"] > 0
     assert [each["kind"] for each in result["findings"] if each["level"] == "problem"] == []
     assert request["requests"] == 60
     assert [stage["name"] for stage in request["stages"]] == [

@@ -14,30 +14,19 @@ from ortserve.errors import invalid_input
 from ortserve.registry.repository.source import read_sources
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.console import progress
+from ortserve.tools.doctor import findings as find
 from ortserve.tools.doctor.catalog import LEVELS
-from ortserve.tools.doctor.client import Client
-from ortserve.tools.doctor.findings import (
-    find_in_memory,
-    find_in_models,
-    find_in_processors,
-    find_in_runtime,
-    find_in_server,
-    find_in_steadiness,
-    find_in_system,
-)
-from ortserve.tools.doctor.loading import ToLoad, list_models, load_all, without_room
+from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system
 from ortserve.tools.doctor.options import check_options
 from ortserve.tools.doctor.presentation import make_report
 from ortserve.tools.doctor.request_path import follow_requests
-from ortserve.tools.doctor.result import SCHEMA, DoctorResult
+from ortserve.tools.doctor.result import SCHEMA, DoctorResult, ModelCheck
 from ortserve.tools.doctor.runtime import read_runtime
-from ortserve.tools.doctor.server import look_at
+from ortserve.tools.doctor.server import Client, look_at
 from ortserve.tools.doctor.steadiness import measure_steadiness
 from ortserve.tools.opening import open_model
 from ortserve.tools.subject import find_model, is_url
-
-_PATH_S = 30.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,69 +86,63 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
     files = Files()
     processors, memory = read_processors(files), read_memory(files, os.environ)
     system = read_system(files, os.environ)
-    checked = check_options(arguments.config, time.time())
-    options = checked.options
+    options, found = check_options(arguments.config, time.time())
     with progress("trying execution providers") as step:
         runtime = read_runtime(lambda now: step(0, now))
     with progress("testing how steady the processors are", arguments.seconds) as step:
         steadiness = measure_steadiness(
             processors.allowed,
-            cache_bytes=processors.last_level_cache_bytes or 0,
-            free_bytes=memory.free_bytes or 0,
+            free_bytes=memory.free_bytes,
             seconds=arguments.seconds,
             step=lambda done: step(done, ""),
         )
-    findings = (
-        *checked.findings,
-        *find_in_runtime(runtime),
-        *find_in_processors(processors),
-        *find_in_memory(memory),
-        *find_in_system(system, options.http_max_connections + options.grpc_max_connections),
-        *(find_in_steadiness(steadiness) if steadiness else ()),
-    )
+    found += find.find_in_runtime(runtime)
+    found += find.find_in_processors(processors)
+    found += find.find_in_memory(memory)
+    found += find.find_in_system(system, options.http_max_connections + options.grpc_max_connections)
+    found += find.find_in_steadiness(steadiness) if steadiness else ()
+    models: list[ModelCheck] = []
+    if repository is not None:
+        models = _load(Path(repository), options, memory.free_bytes, arguments.seconds_per_model)
+        shared = options.global_threads
+        found += find.find_in_models(models, processors.budget or 1, memory.free_bytes, global_threads=shared)
     subject = repository or "this machine"
-    result = DoctorResult(SCHEMA, subject, findings, processors, memory, system, steadiness, runtime)
-    if repository is None:
-        return result
-    budget = processors.budget or 1
-    return _with_models(result, Path(repository), options, budget, memory.free_bytes, arguments.seconds_per_model)
+    return DoctorResult(SCHEMA, subject, tuple(found), processors, memory, system, steadiness, runtime, tuple(models))
 
 
-def _with_models(
-    result: DoctorResult, repository: Path, options: ServerOptions, budget: int, free_bytes: int | None, seconds: float
-) -> DoctorResult:
+def _load(repository: Path, options: ServerOptions, free_bytes: int, limit_s: float) -> list[ModelCheck]:
     defaults = LoadOptions(**{name: getattr(options, name) for name in LoadOptions.model_fields})
-    libraries = [str(path) for path in options.execution_provider_libraries]
-    wanted = ToLoad(str(repository), defaults.model_dump(mode="json"), libraries, options.global_threads, ())
-    models = without_room(list_models(read_sources([repository], defaults)), free_bytes)
-    with progress("loading models", len(models)) as step:
-        models = load_all(models, wanted, seconds=seconds, step=step)
-    found = find_in_models(models, budget, free_bytes, global_threads=options.global_threads)
-    return replace(result, findings=(*result.findings, *found), models=tuple(models))
+    sources = read_sources([repository], defaults)
+    with progress("loading models", sum(len(source.versions) for source in sources)) as step:
+        return check_models(
+            sources,
+            libraries=tuple(options.execution_provider_libraries),
+            global_threads=options.global_threads,
+            free_bytes=free_bytes,
+            limit_s=limit_s,
+            step=step,
+        )
 
 
 def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
-    key = _read_key(arguments.key_file)
     name: str = arguments.model or ""
     bare = open_model(find_model(name)) if "/" in name or name.endswith(".onnx") else None
-    client, untrusted, request = Client(url, key), "", None
+    key, untrusted, request = _read_key(arguments.key_file), "", None
+    client = Client(url, key)
     try:
         try:
-            certificate = client.connect()
+            client.connect()
         except ssl.SSLCertVerificationError as error:
             untrusted = error.verify_message
             client = Client(url, key, verify=False)
-            certificate = client.connect()
-        facts, metrics = look_at(client, arguments.metrics, certificate)
-        facts = replace(facts, certificate_problem=untrusted)
+        facts = look_at(client, arguments.metrics, untrusted)
         if name:
             name = bare.subject.name if bare else name
-            limits = {"requests": arguments.requests, "seconds": _PATH_S}
             with progress(f"following requests to {name}", arguments.requests) as step:
-                request = follow_requests(client, name, bare, metrics, **limits, step=lambda done: step(done, ""))
+                request = follow_requests(client, name, bare, arguments.requests, lambda done: step(done, ""))
     finally:
         client.close()
-    return DoctorResult(SCHEMA, url, tuple(find_in_server(facts, time.time())), server=facts, request=request)
+    return DoctorResult(SCHEMA, url, tuple(find.find_in_server(facts)), server=facts, request=request)
 
 
 def _read_key(file: Path | None) -> str:

@@ -39,31 +39,25 @@ def make_report(result: DoctorResult, *, has_page: bool) -> Report:
 def _blocks(result: DoctorResult, *, has_page: bool) -> Iterator[Block]:
     yield Findings(result.findings)
     for title in ("processors", "memory", "system", "steadiness", "server"):
-        record = getattr(result, title)
-        if record is not None:
+        if (record := getattr(result, title)) is not None:
             yield Facts(title.capitalize(), _entries(record))
-    if result.runtime is not None:
-        runtime = result.runtime
+    if (runtime := result.runtime) is not None:
         yield Facts("Versions", {**runtime.versions, **runtime.distributions, "build": runtime.build})
         title = "Execution providers, each tried with a MatMul in a process of its own"
-        yield _table(title, runtime.providers, leave_out=("libraries", "is_offered"))
+        yield _table(title, runtime.providers, "name", "is_usable", "problem")
         libraries = [(trial.name, *each) for trial in runtime.providers for each in trial.libraries.items()]
         if libraries:
             yield Table("Libraries", ("execution provider", "library", "version, or what the loader says"), libraries)
-        if runtime.gpus:
-            yield _table("GPUs", runtime.gpus)
-        else:
-            yield Facts("GPUs", {"none": runtime.gpu_problem or "NVML shows none"})
+        none = Facts("GPUs", {"none": runtime.gpu_problem or "NVML shows none"})
+        yield _table("GPUs", runtime.gpus) if runtime.gpus else none
     if result.models:
-        yield _table(
-            "Models, loaded as the server loads them", result.models, leave_out=("events", "problem", "skipped")
-        )
-    if result.server is not None and result.server.models:
-        yield Table("Models", ("model", "state"), list(result.server.models.items()), most_rows=50)
-    if result.server is not None and result.server.metrics is None:
-        yield Facts("Metrics", {"not found": "give their URL by --metrics, such as http://127.0.0.1:8002"})
-    elif result.server is not None and result.server.metrics:
-        yield Facts("Metrics since the start, other than 0", {k: v for k, v in result.server.metrics.items() if v})
+        names = ("name", "version", "execution_provider", "instances", "threads")
+        sizes = ("files_bytes", "memory_bytes", "load_s", "row_ms")
+        yield _table("Models, loaded as the server loads them", result.models, *names, *sizes)
+    if result.server is not None:
+        yield Table("Models", ("model", "state"), list((result.server.models or {}).items()), most_rows=50)
+        hint = {"not found": "give their URL by --metrics, such as http://127.0.0.1:8002"}
+        yield Facts("Metrics since the start", hint if result.server.metrics is None else result.server.metrics)
     if result.request is not None:
         yield _request(result.request)
         if has_page:
@@ -71,13 +65,11 @@ def _blocks(result: DoctorResult, *, has_page: bool) -> Iterator[Block]:
 
 
 def _entries(record: Any) -> dict[str, Cell]:
-    """The fields of a dataclass as facts; mappings of figures and texts become facts of their own."""
+    """The fields of a dataclass as facts; mappings become facts of their own."""
     entries: dict[str, Cell] = {}
     for field in fields(record):
         value = getattr(record, field.name)
-        if field.name in ("models", "metrics"):
-            continue
-        if isinstance(value, Mapping) and all(isinstance(each, bool) for each in value.values()):
+        if field.name == "instruction_sets":
             entries["has"] = " ".join(name for name, has in value.items() if has)
             entries["has not"] = " ".join(name for name, has in value.items() if not has)
         elif isinstance(value, Mapping):
@@ -87,8 +79,8 @@ def _entries(record: Any) -> dict[str, Cell]:
     return entries
 
 
-def _table(title: str, records: tuple[Any, ...], leave_out: tuple[str, ...] = ()) -> Table:
-    names = [field.name for field in fields(records[0]) if field.name not in leave_out]
+def _table(title: str, records: tuple[Any, ...], *chosen: str) -> Table:
+    names = chosen or [field.name for field in fields(records[0])]
     rows = [[_cell(name, getattr(record, name)) for name in names] for record in records]
     return Table(title, [_words(name) for name in names], rows, most_rows=50)
 
@@ -99,13 +91,13 @@ def _words(name: str) -> str:
 
 
 def _cell(name: str, value: Any) -> Cell:
-    if value is None or value == "":
+    if value is None or value in ("", ()):
         return None
     for ending, text in _UNITS.items():
         if name.endswith(ending):
             return text(value)
     if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or None
+        return ", ".join(map(str, value))
     return value if isinstance(value, str | int | float) else str(value)
 
 
@@ -114,16 +106,13 @@ def _request(found: RequestPath) -> Table:
     if found.bare_us is not None:
         added = number_text(found.median_us - found.bare_us)
         compared = f" Bare session.run takes {number_text(found.bare_us)} µs here, so serving adds {added} µs."
-    share = next(stage.share for stage in found.stages if stage.name == found.dominant)
+    rows = [(stage.name, stage.median_us, stage.p99_us, f"{stage.share:.0%}") for stage in found.stages]
     return Table(
         f"One request to {found.model}, one row",
-        ("stage", "median µs", "p99 µs", "share", "mean of earlier ones µs"),
-        [
-            *((s.name, s.median_us, s.p99_us, f"{s.share:.0%}", s.usual_us) for s in found.stages),
-            ("whole, at the client", found.median_us, found.p99_us, "100%", None),
-        ],
-        note=f"{found.requests} requests one after the other; inputs: {found.inputs}. Most time: {found.dominant}, "
-        f"{share:.0%}.{compared} Medians do not add up exactly.",
+        ("stage", "median µs", "p99 µs", "share"),
+        [*rows, ("whole, at the client", found.median_us, found.p99_us, "100%")],
+        note=f"{found.requests} requests one after the other; inputs: {found.inputs}. Most time: {found.dominant}."
+        f"{compared} Medians do not add up exactly.",
     )
 
 

@@ -23,23 +23,19 @@ class Processors:
         budget: Threads that the server keeps busy: the allowed processors or the quota, rounded up.
         throttled_periods: In which the quota was used up, since the cgroup was made.
         instruction_sets: For which ONNX Runtime has kernels, and whether the processor has them.
+        governor: Of the frequency.
         numa_nodes: Processors by node, of the nodes with allowed processors.
     """
 
     model: str | None
-    architecture: str | None
-    is_virtual: bool | None
     online: int | None
     cores: int | None
-    threads_per_core: int | None
     allowed: tuple[int, ...]
     quota: float | None
     budget: int | None
     throttled_periods: int | None
     instruction_sets: Mapping[str, bool]
-    last_level_cache_bytes: int | None
     governor: str | None
-    lowest_mhz: int | None
     highest_mhz: int | None
     numa_nodes: Mapping[int, tuple[int, ...]]
 
@@ -53,28 +49,27 @@ class Memory:
         limit_bytes: The smallest limit of the cgroups; None without one.
         used_bytes: By the cgroup with that limit.
         killed_processes: Of the cgroup, for lack of memory.
+        shared_bytes: Of ``/dev/shm``.
         huge_pages: Mode of transparent huge pages.
         huge_pages_defrag: When the kernel makes room for them.
         allocator: ``glibc``, or the library in its place.
-        shared_bytes: Of ``/dev/shm``.
     """
 
-    total_bytes: int | None
-    available_bytes: int | None
+    total_bytes: int
+    available_bytes: int
     limit_bytes: int | None
     used_bytes: int | None
     killed_processes: int | None
-    swapped_bytes: int | None
+    shared_bytes: int | None
     huge_pages: str | None
     huge_pages_defrag: str | None
     allocator: str | None
-    shared_bytes: int | None
 
     @property
-    def free_bytes(self) -> int | None:
+    def free_bytes(self) -> int:
         """What this process may still take, by the machine and the limit."""
-        left = None if self.limit_bytes is None else max(0, self.limit_bytes - (self.used_bytes or 0))
-        return min((each for each in (self.available_bytes, left) if each is not None), default=None)
+        left = self.available_bytes if self.limit_bytes is None else self.limit_bytes - (self.used_bytes or 0)
+        return max(0, min(self.available_bytes, left))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +77,15 @@ class System:
     """Kernel, container and limits.
 
     Attributes:
-        cgroups: ``v1``, ``v2`` or ``hybrid``.
-        open_files: Soft limit.
-        open_files_hard: Hard limit.
-        listen_backlog: Connections that may wait to be accepted.
-        pressure: Share of the last 10 s in which some task waited for ``cpu``, ``memory`` or ``io``.
+        open_files: Soft limit; None without one.
+        open_files_hard: Hard limit; None without one.
         environment: Variables that change ONNX Runtime, its libraries or the allocator.
     """
 
-    kernel: str | None
-    cgroups: str | None
+    kernel: str
     container: str | None
-    clock_source: str | None
     open_files: int | None
     open_files_hard: int | None
-    listen_backlog: int | None
-    pressure: Mapping[str, float]
     environment: Mapping[str, str]
 
 
@@ -117,14 +105,13 @@ class Steadiness:
         copy_all_gb_per_s: By all threads.
     """
 
-    seconds: float
     processors: int
     median_ms: float
     spread: float
     worst_spread: float
     slowest: float
-    stolen: float | None
-    throttled_periods: int | None
+    stolen: float
+    throttled_periods: int
     copy_one_gb_per_s: float | None
     copy_all_gb_per_s: float | None
 
@@ -142,7 +129,6 @@ class ProviderTrial:
     is_offered: bool
     is_usable: bool
     problem: str = ""
-    seconds: float | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -156,17 +142,14 @@ class GpuFacts:
     used_bytes: int | None
     driver: str | None
     cuda: str | None
-    persistence: bool | None
-    partitioned: bool | None
-    processes: int | None
-    throttled_because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFacts:
-    """Versions, ONNX Runtime's installed distributions and execution providers, and GPUs.
+    """Versions, ONNX Runtime's execution providers, and GPUs.
 
     Attributes:
+        distributions: Of ONNX Runtime that are installed.
         build: ONNX Runtime's description of itself.
         gpu_problem: Why NVML shows no GPU.
     """
@@ -209,7 +192,7 @@ class ModelCheck:
     execution_provider: str | None = None
     instances: int = 1
     threads: int | None = None
-    files_bytes: int | None = None
+    files_bytes: int = 0
     memory_bytes: int | None = None
     load_s: float | None = None
     row_ms: float | None = None
@@ -225,11 +208,11 @@ class ServerFacts:
     """A running server.
 
     Attributes:
-        models: State by ``name/version``; None if the index cannot be read.
         reach: Who can reach its address: ``loopback``, ``private`` or ``public``.
-        control_is_open: Whether control calls need no key.
         certificate_expires_s: Seconds from now.
         certificate_problem: Why it is not trusted here.
+        control_is_open: Whether control calls need no key.
+        models: State by ``name/version``; None if the index cannot be read.
         metrics: Values of its metrics, added up over models; None if they were not found.
     """
 
@@ -242,20 +225,18 @@ class ServerFacts:
     certificate_expires_s: float | None
     certificate_problem: str
     control_is_open: bool | None
-    extensions: tuple[str, ...]
     models: Mapping[str, str] | None
     metrics: Mapping[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a request; ``usual_us`` is its mean over all earlier requests, by the metrics."""
+    """A stage of a request."""
 
     name: str
     median_us: float
     p99_us: float
     share: float
-    usual_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +258,7 @@ class RequestPath:
     p99_us: float
     stages: tuple[Stage, ...]
     dominant: str
-    bare_us: float | None = None
+    bare_us: float | None
 
 
 @dataclass(frozen=True, slots=True)
