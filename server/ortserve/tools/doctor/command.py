@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortserve.config.model import LoadOptions
-from ortserve.config.options import ServerOptions
 from ortserve.errors import invalid_input
-from ortserve.registry.repository.source import read_sources
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
-from ortserve.tools.console import progress
 from ortserve.tools.doctor import findings as find
 from ortserve.tools.doctor.catalog import LEVELS
 from ortserve.tools.doctor.loading import check_models
@@ -48,15 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     machine = parser.add_argument_group("machine and repository")
     machine.add_argument("--config", type=Path, metavar="FILE", help="options file of the server")
+    machine.add_argument("--seconds", type=float, default=2.0, help="of the test of steadiness; 0 for none; default: 2")
     machine.add_argument(
-        "--seconds", type=_seconds, default=2.0, help="of the test of steadiness; 0 for none; default: 2"
-    )
-    machine.add_argument(
-        "--seconds-per-model", type=_seconds, default=60.0, metavar="SECONDS", help="time to load one; default: 60"
+        "--seconds-per-model", type=float, default=60.0, metavar="SECONDS", help="time to load one; default: 60"
     )
     server = parser.add_argument_group("server")
     server.add_argument("--model", metavar="MODEL", help="follow requests: a name, or REPOSITORY/name to compare with")
-    server.add_argument("--requests", type=_count, default=200, metavar="N", help="to follow; default: 200")
+    server.add_argument("--requests", type=int, default=200, metavar="N", help="to follow; default: 200")
     server.add_argument("--metrics", metavar="URL", help="of the metrics; default: port 8002 of the same host")
     server.add_argument("--key-file", type=Path, metavar="FILE", help="file whose first line is the key to send")
     return parser
@@ -64,6 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Look, find, and present."""
+    for name, least, most in (("seconds", 0, 3600), ("seconds_per_model", 0, 3600), ("requests", 1, 100_000)):
+        if not least <= getattr(arguments, name) <= most:
+            raise invalid_input(f"--{name.replace('_', '-')}: expected {least} to {most}")
     subject: str | None = arguments.subject
     if subject is not None and is_url(subject):
         result = _look_at_server(subject, arguments)
@@ -75,7 +72,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     bad = LEVELS[: LEVELS.index(arguments.fail_on) + 1] if arguments.fail_on != "never" else ()
     status = FAILED if any(each.level in bad for each in findings) else OK
     result = replace(result, findings=findings)
-    return Outcome(result, make_report(result, has_page=arguments.output is not None), status)
+    return Outcome(result, make_report(result), status)
 
 
 def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> DoctorResult:
@@ -87,15 +84,8 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
     processors, memory = read_processors(files), read_memory(files, os.environ)
     system = read_system(files, os.environ)
     options, found = check_options(arguments.config, time.time())
-    with progress("trying execution providers") as step:
-        runtime = read_runtime(lambda now: step(0, now))
-    with progress("testing how steady the processors are", arguments.seconds) as step:
-        steadiness = measure_steadiness(
-            processors.allowed,
-            free_bytes=memory.free_bytes,
-            seconds=arguments.seconds,
-            step=lambda done: step(done, ""),
-        )
+    runtime = read_runtime()
+    steadiness = measure_steadiness(processors.allowed, memory.free_bytes, arguments.seconds)
     found += find.find_in_runtime(runtime)
     found += find.find_in_processors(processors)
     found += find.find_in_memory(memory)
@@ -103,25 +93,12 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
     found += find.find_in_steadiness(steadiness) if steadiness else ()
     models: list[ModelCheck] = []
     if repository is not None:
-        models = _load(Path(repository), options, memory.free_bytes, arguments.seconds_per_model)
-        shared = options.global_threads
-        found += find.find_in_models(models, processors.budget or 1, memory.free_bytes, global_threads=shared)
+        models = check_models(Path(repository), options, memory.free_bytes, arguments.seconds_per_model)
+        # Models that share their threads cannot have too many.
+        budget = None if options.global_threads else processors.budget
+        found += find.find_in_models(models, budget, memory.free_bytes)
     subject = repository or "this machine"
     return DoctorResult(SCHEMA, subject, tuple(found), processors, memory, system, steadiness, runtime, tuple(models))
-
-
-def _load(repository: Path, options: ServerOptions, free_bytes: int, limit_s: float) -> list[ModelCheck]:
-    defaults = LoadOptions(**{name: getattr(options, name) for name in LoadOptions.model_fields})
-    sources = read_sources([repository], defaults)
-    with progress("loading models", sum(len(source.versions) for source in sources)) as step:
-        return check_models(
-            sources,
-            libraries=tuple(options.execution_provider_libraries),
-            global_threads=options.global_threads,
-            free_bytes=free_bytes,
-            limit_s=limit_s,
-            step=step,
-        )
 
 
 def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
@@ -138,8 +115,7 @@ def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
         facts = look_at(client, arguments.metrics, untrusted)
         if name:
             name = bare.subject.name if bare else name
-            with progress(f"following requests to {name}", arguments.requests) as step:
-                request = follow_requests(client, name, bare, arguments.requests, lambda done: step(done, ""))
+            request = follow_requests(client, name, bare, arguments.requests)
     finally:
         client.close()
     return DoctorResult(SCHEMA, url, tuple(find.find_in_server(facts)), server=facts, request=request)
@@ -149,24 +125,8 @@ def _read_key(file: Path | None) -> str:
     if file is None:
         return ""
     try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
+        lines = map(str.strip, file.read_text().splitlines())
         return next(line for line in lines if line and not line.startswith("#"))
     except (OSError, ValueError, StopIteration) as error:
         reason = getattr(error, "strerror", None) or "no line with a key"
         raise invalid_input(f"--key-file: expected a file with a key: {reason}") from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected number, 0 to 3600, got {text!r}")
-    return seconds
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 100_000:
-        raise argparse.ArgumentTypeError(f"expected integer, 1 to 100000, got {text!r}")
-    return int(text)

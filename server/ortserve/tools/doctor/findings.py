@@ -94,14 +94,10 @@ def find_in_system(found: System, connections: int) -> Iterator[Finding]:
 def find_in_steadiness(found: Steadiness) -> Iterator[Finding]:
     """Noise of the processors."""
     if found.spread > 1.5:
-        seen = (
-            f"the same {found.median_ms:.1f} ms of work took {found.spread:.1f} times as long at the 99th percentile "
-            f"({found.worst_spread:.1f} times on the worst processor)"
-        )
+        seen = f"the same {found.median_ms:.1f} ms of work took {found.spread:.1f} times as long at the 99th percentile"
         yield finding("unsteady_processors", seen)
     if found.slowest > 1.3:
-        seen = f"the slowest processor takes {found.slowest:.1f} times as long as the fastest"
-        yield finding("unequal_processors", seen)
+        yield finding("unequal_processors", f"the slowest takes {found.slowest:.1f} times as long as the fastest")
     if found.stolen > 0.02:
         yield finding("stolen_time", f"the hypervisor gave {found.stolen:.0%} of the processor time to others")
     if found.throttled_periods:
@@ -149,16 +145,13 @@ def _version(text: str) -> tuple[int, int]:
     return (int(major), int(minor or 0))
 
 
-def find_in_models(
-    models: Sequence[ModelCheck], budget: int, free_bytes: int, *, global_threads: bool
-) -> Iterator[Finding]:
+def find_in_models(models: Sequence[ModelCheck], budget: int | None, free_bytes: int) -> Iterator[Finding]:
     """Each model, and all together.
 
     Args:
         models: As loaded.
-        budget: Threads that the server may keep busy.
+        budget: Threads that the server may keep busy; None if all models share them.
         free_bytes: Memory that it may take.
-        global_threads: Whether all models share their threads.
     """
     if not models:
         yield finding("empty_repository", "the repository has no models")
@@ -169,10 +162,10 @@ def find_in_models(
         if model.skipped:
             yield finding("model_not_checked", f"{label} was not loaded: {model.skipped}", label)
         for event in model.events:
-            kind = _EVENTS.get(event.event, "load_warning")
-            yield finding(kind, f"{label}: {event.event}: {event.reason}", label)
+            kind = _EVENTS.get(event.partition(":")[0], "load_warning")
+            yield finding(kind, f"{label}: {event}", label)
         threads = model.instances * (model.threads or 0)
-        if threads > budget and model.execution_provider == CPU and not global_threads:
+        if budget is not None and threads > budget and model.execution_provider == CPU:
             seen = f"{label}: {model.instances} instances of {model.threads} threads, for {budget} processors"
             yield finding("too_many_threads", seen, label)
     memory = sum(model.memory_bytes or 0 for model in models)

@@ -4,106 +4,68 @@ Nothing is written to disk: settings that write files are removed first.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
 import psutil
 
 from ortserve.clock import monotonic_ns
-from ortserve.config.model import ModelOptions
+from ortserve.config.model import LoadOptions, ModelOptions
+from ortserve.config.options import ServerOptions
 from ortserve.config.session import provider_parts
 from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ServeError
 from ortserve.registry.load.pipeline import load_model
-from ortserve.registry.repository.source import ModelSource
-from ortserve.tools.doctor.apart import Failure, run_apart
-from ortserve.tools.doctor.result import LoadEvent, ModelCheck
+from ortserve.registry.repository.source import VersionSource, read_sources
+from ortserve.tools.apart import Failure, run_apart
+from ortserve.tools.console import progress
+from ortserve.tools.doctor.result import ModelCheck
 from ortserve.tools.report import bytes_text
 
 _WRITING_ENTRIES: Final = ("ep.context_", "session.collect_node_memory_stats_to_file", "session.optimized_model_")
 _WRITING_OPTIONS: Final = ("cache", "dump", "context", "build_log")
 
 
-@dataclass(frozen=True, slots=True)
-class ToLoad:
-    """A model to load.
-
-    Attributes:
-        check: What is known so far.
-        path: Of the model.
-        folder: As in ``VersionSource``.
-        options: Its configuration.
-        libraries: Of plug-in execution providers.
-        global_threads: As the server's option.
-    """
-
-    check: ModelCheck
-    path: Path
-    folder: Path | None
-    options: ModelOptions
-    libraries: tuple[Path, ...] = ()
-    global_threads: bool = False
-
-
-def check_models(
-    sources: Sequence[ModelSource],
-    *,
-    libraries: tuple[Path, ...],
-    global_threads: bool,
-    free_bytes: int,
-    limit_s: float,
-    step: Callable[[float, str], None],
-) -> list[ModelCheck]:
+def check_models(repository: Path, options: ServerOptions, free_bytes: int, limit_s: float) -> list[ModelCheck]:
     """Load all versions whose files and configurations have no problem, one after the other.
 
     Args:
-        sources: The models.
-        libraries: Of plug-in execution providers.
-        global_threads: As the server's option.
+        repository: The folder of models.
+        options: Of the server.
         free_bytes: A model whose files do not fit is not loaded.
         limit_s: For each model. One that crashes or hangs does not stop the others.
-        step: Called with the number of loaded models, and what is being done.
     """
-    known: list[ModelCheck] = []
-    to_load: list[ToLoad] = []
-    for source in sources:
-        events = tuple(LoadEvent("option has no effect", reason) for reason in source.without_effect)
+    defaults = LoadOptions(**{name: getattr(options, name) for name in LoadOptions.model_fields})
+    checks: list[ModelCheck] = []
+    to_load: list[tuple[ModelCheck, VersionSource]] = []
+    for source in read_sources([repository], defaults):
+        events = tuple(f"option has no effect: {reason}" for reason in source.without_effect)
         if source.problem or not source.versions:
-            known.append(ModelCheck(source.name, problem=source.problem or "it has no versions", events=events))
+            checks.append(ModelCheck(source.name, problem=source.problem or "it has no versions", events=events))
         for number, version in sorted(source.versions.items()):
+            instances = version.configuration.options.instances
             nbytes = sum(size for _, _, _, size, _ in version.fingerprints)
-            options = version.configuration.options
-            check = ModelCheck(source.name, number, version.problem, "", events, None, options.instances, None, nbytes)
-            check = replace(check, skipped=_no_room(check, free_bytes))
-            if check.problem or check.skipped:
-                known.append(check)
-            else:
-                to_load.append(ToLoad(check, version.path, version.folder, options, libraries, global_threads))
-    loaded = load_all(to_load, limit_s, lambda number: step(number, f"loading {to_load[number].check.label}"))
-    return sorted((*known, *loaded), key=lambda check: (check.name, check.version or 0))
+            check = ModelCheck(source.name, number, version.problem, "", events, None, instances, None, nbytes)
+            if not check.problem and instances * nbytes <= free_bytes:
+                to_load.append((check, version))
+                continue
+            needed = f"{instances} instances need {bytes_text(instances * nbytes)}, {bytes_text(free_bytes)} are free"
+            checks.append(check if check.problem else replace(check, skipped=needed))
+    libraries, shared = tuple(options.execution_provider_libraries), options.global_threads
+    results = run_apart(partial(load_one, libraries=libraries, global_threads=shared), to_load, limit_s)
+    with progress("loading models", len(to_load)) as step:
+        for number, (check, _) in enumerate(to_load):
+            step(number, f"loading {check.label}")
+            result = next(results)
+            checks.append(_failed(check, result) if isinstance(result, Failure) else result)
+    return sorted(checks, key=lambda check: (check.name, check.version or 0))
 
 
-def _no_room(check: ModelCheck, free_bytes: int) -> str:
-    needed = check.instances * check.files_bytes
-    if needed <= free_bytes:
-        return ""
-    return f"its {check.instances} instances need {bytes_text(needed)}, and {bytes_text(free_bytes)} are free"
-
-
-def load_all(models: Sequence[ToLoad], limit_s: float, step: Callable[[int], None]) -> Iterator[ModelCheck]:
-    """What loading each model shows. ``step`` is called with the number of the model before it is loaded."""
-    results = run_apart(load_one, models, limit_s)
-    for number, model in enumerate(models):
-        step(number)
-        result = next(results)
-        if isinstance(result, Failure):
-            reason = f"the process that loaded it {result.reason}"
-            late, ended = (reason, "") if result.is_late else ("", reason)
-            result = replace(model.check, skipped=late, problem=ended)
-        yield result
+def _failed(check: ModelCheck, failure: Failure) -> ModelCheck:
+    reason = f"the process that loaded it {failure.reason}"
+    return replace(check, skipped=reason) if failure.is_late else replace(check, problem=reason)
 
 
 def without_files(options: ModelOptions) -> ModelOptions:
@@ -124,31 +86,34 @@ class _Events(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.events: list[LoadEvent] = []
+        self.events: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         fields = {key: value for key, value in getattr(record, "fields", {}).items() if key != "model"}
         reason = fields.pop("reason", "")
         more = ", ".join(f"{key} {value}" for key, value in fields.items())
-        self.events.append(LoadEvent(record.getMessage(), "; ".join(map(str, filter(None, (reason, more))))))
+        self.events.append(f"{record.getMessage()}: {'; '.join(map(str, filter(None, (reason, more))))}")
 
 
-def load_one(model: ToLoad) -> ModelCheck:
-    """Load a model in this process and free it again."""
+def load_one(
+    item: tuple[ModelCheck, VersionSource], *, libraries: tuple[Path, ...], global_threads: bool
+) -> ModelCheck:
+    """Load a version in this process and free it again. Returns what is known with what this shows."""
+    check, version = item
     handler, process = _Events(), psutil.Process()
     logging.getLogger("ortserve").addHandler(handler)
     began_ns, before_bytes = monotonic_ns(), process.memory_info().rss
-    options, runtime = without_files(model.options), _device_runtime(model.libraries, model.global_threads)
+    options, runtime = without_files(version.configuration.options), _device_runtime(libraries, global_threads)
     try:
-        loaded = load_model(model.path, model.check.name, options, monotonic_ns, model.folder, runtime)
+        loaded = load_model(version.path, check.name, options, monotonic_ns, version.folder, runtime)
     except ServeError as error:
-        return replace(model.check, problem=error.message, events=(*model.check.events, *handler.events))
+        return replace(check, problem=error.message, events=(*check.events, *handler.events))
     finally:
         logging.getLogger("ortserve").removeHandler(handler)
     latencies = loaded.warm_up.latencies
     check = replace(
-        model.check,
-        events=(*model.check.events, *handler.events),
+        check,
+        events=(*check.events, *handler.events),
         execution_provider=loaded.execution_provider,
         threads=loaded.run_threads,
         load_s=(monotonic_ns() - began_ns) / 1e9,

@@ -2,25 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ortserve.tools.doctor.result import DoctorResult, RequestPath
-from ortserve.tools.pictures import chart
-from ortserve.tools.report import (
-    Block,
-    Cell,
-    Facts,
-    Findings,
-    Picture,
-    Report,
-    Table,
-    bytes_text,
-    duration_text,
-    number_text,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from ortserve.tools.report import Block, Cell, Facts, Findings, Report, Table, bytes_text, duration_text, number_text
 
 _UNITS: Final = {
     "_gb_per_s": lambda speed: f"{number_text(speed)} GB/s",
@@ -31,12 +16,12 @@ _UNITS: Final = {
 """How fields are written, by the endings of their names; the first that fits counts."""
 
 
-def make_report(result: DoctorResult, *, has_page: bool) -> Report:
-    """The report: findings first. ``has_page`` is whether pictures are wanted."""
-    return Report(f"ortserve doctor: {result.subject}", tuple(_blocks(result, has_page=has_page)))
+def make_report(result: DoctorResult) -> Report:
+    """The report: findings first."""
+    return Report(f"ortserve doctor: {result.subject}", tuple(_blocks(result)))
 
 
-def _blocks(result: DoctorResult, *, has_page: bool) -> Iterator[Block]:
+def _blocks(result: DoctorResult) -> Iterator[Block]:
     yield Findings(result.findings)
     for title in ("processors", "memory", "system", "steadiness", "server"):
         if (record := getattr(result, title)) is not None:
@@ -60,8 +45,6 @@ def _blocks(result: DoctorResult, *, has_page: bool) -> Iterator[Block]:
         yield Facts("Metrics since the start", hint if result.server.metrics is None else result.server.metrics)
     if result.request is not None:
         yield _request(result.request)
-        if has_page:
-            yield _picture(result.request)
 
 
 def _entries(record: Any) -> dict[str, Cell]:
@@ -114,20 +97,3 @@ def _request(found: RequestPath) -> Table:
         note=f"{found.requests} requests one after the other; inputs: {found.inputs}. Most time: {found.dominant}."
         f"{compared} Medians do not add up exactly.",
     )
-
-
-def _picture(found: RequestPath) -> Picture:
-    bars = {"served": [(stage.name, stage.median_us) for stage in found.stages]}
-    if found.bare_us is not None:
-        bars["bare"] = [("session.run", found.bare_us)]
-
-    def draw(axes: "Axes") -> None:
-        for name, parts in bars.items():
-            left = 0.0
-            for part, us in parts:
-                axes.barh(name, us, left=left, label=f"{part}: {number_text(us)} µs")
-                left += us
-        axes.set_xlabel("µs, medians")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=3, frameon=False)
-
-    return Picture(f"One request to {found.model}", chart(draw, name="request", height=2.8))

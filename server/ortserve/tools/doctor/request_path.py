@@ -14,6 +14,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.tools.console import progress
 from ortserve.tools.doctor.result import RequestPath, Stage
 from ortserve.tools.doctor.server import Answer, Client
 from ortserve.tools.inputs import choose_inputs, make_inputs
@@ -26,55 +27,55 @@ _MOST_S: Final = 30.0
 _OUTSIDE: Final = "network and HTTP"
 
 
-def follow_requests(
-    client: Client, model: str, bare: OpenModel | None, requests: int, step: Callable[[int], None]
-) -> RequestPath:
-    """Send requests one after the other, each with one row.
+def follow_requests(client: Client, model: str, bare: OpenModel | None, requests: int) -> RequestPath:
+    """Send requests one after the other, each with one row, for 30 s at most.
 
     Args:
         client: To send them.
         model: Name on the server.
         bare: The same model in this process, to compare with; None without its file.
-        requests: How many, unless 30 s are over earlier.
-        step: Called with the number of requests so far.
+        requests: How many.
 
     Raises:
         ServeError: The server or the model rejects the requests, or tells no times.
     """
 
-    def infer(request: bytes) -> Answer:
-        answer = client.exchange(request)
-        if answer.status != 200:
-            raise ServeError(ErrorKind.REJECTED_BY_MODEL, f"{client.url}: status {answer.status}: {answer.text}")
-        return answer
-
-    def encode(arrays: Sequence[np.ndarray]) -> bytes:
-        return _prepare(client, model, signature.inputs, arrays)
+    def infer(arrays: Sequence[np.ndarray]) -> Answer:
+        return _infer(client, _prepare(client, model, signature.inputs, arrays))
 
     signature = bare.signature if bare else _read_signature(client, model)
-    inputs = choose_inputs(bare) if bare else make_inputs(signature, None, lambda each: infer(encode(each)))
+    inputs = choose_inputs(bare) if bare else make_inputs(signature, None, infer)
     arrays = bare.for_model(inputs.take(1, 0)) if bare else list(inputs.take(1, 0))
-    runner, request = bare.runner() if bare else None, encode(arrays)
+    runner, request = bare.runner() if bare else None, _prepare(client, model, signature.inputs, arrays)
     total_ns: list[int] = []
     bare_ns: list[int] = []
     phases: list[list[float]] = []
     end = time.monotonic() + _MOST_S
-    for number in range(-_BLOCK, requests):
-        began = time.perf_counter_ns()
-        answer = infer(request)
-        total_ns.append(time.perf_counter_ns() - began)
-        phases.append(parse_timing(answer.headers.get(b"server-timing", b"").decode()))
-        step(max(0, number + 1))
-        if runner is not None and number % _BLOCK == 0:
-            for _ in range(_BLOCK):
-                began = time.perf_counter_ns()
-                runner.run(arrays)
-                bare_ns.append(time.perf_counter_ns() - began)
-        if number >= _BLOCK and time.monotonic() > end:
-            break
+    with progress(f"following requests to {model}", requests) as step:
+        while len(phases) < _BLOCK + requests and (len(phases) <= _BLOCK or time.monotonic() < end):
+            step(len(phases), "")
+            if runner is not None and len(phases) % _BLOCK == 0:
+                bare_ns += [_took_ns(lambda: runner.run(arrays)) for _ in range(_BLOCK)]
+            began = time.perf_counter_ns()
+            answer = _infer(client, request)
+            total_ns.append(time.perf_counter_ns() - began)
+            phases.append(parse_timing(answer.headers.get(b"server-timing", b"").decode()))
     if not all(phases):
         raise ServeError(ErrorKind.UNSUPPORTED, f"{client.url}: expected Server-Timing with each answer, got none")
-    return summarize(model, inputs.origin, total_ns[_BLOCK:], phases[_BLOCK:], bare_ns[_BLOCK:] or bare_ns)
+    return summarize(model, inputs.origin, total_ns[_BLOCK:], phases[_BLOCK:], bare_ns[_BLOCK:])
+
+
+def _infer(client: Client, request: bytes) -> Answer:
+    answer = client.exchange(request)
+    if answer.status != 200:
+        raise ServeError(ErrorKind.REJECTED_BY_MODEL, f"{client.url}: status {answer.status}: {answer.text}")
+    return answer
+
+
+def _took_ns(work: Callable[[], object]) -> int:
+    began = time.perf_counter_ns()
+    work()
+    return time.perf_counter_ns() - began
 
 
 def parse_timing(header: str) -> list[float]:

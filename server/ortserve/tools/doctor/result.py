@@ -97,7 +97,6 @@ class Steadiness:
         processors: That took part.
         median_ms: Of the unit of work.
         spread: p99 / median, of the processor in the middle.
-        worst_spread: Of the worst processor.
         slowest: Median of the slowest processor, divided by that of the fastest.
         stolen: Share of processor time that the hypervisor gave to others.
         throttled_periods: In which a quota was used up meanwhile.
@@ -108,7 +107,6 @@ class Steadiness:
     processors: int
     median_ms: float
     spread: float
-    worst_spread: float
     slowest: float
     stolen: float
     throttled_periods: int
@@ -163,14 +161,6 @@ class RuntimeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadEvent:
-    """A warning that the server would log."""
-
-    event: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ModelCheck:
     """A version of a model, loaded as the server would load it.
 
@@ -178,6 +168,7 @@ class ModelCheck:
         version: None if there is none.
         problem: Why it cannot be served.
         skipped: Why it was not loaded.
+        events: Warnings that the server would log: what, and the reason.
         threads: That a run of one instance may keep busy.
         files_bytes: Of the version.
         memory_bytes: By which the process grew.
@@ -188,7 +179,7 @@ class ModelCheck:
     version: int | None = None
     problem: str = ""
     skipped: str = ""
-    events: tuple[LoadEvent, ...] = ()
+    events: tuple[str, ...] = ()
     execution_provider: str | None = None
     instances: int = 1
     threads: int | None = None

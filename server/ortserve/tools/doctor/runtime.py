@@ -3,7 +3,7 @@
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,8 @@ from ortserve.engine.runtime import loader_problem, plugin_names
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError, invalid_input
 from ortserve.model_file.reading import read_model
-from ortserve.tools.doctor.apart import Failure, run_apart
+from ortserve.tools.apart import Failure, run_apart
+from ortserve.tools.console import progress
 from ortserve.tools.doctor.result import GpuFacts, ProviderTrial, RuntimeFacts
 
 _TRIAL_S: Final = 60.0
@@ -54,19 +55,19 @@ TINY_MODEL: Final = bytes.fromhex(
 """A model of one operator, which every execution provider has: y = x · x, 2 x 2. ``onnx.helper`` made it."""
 
 
-def read_runtime(step: Callable[[str], None]) -> RuntimeFacts:
-    """Try all execution providers. ``step`` is called with what is being done."""
+def read_runtime() -> RuntimeFacts:
+    """Try all execution providers, and ask NVML about GPUs."""
     offered = [name for name in dict.fromkeys((*ort.get_available_providers(), *plugin_names())) if name != _REMOTE]
     trials = []
-    for name in offered:
-        step(f"trying {name}")
-        trial = next(run_apart(try_provider, [name], _TRIAL_S))
-        trials.append(
-            ProviderTrial(name, True, False, f"its process {trial.reason}") if isinstance(trial, Failure) else trial
-        )
+    with progress("trying execution providers", len(offered)) as step:
+        for number, name in enumerate(offered):
+            step(number, f"trying {name}")
+            trial = next(run_apart(try_provider, [name], _TRIAL_S))
+            if isinstance(trial, Failure):
+                trial = ProviderTrial(name, True, False, f"its process {trial.reason}")
+            trials.append(trial)
     absent = "not part of the installed ONNX Runtime"
     trials += [ProviderTrial(name, False, False, absent) for name in (CUDA, TENSORRT) if name not in offered]
-    step("asking NVML about GPUs")
     found = next(run_apart(read_gpus, [dict(os.environ)], _TRIAL_S))
     gpus, gpu_problem = ([], f"the process that asked NVML {found.reason}") if isinstance(found, Failure) else found
     how = "compiled" if IS_COMPILED else "interpreted"
@@ -142,16 +143,8 @@ def read_gpus(environment: Mapping[str, str], library: Any = None) -> tuple[list
     driver, cuda = ask("nvmlSystemGetDriverVersion"), ask("nvmlSystemGetCudaDriverVersion_v2")
     gpus = []
     for gpu in visible_gpus(found, environment):
-        capability = ask("nvmlDeviceGetCudaComputeCapability", gpu.handle)
+        capability = ".".join(map(str, ask("nvmlDeviceGetCudaComputeCapability", gpu.handle) or ())) or None
         memory = ask("nvmlDeviceGetMemoryInfo", gpu.handle)
-        gpus.append(
-            GpuFacts(
-                gpu.model,
-                capability=f"{capability[0]}.{capability[1]}" if capability else None,
-                memory_bytes=int(memory.total) if memory else None,
-                used_bytes=int(memory.used) if memory else None,
-                driver=str(driver) if driver else None,
-                cuda=_cuda_version(cuda) if cuda else None,
-            )
-        )
+        total, used = (int(memory.total), int(memory.used)) if memory else (None, None)
+        gpus.append(GpuFacts(gpu.model, capability, total, used, driver, _cuda_version(cuda) if cuda else None))
     return gpus, f"CUDA_VISIBLE_DEVICES hides all {len(found)}" if found and not gpus else ""

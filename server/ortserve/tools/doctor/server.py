@@ -1,12 +1,14 @@
 """A running server, asked over one kept-alive connection with bounded times, by calls that change nothing."""
 
+import http.client
 import json
 import re
 import socket
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -34,26 +36,13 @@ METRICS: Final[Mapping[str, str]] = {
 """Names in the result, and what the lines of Prometheus' text format begin with."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, filled by the parser of HTTP. ``headers`` have names in small letters."""
+    """An answer. ``headers`` have names in small letters."""
 
-    status: int = 0
-    headers: dict[bytes, bytes] = field(default_factory=dict)
-    body: bytearray = field(default_factory=bytearray)
-    is_whole: bool = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """As httptools calls it."""
-        self.headers[name.lower()] = value
-
-    def on_body(self, part: bytes) -> None:
-        """As httptools calls it."""
-        self.body += part
-
-    def on_message_complete(self) -> None:
-        """As httptools calls it."""
-        self.is_whole = True
+    status: int
+    headers: Mapping[bytes, bytes]
+    body: bytes
 
     @property
     def text(self) -> str:
@@ -81,38 +70,31 @@ class Client:
         if not host or parts.scheme not in ("http", "https"):
             raise invalid_input(f"'{url}': expected the URL of an HTTP port, such as http://127.0.0.1:8000")
         self.url: Final = url
-        self.has_tls: Final = parts.scheme == "https"
-        self._host: Final = host
-        self._port: Final = port or (443 if self.has_tls else 80)
-        self._verify = verify
-        self._timeout_s = timeout_s
         self._prefix = parts.path.rstrip("/").removesuffix("/v2")
-        self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\n" + (
-            f"Authorization: Bearer {key}\r\n" if key else ""
-        )
-        self.connection: socket.socket | None = None
+        authorization = f"Authorization: Bearer {key}\r\n" if key else ""
+        self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\n{authorization}"
+        self._connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        if parts.scheme == "https":
+            context = ssl.create_default_context()
+            if not verify:
+                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            self._connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
     def connect(self) -> socket.socket:
-        """Connect.
+        """Connect, unless it is connected.
 
         Raises:
             ssl.SSLCertVerificationError: The certificate is not trusted here.
             ServeError: No server answers.
         """
         try:
-            sock = socket.create_connection((self._host, self._port), self._timeout_s)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self.has_tls:
-                context = ssl.create_default_context()
-                if not self._verify:
-                    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-                sock = context.wrap_socket(sock, server_hostname=self._host)
+            if self._connection.sock is None:
+                self._connection.connect()
         except ssl.SSLCertVerificationError:
             raise
         except OSError as error:
             raise self._failed(error) from None
-        self.connection = sock
-        return sock
+        return self._connection.sock
 
     def prepare(self, path: str, body: bytes | None = None, headers: str = "") -> bytes:
         """The bytes of a GET, or of a POST with a body."""
@@ -130,31 +112,35 @@ class Client:
         Raises:
             ServeError: The server does not answer, or not in HTTP.
         """
-        answer = Answer()
-        parser = httptools.HttpResponseParser(answer)
+        headers: dict[bytes, bytes] = {}
+        body = bytearray()
+        is_whole: list[bool] = []
+        events = SimpleNamespace(
+            on_header=lambda name, value: headers.update({name.lower(): value}),
+            on_body=body.extend,
+            on_message_complete=lambda: is_whole.append(True),
+        )
+        parser = httptools.HttpResponseParser(events)
         try:
-            sock = self.connection or self.connect()
+            sock = self.connect()
             sock.sendall(request)
-            while not answer.is_whole and len(answer.body) < _MOST_BYTES:
+            while not is_whole and len(body) < _MOST_BYTES:
                 part = sock.recv(256 * 1024)
                 if not part and not parser.get_status_code():
                     raise ConnectionResetError("the connection was closed")
                 if not part:
                     break  # as servers of HTTP/1.0 end their answers
                 parser.feed_data(part)
-            if not answer.is_whole or not parser.should_keep_alive():
+            if not is_whole or not parser.should_keep_alive():
                 self.close()
         except (OSError, httptools.HttpParserError) as error:
             self.close()
             raise self._failed(error) from None
-        answer.status = parser.get_status_code()
-        return answer
+        return Answer(parser.get_status_code(), headers, bytes(body))
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
+        self._connection.close()
 
     def _failed(self, error: Exception) -> ServeError:
         reason = "no answer in time" if isinstance(error, TimeoutError) else getattr(error, "strerror", None)
@@ -172,7 +158,7 @@ def look_at(client: Client, metrics_url: str | None, certificate_problem: str) -
     Raises:
         ServeError: No server of the protocol answers, or not at ``metrics_url``.
     """
-    sock = client.connection or client.connect()
+    sock = client.connect()
     address = str(sock.getpeername()[0])
     certificate = sock.getpeercert(binary_form=True) if isinstance(sock, ssl.SSLSocket) else None
     expires = x509.load_der_x509_certificate(certificate).not_valid_after_utc.timestamp() if certificate else None
@@ -191,7 +177,7 @@ def look_at(client: Client, metrics_url: str | None, certificate_problem: str) -
         live=client.ask("/v2/health/live").status == 200,
         ready=client.ask("/v2/health/ready").status == 200,
         reach=reach_of(address),
-        tls=client.has_tls,
+        tls=isinstance(sock, ssl.SSLSocket),
         certificate_expires_s=None if expires is None else expires - time.time(),
         certificate_problem=certificate_problem,
         control_is_open=control == 200 if control in (200, 401, 403) else None,

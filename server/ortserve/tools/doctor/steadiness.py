@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import psutil
 
+from ortserve.tools.console import progress
 from ortserve.tools.doctor.machine import Files, throttled_periods
 from ortserve.tools.doctor.result import Steadiness
 
@@ -26,19 +27,11 @@ _MOST_COPY_BYTES: Final = 128 * 1024**2
 """Of the source, and as much of the target: more than caches hold."""
 
 
-def measure_steadiness(
-    allowed: Sequence[int], *, free_bytes: int, seconds: float, step: Callable[[float], None]
-) -> Steadiness | None:
-    """Hash on all processors at once for ``seconds``, then copy memory for half a second.
+def measure_steadiness(allowed: Sequence[int], free_bytes: int, seconds: float) -> Steadiness | None:
+    """Hash on the processors ``allowed``, all at once, for ``seconds``, then copy memory for half a second.
 
-    Args:
-        allowed: Processors of the affinity mask.
-        free_bytes: Memory that may be taken; at most a sixteenth of it is.
-        seconds: Of the hashing.
-        step: Called with the seconds that have passed.
-
-    Returns:
-        None without processors or seconds, and if a thread could not do ten units of work.
+    Takes at most a sixteenth of ``free_bytes``. Returns None without processors or seconds, and if a thread could not
+    do ten units of work.
     """
     if not allowed or not seconds:
         return None
@@ -59,9 +52,10 @@ def measure_steadiness(
             taken.append(_seconds(lambda: hashlib.sha256(data).digest()))  # releases the interpreter lock
 
     threads = _start([partial(work, *each) for each in zip(chosen, times, strict=True)])
-    while (left := end - time.perf_counter()) > 0:
-        step(seconds - left)
-        threads[0].join(min(0.1, left))
+    with progress("testing how steady the processors are", seconds) as step:
+        while (left := end - time.perf_counter()) > 0:
+            step(seconds - left, "")
+            time.sleep(min(0.1, left))
     _join(threads)
     stolen = getattr(psutil.cpu_times_percent(), "steal", 0.0) / 100
     copies = [_copy_speed(count, len(chosen), free_bytes) for count in (1, len(chosen))]
@@ -80,7 +74,6 @@ def summarize(
         processors=len(times_s),
         median_ms=statistics.median(medians) * 1e3,
         spread=statistics.median(spreads),
-        worst_spread=max(spreads),
         slowest=max(medians) / min(medians),
         stolen=stolen,
         throttled_periods=throttled,

@@ -16,7 +16,6 @@ from ortserve.tools.doctor.catalog import CATALOG, LEVELS
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system
 from ortserve.tools.doctor.result import (
     GpuFacts,
-    LoadEvent,
     ModelCheck,
     ProviderTrial,
     RuntimeFacts,
@@ -30,7 +29,7 @@ CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 PAGES = "sys/kernel/mm/transparent_hugepage"
 NODES = "sys/devices/system/node"
 
-STEADY = Steadiness(4, 1.0, 1.1, 1.2, 1.05, 0.0, 0, 10.0, 30.0)
+STEADY = Steadiness(4, 1.0, 1.1, 1.05, 0.0, 0, 10.0, 30.0)
 GPU = GpuFacts("H100", "9.0", 2**36, 2**30, "580.1", "13.0")
 SYSTEM = System("6.12.0", None, 65536, 524288, {})
 TRIALS = (ProviderTrial(CUDA, True, True), ProviderTrial(CPU, True, True))
@@ -55,8 +54,8 @@ def in_machine(root: Path, files: Mapping[str, str], environment: Mapping[str, s
     ]
 
 
-def in_models(*models: ModelCheck, budget: int = 4, free_bytes: int = 2**30) -> list[Finding]:
-    return list(findings.find_in_models(models, budget, free_bytes, global_threads=False))
+def in_models(*models: ModelCheck, budget: int | None = 4, free_bytes: int = 2**30) -> list[Finding]:
+    return list(findings.find_in_models(models, budget, free_bytes))
 
 
 def in_server(**changes: Any) -> list[Finding]:
@@ -117,9 +116,9 @@ MODELS: dict[str, tuple[ModelCheck, ...]] = {
     "model_not_checked": (replace(MODEL, skipped="no time"),),
     "too_many_threads": (replace(MODEL, instances=3),),
     "little_memory": (replace(MODEL, memory_bytes=900 * 2**20),),
-    "load_warning": (replace(MODEL, events=(LoadEvent("something new", ""),)),),
+    "load_warning": (replace(MODEL, events=("something new: because",)),),
     **{
-        kind: (replace(MODEL, events=(LoadEvent(event, "because"),)),)
+        kind: (replace(MODEL, events=(f"{event}: because",)),)
         for event, kind in (
             ("execution provider passed over", "provider_passed_over"),
             ("option has no effect", "option_without_effect"),
@@ -165,6 +164,7 @@ def test_what_is_healthy_has_no_finding(tmp_path: Path) -> None:
     assert list(findings.find_in_steadiness(STEADY)) == []
     assert list(findings.find_in_runtime(RUNTIME)) == []
     assert in_models(MODEL, replace(MODEL, name="n")) == []
+    assert in_models(replace(MODEL, instances=3), budget=None) == [], "models that share threads have enough of them"
     assert in_server() == []
 
 

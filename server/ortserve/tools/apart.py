@@ -1,6 +1,6 @@
 """Work that may crash or hang, done in a process of its own: execution providers, NVML, and loads of models.
 
-``python -m ortserve.tools.doctor.apart FD`` is that process. It reads pickled work from the connection ``FD``.
+``python -m ortserve.tools.apart FD`` is that process. It reads pickled work from the connection ``FD``.
 """
 
 import os
@@ -46,7 +46,7 @@ def _run_child(work: Callable[[Any], Any], items: Sequence[Any], limit_s: float)
     errors = os.memfd_create("errors")  # what libraries write is shown only if the process ends
     ours, theirs = Pipe()
     child = subprocess.Popen(  # noqa: S603 - this interpreter and module
-        [sys.executable, "-m", "ortserve.tools.doctor.apart", str(theirs.fileno())],
+        [sys.executable, "-m", "ortserve.tools.apart", str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
         stdout=errors,
         stderr=errors,
