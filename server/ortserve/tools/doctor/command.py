@@ -3,7 +3,6 @@
 import argparse
 import os
 import ssl
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,9 +80,8 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
     if repository is not None and not Path(repository).is_dir():
         raise invalid_input(f"'{repository}': expected a folder of models, or a URL such as http://127.0.0.1:8000")
     files = Files()
-    processors, memory = read_processors(files), read_memory(files, os.environ)
-    system = read_system(files, os.environ)
-    options, found = check_options(arguments.config, time.time())
+    processors, memory, system = read_processors(files), read_memory(files), read_system(os.environ)
+    options, found = check_options(arguments.config)
     runtime = read_runtime()
     steadiness = measure_steadiness(processors.allowed, memory.free_bytes, arguments.seconds)
     found += find.find_in_runtime(runtime)

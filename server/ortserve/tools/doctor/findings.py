@@ -188,11 +188,9 @@ def find_in_server(found: ServerFacts) -> Iterator[Finding]:
     if found.certificate_expires_s is not None:
         yield from find_in_expiry(found.certificate_expires_s)
     if found.reach != "loopback":
+        seen, has_keys = f"the server is on a {found.reach} address", found.reach == "public"
         yield from find_in_exposure(
-            f"the server is on a {found.reach} address",
-            has_tls=found.tls,
-            has_control_keys=not found.control_is_open,
-            has_keys=found.reach == "public",
+            seen, has_tls=found.tls, has_control_keys=not found.control_is_open, has_keys=has_keys
         )
     if found.metrics is not None:
         yield from _find_in_metrics(found.metrics)

@@ -33,6 +33,12 @@ ENVIRONMENT: Final = re.compile(
 _MOST_PROCESSORS: Final = 8192
 _MOST_BYTES: Final = 1024**2
 """Of a file: the kernel refuses reads of /proc/sys into buffers of several MiB."""
+_ALLOCATORS: Final = {
+    **{name: f"({name})" for name in ("mimalloc", "jemalloc", "tcmalloc")},
+    "musl": "(ld-musl)",
+    "glibc": r"(libc[.-])",
+}
+"""What their libraries are called; the first that is loaded counts."""
 _NO_LIMIT: Final = 2**60
 """Version 1 of cgroups reports about 2**63 for no limit."""
 
@@ -117,7 +123,7 @@ def throttled_periods(quotas: Sequence[Quota]) -> int:
     return sum(Files(quota.folder).number("cpu.stat", r"^nr_throttled (\d{1,20})") or 0 for quota in quotas)
 
 
-def read_memory(files: Files, environment: Mapping[str, str]) -> Memory:
+def read_memory(files: Files) -> Memory:
     """Read the memory of this machine, its limits, and the allocator of this process."""
     limits: list[tuple[int, int]] = []
     kills: list[int] = []
@@ -140,37 +146,13 @@ def read_memory(files: Files, environment: Mapping[str, str]) -> Memory:
         shared_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,  # noqa: S108
         huge_pages=files.find(f"{pages}/enabled", r"\[(\w+)\]"),
         huge_pages_defrag=files.find(f"{pages}/defrag", r"\[(\w+)\]"),
-        allocator=_allocator(files, environment.get("LD_PRELOAD", "")),
+        allocator=next((name for name, mark in _ALLOCATORS.items() if files.find("proc/self/maps", mark)), None),
     )
 
 
-def _allocator(files: Files, preloaded: str) -> str | None:
-    other = r"(mimalloc|jemalloc|tcmalloc)"
-    if found := files.find("proc/self/maps", other) or next(iter(re.findall(other, preloaded)), None):
-        return found
-    known = files.find("proc/self/maps", r"(ld-musl|libc[.-])")
-    return None if known is None else "musl" if known == "ld-musl" else "glibc"
-
-
-def read_system(files: Files, environment: Mapping[str, str]) -> System:
-    """Read the kernel, the container and the limits of this process."""
+def read_system(environment: Mapping[str, str]) -> System:
+    """Read the kernel and the limits of this process."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    return System(
-        kernel=platform.release(),
-        container=_container(files, environment),
-        open_files=soft,
-        open_files_hard=hard,
-        environment={name: value for name, value in sorted(environment.items()) if ENVIRONMENT.fullmatch(name)},
-    )
-
-
-def _container(files: Files, environment: Mapping[str, str]) -> str | None:
-    if environment.get("KUBERNETES_SERVICE_HOST"):
-        return "kubernetes"
-    for name, mark in (("docker", ".dockerenv"), ("podman", "run/.containerenv")):
-        if (files.root / mark).exists():
-            return name
-    pattern = r"[/-](kubepods|docker|containerd|podman|lxc|garden)\b"
-    found = files.find("proc/self/cgroup", pattern) or files.find("proc/self/mountinfo", pattern)
-    return "kubernetes" if found == "kubepods" else found
+    chosen = {name: value for name, value in sorted(environment.items()) if ENVIRONMENT.fullmatch(name)}
+    return System(platform.release(), soft, hard, chosen)

@@ -1,6 +1,7 @@
 """The server's options, read as ``ortserve serve`` reads them: combinations, keys, TLS, and its address."""
 
 import ssl
+import time
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,13 +19,8 @@ from ortserve.tools.report import Finding
 _KEYS: Final = ("infer_keys_file", "metadata_keys_file", "control_keys_file", "metrics_keys_file")
 
 
-def check_options(config: Path | None, now_s: float) -> tuple[ServerOptions, list[Finding]]:
-    """Read and check the options. Returns the defaults where they are invalid.
-
-    Args:
-        config: The options file; None for that of the environment, if any.
-        now_s: Seconds since 1970.
-    """
+def check_options(config: Path | None) -> tuple[ServerOptions, list[Finding]]:
+    """Read the options file, or that of the environment, and check it. Returns the defaults if it is invalid."""
     try:
         options = read_options({}, config)
     except OptionsError as error:
@@ -35,15 +31,11 @@ def check_options(config: Path | None, now_s: float) -> tuple[ServerOptions, lis
         if path is not None:
             found += _find_in_keys(name, path)
     if options.tls_cert_file is not None and options.tls_key_file is not None:
-        found += _find_in_tls(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file, now_s)
+        found += _find_in_tls(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
     if reach_of(options.host) != "loopback":
         seen, has_control_keys = f"host is {options.host}", options.control_keys_file is not None
-        found += find_in_exposure(
-            seen,
-            has_tls=options.tls_cert_file is not None,
-            has_control_keys=has_control_keys,
-            has_keys=any(getattr(options, name) for name in _KEYS),
-        )
+        has_keys, has_tls = any(getattr(options, name) for name in _KEYS), options.tls_cert_file is not None
+        found += find_in_exposure(seen, has_tls=has_tls, has_control_keys=has_control_keys, has_keys=has_keys)
         if options.allow_client_shm and not has_control_keys:
             found.append(finding("open_shared_memory", f"{seen}, and callers may register shared memory"))
     return options, found
@@ -67,7 +59,7 @@ def _find_in_keys(name: str, path: Path) -> Iterator[Finding]:
         yield from _find_in_mode(name, path)
 
 
-def _find_in_tls(cert: Path, key: Path, client_ca: Path | None, now_s: float) -> Iterator[Finding]:
+def _find_in_tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[Finding]:
     try:
         # The server refuses keys with a passphrase; OpenSSL would ask for it on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=str)
@@ -77,7 +69,7 @@ def _find_in_tls(cert: Path, key: Path, client_ca: Path | None, now_s: float) ->
     except (OSError, ValueError) as error:
         yield finding("invalid_option", f"TLS files: {getattr(error, 'strerror', None) or error}", "tls_cert_file")
         return
-    yield from find_in_expiry(min(each.not_valid_after_utc.timestamp() for each in chain) - now_s)
+    yield from find_in_expiry(min(each.not_valid_after_utc.timestamp() for each in chain) - time.time())
     yield from _find_in_mode("tls_key_file", key)
 
 

@@ -48,10 +48,12 @@ def _blocks(result: DoctorResult) -> Iterator[Block]:
 
 
 def _entries(record: Any) -> dict[str, Cell]:
-    """The fields of a dataclass as facts; mappings become facts of their own."""
+    """The fields of a dataclass as facts; mappings become facts of their own, but those with a table."""
     entries: dict[str, Cell] = {}
     for field in fields(record):
         value = getattr(record, field.name)
+        if field.name in ("models", "metrics"):
+            continue
         if field.name == "instruction_sets":
             entries["has"] = " ".join(name for name, has in value.items() if has)
             entries["has not"] = " ".join(name for name, has in value.items() if not has)

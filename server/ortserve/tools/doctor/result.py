@@ -74,7 +74,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Kernel, container and limits.
+    """Kernel, limits and environment.
 
     Attributes:
         open_files: Soft limit; None without one.
@@ -83,7 +83,6 @@ class System:
     """
 
     kernel: str
-    container: str | None
     open_files: int | None
     open_files_hard: int | None
     environment: Mapping[str, str]

@@ -114,24 +114,24 @@ class Client:
         """
         headers: dict[bytes, bytes] = {}
         body = bytearray()
-        is_whole: list[bool] = []
+        kept: list[bool] = []  # whether the connection stays open, once the answer is whole
         events = SimpleNamespace(
             on_header=lambda name, value: headers.update({name.lower(): value}),
             on_body=body.extend,
-            on_message_complete=lambda: is_whole.append(True),
+            on_message_complete=lambda: kept.append(parser.should_keep_alive()),
         )
         parser = httptools.HttpResponseParser(events)
         try:
             sock = self.connect()
             sock.sendall(request)
-            while not is_whole and len(body) < _MOST_BYTES:
+            while not kept and len(body) < _MOST_BYTES:
                 part = sock.recv(256 * 1024)
                 if not part and not parser.get_status_code():
                     raise ConnectionResetError("the connection was closed")
                 if not part:
                     break  # as servers of HTTP/1.0 end their answers
                 parser.feed_data(part)
-            if not is_whole or not parser.should_keep_alive():
+            if kept != [True]:
                 self.close()
         except (OSError, httptools.HttpParserError) as error:
             self.close()
@@ -148,12 +148,7 @@ class Client:
 
 
 def look_at(client: Client, metrics_url: str | None, certificate_problem: str) -> ServerFacts:
-    """Ask the server.
-
-    Args:
-        client: To ask.
-        metrics_url: Of the metrics; None to try the usual port of the same host.
-        certificate_problem: Why the certificate is not trusted here.
+    """Ask the server. ``metrics_url`` is None for the usual port of the same host.
 
     Raises:
         ServeError: No server of the protocol answers, or not at ``metrics_url``.

@@ -1,6 +1,5 @@
 """Each kind of finding: a made-up machine, repository or server that has it, and one that does not."""
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ NODES = "sys/devices/system/node"
 
 STEADY = Steadiness(4, 1.0, 1.1, 1.05, 0.0, 0, 10.0, 30.0)
 GPU = GpuFacts("H100", "9.0", 2**36, 2**30, "580.1", "13.0")
-SYSTEM = System("6.12.0", None, 65536, 524288, {})
+SYSTEM = System("6.12.0", 65536, 524288, {})
 TRIALS = (ProviderTrial(CUDA, True, True), ProviderTrial(CPU, True, True))
 RUNTIME = RuntimeFacts({}, {"onnxruntime-gpu": "1.31.1"}, "", TRIALS, (GPU,))
 MODEL = ModelCheck("m", 1, "", "", (), CPU, 2, 2, 1000, 2**20, 0.1, 1.0)
@@ -49,8 +48,8 @@ def in_machine(root: Path, files: Mapping[str, str], environment: Mapping[str, s
     tree = Files(write_machine(root, files))
     return [
         *findings.find_in_processors(read_processors(tree)),
-        *findings.find_in_memory(replace(read_memory(tree, environment), shared_bytes=2**33)),
-        *findings.find_in_system(replace(read_system(tree, environment), open_files=65536), 8192),
+        *findings.find_in_memory(replace(read_memory(tree), shared_bytes=2**33)),
+        *findings.find_in_system(replace(read_system(environment), open_files=65536), 8192),
     ]
 
 
@@ -171,7 +170,7 @@ def test_what_is_healthy_has_no_finding(tmp_path: Path) -> None:
 def test_what_is_unknown_has_no_finding(tmp_path: Path) -> None:
     tree = Files(tmp_path)
     assert list(findings.find_in_processors(read_processors(tree))) == []
-    assert list(findings.find_in_memory(replace(read_memory(tree, {}), shared_bytes=None))) == []
+    assert list(findings.find_in_memory(replace(read_memory(tree), shared_bytes=None))) == []
     assert list(findings.find_in_system(replace(SYSTEM, open_files=None, open_files_hard=None), 8192)) == []
     unknown = GpuFacts("GPU", None, None, None, None, None)
     assert list(findings.find_in_runtime(replace(RUNTIME, gpus=(unknown,)))) == []
@@ -185,7 +184,7 @@ def test_machine_with(kind: str, tmp_path: Path) -> None:
 
 
 def test_small_limits_are_found(tmp_path: Path) -> None:
-    memory = replace(read_memory(Files(tmp_path), {}), shared_bytes=64 * 2**20)
+    memory = replace(read_memory(Files(tmp_path)), shared_bytes=64 * 2**20)
     assert kinds(findings.find_in_memory(memory)) == {"small_shared_memory"}
     assert list(findings.find_in_system(SYSTEM, 8192)) == []
     (few,) = findings.find_in_system(replace(SYSTEM, open_files=1024), 8192)
@@ -258,7 +257,7 @@ def test_levels_grow_with_the_facts() -> None:
 
 def config(folder: Path, text: str) -> tuple[ServerOptions, list[Finding]]:
     (folder / "options.yaml").write_text(text)
-    return options.check_options(folder / "options.yaml", time.time())
+    return options.check_options(folder / "options.yaml")
 
 
 @pytest.mark.parametrize(
