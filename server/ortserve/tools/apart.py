@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -23,7 +23,7 @@ class Failure:
     is_late: bool = False
 
 
-def run_apart(work: Callable[[Any], Any], items: Sequence[Any], limit_s: float) -> Iterator[Any]:
+def run_apart(work: Callable[[Any], Any], items: Sequence[Any], limit_s: float) -> Generator[Any, None, None]:
     """Do work on each item, all in one process, which is replaced after an item that it did not survive.
 
     Args:

@@ -115,6 +115,7 @@ class Client:
         headers: dict[bytes, bytes] = {}
         body = bytearray()
         kept: list[bool] = []  # whether the connection stays open, once the answer is whole
+        parser: httptools.HttpResponseParser
         events = SimpleNamespace(
             on_header=lambda name, value: headers.update({name.lower(): value}),
             on_body=body.extend,
