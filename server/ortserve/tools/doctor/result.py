@@ -17,13 +17,16 @@ class Processors:
     """The processors.
 
     Attributes:
+        model: As the processor names itself.
         online: Logical processors of the machine.
+        cores: Physical ones.
         allowed: Those of this process's affinity mask.
         quota: CPU quota of the cgroup, in processors; None without one.
         budget: Threads that the server keeps busy: the allowed processors or the quota, rounded up.
         throttled_periods: In which the quota was used up, since the cgroup was made.
         instruction_sets: For which ONNX Runtime has kernels, and whether the processor has them.
         governor: Of the frequency.
+        highest_mhz: Frequency that the processor may reach.
         numa_nodes: Processors by node, of the nodes with allowed processors.
     """
 
@@ -45,6 +48,7 @@ class Memory:
     """The memory.
 
     Attributes:
+        total_bytes: Of the machine.
         available_bytes: Of the machine, without swapping.
         limit_bytes: The smallest limit of the cgroups; None without one.
         used_bytes: By the cgroup with that limit.
@@ -77,6 +81,7 @@ class System:
     """Kernel, limits and environment.
 
     Attributes:
+        kernel: Its version.
         open_files: Soft limit; None without one.
         open_files_hard: Hard limit; None without one.
         environment: Variables that change ONNX Runtime, its libraries or the allocator.
@@ -118,7 +123,10 @@ class ProviderTrial:
     """An execution provider, tried with a model of one operator in a process of its own.
 
     Attributes:
+        name: Of the execution provider.
         is_offered: Whether this ONNX Runtime or a plug-in has it.
+        is_usable: Whether the model ran on it.
+        problem: Why it did not.
         libraries: Versions, or what the loader says about them.
     """
 
@@ -131,7 +139,16 @@ class ProviderTrial:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """A GPU as NVML describes it; ``cuda`` is the version that its driver supports."""
+    """A GPU as NVML describes it.
+
+    Attributes:
+        name: Of the product.
+        capability: Compute capability.
+        memory_bytes: Of the card.
+        used_bytes: By all processes.
+        driver: Version.
+        cuda: The version that the driver supports.
+    """
 
     name: str
     capability: str | None
@@ -146,8 +163,11 @@ class RuntimeFacts:
     """Versions, ONNX Runtime's execution providers, and GPUs.
 
     Attributes:
+        versions: Of the server, Python and libraries.
         distributions: Of ONNX Runtime that are installed.
         build: ONNX Runtime's description of itself.
+        providers: Each one's trial.
+        gpus: Those that this process may use.
         gpu_problem: Why NVML shows no GPU.
     """
 
@@ -164,13 +184,17 @@ class ModelCheck:
     """A version of a model, loaded as the server would load it.
 
     Attributes:
+        name: Of the model.
         version: None if there is none.
         problem: Why it cannot be served.
         skipped: Why it was not loaded.
         events: Warnings that the server would log: what, and the reason.
+        execution_provider: On which it runs.
+        instances: Sessions that run at the same time.
         threads: That a run of one instance may keep busy.
         files_bytes: Of the version.
         memory_bytes: By which the process grew.
+        load_s: Time of the load, with warm-up.
         row_ms: Time of a run with one row.
     """
 
@@ -198,7 +222,12 @@ class ServerFacts:
     """A running server.
 
     Attributes:
+        name: As the server names itself.
+        version: Of the server.
+        live: Whether it works.
+        ready: Whether it takes requests.
         reach: Who can reach its address: ``loopback``, ``private`` or ``public``.
+        tls: Whether the connection is encrypted.
         certificate_expires_s: Seconds from now.
         certificate_problem: Why it is not trusted here.
         control_is_open: Whether control calls need no key.
@@ -221,7 +250,14 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a request."""
+    """A stage of a request.
+
+    Attributes:
+        name: A phase of ``Server-Timing``, or what is outside of them.
+        median_us: Time in this stage.
+        p99_us: 99th percentile of it.
+        share: Median divided by that of the whole request.
+    """
 
     name: str
     median_us: float
@@ -234,9 +270,12 @@ class RequestPath:
     """Where the time of one request goes.
 
     Attributes:
+        model: Name on the server.
         requests: Sent one after the other on one connection.
         inputs: Where they come from.
         median_us: Time at the client.
+        p99_us: 99th percentile of it.
+        stages: In the order of the request.
         dominant: The stage that takes most.
         bare_us: Median of ``session.run`` in this process, between the requests; None without the model's file.
     """
@@ -253,11 +292,24 @@ class RequestPath:
 
 @dataclass(frozen=True, slots=True)
 class DoctorResult:
-    """What was looked at: the machine and perhaps a repository, or a server. Findings come with the worst first."""
+    """What was looked at: the machine and perhaps a repository, or a server. The rest is null or empty.
 
-    schema: str
-    subject: str
-    findings: tuple[Finding, ...]
+    Attributes:
+        subject: ``this machine``, or what was given.
+        findings: The worst first.
+        processors: Of this machine.
+        memory: Of this machine.
+        system: Of this machine.
+        steadiness: Of the processors, unless it was not measured.
+        runtime: ONNX Runtime and GPUs.
+        models: Of the repository.
+        server: That was asked.
+        request: The way of one request to the server.
+    """
+
+    schema: str = SCHEMA
+    subject: str = ""
+    findings: tuple[Finding, ...] = ()
     processors: Processors | None = None
     memory: Memory | None = None
     system: System | None = None
