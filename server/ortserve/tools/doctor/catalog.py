@@ -1,287 +1,152 @@
 """Every kind of finding: how much it matters, why, and what to do. ``findings`` decides when they apply."""
 
+import re
 from collections.abc import Mapping
 from typing import Final
+
+from pydantic import TypeAdapter
 
 from ortserve.tools.report import Finding, Level
 
 LEVELS: Final[tuple[Level, ...]] = ("problem", "warning", "advice")
 """The worst first."""
 
-CATALOG: Final[Mapping[str, tuple[Level, str, str]]] = {
-    # processors
-    "no_avx2": (
-        "warning",
-        "ONNX Runtime's kernels then use 128-bit instructions: several times slower",
-        "use another type of machine; in a virtual machine, pass the host's processor through",
-    ),
-    "no_int8_dot_product": (
-        "advice",
-        "quantized models gain less here; on x86, products of uint8 and int8 may saturate, which changes results",
-        "compare with the original model here; if they differ, quantize with reduce_range=True",
-    ),
-    "cpu_quota": (
-        "advice",
-        "libraries that count processors start too many threads, which use up the quota early in each period",
-        "use a whole number of processors, exclusive if possible (Kubernetes: equal CPU request and limit)",
-    ),
-    "small_cpu_quota": (
-        "warning",
-        "a single thread cannot run all the time: requests wait for the rest of a period, mostly 100 ms",
-        "raise the quota to at least one processor",
-    ),
-    "cpu_throttled": (
-        "warning",
-        "each such period may add 100 ms to the requests that it interrupts",
-        "raise the quota, or lower instances and intra_op_threads",
-    ),
-    "shared_cores": (
-        "advice",
-        "a second thread on a core adds little to matrix products",
-        "measure with intra_op_threads at the number of cores: ortserve bench",
-    ),
-    "numa": (
-        "advice",
-        "threads that read the memory of another node are slower",
-        "run one server per node: numactl --cpunodebind=N --membind=N ortserve serve ...",
-    ),
-    "frequency_governor": (
-        "advice",
-        "processors run slowly until they have been busy for some time, which requests after a pause pay for",
-        "cpupower frequency-set -g performance",
-    ),
-    # steadiness
-    "unsteady_processors": (
-        "warning",
-        "no request can have a steadier latency than this, and benchmarks here need many repetitions",
-        "look for other work on this machine or its host; prefer exclusive processors",
-    ),
-    "unequal_processors": (
-        "warning",
-        "a run on several threads waits for the slowest one",
-        "keep the server on equal processors (taskset, cpuset), for example the performance cores",
-    ),
-    "stolen_time": (
-        "warning",
-        "requests wait without any sign of it inside this machine",
-        "use a type of machine without shared processors",
-    ),
-    "busy_machine": (
-        "warning",
-        "other work takes processors from requests, and the times in this report are too high",
-        "stop the other work, or give the server processors of its own (cpuset, static CPU manager)",
-    ),
-    # memory
-    "memory_near_limit": (
-        "warning",
-        "the kernel kills a process of a cgroup that exceeds its limit; cached files count, but are dropped first",
-        "raise the limit, or serve fewer models",
-    ),
-    "processes_killed": (
-        "warning",
-        "a killed server answers nobody until it is started again",
-        "raise the memory limit; max_inflight_bytes and max_rows bound what the server takes",
-    ),
-    "swapping": (
-        "warning",
-        "a request that needs swapped weights waits for the disk",
-        "add memory, or set vm.swappiness to 1",
-    ),
-    "huge_pages_defrag": (
-        "warning",
-        "an allocation may wait for the kernel to move memory",
-        "echo madvise > /sys/kernel/mm/transparent_hugepage/defrag",
-    ),
-    "no_huge_pages": (
-        "advice",
-        "large weights then need many entries of the processor's page tables",
-        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, and measure",
-    ),
-    "small_shared_memory": (
-        "advice",
-        "clients that pass tensors in shared memory have no room for large ones",
-        "docker run --shm-size=1g, or an emptyDir with medium: Memory; only needed with --allow-client-shm",
-    ),
-    # system
-    "slow_clock": (
-        "warning",
-        "reading the time takes microseconds instead of 20 ns, and each request reads it about ten times",
-        "dmesg tells why tsc is not used; in a virtual machine use kvm-clock or the host's tsc",
-    ),
-    "few_open_files": (
-        "warning",
-        "connections beyond the limit fail although the options allow them",
-        "raise it (ulimit -n, LimitNOFILE= of systemd), or lower http_max_connections and grpc_max_connections",
-    ),
-    "short_backlog": (
-        "advice",
-        "when many clients connect at once, some try again only after a second",
-        "sysctl net.core.somaxconn=4096",
-    ),
-    "variables_without_effect": (
-        "advice",
-        "ONNX Runtime has not used OpenMP since version 1.7, so they do not change its threads",
-        "unset them; use intra_op_threads and session.spinning",
-    ),
-    "runtime_variables": (
-        "warning",
-        "they change ONNX Runtime behind the options that model.yaml and this report show",
-        "unset them; use options instead",
-    ),
-    # ONNX Runtime and GPUs
-    "runtime_distributions": ("problem", "ortserve serve refuses to start", "run the commands above"),
-    "provider_unusable": (
-        "problem",
-        "models that wish for it fail to load, or run elsewhere with allow_fallback",
-        "pip install 'onnxruntime-gpu[cuda,cudnn]', for TensorRT also tensorrt-cu13; see whether nvidia-smi works",
-    ),
-    "provider_without_gpu": (
-        "warning",
-        "models that wish for it fail to load, or run elsewhere with allow_fallback",
-        "give the container the GPU (docker run --gpus all); on a machine without one install ortserve[cpu]",
-    ),
-    "missing_library": (
-        "warning",
-        "operators that need it fail: without cuDNN convolutions, without cuFFT Fourier transforms",
-        "pip install 'onnxruntime-gpu[cuda,cudnn]'",
-    ),
-    "gpu_unused": (
-        "warning",
-        "models run on the CPU only",
-        "pip uninstall onnxruntime, then pip install 'ortserve[gpu]'",
-    ),
-    "gpus_hidden": ("warning", "execution providers on GPUs cannot be used", "unset CUDA_VISIBLE_DEVICES"),
-    "old_driver": ("problem", "onnxruntime-gpu 1.31 needs a driver for CUDA 13.0", "install driver 580 or later"),
-    "unsupported_gpu": (
-        "problem",
-        "onnxruntime-gpu 1.31 has kernels for 7.5, 8.0, 8.6, 8.9, 9.0 and 12.0 only",
-        "use another GPU, or build ONNX Runtime for this one",
-    ),
-    "gpu_throttled": (
-        "warning",
-        "runs take longer than on the card at its full clock",
-        "check cooling and the power limit: nvidia-smi -q -d PERFORMANCE",
-    ),
-    "gpu_memory_in_use": (
-        "warning",
-        "models that do not fit into the rest are refused",
-        "end the other processes (nvidia-smi), or set gpu_mem_limit",
-    ),
-    "no_persistence": ("advice", "the first process after a pause waits seconds for the driver", "nvidia-smi -pm 1"),
-    # options, keys and TLS
-    "invalid_option": ("problem", "ortserve serve refuses to start", "correct the option"),
-    "readable_secret": (
-        "warning",
-        "every user of this machine can use it",
-        "chmod 600, owned by the user of the server",
-    ),
-    "certificate_expires": (
-        "warning",
-        "clients that verify it refuse to connect from then on",
-        "replace tls_cert_file and tls_key_file; the server follows the files without a restart",
-    ),
-    "untrusted_certificate": (
-        "warning",
-        "clients refuse to connect, or skip verification",
-        "give clients its authority (SSL_CERT_FILE), or the server a certificate for this name",
-    ),
-    "open_control": (
-        "warning",
-        "anyone who reaches the port can load and unload models",
-        "set control_keys_file, or let only trusted hosts reach the port",
-    ),
-    "open_shared_memory": (
-        "warning",
-        "any caller can read and overwrite the objects in /dev/shm that the server may open",
-        "allow it on loopback addresses only, or set control_keys_file",
-    ),
-    "plain_text": (
-        "warning",
-        "inputs, outputs and keys can be read and changed on the way",
-        "set tls_cert_file and tls_key_file, or end TLS at a proxy on the same host",
-    ),
-    # models of a repository
-    "empty_repository": (
-        "problem",
-        "the server would serve nothing",
-        "expected <repository>/<model>/<version>/model.onnx or <repository>/<name>.onnx",
-    ),
-    "model_fails": ("problem", "the server does not serve it", "correct what the message names"),
-    "model_not_checked": (
-        "warning",
-        "whether it can be served is unknown",
-        "give it more memory, or more time by --seconds-per-model",
-    ),
-    "provider_passed_over": (
-        "warning",
-        "the model runs on a later execution provider of its list, which may be much slower",
-        "see the execution providers of this report, or remove it from execution_providers",
-    ),
-    "option_without_effect": (
-        "warning",
-        "the model is served in another way than its configuration says",
-        "remove the option, or the one that contradicts it",
-    ),
-    "nodes_on_cpu": (
-        "warning",
-        "each run copies tensors between the device and the host",
-        "ortserve inspect shows which nodes; the entry session.disable_cpu_ep_fallback makes them an error",
-    ),
-    "small_batches": ("warning", "throughput is lower than the device allows", "serve fewer models on the device"),
-    "not_batched": (
-        "warning",
-        "concurrent requests wait for each other",
-        "ortserve inspect shows why; set batched: true only if rows are independent",
-    ),
-    "batched_against_evidence": (
-        "warning",
-        "answers may depend on the other requests of a batch",
-        "remove batched: true, or correct the model",
-    ),
-    "slow_new_sizes": (
-        "warning",
-        "the first batch of each size takes up to a second longer",
-        "use cudnn_conv_algo_search: HEURISTIC, or set buckets",
-    ),
-    "load_warning": ("warning", "the server logs it as a warning", "see the options that it names"),
-    "too_many_threads": (
-        "warning",
-        "threads take processors from each other: runs take longer, and their times vary",
-        "keep instances times intra_op_threads within the processors",
-    ),
-    "many_threads": (
-        "advice",
-        "if several models are busy at once, their threads take processors from each other",
-        "lower intra_op_threads of models that are busy together, or try global_threads",
-    ),
-    "little_memory": (
-        "warning",
-        "batches and requests need memory, too, and the kernel kills a process that takes too much",
-        "raise the memory limit, serve fewer models, or use session.shared_arena",
-    ),
-    # a running server
-    "not_live": ("problem", "it is shutting down or has lost a device; requests fail", "see its log"),
-    "not_ready": (
-        "problem",
-        "load balancers send it no requests",
-        "wait for its initial load; its log names required models that failed",
-    ),
-    "model_not_ready": ("warning", "requests for it fail", "see the server's log, or ortserve doctor REPOSITORY"),
-    "open_files_near_limit": ("problem", "further connections fail", "raise the limit, or lower idle_timeout_s"),
-    "saturated": ("warning", "queues grow, and requests are rejected or late", "add servers or instances"),
-    "rejected_requests": ("warning", "their callers got errors", "see ortserve_rejected_requests_total by reason"),
-    "event_loop_stalls": (
-        "warning",
-        "meanwhile no request was read or answered",
-        "give the server a processor that others do not use; its log says what it was doing",
-    ),
-    "run_timeouts": ("warning", "their requests failed", "see the log, and run_timeout_s"),
-    "abandoned_runs": ("warning", "each keeps a thread, and its model was loaded again", "see the log for the model"),
-    "out_of_memory": ("warning", "batches are smaller since then", "see the log; set max_rows or serve fewer models"),
-    "rows_depend": ("warning", "requests of that model now run alone", "set batched: false, or correct the model"),
-    "inline_overruns": ("warning", "meanwhile other requests waited", "none needed: such a model moves to a worker"),
-    "dropped_spans": ("warning", "traces have gaps", "see whether the collector answers"),
-}
+_TEXTS: Final = """
+# processors
+no_avx2 (warning): ONNX Runtime's kernels then use 128-bit instructions: several times slower
+    → use another type of machine; in a virtual machine, pass the host's processor through
+no_int8_dot_product (advice): quantized models gain less; on x86 products of bytes may saturate and change results
+    → compare with the original model here; if they differ, quantize with reduce_range=True
+cpu_quota (advice): libraries that count processors start too many threads, which use up the quota early in each period
+    → use a whole number of processors, exclusive if possible (Kubernetes: equal CPU request and limit)
+small_cpu_quota (warning): a single thread cannot run all the time: requests wait for the rest of a period of 100 ms
+    → raise the quota to at least one processor
+cpu_throttled (warning): each such period may add 100 ms to the requests that it interrupts
+    → raise the quota, or lower instances and intra_op_threads
+shared_cores (advice): a second thread on a core adds little to matrix products
+    → measure with intra_op_threads at the number of cores: ortserve bench
+numa (advice): threads that read the memory of another node are slower
+    → run one server per node: numactl --cpunodebind=N --membind=N ortserve serve ...
+frequency_governor (advice): processors are slow until they have been busy for a while, also for requests after a pause
+    → cpupower frequency-set -g performance
+
+# steadiness
+unsteady_processors (warning): no request can have a steadier latency, and benchmarks here need many repetitions
+    → look for other work on this machine or its host; prefer exclusive processors
+unequal_processors (warning): a run on several threads waits for the slowest one
+    → keep the server on equal processors (taskset, cpuset), for example the performance cores
+stolen_time (warning): requests wait without any sign of it inside this machine
+    → use a type of machine without shared processors
+
+# memory
+memory_near_limit (warning): the kernel kills a process beyond the limit; cached files count, but are dropped first
+    → raise the limit, or serve fewer models
+processes_killed (warning): a killed server answers nobody until it is started again
+    → raise the memory limit; max_inflight_bytes and max_rows bound what the server takes
+huge_pages_defrag (warning): an allocation may wait for the kernel to move memory
+    → echo madvise > /sys/kernel/mm/transparent_hugepage/defrag
+no_huge_pages (advice): large weights then need many entries of the processor's page tables
+    → echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, and measure
+small_shared_memory (advice): clients that pass tensors in shared memory have no room for large ones
+    → docker run --shm-size=1g, or an emptyDir with medium: Memory; only needed with --allow-client-shm
+
+# system
+few_open_files (warning): connections beyond the limit fail although the options allow them
+    → raise it (ulimit -n, LimitNOFILE= of systemd), or lower http_max_connections and grpc_max_connections
+variables_without_effect (advice): ONNX Runtime has not used OpenMP since version 1.7, so they do not change its threads
+    → unset them; use intra_op_threads and session.spinning
+runtime_variables (warning): they change ONNX Runtime behind the options that model.yaml and this report show
+    → unset them; use options instead
+
+# ONNX Runtime and GPUs
+runtime_distributions (problem): ortserve serve refuses to start
+    → run the commands above
+provider_unusable (problem): models that wish for it fail to load, or run elsewhere with allow_fallback
+    → pip install 'onnxruntime-gpu[cuda,cudnn]', for TensorRT also tensorrt-cu13; see whether nvidia-smi works
+provider_without_gpu (warning): models that wish for it fail to load, or run elsewhere with allow_fallback
+    → give the container the GPU (docker run --gpus all); on a machine without one install ortserve[cpu]
+missing_library (warning): operators that need it fail: without cuDNN convolutions, without cuFFT Fourier transforms
+    → pip install 'onnxruntime-gpu[cuda,cudnn]'
+gpu_unused (warning): models run on the CPU only
+    → pip uninstall onnxruntime, then pip install 'ortserve[gpu]'
+gpus_hidden (warning): execution providers on GPUs cannot be used
+    → unset CUDA_VISIBLE_DEVICES
+old_driver (problem): onnxruntime-gpu 1.31 needs a driver for CUDA 13.0
+    → install driver 580 or later
+unsupported_gpu (problem): onnxruntime-gpu 1.31 has kernels for 7.5, 8.0, 8.6, 8.9, 9.0 and 12.0 only
+    → use another GPU, or build ONNX Runtime for this one
+gpu_memory_in_use (warning): models that do not fit into the rest are refused
+    → end the other processes (nvidia-smi), or set gpu_mem_limit
+
+# options, keys and TLS
+invalid_option (problem): ortserve serve refuses to start
+    → correct the option
+readable_secret (warning): every user of this machine can use it
+    → chmod 600, owned by the user of the server
+certificate_expires (warning): clients that verify it refuse to connect from then on
+    → replace tls_cert_file and tls_key_file; the server follows the files without a restart
+untrusted_certificate (warning): clients refuse to connect, or skip verification
+    → give clients its authority (SSL_CERT_FILE), or the server a certificate for this name
+open_control (warning): anyone who reaches the port can load and unload models
+    → set control_keys_file, or let only trusted hosts reach the port
+open_shared_memory (warning): any caller can read and overwrite the objects in /dev/shm that the server may open
+    → allow it on loopback addresses only, or set control_keys_file
+plain_text (warning): inputs, outputs and keys can be read and changed on the way
+    → set tls_cert_file and tls_key_file, or end TLS at a proxy on the same host
+
+# models of a repository
+empty_repository (problem): the server would serve nothing
+    → expected <repository>/<model>/<version>/model.onnx or <repository>/<name>.onnx
+model_fails (problem): the server does not serve it
+    → correct what the message names
+model_not_checked (warning): whether it can be served is unknown
+    → give it more memory, or more time by --seconds-per-model
+provider_passed_over (warning): the model runs on a later execution provider of its list, which may be much slower
+    → see the execution providers of this report, or remove it from execution_providers
+option_without_effect (warning): the model is served in another way than its configuration says
+    → remove the option, or the one that contradicts it
+nodes_on_cpu (warning): each run copies tensors between the device and the host
+    → ortserve inspect shows which nodes; the entry session.disable_cpu_ep_fallback makes them an error
+not_batched (warning): concurrent requests wait for each other
+    → ortserve inspect shows why; set batched: true only if rows are independent
+batched_against_evidence (warning): answers may depend on the other requests of a batch
+    → remove batched: true, or correct the model
+load_warning (warning): the server logs it as a warning
+    → see the options that it names
+too_many_threads (warning): threads take processors from each other: runs take longer, and their times vary
+    → keep instances times intra_op_threads within the processors
+little_memory (warning): batches and requests need memory, too, and the kernel kills a process that takes too much
+    → raise the memory limit, serve fewer models, or use session.shared_arena
+
+# a running server
+not_live (problem): it is shutting down or has lost a device; requests fail
+    → see its log
+not_ready (problem): load balancers send it no requests
+    → wait for its initial load; its log names required models that failed
+model_not_ready (warning): requests for it fail
+    → see the server's log, or ortserve doctor REPOSITORY
+open_files_near_limit (problem): further connections fail
+    → raise the limit, or lower idle_timeout_s
+saturated (warning): queues grow, and requests are rejected or late
+    → add servers or instances
+rejected_requests (warning): their callers got errors
+    → see ortserve_rejected_requests_total by reason
+event_loop_stalls (warning): meanwhile no request was read or answered
+    → give the server a processor that others do not use; its log says what it was doing
+run_timeouts (warning): their requests failed
+    → see the log, and run_timeout_s
+abandoned_runs (warning): each keeps a thread, and its model was loaded again
+    → see the log for the model
+out_of_memory (warning): batches are smaller since then
+    → see the log; set max_rows or serve fewer models
+rows_depend (warning): requests of that model now run alone
+    → set batched: false, or correct the model
+"""
+
+CATALOG: Final = TypeAdapter(Mapping[str, tuple[Level, str, str]]).validate_python(
+    {kind: texts for kind, *texts in re.findall(r"^(\w+) \((\w+)\): (.+)\n    → (.+)$", _TEXTS, re.MULTILINE)}
+)
+"""Level, why it matters, and what to do, by kind."""
 
 
 def finding(kind: str, seen: str, *where: str, level: Level | None = None) -> Finding:

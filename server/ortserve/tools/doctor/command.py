@@ -3,41 +3,25 @@
 import argparse
 import os
 import ssl
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortserve.config.model import LoadOptions
-from ortserve.config.options import ServerOptions
 from ortserve.errors import invalid_input
-from ortserve.registry.repository.source import read_sources
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
-from ortserve.tools.console import progress
+from ortserve.tools.doctor import findings as find
 from ortserve.tools.doctor.catalog import LEVELS
-from ortserve.tools.doctor.client import Client
-from ortserve.tools.doctor.findings import (
-    find_in_memory,
-    find_in_models,
-    find_in_processors,
-    find_in_runtime,
-    find_in_server,
-    find_in_steadiness,
-    find_in_system,
-)
-from ortserve.tools.doctor.loading import ToLoad, list_models, load_all, without_room
+from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system
 from ortserve.tools.doctor.options import check_options
 from ortserve.tools.doctor.presentation import make_report
 from ortserve.tools.doctor.request_path import follow_requests
-from ortserve.tools.doctor.result import SCHEMA, DoctorResult
+from ortserve.tools.doctor.result import SCHEMA, DoctorResult, ModelCheck
 from ortserve.tools.doctor.runtime import read_runtime
-from ortserve.tools.doctor.server import look_at
+from ortserve.tools.doctor.server import Client, look_at
 from ortserve.tools.doctor.steadiness import measure_steadiness
 from ortserve.tools.opening import open_model
 from ortserve.tools.subject import find_model, is_url
-
-_PATH_S = 30.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,15 +43,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     machine = parser.add_argument_group("machine and repository")
     machine.add_argument("--config", type=Path, metavar="FILE", help="options file of the server")
+    machine.add_argument("--seconds", type=float, default=2.0, help="of the test of steadiness; 0 for none; default: 2")
     machine.add_argument(
-        "--seconds", type=_seconds, default=2.0, help="of the test of steadiness; 0 for none; default: 2"
-    )
-    machine.add_argument(
-        "--seconds-per-model", type=_seconds, default=60.0, metavar="SECONDS", help="time to load one; default: 60"
+        "--seconds-per-model", type=float, default=60.0, metavar="SECONDS", help="time to load one; default: 60"
     )
     server = parser.add_argument_group("server")
     server.add_argument("--model", metavar="MODEL", help="follow requests: a name, or REPOSITORY/name to compare with")
-    server.add_argument("--requests", type=_count, default=200, metavar="N", help="to follow; default: 200")
+    server.add_argument("--requests", type=int, default=200, metavar="N", help="to follow; default: 200")
     server.add_argument("--metrics", metavar="URL", help="of the metrics; default: port 8002 of the same host")
     server.add_argument("--key-file", type=Path, metavar="FILE", help="file whose first line is the key to send")
     return parser
@@ -75,6 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Look, find, and present."""
+    for name, least, most in (("seconds", 0, 3600), ("seconds_per_model", 0, 3600), ("requests", 1, 100_000)):
+        if not least <= getattr(arguments, name) <= most:
+            raise invalid_input(f"--{name.replace('_', '-')}: expected {least} to {most}")
     subject: str | None = arguments.subject
     if subject is not None and is_url(subject):
         result = _look_at_server(subject, arguments)
@@ -86,7 +71,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     bad = LEVELS[: LEVELS.index(arguments.fail_on) + 1] if arguments.fail_on != "never" else ()
     status = FAILED if any(each.level in bad for each in findings) else OK
     result = replace(result, findings=findings)
-    return Outcome(result, make_report(result, has_page=arguments.output is not None), status)
+    return Outcome(result, make_report(result), status)
 
 
 def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> DoctorResult:
@@ -95,95 +80,51 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
     if repository is not None and not Path(repository).is_dir():
         raise invalid_input(f"'{repository}': expected a folder of models, or a URL such as http://127.0.0.1:8000")
     files = Files()
-    processors, memory = read_processors(files), read_memory(files, os.environ)
-    system = read_system(files, os.environ)
-    checked = check_options(arguments.config, time.time())
-    options = checked.options
-    with progress("trying execution providers") as step:
-        runtime = read_runtime(lambda now: step(0, now))
-    with progress("testing how steady the processors are", arguments.seconds) as step:
-        steadiness = measure_steadiness(
-            processors.allowed,
-            cache_bytes=processors.last_level_cache_bytes or 0,
-            free_bytes=memory.free_bytes or 0,
-            seconds=arguments.seconds,
-            step=lambda done: step(done, ""),
-        )
-    findings = (
-        *checked.findings,
-        *find_in_runtime(runtime),
-        *find_in_processors(processors),
-        *find_in_memory(memory),
-        *find_in_system(system, options.http_max_connections + options.grpc_max_connections),
-        *(find_in_steadiness(steadiness) if steadiness else ()),
-    )
+    processors, memory, system = read_processors(files), read_memory(files), read_system(os.environ)
+    options, found = check_options(arguments.config)
+    runtime = read_runtime()
+    steadiness = measure_steadiness(processors.allowed, memory.free_bytes, arguments.seconds)
+    found += find.find_in_runtime(runtime)
+    found += find.find_in_processors(processors)
+    found += find.find_in_memory(memory)
+    found += find.find_in_system(system, options.http_max_connections + options.grpc_max_connections)
+    found += find.find_in_steadiness(steadiness) if steadiness else ()
+    models: list[ModelCheck] = []
+    if repository is not None:
+        models = check_models(Path(repository), options, memory.free_bytes, arguments.seconds_per_model)
+        # Models that share their threads cannot have too many.
+        budget = None if options.global_threads else processors.budget
+        found += find.find_in_models(models, budget, memory.free_bytes)
     subject = repository or "this machine"
-    result = DoctorResult(SCHEMA, subject, findings, processors, memory, system, steadiness, runtime)
-    if repository is None:
-        return result
-    budget = processors.budget or 1
-    return _with_models(result, Path(repository), options, budget, memory.free_bytes, arguments.seconds_per_model)
-
-
-def _with_models(
-    result: DoctorResult, repository: Path, options: ServerOptions, budget: int, free_bytes: int | None, seconds: float
-) -> DoctorResult:
-    defaults = LoadOptions(**{name: getattr(options, name) for name in LoadOptions.model_fields})
-    libraries = [str(path) for path in options.execution_provider_libraries]
-    wanted = ToLoad(str(repository), defaults.model_dump(mode="json"), libraries, options.global_threads, ())
-    models = without_room(list_models(read_sources([repository], defaults)), free_bytes)
-    with progress("loading models", len(models)) as step:
-        models = load_all(models, wanted, seconds=seconds, step=step)
-    found = find_in_models(models, budget, free_bytes, global_threads=options.global_threads)
-    return replace(result, findings=(*result.findings, *found), models=tuple(models))
+    return DoctorResult(SCHEMA, subject, tuple(found), processors, memory, system, steadiness, runtime, tuple(models))
 
 
 def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
-    key = _read_key(arguments.key_file)
     name: str = arguments.model or ""
     bare = open_model(find_model(name)) if "/" in name or name.endswith(".onnx") else None
-    client, untrusted, request = Client(url, key), "", None
+    key, untrusted, request = _read_key(arguments.key_file), "", None
+    client = Client(url, key)
     try:
         try:
-            certificate = client.connect()
+            client.connect()
         except ssl.SSLCertVerificationError as error:
             untrusted = error.verify_message
             client = Client(url, key, verify=False)
-            certificate = client.connect()
-        facts, metrics = look_at(client, arguments.metrics, certificate)
-        facts = replace(facts, certificate_problem=untrusted)
+        facts = look_at(client, arguments.metrics, untrusted)
         if name:
             name = bare.subject.name if bare else name
-            limits = {"requests": arguments.requests, "seconds": _PATH_S}
-            with progress(f"following requests to {name}", arguments.requests) as step:
-                request = follow_requests(client, name, bare, metrics, **limits, step=lambda done: step(done, ""))
+            request = follow_requests(client, name, bare, arguments.requests)
     finally:
         client.close()
-    return DoctorResult(SCHEMA, url, tuple(find_in_server(facts, time.time())), server=facts, request=request)
+    return DoctorResult(SCHEMA, url, tuple(find.find_in_server(facts)), server=facts, request=request)
 
 
 def _read_key(file: Path | None) -> str:
     if file is None:
         return ""
     try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
+        lines = map(str.strip, file.read_text().splitlines())
         return next(line for line in lines if line and not line.startswith("#"))
     except (OSError, ValueError, StopIteration) as error:
         reason = getattr(error, "strerror", None) or "no line with a key"
         raise invalid_input(f"--key-file: expected a file with a key: {reason}") from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected number, 0 to 3600, got {text!r}")
-    return seconds
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 100_000:
-        raise argparse.ArgumentTypeError(f"expected integer, 1 to 100000, got {text!r}")
-    return int(text)

@@ -1,7 +1,6 @@
 """What the facts mean for a server: which kinds of the catalog apply. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Final
 
 from ortserve.engine.distributions import runtime_problem
@@ -17,10 +16,9 @@ from ortserve.tools.doctor.result import (
     Steadiness,
     System,
 )
-from ortserve.tools.report import Finding, Level, bytes_text, duration_text
+from ortserve.tools.report import Finding, Level, bytes_text
 
-_FAST_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "xen")
-_DOT_PRODUCTS: Final = {"x86_64": ("avx512_vnni", "avx_vnni"), "aarch64": ("asimddp",)}
+_DOT_PRODUCTS: Final = ("avx512_vnni", "avx_vnni", "asimddp")
 _LEAST_CUDA: Final = (13, 0)
 _CAPABILITIES: Final = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 """For which onnxruntime-gpu 1.31 has kernels; a GPU also runs those of an earlier minor version."""
@@ -29,21 +27,18 @@ _EVENTS: Final = {
     "execution provider passed over": "provider_passed_over",
     "option has no effect": "option_without_effect",
     "nodes are left to the CPU": "nodes_on_cpu",
-    "memory keeps batches small": "small_batches",
     "requests run one at a time": "not_batched",
     "rows run together because the configuration says so": "batched_against_evidence",
-    "new batch sizes are slow": "slow_new_sizes",
 }
 """Warnings of a load."""
 _COUNTS: Final = {
-    "batching_run_timeouts": ("run_timeouts", "batches were terminated at their time limit"),
-    "batching_abandoned": ("abandoned_runs", "runs never ended"),
-    "batching_out_of_memory": ("out_of_memory", "batches found too little memory"),
-    "batching_inline_overruns": ("inline_overruns", "runs held the event loop for more than 2 ms"),
-    "checked_differed": ("rows_depend", "answers depended on the other requests of their batch"),
-    "dropped_spans_total": ("dropped_spans", "spans of traces were dropped"),
+    "event_loop_stalls": "times the event loop stood still",
+    "run_timeouts": "batches were terminated at their time limit",
+    "abandoned_runs": "runs never ended",
+    "out_of_memory": "batches found too little memory",
+    "rows_depend": "answers depended on the other requests of their batch",
 }
-"""Metrics that should be 0."""
+"""Metrics that should be 0; their kinds have the same names."""
 
 
 def find_in_processors(found: Processors) -> Iterator[Finding]:
@@ -51,17 +46,16 @@ def find_in_processors(found: Processors) -> Iterator[Finding]:
     sets, model = found.instruction_sets, found.model or "the processor"
     if not sets.get("avx2", True):
         yield finding("no_avx2", f"{model} has no AVX2")
-    products = _DOT_PRODUCTS.get(found.architecture or "", ())
-    if products and not any(sets.get(name) for name in products):
+    products = [name for name in _DOT_PRODUCTS if name in sets]
+    if products and not any(sets[name] for name in products):
         yield finding("no_int8_dot_product", f"{model} has no dot product of bytes ({' or '.join(products)})")
     if found.quota is not None and found.quota < len(found.allowed):
         seen = f"a quota of {found.quota:g} processors, while {len(found.allowed)} are visible"
         yield finding("small_cpu_quota" if found.quota < 1 else "cpu_quota", seen)
     if found.throttled_periods:
         yield finding("cpu_throttled", f"the CPU quota was used up in {found.throttled_periods:,} periods so far")
-    if found.cores and (found.threads_per_core or 1) > 1:
-        seen = f"{found.threads_per_core} logical processors share each of {found.cores} cores"
-        yield finding("shared_cores", seen)
+    if found.cores and found.online and found.online > found.cores:
+        yield finding("shared_cores", f"{found.online} logical processors share {found.cores} cores")
     if len(found.numa_nodes) > 1:
         sizes = ", ".join(f"{len(allowed)} on node {node}" for node, allowed in found.numa_nodes.items())
         yield finding("numa", f"the allowed processors are on several NUMA nodes: {sizes}")
@@ -70,14 +64,12 @@ def find_in_processors(found: Processors) -> Iterator[Finding]:
 
 
 def find_in_memory(found: Memory) -> Iterator[Finding]:
-    """Limits, pages and swap."""
-    limit, used, swapped = found.limit_bytes, found.used_bytes, found.swapped_bytes
+    """Limits and pages."""
+    limit, used = found.limit_bytes, found.used_bytes
     if limit and used and used > 0.85 * limit:
         yield finding("memory_near_limit", f"the cgroup uses {bytes_text(used)} of {bytes_text(limit)}")
     if found.killed_processes:
         yield finding("processes_killed", f"the kernel killed {found.killed_processes} processes for lack of memory")
-    if swapped and found.total_bytes and swapped > 0.05 * found.total_bytes:
-        yield finding("swapping", f"{bytes_text(swapped)} are swapped out")
     if found.huge_pages == found.huge_pages_defrag == "always":
         yield finding("huge_pages_defrag", "transparent huge pages and their defragmentation are set to always")
     if found.huge_pages == "never":
@@ -87,41 +79,29 @@ def find_in_memory(found: Memory) -> Iterator[Finding]:
 
 
 def find_in_system(found: System, connections: int) -> Iterator[Finding]:
-    """Clock, limits and environment. ``connections`` is the most that the server's options allow."""
-    if found.clock_source is not None and found.clock_source not in _FAST_CLOCKS:
-        yield finding("slow_clock", f"the kernel's clock source is {found.clock_source}")
+    """Limits and environment. ``connections`` is the most that the server's options allow."""
     if found.open_files is not None and found.open_files < connections + 256:
         hard = "no hard limit" if found.open_files_hard is None else f"hard limit {found.open_files_hard:,}"
         seen = f"{found.open_files:,} open files are allowed ({hard}), and {connections:,} connections by the options"
         yield finding("few_open_files", seen)
-    if found.listen_backlog is not None and found.listen_backlog < 512:
-        yield finding("short_backlog", f"net.core.somaxconn is {found.listen_backlog}")
     if idle := [name for name in found.environment if name.startswith(("OMP_", "KMP_", "GOMP_"))]:
         yield finding("variables_without_effect", f"{', '.join(idle)} set", *idle)
     own = [name for name in found.environment if name.startswith("ORT_") and name != "ORT_DISABLE_TELEMETRY"]
     if own:
         yield finding("runtime_variables", f"{', '.join(f'{name}={found.environment[name]}' for name in own)}", *own)
-    if found.pressure.get("cpu", 0) > 0.25:
-        seen = f"in {found.pressure['cpu']:.0%} of the last 10 s some task waited for a processor"
-        yield finding("busy_machine", seen)
 
 
 def find_in_steadiness(found: Steadiness) -> Iterator[Finding]:
     """Noise of the processors."""
     if found.spread > 1.5:
-        seen = (
-            f"the same {found.median_ms:.1f} ms of work took {found.spread:.1f} times as long at the 99th percentile "
-            f"({found.worst_spread:.1f} times on the worst processor)"
-        )
+        seen = f"the same {found.median_ms:.1f} ms of work took {found.spread:.1f} times as long at the 99th percentile"
         yield finding("unsteady_processors", seen)
     if found.slowest > 1.3:
-        seen = f"the slowest processor takes {found.slowest:.1f} times as long as the fastest"
-        yield finding("unequal_processors", seen)
-    if found.stolen is not None and found.stolen > 0.02:
+        yield finding("unequal_processors", f"the slowest takes {found.slowest:.1f} times as long as the fastest")
+    if found.stolen > 0.02:
         yield finding("stolen_time", f"the hypervisor gave {found.stolen:.0%} of the processor time to others")
     if found.throttled_periods:
-        seen = f"the CPU quota was used up {found.throttled_periods} times in {found.seconds:g} s of full load"
-        yield finding("cpu_throttled", seen)
+        yield finding("cpu_throttled", f"the CPU quota was used up {found.throttled_periods} times under full load")
 
 
 def find_in_runtime(found: RuntimeFacts) -> Iterator[Finding]:
@@ -155,13 +135,9 @@ def _find_in_gpu(gpu: GpuFacts) -> Iterator[Finding]:
         major, minor = _version(gpu.capability)
         if not any(major == known and least <= minor for known, least in _CAPABILITIES):
             yield finding("unsupported_gpu", f"{gpu.name} has compute capability {gpu.capability}")
-    if gpu.throttled_because:
-        yield finding("gpu_throttled", f"{gpu.name} has lowered its clocks: {', '.join(gpu.throttled_because)}")
     if gpu.memory_bytes and gpu.used_bytes and gpu.used_bytes > 0.5 * gpu.memory_bytes:
         seen = f"{bytes_text(gpu.used_bytes)} of {bytes_text(gpu.memory_bytes)} of {gpu.name} are in use"
         yield finding("gpu_memory_in_use", seen)
-    if gpu.persistence is False:
-        yield finding("no_persistence", f"the persistence mode of {gpu.name} is off")
 
 
 def _version(text: str) -> tuple[int, int]:
@@ -169,22 +145,16 @@ def _version(text: str) -> tuple[int, int]:
     return (int(major), int(minor or 0))
 
 
-def find_in_models(
-    models: Sequence[ModelCheck], budget: int, free_bytes: int | None, *, global_threads: bool
-) -> Iterator[Finding]:
+def find_in_models(models: Sequence[ModelCheck], budget: int | None, free_bytes: int) -> Iterator[Finding]:
     """Each model, and all together.
 
     Args:
         models: As loaded.
-        budget: Threads that the server may keep busy.
+        budget: Threads that the server may keep busy; None if all models share them.
         free_bytes: Memory that it may take.
-        global_threads: Whether all models share their threads.
     """
     if not models:
         yield finding("empty_repository", "the repository has no models")
-    threads = {
-        model.label: model.instances * (model.threads or 0) for model in models if model.execution_provider == CPU
-    }
     for model in models:
         label = model.label
         if model.problem:
@@ -192,21 +162,19 @@ def find_in_models(
         if model.skipped:
             yield finding("model_not_checked", f"{label} was not loaded: {model.skipped}", label)
         for event in model.events:
-            kind = _EVENTS.get(event.event, "load_warning")
-            yield finding(kind, f"{label}: {event.event}: {event.reason}", label)
-        if threads.get(label, 0) > budget and not global_threads:
+            kind = _EVENTS.get(event.partition(":")[0], "load_warning")
+            yield finding(kind, f"{label}: {event}", label)
+        threads = model.instances * (model.threads or 0)
+        if budget is not None and threads > budget and model.execution_provider == CPU:
             seen = f"{label}: {model.instances} instances of {model.threads} threads, for {budget} processors"
             yield finding("too_many_threads", seen, label)
-    pools = [each for each in threads.values() if each > 1]
-    if len(pools) > 1 and sum(pools) > 2 * budget and not global_threads:
-        yield finding("many_threads", f"{len(pools)} models have {sum(pools)} threads, for {budget} processors")
     memory = sum(model.memory_bytes or 0 for model in models)
-    if free_bytes is not None and memory > 0.8 * free_bytes:
+    if memory > 0.8 * free_bytes:
         seen = f"loading the models took {bytes_text(memory)}, and {bytes_text(free_bytes)} are free"
         yield finding("little_memory", seen, level="problem" if memory > free_bytes else None)
 
 
-def find_in_server(found: ServerFacts, now_s: float) -> Iterator[Finding]:
+def find_in_server(found: ServerFacts) -> Iterator[Finding]:
     """Health, models, keys, TLS and metrics."""
     if not found.live:
         yield finding("not_live", "the server is not live")
@@ -218,53 +186,42 @@ def find_in_server(found: ServerFacts, now_s: float) -> Iterator[Finding]:
     if found.certificate_problem:
         yield finding("untrusted_certificate", f"the certificate is not trusted here: {found.certificate_problem}")
     if found.certificate_expires_s is not None:
-        yield from find_in_expiry(now_s + found.certificate_expires_s, now_s)
+        yield from find_in_expiry(found.certificate_expires_s)
     if found.reach != "loopback":
+        seen, has_keys = f"the server is on a {found.reach} address", found.reach == "public"
         yield from find_in_exposure(
-            f"the server is on a {found.reach} address",
-            has_tls=found.tls,
-            has_control_keys=not found.control_is_open,
-            has_keys=found.reach == "public",
-            allows_shared_memory="system_shared_memory" in found.extensions,
+            seen, has_tls=found.tls, has_control_keys=not found.control_is_open, has_keys=has_keys
         )
     if found.metrics is not None:
         yield from _find_in_metrics(found.metrics)
 
 
-def find_in_expiry(expires_s: float, now_s: float) -> Iterator[Finding]:
-    """A certificate that has expired or soon will."""
-    days = (expires_s - now_s) / 86_400
+def find_in_expiry(seconds: float) -> Iterator[Finding]:
+    """A certificate that has expired or soon will, ``seconds`` from now."""
+    days = seconds / 86_400
     if days < _SOON_DAYS:
-        when = f"{datetime.fromtimestamp(expires_s, UTC):%Y-%m-%d %H:%M} UTC"
-        seen = f"the certificate expires at {when}, in {days:.0f} days" if days >= 0 else f"it expired at {when}"
+        seen = f"the certificate expires in {days:.0f} days" if days >= 0 else f"it expired {-days:.0f} days ago"
         yield finding("certificate_expires", seen, level="problem" if days < 0 else None)
 
 
-def find_in_exposure(
-    seen: str, *, has_tls: bool, has_control_keys: bool, has_keys: bool, allows_shared_memory: bool
-) -> Iterator[Finding]:
+def find_in_exposure(seen: str, *, has_tls: bool, has_control_keys: bool, has_keys: bool) -> Iterator[Finding]:
     """What others can do with a server that they can reach. ``seen`` says how; ``has_keys`` makes plain text worse."""
     if not has_tls:
         yield finding("plain_text", f"{seen}, without TLS", level="problem" if has_keys else None)
     if not has_control_keys:
         yield finding("open_control", f"{seen}, and control calls need no key")
-        if allows_shared_memory:
-            yield finding("open_shared_memory", f"{seen}, and callers may register shared memory")
 
 
 def _find_in_metrics(metrics: Mapping[str, float]) -> Iterator[Finding]:
-    used, limit = metrics.get("process_open_fds", 0), metrics.get("process_max_fds", 0)
+    used, limit = metrics.get("open_files", 0), metrics.get("most_open_files", 0)
     if limit and used > 0.8 * limit:
         yield finding("open_files_near_limit", f"{used:,.0f} of {limit:,.0f} open files are in use")
     if (saturation := metrics.get("saturation", 0)) > 0.8:
         seen = f"a model is offered {saturation:.0%} of the rows that it can compute"
         yield finding("saturated", seen, level="problem" if saturation > 1 else None)
-    requests, rejected = metrics.get("request_duration_seconds_count", 0), metrics.get("rejected_requests_total", 0)
+    requests, rejected = metrics.get("requests", 0), metrics.get("rejected_requests", 0)
     if rejected > 0.01 * (requests + rejected):
         yield finding("rejected_requests", f"{rejected:,.0f} requests were rejected, {requests:,.0f} reached a model")
-    if stalls := metrics.get("event_loop_stalls_total", 0):
-        stalled = duration_text(metrics.get("event_loop_stall_seconds_total", 0))
-        yield finding("event_loop_stalls", f"the event loop stood still {stalls:,.0f} times, for {stalled} together")
-    for key, (kind, what) in _COUNTS.items():
-        if count := metrics.get(key, 0):
+    for kind, what in _COUNTS.items():
+        if count := metrics.get(kind, 0):
             yield finding(kind, f"{count:,.0f} {what}")

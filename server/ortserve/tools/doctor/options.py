@@ -1,8 +1,8 @@
 """The server's options, read as ``ortserve serve`` reads them: combinations, keys, TLS, and its address."""
 
 import ssl
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
@@ -19,36 +19,26 @@ from ortserve.tools.report import Finding
 _KEYS: Final = ("infer_keys_file", "metadata_keys_file", "control_keys_file", "metrics_keys_file")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedOptions:
-    """The options, or the defaults where they are invalid, and what was found."""
-
-    options: ServerOptions
-    findings: tuple[Finding, ...]
-
-
-def check_options(config: Path | None, now_s: float) -> CheckedOptions:
-    """Read and check the options.
-
-    Args:
-        config: The options file; None for that of the environment, if any.
-        now_s: Seconds since 1970.
-    """
+def check_options(config: Path | None) -> tuple[ServerOptions, list[Finding]]:
+    """Read the options file, or that of the environment, and check it. Returns the defaults if it is invalid."""
     try:
         options = read_options({}, config)
     except OptionsError as error:
-        return CheckedOptions(ServerOptions(), tuple(finding("invalid_option", each) for each in error.problems))
-    refused = [finding("invalid_option", problem) for problem in combination_problems(options)]
-    found = [*refused, *_find_in_keys(options), *_find_in_tls(options, now_s)]
+        return ServerOptions(), [finding("invalid_option", each) for each in error.problems]
+    found = [finding("invalid_option", problem) for problem in combination_problems(options)]
+    for name in _KEYS:
+        path: Path | None = getattr(options, name)
+        if path is not None:
+            found += _find_in_keys(name, path)
+    if options.tls_cert_file is not None and options.tls_key_file is not None:
+        found += _find_in_tls(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
     if reach_of(options.host) != "loopback":
-        found += find_in_exposure(
-            f"host is {options.host}",
-            has_tls=options.tls_cert_file is not None,
-            has_control_keys=options.control_keys_file is not None,
-            has_keys=any(getattr(options, name) for name in _KEYS),
-            allows_shared_memory=options.allow_client_shm,
-        )
-    return CheckedOptions(options, tuple(found))
+        seen, has_control_keys = f"host is {options.host}", options.control_keys_file is not None
+        has_keys, has_tls = any(getattr(options, name) for name in _KEYS), options.tls_cert_file is not None
+        found += find_in_exposure(seen, has_tls=has_tls, has_control_keys=has_control_keys, has_keys=has_keys)
+        if options.allow_client_shm and not has_control_keys:
+            found.append(finding("open_shared_memory", f"{seen}, and callers may register shared memory"))
+    return options, found
 
 
 def reach_of(host: str) -> str:
@@ -60,33 +50,26 @@ def reach_of(host: str) -> str:
     return "loopback" if address.is_loopback else "public" if address.is_global else "private"
 
 
-def _find_in_keys(options: ServerOptions) -> Iterator[Finding]:
-    for name in _KEYS:
-        path: Path | None = getattr(options, name)
-        if path is None:
-            continue
-        try:
-            read_keys(path)
-        except ServeError as error:
-            yield finding("invalid_option", f"{name}: {error.message}", name)
-        else:
-            yield from _find_in_mode(name, path)
+def _find_in_keys(name: str, path: Path) -> Iterator[Finding]:
+    try:
+        read_keys(path)
+    except ServeError as error:
+        yield finding("invalid_option", f"{name}: {error.message}", name)
+    else:
+        yield from _find_in_mode(name, path)
 
 
-def _find_in_tls(options: ServerOptions, now_s: float) -> Iterator[Finding]:
-    cert, key = options.tls_cert_file, options.tls_key_file
-    if cert is None or key is None:
-        return
+def _find_in_tls(cert: Path, key: Path, client_ca: Path | None) -> Iterator[Finding]:
     try:
         # The server refuses keys with a passphrase; OpenSSL would ask for it on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=str)
         chain = x509.load_pem_x509_certificates(cert.read_bytes())
-        if options.tls_client_ca_file is not None:
-            x509.load_pem_x509_certificates(options.tls_client_ca_file.read_bytes())
+        if client_ca is not None:
+            x509.load_pem_x509_certificates(client_ca.read_bytes())
     except (OSError, ValueError) as error:
         yield finding("invalid_option", f"TLS files: {getattr(error, 'strerror', None) or error}", "tls_cert_file")
         return
-    yield from find_in_expiry(min(each.not_valid_after_utc.timestamp() for each in chain), now_s)
+    yield from find_in_expiry(min(each.not_valid_after_utc.timestamp() for each in chain) - time.time())
     yield from _find_in_mode("tls_key_file", key)
 
 

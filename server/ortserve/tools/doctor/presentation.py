@@ -2,25 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ortserve.tools.doctor.result import DoctorResult, RequestPath
-from ortserve.tools.pictures import chart
-from ortserve.tools.report import (
-    Block,
-    Cell,
-    Facts,
-    Findings,
-    Picture,
-    Report,
-    Table,
-    bytes_text,
-    duration_text,
-    number_text,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from ortserve.tools.report import Block, Cell, Facts, Findings, Report, Table, bytes_text, duration_text, number_text
 
 _UNITS: Final = {
     "_gb_per_s": lambda speed: f"{number_text(speed)} GB/s",
@@ -31,53 +16,45 @@ _UNITS: Final = {
 """How fields are written, by the endings of their names; the first that fits counts."""
 
 
-def make_report(result: DoctorResult, *, has_page: bool) -> Report:
-    """The report: findings first. ``has_page`` is whether pictures are wanted."""
-    return Report(f"ortserve doctor: {result.subject}", tuple(_blocks(result, has_page=has_page)))
+def make_report(result: DoctorResult) -> Report:
+    """The report: findings first."""
+    return Report(f"ortserve doctor: {result.subject}", tuple(_blocks(result)))
 
 
-def _blocks(result: DoctorResult, *, has_page: bool) -> Iterator[Block]:
+def _blocks(result: DoctorResult) -> Iterator[Block]:
     yield Findings(result.findings)
     for title in ("processors", "memory", "system", "steadiness", "server"):
-        record = getattr(result, title)
-        if record is not None:
+        if (record := getattr(result, title)) is not None:
             yield Facts(title.capitalize(), _entries(record))
-    if result.runtime is not None:
-        runtime = result.runtime
+    if (runtime := result.runtime) is not None:
         yield Facts("Versions", {**runtime.versions, **runtime.distributions, "build": runtime.build})
         title = "Execution providers, each tried with a MatMul in a process of its own"
-        yield _table(title, runtime.providers, leave_out=("libraries", "is_offered"))
+        yield _table(title, runtime.providers, "name", "is_usable", "problem")
         libraries = [(trial.name, *each) for trial in runtime.providers for each in trial.libraries.items()]
         if libraries:
             yield Table("Libraries", ("execution provider", "library", "version, or what the loader says"), libraries)
-        if runtime.gpus:
-            yield _table("GPUs", runtime.gpus)
-        else:
-            yield Facts("GPUs", {"none": runtime.gpu_problem or "NVML shows none"})
+        none = Facts("GPUs", {"none": runtime.gpu_problem or "NVML shows none"})
+        yield _table("GPUs", runtime.gpus) if runtime.gpus else none
     if result.models:
-        yield _table(
-            "Models, loaded as the server loads them", result.models, leave_out=("events", "problem", "skipped")
-        )
-    if result.server is not None and result.server.models:
-        yield Table("Models", ("model", "state"), list(result.server.models.items()), most_rows=50)
-    if result.server is not None and result.server.metrics is None:
-        yield Facts("Metrics", {"not found": "give their URL by --metrics, such as http://127.0.0.1:8002"})
-    elif result.server is not None and result.server.metrics:
-        yield Facts("Metrics since the start, other than 0", {k: v for k, v in result.server.metrics.items() if v})
+        names = ("name", "version", "execution_provider", "instances", "threads")
+        sizes = ("files_bytes", "memory_bytes", "load_s", "row_ms")
+        yield _table("Models, loaded as the server loads them", result.models, *names, *sizes)
+    if result.server is not None:
+        yield Table("Models", ("model", "state"), list((result.server.models or {}).items()), most_rows=50)
+        hint = {"not found": "give their URL by --metrics, such as http://127.0.0.1:8002"}
+        yield Facts("Metrics since the start", hint if result.server.metrics is None else result.server.metrics)
     if result.request is not None:
         yield _request(result.request)
-        if has_page:
-            yield _picture(result.request)
 
 
 def _entries(record: Any) -> dict[str, Cell]:
-    """The fields of a dataclass as facts; mappings of figures and texts become facts of their own."""
+    """The fields of a dataclass as facts; mappings become facts of their own, but those with a table."""
     entries: dict[str, Cell] = {}
     for field in fields(record):
         value = getattr(record, field.name)
         if field.name in ("models", "metrics"):
             continue
-        if isinstance(value, Mapping) and all(isinstance(each, bool) for each in value.values()):
+        if field.name == "instruction_sets":
             entries["has"] = " ".join(name for name, has in value.items() if has)
             entries["has not"] = " ".join(name for name, has in value.items() if not has)
         elif isinstance(value, Mapping):
@@ -87,8 +64,8 @@ def _entries(record: Any) -> dict[str, Cell]:
     return entries
 
 
-def _table(title: str, records: tuple[Any, ...], leave_out: tuple[str, ...] = ()) -> Table:
-    names = [field.name for field in fields(records[0]) if field.name not in leave_out]
+def _table(title: str, records: tuple[Any, ...], *chosen: str) -> Table:
+    names = chosen or [field.name for field in fields(records[0])]
     rows = [[_cell(name, getattr(record, name)) for name in names] for record in records]
     return Table(title, [_words(name) for name in names], rows, most_rows=50)
 
@@ -99,13 +76,13 @@ def _words(name: str) -> str:
 
 
 def _cell(name: str, value: Any) -> Cell:
-    if value is None or value == "":
+    if value is None or value in ("", ()):
         return None
     for ending, text in _UNITS.items():
         if name.endswith(ending):
             return text(value)
     if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or None
+        return ", ".join(map(str, value))
     return value if isinstance(value, str | int | float) else str(value)
 
 
@@ -114,31 +91,11 @@ def _request(found: RequestPath) -> Table:
     if found.bare_us is not None:
         added = number_text(found.median_us - found.bare_us)
         compared = f" Bare session.run takes {number_text(found.bare_us)} µs here, so serving adds {added} µs."
-    share = next(stage.share for stage in found.stages if stage.name == found.dominant)
+    rows = [(stage.name, stage.median_us, stage.p99_us, f"{stage.share:.0%}") for stage in found.stages]
     return Table(
         f"One request to {found.model}, one row",
-        ("stage", "median µs", "p99 µs", "share", "mean of earlier ones µs"),
-        [
-            *((s.name, s.median_us, s.p99_us, f"{s.share:.0%}", s.usual_us) for s in found.stages),
-            ("whole, at the client", found.median_us, found.p99_us, "100%", None),
-        ],
-        note=f"{found.requests} requests one after the other; inputs: {found.inputs}. Most time: {found.dominant}, "
-        f"{share:.0%}.{compared} Medians do not add up exactly.",
+        ("stage", "median µs", "p99 µs", "share"),
+        [*rows, ("whole, at the client", found.median_us, found.p99_us, "100%")],
+        note=f"{found.requests} requests one after the other; inputs: {found.inputs}. Most time: {found.dominant}."
+        f"{compared} Medians do not add up exactly.",
     )
-
-
-def _picture(found: RequestPath) -> Picture:
-    bars = {"served": [(stage.name, stage.median_us) for stage in found.stages]}
-    if found.bare_us is not None:
-        bars["bare"] = [("session.run", found.bare_us)]
-
-    def draw(axes: "Axes") -> None:
-        for name, parts in bars.items():
-            left = 0.0
-            for part, us in parts:
-                axes.barh(name, us, left=left, label=f"{part}: {number_text(us)} µs")
-                left += us
-        axes.set_xlabel("µs, medians")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=3, frameon=False)
-
-    return Picture(f"One request to {found.model}", chart(draw, name="request", height=2.8))

@@ -1,81 +1,81 @@
 """The way of one request, stage by stage: from ``Server-Timing`` and the clock of this client, beside bare runs."""
 
+import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
+from urllib.parse import quote
 
 import numpy as np
 
+from ortserve.codecs.binary_tensor import encode_binary_tensor
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.tools.doctor.client import Client
+from ortserve.tools.console import progress
 from ortserve.tools.doctor.result import RequestPath, Stage
-from ortserve.tools.doctor.server import samples
+from ortserve.tools.doctor.server import Answer, Client
 from ortserve.tools.inputs import choose_inputs, make_inputs
 from ortserve.tools.opening import OpenModel
 
 _BLOCK: Final = 20
 """Requests and bare runs alternate in blocks of this length, so that both see the same machine. The first blocks do not
 count."""
+_MOST_S: Final = 30.0
 _OUTSIDE: Final = "network and HTTP"
 
 
-def follow_requests(
-    client: Client,
-    model: str,
-    bare: OpenModel | None,
-    metrics: str,
-    *,
-    requests: int,
-    seconds: float,
-    step: Callable[[int], None],
-) -> RequestPath:
-    """Send requests one after the other, each with one row.
+def follow_requests(client: Client, model: str, bare: OpenModel | None, requests: int) -> RequestPath:
+    """Send requests one after the other, each with one row, for 30 s at most.
 
     Args:
-        client: Connected.
+        client: To send them.
         model: Name on the server.
         bare: The same model in this process, to compare with; None without its file.
-        metrics: Text of the server's metrics; empty if unknown.
-        requests: How many, unless ``seconds`` are over earlier.
-        seconds: Time limit.
-        step: Called with the number of requests so far.
+        requests: How many.
 
     Raises:
         ServeError: The server or the model rejects the requests, or tells no times.
     """
 
-    def encode(arrays: Sequence[np.ndarray]) -> bytes:
-        return client.prepare(model, signature.inputs, arrays)
+    def infer(arrays: Sequence[np.ndarray]) -> Answer:
+        return _infer(client, _prepare(client, model, signature.inputs, arrays))
 
     signature = bare.signature if bare else _read_signature(client, model)
-    inputs = choose_inputs(bare) if bare else make_inputs(signature, None, lambda each: client.exchange(encode(each)))
+    inputs = choose_inputs(bare) if bare else make_inputs(signature, None, infer)
     arrays = bare.for_model(inputs.take(1, 0)) if bare else list(inputs.take(1, 0))
-    runner, request = bare.runner() if bare else None, encode(arrays)
+    runner, request = bare.runner() if bare else None, _prepare(client, model, signature.inputs, arrays)
     total_ns: list[int] = []
     bare_ns: list[int] = []
     phases: list[list[float]] = []
-    end = time.monotonic() + seconds
-    for number in range(-_BLOCK, requests):
-        began = time.perf_counter_ns()
-        answer = client.exchange(request)
-        total_ns.append(time.perf_counter_ns() - began)
-        phases.append(parse_timing(answer.timing))
-        step(max(0, number + 1))
-        if runner is not None and number % _BLOCK == 0:
-            for _ in range(_BLOCK):
-                began = time.perf_counter_ns()
-                runner.run(arrays)
-                bare_ns.append(time.perf_counter_ns() - began)
-        if number >= _BLOCK and time.monotonic() > end:
-            break
+    end = time.monotonic() + _MOST_S
+    with progress(f"following requests to {model}", requests) as step:
+        while len(phases) < _BLOCK + requests and (len(phases) <= _BLOCK or time.monotonic() < end):
+            step(len(phases), "")
+            if runner is not None and len(phases) % _BLOCK == 0:
+                bare_ns += [_took_ns(lambda: runner.run(arrays)) for _ in range(_BLOCK)]
+            began = time.perf_counter_ns()
+            answer = _infer(client, request)
+            total_ns.append(time.perf_counter_ns() - began)
+            phases.append(parse_timing(answer.headers.get(b"server-timing", b"").decode()))
     if not all(phases):
         raise ServeError(ErrorKind.UNSUPPORTED, f"{client.url}: expected Server-Timing with each answer, got none")
-    usual = usual_phases(metrics, model)
-    return summarize(model, inputs.origin, total_ns[_BLOCK:], phases[_BLOCK:], bare_ns[_BLOCK:] or bare_ns, usual)
+    return summarize(model, inputs.origin, total_ns[_BLOCK:], phases[_BLOCK:], bare_ns[_BLOCK:])
+
+
+def _infer(client: Client, request: bytes) -> Answer:
+    answer = client.exchange(request)
+    if answer.status != 200:
+        raise ServeError(ErrorKind.REJECTED_BY_MODEL, f"{client.url}: status {answer.status}: {answer.text}")
+    return answer
+
+
+def _took_ns(work: Callable[[], object]) -> int:
+    began = time.perf_counter_ns()
+    work()
+    return time.perf_counter_ns() - began
 
 
 def parse_timing(header: str) -> list[float]:
@@ -84,70 +84,48 @@ def parse_timing(header: str) -> list[float]:
     return [found[name] * 1e3 for name in PHASES] if found.keys() >= set(PHASES) else []
 
 
-def usual_phases(metrics: str, model: str) -> dict[str, float]:
-    """Mean microseconds of each phase over all requests of a model so far. Pure."""
-    sums: dict[str, dict[str, float]] = {"sum": {}, "count": {}}
-    for name, labels, value in samples(metrics):
-        kind = name.removeprefix("ortserve_request_phase_duration_seconds_")
-        if kind in sums and labels.get("model") == model:
-            phase = labels.get("phase", "")
-            sums[kind][phase] = sums[kind].get(phase, 0.0) + value
-    return {phase: sums["sum"].get(phase, 0.0) / count * 1e6 for phase, count in sums["count"].items() if count}
-
-
 def summarize(
-    model: str,
-    origin: str,
-    total_ns: Sequence[int],
-    phases_us: Sequence[Sequence[float]],
-    bare_ns: Sequence[int],
-    usual_us: Mapping[str, float],
+    model: str, origin: str, total_ns: Sequence[int], phases_us: Sequence[Sequence[float]], bare_ns: Sequence[int]
 ) -> RequestPath:
     """The result from the times of all requests. Pure.
 
     What the phases do not contain passed between the client and the complete body, and after the answer was handed to
     the transport: the client, the network, the sockets and the parsing of HTTP.
     """
-    total = np.asarray(total_ns) / 1e3
-    columns = dict(zip(PHASES, np.asarray(phases_us).T, strict=True))
-    columns = {_OUTSIDE: np.maximum(0, total - np.asarray(phases_us).sum(axis=1)), **columns}
-    median = float(np.median(total))
-    stages = tuple(
-        Stage(
-            name,
-            float(np.median(values)),
-            float(np.quantile(values, 0.99)),
-            float(np.median(values)) / median,
-            usual_us.get(name),
-        )
-        for name, values in columns.items()
-    )
-    return RequestPath(
-        model=model,
-        requests=len(total),
-        inputs=origin,
-        median_us=median,
-        p99_us=float(np.quantile(total, 0.99)),
-        stages=stages,
-        dominant=max(stages, key=lambda stage: stage.median_us).name,
-        bare_us=float(np.median(bare_ns)) / 1e3 if len(bare_ns) else None,
-    )
+    total, phases = np.asarray(total_ns) / 1e3, np.asarray(phases_us)
+    columns = {_OUTSIDE: np.maximum(0, total - phases.sum(axis=1)), **dict(zip(PHASES, phases.T, strict=True))}
+    median, p99 = float(np.median(total)), float(np.quantile(total, 0.99))
+    stages = []
+    for name, times in columns.items():
+        middle = float(np.median(times))
+        stages.append(Stage(name, middle, float(np.quantile(times, 0.99)), middle / median))
+    dominant = max(stages, key=lambda stage: stage.median_us).name
+    bare_us = float(np.median(bare_ns)) / 1e3 if len(bare_ns) else None
+    return RequestPath(model, len(total), origin, median, p99, tuple(stages), dominant, bare_us)
+
+
+def _prepare(client: Client, model: str, specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> bytes:
+    """A request to run a model, with binary inputs and outputs."""
+    parts = [bytes(encode_binary_tensor(array, spec.datatype)) for spec, array in zip(specs, arrays, strict=True)]
+    inputs = [
+        {"name": spec.name, "shape": array.shape, "datatype": spec.datatype.value}
+        | {"parameters": {"binary_data_size": len(part)}}
+        for spec, array, part in zip(specs, arrays, parts, strict=True)
+    ]
+    document = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    headers = f"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: {len(document)}\r\n"
+    return client.prepare(f"/v2/models/{quote(model)}/infer", b"".join((document, *parts)), headers)
 
 
 def _read_signature(client: Client, model: str) -> ModelSignature:
-    answer = client.ask(f"/v2/models/{model}")
-    document = answer.json()
-    if document is None:
-        raise invalid_input(f"{client.url}: model '{model}': {answer.body[:300].decode(errors='replace')}")
+    answer = client.ask(f"/v2/models/{quote(model)}")
     try:
+        document = answer.json() or {}
         inputs, outputs = (
-            tuple(
-                TensorSpec(entry["name"], DataType(entry["datatype"]), tuple(entry["shape"]))
-                for entry in document[role]
-            )
+            tuple(TensorSpec(each["name"], DataType(each["datatype"]), tuple(each["shape"])) for each in document[role])
             for role in ("inputs", "outputs")
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise invalid_input(f"{client.url}: model '{model}': its metadata cannot be read: {error!r}") from None
+    except (KeyError, TypeError, ValueError):
+        raise invalid_input(f"{client.url}: model '{model}': expected its metadata, got: {answer.text}") from None
     has_rows = all(spec.shape[:1] == (-1,) for spec in inputs)
     return ModelSignature(inputs, outputs, "" if has_rows else "its inputs have no common free axis")

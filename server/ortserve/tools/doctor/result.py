@@ -17,29 +17,28 @@ class Processors:
     """The processors.
 
     Attributes:
+        model: As the processor names itself.
         online: Logical processors of the machine.
+        cores: Physical ones.
         allowed: Those of this process's affinity mask.
         quota: CPU quota of the cgroup, in processors; None without one.
         budget: Threads that the server keeps busy: the allowed processors or the quota, rounded up.
         throttled_periods: In which the quota was used up, since the cgroup was made.
         instruction_sets: For which ONNX Runtime has kernels, and whether the processor has them.
+        governor: Of the frequency.
+        highest_mhz: Frequency that the processor may reach.
         numa_nodes: Processors by node, of the nodes with allowed processors.
     """
 
     model: str | None
-    architecture: str | None
-    is_virtual: bool | None
     online: int | None
     cores: int | None
-    threads_per_core: int | None
     allowed: tuple[int, ...]
     quota: float | None
     budget: int | None
     throttled_periods: int | None
     instruction_sets: Mapping[str, bool]
-    last_level_cache_bytes: int | None
     governor: str | None
-    lowest_mhz: int | None
     highest_mhz: int | None
     numa_nodes: Mapping[int, tuple[int, ...]]
 
@@ -49,55 +48,48 @@ class Memory:
     """The memory.
 
     Attributes:
+        total_bytes: Of the machine.
         available_bytes: Of the machine, without swapping.
         limit_bytes: The smallest limit of the cgroups; None without one.
         used_bytes: By the cgroup with that limit.
         killed_processes: Of the cgroup, for lack of memory.
+        shared_bytes: Of ``/dev/shm``.
         huge_pages: Mode of transparent huge pages.
         huge_pages_defrag: When the kernel makes room for them.
         allocator: ``glibc``, or the library in its place.
-        shared_bytes: Of ``/dev/shm``.
     """
 
-    total_bytes: int | None
-    available_bytes: int | None
+    total_bytes: int
+    available_bytes: int
     limit_bytes: int | None
     used_bytes: int | None
     killed_processes: int | None
-    swapped_bytes: int | None
+    shared_bytes: int | None
     huge_pages: str | None
     huge_pages_defrag: str | None
     allocator: str | None
-    shared_bytes: int | None
 
     @property
-    def free_bytes(self) -> int | None:
+    def free_bytes(self) -> int:
         """What this process may still take, by the machine and the limit."""
-        left = None if self.limit_bytes is None else max(0, self.limit_bytes - (self.used_bytes or 0))
-        return min((each for each in (self.available_bytes, left) if each is not None), default=None)
+        left = self.available_bytes if self.limit_bytes is None else self.limit_bytes - (self.used_bytes or 0)
+        return max(0, min(self.available_bytes, left))
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Kernel, container and limits.
+    """Kernel, limits and environment.
 
     Attributes:
-        cgroups: ``v1``, ``v2`` or ``hybrid``.
-        open_files: Soft limit.
-        open_files_hard: Hard limit.
-        listen_backlog: Connections that may wait to be accepted.
-        pressure: Share of the last 10 s in which some task waited for ``cpu``, ``memory`` or ``io``.
+        kernel: Its version.
+        open_files: Soft limit; None without one.
+        open_files_hard: Hard limit; None without one.
         environment: Variables that change ONNX Runtime, its libraries or the allocator.
     """
 
-    kernel: str | None
-    cgroups: str | None
-    container: str | None
-    clock_source: str | None
+    kernel: str
     open_files: int | None
     open_files_hard: int | None
-    listen_backlog: int | None
-    pressure: Mapping[str, float]
     environment: Mapping[str, str]
 
 
@@ -109,7 +101,6 @@ class Steadiness:
         processors: That took part.
         median_ms: Of the unit of work.
         spread: p99 / median, of the processor in the middle.
-        worst_spread: Of the worst processor.
         slowest: Median of the slowest processor, divided by that of the fastest.
         stolen: Share of processor time that the hypervisor gave to others.
         throttled_periods: In which a quota was used up meanwhile.
@@ -117,14 +108,12 @@ class Steadiness:
         copy_all_gb_per_s: By all threads.
     """
 
-    seconds: float
     processors: int
     median_ms: float
     spread: float
-    worst_spread: float
     slowest: float
-    stolen: float | None
-    throttled_periods: int | None
+    stolen: float
+    throttled_periods: int
     copy_one_gb_per_s: float | None
     copy_all_gb_per_s: float | None
 
@@ -134,7 +123,10 @@ class ProviderTrial:
     """An execution provider, tried with a model of one operator in a process of its own.
 
     Attributes:
+        name: Of the execution provider.
         is_offered: Whether this ONNX Runtime or a plug-in has it.
+        is_usable: Whether the model ran on it.
+        problem: Why it did not.
         libraries: Versions, or what the loader says about them.
     """
 
@@ -142,13 +134,21 @@ class ProviderTrial:
     is_offered: bool
     is_usable: bool
     problem: str = ""
-    seconds: float | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """A GPU as NVML describes it; ``cuda`` is the version that its driver supports."""
+    """A GPU as NVML describes it.
+
+    Attributes:
+        name: Of the product.
+        capability: Compute capability.
+        memory_bytes: Of the card.
+        used_bytes: By all processes.
+        driver: Version.
+        cuda: The version that the driver supports.
+    """
 
     name: str
     capability: str | None
@@ -156,18 +156,18 @@ class GpuFacts:
     used_bytes: int | None
     driver: str | None
     cuda: str | None
-    persistence: bool | None
-    partitioned: bool | None
-    processes: int | None
-    throttled_because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFacts:
-    """Versions, ONNX Runtime's installed distributions and execution providers, and GPUs.
+    """Versions, ONNX Runtime's execution providers, and GPUs.
 
     Attributes:
+        versions: Of the server, Python and libraries.
+        distributions: Of ONNX Runtime that are installed.
         build: ONNX Runtime's description of itself.
+        providers: Each one's trial.
+        gpus: Those that this process may use.
         gpu_problem: Why NVML shows no GPU.
     """
 
@@ -180,24 +180,21 @@ class RuntimeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadEvent:
-    """A warning that the server would log."""
-
-    event: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ModelCheck:
     """A version of a model, loaded as the server would load it.
 
     Attributes:
+        name: Of the model.
         version: None if there is none.
         problem: Why it cannot be served.
         skipped: Why it was not loaded.
+        events: Warnings that the server would log: what, and the reason.
+        execution_provider: On which it runs.
+        instances: Sessions that run at the same time.
         threads: That a run of one instance may keep busy.
         files_bytes: Of the version.
         memory_bytes: By which the process grew.
+        load_s: Time of the load, with warm-up.
         row_ms: Time of a run with one row.
     """
 
@@ -205,11 +202,11 @@ class ModelCheck:
     version: int | None = None
     problem: str = ""
     skipped: str = ""
-    events: tuple[LoadEvent, ...] = ()
+    events: tuple[str, ...] = ()
     execution_provider: str | None = None
     instances: int = 1
     threads: int | None = None
-    files_bytes: int | None = None
+    files_bytes: int = 0
     memory_bytes: int | None = None
     load_s: float | None = None
     row_ms: float | None = None
@@ -225,11 +222,16 @@ class ServerFacts:
     """A running server.
 
     Attributes:
-        models: State by ``name/version``; None if the index cannot be read.
+        name: As the server names itself.
+        version: Of the server.
+        live: Whether it works.
+        ready: Whether it takes requests.
         reach: Who can reach its address: ``loopback``, ``private`` or ``public``.
-        control_is_open: Whether control calls need no key.
+        tls: Whether the connection is encrypted.
         certificate_expires_s: Seconds from now.
         certificate_problem: Why it is not trusted here.
+        control_is_open: Whether control calls need no key.
+        models: State by ``name/version``; None if the index cannot be read.
         metrics: Values of its metrics, added up over models; None if they were not found.
     """
 
@@ -242,20 +244,25 @@ class ServerFacts:
     certificate_expires_s: float | None
     certificate_problem: str
     control_is_open: bool | None
-    extensions: tuple[str, ...]
     models: Mapping[str, str] | None
     metrics: Mapping[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a request; ``usual_us`` is its mean over all earlier requests, by the metrics."""
+    """A stage of a request.
+
+    Attributes:
+        name: A phase of ``Server-Timing``, or what is outside of them.
+        median_us: Time in this stage.
+        p99_us: 99th percentile of it.
+        share: Median divided by that of the whole request.
+    """
 
     name: str
     median_us: float
     p99_us: float
     share: float
-    usual_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +270,12 @@ class RequestPath:
     """Where the time of one request goes.
 
     Attributes:
+        model: Name on the server.
         requests: Sent one after the other on one connection.
         inputs: Where they come from.
         median_us: Time at the client.
+        p99_us: 99th percentile of it.
+        stages: In the order of the request.
         dominant: The stage that takes most.
         bare_us: Median of ``session.run`` in this process, between the requests; None without the model's file.
     """
@@ -277,16 +287,29 @@ class RequestPath:
     p99_us: float
     stages: tuple[Stage, ...]
     dominant: str
-    bare_us: float | None = None
+    bare_us: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorResult:
-    """What was looked at: the machine and perhaps a repository, or a server. Findings come with the worst first."""
+    """What was looked at: the machine and perhaps a repository, or a server. The rest is null or empty.
 
-    schema: str
-    subject: str
-    findings: tuple[Finding, ...]
+    Attributes:
+        subject: ``this machine``, or what was given.
+        findings: The worst first.
+        processors: Of this machine.
+        memory: Of this machine.
+        system: Of this machine.
+        steadiness: Of the processors, unless it was not measured.
+        runtime: ONNX Runtime and GPUs.
+        models: Of the repository.
+        server: That was asked.
+        request: The way of one request to the server.
+    """
+
+    schema: str = SCHEMA
+    subject: str = ""
+    findings: tuple[Finding, ...] = ()
     processors: Processors | None = None
     memory: Memory | None = None
     system: System | None = None

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,55 +12,38 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from machines import ARM_FEATURES, HEALTHY, limits, write_machine
-from ortserve.tools.doctor.machine import (
-    Files,
-    first_number,
-    parse_chosen,
-    parse_fields,
-    parse_list,
-    parse_pressure,
-    read_memory,
-    read_processors,
-    read_system,
-)
+from ortserve.tools.doctor.machine import Files, parse_list, read_memory, read_processors, read_system
 from ortserve.tools.doctor.result import Memory, Processors, System
 
 
 def read(root: Path, environment: Mapping[str, str] = {}) -> tuple[Processors, Memory, System]:
     files = Files(root)
-    return read_processors(files), read_memory(files, environment), read_system(files, environment)
+    return read_processors(files), read_memory(files), read_system(environment)
 
 
 def test_machine_without_limits(tmp_path: Path) -> None:
-    processors, memory, system = read(write_machine(tmp_path))
+    processors, memory, _ = read(write_machine(tmp_path))
 
-    assert (processors.model, processors.architecture) == ("Fast 9000", "x86_64")
-    assert (processors.online, processors.cores, processors.threads_per_core) == (4, 4, 1)
+    assert (processors.model, processors.online, processors.cores) == ("Fast 9000", 4, 4)
     assert (processors.allowed, processors.quota, processors.budget) == ((0, 1, 2, 3), None, 4)
     assert processors.instruction_sets["avx512_vnni"]
     assert not processors.instruction_sets["amx_bf16"]
-    assert processors.last_level_cache_bytes == 32 * 2**20
-    assert (processors.governor, processors.lowest_mhz, processors.highest_mhz) == ("performance", 800, 3600)
+    assert (processors.governor, processors.highest_mhz) == ("performance", 3600)
     assert processors.numa_nodes == {0: (0, 1, 2, 3)}
-    assert (memory.total_bytes, memory.limit_bytes, memory.swapped_bytes) == (16 * 2**30, None, 0)
-    assert memory.free_bytes == memory.available_bytes == 8 * 2**30
+    assert (memory.limit_bytes, memory.used_bytes, memory.killed_processes) == (None, None, None)
+    assert memory.free_bytes == memory.available_bytes
     assert (memory.huge_pages, memory.huge_pages_defrag, memory.allocator) == ("madvise", "madvise", "glibc")
-    assert memory.shared_bytes == 8 * 2**30
-    assert (system.kernel, system.cgroups, system.container, system.clock_source) == ("6.12.0", "v2", None, "tsc")
-    assert (system.open_files, system.open_files_hard, system.listen_backlog) == (65536, 524288, 4096)
-    assert system.pressure == {"cpu": 0.015}
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_limits_of_a_cgroup(version: Literal["v1", "v2"], tmp_path: Path) -> None:
     group = limits(version, group="/kubepods/pod1", quota="150000", memory=str(2**30), used="900000000", throttled=17)
 
-    processors, memory, system = read(write_machine(tmp_path, group))
+    processors, memory, _ = read(write_machine(tmp_path, group))
 
     assert (processors.quota, processors.budget, processors.throttled_periods) == (1.5, 2, 17)
     assert (memory.limit_bytes, memory.used_bytes, memory.killed_processes) == (2**30, 900_000_000, 2)
-    assert memory.free_bytes == 2**30 - 900_000_000
-    assert (system.cgroups, system.container) == (version, "kubernetes")
+    assert replace(memory, available_bytes=2**40).free_bytes == 2**30 - 900_000_000
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
@@ -67,9 +51,9 @@ def test_limits_in_a_container_whose_path_is_that_of_the_host(version: Literal["
     group = limits(version, group="/", quota="50000", memory=str(2**29), used="1", throttled=0)
     own = "0::/docker/abc\n" if version == "v2" else "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n"
 
-    processors, memory, system = read(write_machine(tmp_path, group | {"proc/self/cgroup": own}))
+    processors, memory, _ = read(write_machine(tmp_path, group | {"proc/self/cgroup": own}))
 
-    assert (processors.quota, processors.budget, memory.limit_bytes, system.container) == (0.5, 1, 2**29, "docker")
+    assert (processors.quota, processors.budget, memory.limit_bytes) == (0.5, 1, 2**29)
 
 
 def test_smallest_limit_of_all_levels_counts(tmp_path: Path) -> None:
@@ -86,16 +70,15 @@ def test_hybrid_cgroups_follow_version_1(tmp_path: Path) -> None:
     group = limits("v1", group="/", quota="-1", memory="9223372036854771712", used="5", throttled=0)
     own = group["proc/self/cgroup"] + "0::/\n"
 
-    processors, memory, system = read(write_machine(tmp_path, group | {"proc/self/cgroup": own}))
+    processors, memory, _ = read(write_machine(tmp_path, group | {"proc/self/cgroup": own}))
 
     assert (processors.quota, processors.throttled_periods, memory.limit_bytes) == (None, None, None)
-    assert system.cgroups == "hybrid"
 
 
 def test_arm(tmp_path: Path) -> None:
     processors, _, _ = read(write_machine(tmp_path, {"proc/cpuinfo": f"processor : 0\nFeatures\t: {ARM_FEATURES}\n"}))
 
-    assert (processors.architecture, processors.model, processors.is_virtual) == ("aarch64", None, None)
+    assert processors.model is None
     assert processors.instruction_sets["asimddp"]
     assert not processors.instruction_sets["i8mm"]
 
@@ -118,20 +101,21 @@ def test_affinity_numa_and_siblings(tmp_path: Path) -> None:
 
     assert (processors.allowed, processors.budget) == ((1, 2), 2)
     assert processors.numa_nodes == {0: (1,), 1: (2,)}
-    assert (processors.cores, processors.threads_per_core) == (2, 2)
+    assert processors.cores == 2
 
 
 @pytest.mark.parametrize(
-    ("maps", "preloaded", "name"),
+    ("maps", "name"),
     [
-        ("7f /usr/lib/libjemalloc.so.2\n7f /usr/lib/libc.so.6", "", "jemalloc"),
-        ("7f /usr/lib/libc-2.31.so", "/opt/libtcmalloc.so", "tcmalloc"),
-        ("7f /lib/ld-musl-x86_64.so.1", "", "musl"),
-        ("7f /usr/bin/python", "", None),
+        ("7f /usr/lib/libjemalloc.so.2\n7f /usr/lib/libc.so.6", "jemalloc"),
+        ("7f /usr/lib/libc-2.31.so", "glibc"),
+        ("7f /lib/ld-musl-x86_64.so.1\n7f /opt/libtcmalloc.so", "tcmalloc"),
+        ("7f /lib/ld-musl-x86_64.so.1", "musl"),
+        ("7f /usr/bin/python", None),
     ],
 )
-def test_allocator(maps: str, preloaded: str, name: str | None, tmp_path: Path) -> None:
-    _, memory, _ = read(write_machine(tmp_path, {"proc/self/maps": maps}), {"LD_PRELOAD": preloaded})
+def test_allocator(maps: str, name: str | None, tmp_path: Path) -> None:
+    _, memory, _ = read(write_machine(tmp_path, {"proc/self/maps": maps}))
 
     assert memory.allocator == name
 
@@ -146,19 +130,25 @@ def test_only_variables_that_matter_are_shown(tmp_path: Path) -> None:
 
 
 def test_machine_without_any_file_is_unknown(tmp_path: Path) -> None:
-    processors, memory, system = read(tmp_path)
+    processors, memory, _ = read(tmp_path)
 
-    assert (processors.online, processors.budget, processors.architecture, processors.quota) == (None,) * 4
-    assert (memory.total_bytes, memory.free_bytes, memory.allocator) == (None,) * 3
-    assert (system.cgroups, system.open_files, system.pressure) == (None, None, {})
+    assert (processors.online, processors.budget, processors.instruction_sets, processors.quota) == (
+        None,
+        None,
+        {},
+        None,
+    )
+    assert (memory.limit_bytes, memory.huge_pages, memory.allocator) == (None,) * 3
 
 
 def test_this_machine_is_as_other_libraries_see_it() -> None:
-    processors, memory, _ = read(Path("/"))
+    processors, memory, system = read(Path("/"))
 
     assert set(processors.allowed) == os.sched_getaffinity(0)
     assert memory.total_bytes == psutil.virtual_memory().total
     assert processors.online == psutil.cpu_count()
+    assert Path("/proc/sys/kernel/osrelease").read_text().strip() == system.kernel
+    assert f"{system.open_files} {system.open_files_hard}" in " ".join(Path("/proc/self/limits").read_text().split())
 
 
 CONTENT = st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode(errors="replace"))
@@ -181,17 +171,13 @@ def test_no_content_of_any_file_is_an_error(
     processors, memory, _ = read(root)
 
     assert processors.budget is None or processors.budget >= 1
-    assert memory.free_bytes is None or memory.free_bytes >= 0
+    assert memory.free_bytes >= 0
 
 
 @settings(deadline=None)
 @given(st.text(alphabet="0123456789-, \nmax:[]abc.=", max_size=40))
-def test_parsers_take_any_text(text: str) -> None:
+def test_any_text_is_a_list(text: str) -> None:
     assert list(parse_list(text)) == sorted(set(parse_list(text)))
-    first_number(text)
-    parse_fields(text)
-    parse_chosen(text)
-    parse_pressure(text)
 
 
 @settings(deadline=None)
