@@ -1,4 +1,4 @@
-"""Work that may crash or hang, done in a process of its own: execution providers, NVML, and loads of models.
+"""Work that may crash or hang, or whose memory is to be measured, done in a process of its own.
 
 ``python -m ortserve.tools.apart FD`` is that process. It reads pickled work from the connection ``FD``.
 """
@@ -12,7 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
+
+from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.errors import ServeError, invalid_input
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,34 @@ def run_apart(work: Callable[[Any], Any], items: Sequence[Any], limit_s: float) 
         for result in _run_child(work, tuple(waiting), limit_s):
             waiting.pop(0)
             yield result
+
+
+def call_apart(limit_s: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Call a function of a module in another process, and end that process.
+
+    Raises:
+        ServeError: invalid_input: the function raised it or an error of ONNX Runtime, or the process gave no result in
+            time.
+    """
+    (outcome,) = run_apart(_call, [(function, arguments)], limit_s)
+    if isinstance(outcome, Failure):
+        raise invalid_input(outcome.reason if outcome.is_late else f"the other process {outcome.reason}")
+    result: _Result
+    result, problem = outcome
+    if problem:
+        raise invalid_input(problem)
+    return result
+
+
+def _call(item: tuple[Callable[..., _Result], tuple[Any, ...]]) -> tuple[_Result | None, str]:
+    """The result of a function and an empty text, or None and the problem."""
+    function, arguments = item
+    try:
+        return function(*arguments), ""
+    except ServeError as error:
+        return None, error.message
+    except ORT_ERRORS as error:
+        return None, without_paths(str(error))
 
 
 def _run_child(work: Callable[[Any], Any], items: Sequence[Any], limit_s: float) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import psutil
 
-from ortserve.tools.child import call_in_child
+from ortserve.tools.apart import call_apart
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.inspect.result import BatchMemory, Memory
 from ortserve.tools.opening import open_model
@@ -66,7 +66,7 @@ def measure_memory(subject: Subject, file: Path | None, sizes: Sequence[int], we
     Raises:
         ServeError: The model does not run, or the process ended, for example because memory was short.
     """
-    return call_in_child(_TIMEOUT_S, _measure, subject, file, sizes, weights, budget_s)
+    return call_apart(_TIMEOUT_S, _measure, subject, file, sizes, weights, budget_s)
 
 
 def describe_batch(rows: int, samples: Sequence[Sample], in_arena: int) -> BatchMemory:
