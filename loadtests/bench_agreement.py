@@ -107,17 +107,18 @@ def cpu_of_clients(address: str) -> str:
     import uvloop
 
     from ortserve.clock import monotonic_ns
-    from ortserve.tools.bench.http_client import HttpTarget
-    from ortserve.tools.bench.plans import HttpPlan
+    from ortserve.tools.bench.connections import Connections
+    from ortserve.tools.bench.http_client import HttpConnection
     from ortserve.tools.bench.samples import Ticket
+    from ortserve.tools.bench.server import parse_address
+    from ortserve.tools.bench.target import ServerPlan
 
     body = encode_rest([INPUT], is_binary=False).body
-    host, _, port = address.partition(":")
     head = f"POST /v2/models/digits/infer HTTP/1.1\r\nhost: {address}\r\ncontent-length: {len(body)}\r\n\r\n"
     count, callers = 6000, 4
 
     class Callers:
-        def __init__(self, target: HttpTarget) -> None:
+        def __init__(self, target: Connections) -> None:
             self.left, self.target = count, target
             self.done = asyncio.get_running_loop().create_future()
 
@@ -132,7 +133,8 @@ def cpu_of_clients(address: str) -> str:
             raise RuntimeError(f"{kind} {example}")
 
     async def ours() -> float:
-        target = HttpTarget(HttpPlan(host, int(port), False, None, (head.encode() + body,), callers))
+        plan = ServerPlan(parse_address(f"http://{address}"), (head.encode() + body,), False, callers)
+        target = Connections(plan, HttpConnection)
         await target.open(callers)
         target.sink = run = Callers(target)
         began_s = time.process_time()

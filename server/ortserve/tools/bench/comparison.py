@@ -26,49 +26,33 @@ def read_result(file: Path) -> BenchResult:
 
 
 def compare_results(first: BenchResult, second: BenchResult, names: tuple[str, str]) -> BenchComparison:
-    """Compare the points that have the same load, way and batch."""
-    pairs, lonely = _pairs(first.points, second.points)
+    """Compare the points that have the same load, way and batch in their order, so that targets go one by one."""
+    left = list(second.points)
     changes: list[Change] = []
     problems: list[str] = []
-    for one, other in pairs:
-        values = [("throughput per s", one.throughput, other.throughput)]
-        for percentile in one.percentiles:
-            match = other.percentile(percentile.percent)
-            if match is not None:
-                values.append((f"p{percentile.percent:g} ms", percentile.estimate(), match.estimate()))
-        changes += [_change(one, name, before, after) for name, before, after in values]
+    lonely: list[Point] = []
+    for one in first.points:
+        other = next((other for other in left if _key(other) == _key(one)), None)
+        if other is None:
+            lonely.append(one)
+            continue
+        left.remove(other)
+        before, after = _values(one), _values(other)
+        for name in (name for name in before if name in after):
+            found = compare(before[name], after[name])
+            changes.append(Change(*_key(one), name, before[name].value, after[name].value, **found._asdict()))
         slow = {"first": one.generator.too_slow_because, "second": other.generator.too_slow_because}
         problems += [f"{one.way} {one.load}: {which}: {why[0]}" for which, why in slow.items() if why]
-    if not pairs:
+    if len(lonely) == len(first.points):
         problems.append("the results have no load in common")
-    return BenchComparison("ortserve.bench.comparison/1", *names, tuple(changes), tuple(lonely), tuple(problems))
+    only = ["{} {} batch {}".format(*_key(one)) for one in (*lonely, *left)]
+    return BenchComparison("ortserve.bench.comparison/1", *names, tuple(changes), tuple(only), tuple(problems))
 
 
-def _pairs(first: tuple[Point, ...], second: tuple[Point, ...]) -> tuple[list[tuple[Point, Point]], list[str]]:
-    """Points of one key in their order, so that several targets are compared one by one; and keys of only one side."""
-    left = list(second)
-    pairs, lonely = [], []
-    for one in first:
-        match = next((other for other in left if other.key == one.key), None)
-        if match is None:
-            lonely.append(f"{one.way} {one.load} batch {one.batch}")
-            continue
-        left.remove(match)
-        pairs.append((one, match))
-    return pairs, lonely + [f"{other.way} {other.load} batch {other.batch}" for other in left]
+def _key(point: Point) -> tuple[str, str, int]:
+    return point.way, point.load, point.batch
 
 
-def _change(point: Point, value: str, before: Estimate, after: Estimate) -> Change:
-    found = compare(before, after)
-    return Change(
-        point.way,
-        point.load,
-        point.batch,
-        value,
-        before.value,
-        after.value,
-        found.ratio,
-        found.low,
-        found.high,
-        found.is_significant,
-    )
+def _values(point: Point) -> dict[str, Estimate]:
+    percentiles = {f"p{one.percent:g} ms": Estimate(one.ms, one.low_ms, one.high_ms) for one in point.percentiles}
+    return {"throughput per s": point.throughput, **percentiles}

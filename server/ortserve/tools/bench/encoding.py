@@ -2,22 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import orjson
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.codecs.binary_tensor import REGION, decode_binary_tensor, encode_binary_tensor
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
-from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.core.dtypes import DATATYPES
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import Tensor, is_absent
 from ortserve.errors import ErrorKind, ServeError
 
 PROTOCOLS: Final = ("rest", "rest-binary", "grpc", "grpc-stream", "shm")
-JSON_SIZE: Final = "inference-header-content-length"
+
+Outputs: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,6 @@ class Place:
     offset: int
     nbytes: int
 
-    def parameters(self) -> dict[str, Any]:
-        """As a request names it."""
-        return {REGION: self.region, "shared_memory_offset": self.offset, "shared_memory_byte_size": self.nbytes}
-
 
 def tensors_of(signature: ModelSignature, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     """The inputs of a request; absent optional ones are left out."""
@@ -52,50 +50,51 @@ def encode_rest(tensors: Sequence[Tensor], *, is_binary: bool) -> Encoded:
     if not is_binary:
         data = [_declared(tensor) | {"data": encode_json_data(tensor.array, tensor.datatype)} for tensor in tensors]
         return Encoded(bytes(write_json({"inputs": data}, tensors)), {"content-type": "application/json"})
-    pieces = [bytes(encode_binary_tensor(tensor.array, tensor.datatype)) for tensor in tensors]
+    pieces = [encoded(tensor) for tensor in tensors]
     inputs = [
         _declared(tensor) | {"parameters": {"binary_data_size": len(piece)}}
         for tensor, piece in zip(tensors, pieces, strict=True)
     ]
     head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
-    return Encoded(head + b"".join(pieces), {JSON_SIZE: str(len(head)), "content-type": "application/octet-stream"})
+    sizes = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}
+    return Encoded(head + b"".join(pieces), sizes)
 
 
 def encode_grpc(model: str, version: str, tensors: Sequence[Tensor]) -> Encoded:
     """A gRPC request, with raw contents."""
-    request = pb.ModelInferRequest(model_name=model, model_version=version)
-    for tensor in tensors:
-        request.inputs.add(name=tensor.name, datatype=tensor.datatype.value, shape=tensor.array.shape)
-        request.raw_input_contents.append(bytes(encode_binary_tensor(tensor.array, tensor.datatype)))
+    document = {"model_name": model, "model_version": version, "inputs": [_declared(tensor) for tensor in tensors]}
+    request = ParseDict(document, pb.ModelInferRequest())
+    request.raw_input_contents.extend(encoded(tensor) for tensor in tensors)
     return Encoded(request.SerializeToString(), {})
 
 
-def encode_places(
+def encode_shared(
     model: str,
     version: str,
-    tensors: Sequence[Tensor],
-    inputs: Mapping[str, Place],
-    outputs: Mapping[str, Place],
+    inputs: Sequence[tuple[Tensor, Place]],
+    outputs: Sequence[tuple[Tensor, Place]],
     *,
     is_grpc: bool,
 ) -> Encoded:
     """A request whose inputs and outputs are in shared memory."""
+
+    def parameters(place: Place) -> dict[str, Any]:
+        sizes = {"shared_memory_offset": place.offset, "shared_memory_byte_size": place.nbytes}
+        if not is_grpc:
+            return {REGION: place.region, **sizes}
+        return {REGION: {"string_param": place.region}} | {name: {"int64_param": n} for name, n in sizes.items()}
+
+    document = {
+        "inputs": [_declared(tensor) | {"parameters": parameters(place)} for tensor, place in inputs],
+        "outputs": [{"name": tensor.name, "parameters": parameters(place)} for tensor, place in outputs],
+    }
     if not is_grpc:
-        document = {
-            "inputs": [_declared(tensor) | {"parameters": inputs[tensor.name].parameters()} for tensor in tensors],
-            "outputs": [{"name": name, "parameters": place.parameters()} for name, place in outputs.items()],
-        }
         return Encoded(orjson.dumps(document), {"content-type": "application/json"})
-    request = pb.ModelInferRequest(model_name=model, model_version=version)
-    for tensor in tensors:
-        added = request.inputs.add(name=tensor.name, datatype=tensor.datatype.value, shape=tensor.array.shape)
-        _set_parameters(added.parameters, inputs[tensor.name])
-    for name, place in outputs.items():
-        _set_parameters(request.outputs.add(name=name).parameters, place)
-    return Encoded(request.SerializeToString(), {})
+    whole = {"model_name": model, "model_version": version, **document}
+    return Encoded(ParseDict(whole, pb.ModelInferRequest()).SerializeToString(), {})
 
 
-def decode_rest(body: bytes, json_size: int | None) -> dict[str, Tensor]:
+def decode_rest(body: bytes, json_size: int | None) -> Outputs:
     """The outputs of a REST answer by name. Raises ServeError: internal, if it is no answer."""
     try:
         document = parse_json(body[:json_size])
@@ -110,12 +109,12 @@ def decode_rest(body: bytes, json_size: int | None) -> dict[str, Tensor]:
                 array = decode_binary_tensor(body[offset : offset + size], datatype, shape, name, "")
                 offset += size
             outputs[name] = Tensor(name, datatype, array)
-    except (ServeError, KeyError, TypeError, ValueError) as error:
+    except (ServeError, LookupError, TypeError, ValueError) as error:
         raise _no_answer(error) from None
     return outputs
 
 
-def decode_grpc(body: bytes) -> dict[str, Tensor]:
+def decode_grpc(body: bytes) -> Outputs:
     """The outputs of a gRPC answer by name. Raises ServeError: internal, if it is no answer."""
     try:
         answer = pb.ModelInferResponse.FromString(body)
@@ -129,9 +128,14 @@ def decode_grpc(body: bytes) -> dict[str, Tensor]:
                 texts = [value.decode() for value in values] if field.name == "bytes_contents" else list(values)
                 array = np.array(texts, datatype.numpy).reshape(shape)
             outputs[one.name] = Tensor(one.name, datatype, array)
-    except (ServeError, DecodeError, KeyError, IndexError, ValueError) as error:
+    except (ServeError, DecodeError, LookupError, ValueError) as error:
         raise _no_answer(error) from None
     return outputs
+
+
+def encoded(tensor: Tensor) -> bytes:
+    """A tensor as the binary protocols have it."""
+    return bytes(encode_binary_tensor(tensor.array, tensor.datatype))
 
 
 def _no_answer(error: Exception) -> ServeError:
@@ -140,19 +144,3 @@ def _no_answer(error: Exception) -> ServeError:
 
 def _declared(tensor: Tensor) -> dict[str, Any]:
     return {"name": tensor.name, "shape": tensor.array.shape, "datatype": tensor.datatype.value}
-
-
-def _set_parameters(parameters: Any, place: Place) -> None:
-    for name, value in place.parameters().items():
-        parameter = parameters[name]
-        if isinstance(value, str):
-            parameter.string_param = value
-        else:
-            parameter.int64_param = value
-
-
-def nbytes(tensor: Tensor) -> int:
-    """Of a tensor on the wire."""
-    if tensor.datatype is DataType.BYTES:
-        return len(encode_binary_tensor(tensor.array, tensor.datatype))
-    return tensor.array.nbytes

@@ -7,15 +7,14 @@ by ``generators``.
 import asyncio
 import gc
 import itertools
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,11 +23,8 @@ import uvloop
 from ortserve.batching.timers import best_timer
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.load import Load
-from ortserve.tools.bench.plans import Plan
-from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
-from ortserve.tools.bench.target import Target
-from ortserve.tools.bench.targets import make_target
+from ortserve.tools.bench.samples import Recorder, Ticket
+from ortserve.tools.bench.target import Plan, ServerPlan, Target
 
 if TYPE_CHECKING:
     from ortserve.tools.bench.in_process import BareRuns
@@ -36,8 +32,10 @@ if TYPE_CHECKING:
 _CHUNK_S: Final = 0.25
 _PAUSE_S: Final = 0.1
 """Of a caller whose connection failed, before it tries again."""
+_LOOK_EVERY: Final = 37
+"""Each so many answers one is looked at: coprime with the number of different inputs, so that all have their turn."""
 STOP: Final = "stop"
-GO_ON: Final = "opened"
+READY: Final = "ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +45,26 @@ class Work:
     Attributes:
         key: Equal for equal plans: their targets stay open from one work to the next.
         plan: Makes the target.
-        load: The share of this process.
+        callers: Of a closed loop; None for an open one.
         times_ns: When to send, from the beginning of warm-up, in an open loop; None in a closed one.
         warmup_s: Not measured.
         seconds: Measured afterwards.
         timeout_s: For an answer.
-        look_every: Each so many answers one is looked at.
     """
 
     key: str
     plan: Plan
-    load: Load
+    callers: int | None
     times_ns: np.ndarray | None
     warmup_s: float
     seconds: float
     timeout_s: float
-    look_every: int
+
+    def times(self, start_ns: int) -> tuple[int, int, list[int]]:
+        """When the measured time begins and ends, and when requests of an open loop are due."""
+        begin_ns = start_ns + int(self.warmup_s * 1e9)
+        dues = [] if self.times_ns is None else (self.times_ns + start_ns).tolist()
+        return begin_ns, begin_ns + int(self.seconds * 1e9), dues
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +82,31 @@ class Finished:
     Attributes:
         begin_ns: Of the measured time (monotonic).
         end_ns: Of it: when the last request was sent, or when it was stopped.
+        cpu_ns: Processor time of the generator in this time.
         due: Requests that should have been sent in this time; None in a closed loop.
-        batches: Sizes and numbers of the batches of the batcher in this process; None if there is none.
+        batches: Sizes and numbers of the batches of the batcher in this process.
     """
 
     begin_ns: int
     end_ns: int
+    cpu_ns: int
     due: int | None
-    batches: dict[int, int] | None
+    batches: dict[int, int]
 
 
 class Channel:
-    """The pipe to the measuring process. Threads read and write it, so that the event loop never waits for it."""
+    """The pipe to the measuring process. Threads read and write it, so that the event loop never waits for it: the loop
+    itself would make it non-blocking, and cut large messages.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         """Begin to read, on the loop's thread."""
         self._pipe = pipe
-        self._loop = asyncio.get_running_loop()
         self._received: asyncio.Queue[Any] = asyncio.Queue()
-        self._to_send: SimpleQueue[object] = SimpleQueue()
+        self._writer = ThreadPoolExecutor(1)
         self.on_stop: Callable[[], object] | None = None
-        for work in (self._read, self._write):
-            threading.Thread(target=work, daemon=True).start()
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, daemon=True).start()
 
     async def receive(self) -> Any:
         """The next message; None when the measuring process needs nothing more."""
@@ -109,82 +114,67 @@ class Channel:
 
     def send(self, message: object) -> None:
         """Send soon. From any thread."""
-        self._to_send.put(message)
+        self._writer.submit(self._pipe.send, message)
 
     def _read(self) -> None:
-        while True:
+        message: object = READY
+        while message is not None:
             try:
                 message = self._pipe.recv()
             except (EOFError, OSError):
                 message = None
             self._loop.call_soon_threadsafe(self._on_message, message)
-            if message is None:
-                return
-
-    def _write(self) -> None:
-        while True:
-            try:
-                self._pipe.send(self._to_send.get())
-            except OSError:
-                return
 
     def _on_message(self, message: object) -> None:
-        if self.on_stop is None:
-            self._received.put_nowait(message)
-        elif message is None:  # in the middle of a measurement: the measuring process was killed
-            os._exit(1)
-        else:
+        if self.on_stop is not None:
             self.on_stop()
+        if self.on_stop is None or message is None:
+            self._received.put_nowait(message)
 
 
 class LoopDriver:
-    """Offers a load to a target on the event loop. Also the target's ``Sink``."""
+    """Offers a load to a ``Target`` from the event loop, and is its sink."""
 
     def __init__(self, target: Target, work: Work, channel: Channel, start_ns: int) -> None:
+        """``start_ns`` is the beginning of warm-up (monotonic), in the future."""
         self._target = target
         self._work = work
         self._channel = channel
         self._loop = asyncio.get_running_loop()
         self._start_ns = start_ns
-        self._begin_ns = start_ns + int(work.warmup_s * 1e9)
-        self._end_ns = self._begin_ns + int(work.seconds * 1e9)
+        self._begin_ns, self._end_ns, self._dues = work.times(start_ns)
+        self._next = 0
         self._recorder = Recorder(self._begin_ns)
         self._number = itertools.count()
-        self._under_way = self._sent = 0
+        self._under_way = 0
         self._is_stopped = False
-        self._drained = self._loop.create_future()
-        self._timers: list[asyncio.TimerHandle] = []
+        self._drained: asyncio.Future[None] = self._loop.create_future()
+        self._timer = best_timer(self._loop, self._send_due)
         self._cpu_at_begin_ns: int | None = None
         self._cpu_ns = 0
         self._batches: dict[int, int] = {}
-        self._times: list[int] = [] if work.times_ns is None else (work.times_ns + start_ns).tolist()
-        self._next = 0
-        self._timer = best_timer(self._loop, self._fire)
         target.sink = self
 
     async def run(self) -> Finished:
-        """Offer the load, report, and wait for the answers."""
+        """Send all requests, and wait for their answers or until these are late."""
+        work, target = self._work, self._target
         self._channel.on_stop = self.stop
-        self._call_later(_CHUNK_S, self._report)
-        self._call_later((self._begin_ns - monotonic_ns()) / 1e9, self._on_begin)
-        self._call_later((self._end_ns - monotonic_ns()) / 1e9, self.stop)
-        if self._work.times_ns is not None:
-            self._timer.set(self._times[0] if self._times else self._end_ns, monotonic_ns())
-        else:
-            for _ in range(self._work.load.concurrency or 0):
-                self._send(monotonic_ns())
-        try:
-            await self._drained
-        finally:
-            self._channel.on_stop = None
-            self._timer.close()
-            for timer in self._timers:  # the target may be used again
-                timer.cancel()
-        self._channel.send(self._take())
-        before, now = self._batches, self._target.batches()
-        batches = {rows: count - before.get(rows, 0) for rows, count in now.items() if count > before.get(rows, 0)}
-        due = sum(self._begin_ns <= time_ns < self._end_ns for time_ns in self._times)
-        return Finished(self._begin_ns, self._end_ns, due if self._times else None, batches or None)
+        self._call_at(self._begin_ns, self._begin)
+        self._call_at(self._end_ns, self.stop)
+        await asyncio.sleep((self._start_ns - monotonic_ns()) / 1e9)
+        if self._dues:
+            self._timer.set(self._dues[0], monotonic_ns())
+        for _ in range(work.callers or 0):
+            self._send(monotonic_ns())
+        while not self._drained.done():
+            await asyncio.wait([self._drained], timeout=_CHUNK_S)
+            target.expire(monotonic_ns() - int(work.timeout_s * 1e9))
+            self._channel.send(self._recorder.take())
+        self._channel.on_stop = None
+        self._timer.close()
+        batches = {rows: n - self._batches.get(rows, 0) for rows, n in target.batches().items()}
+        due = sum(self._begin_ns <= due_ns < self._end_ns for due_ns in self._dues)
+        return Finished(self._begin_ns, self._end_ns, self._cpu_ns, None if work.callers else due, batches)
 
     def stop(self) -> None:
         """Send nothing more; ``run`` returns when all is answered, or late."""
@@ -192,9 +182,9 @@ class LoopDriver:
             return
         self._is_stopped = True
         self._end_ns = max(self._begin_ns + 1, min(self._end_ns, monotonic_ns()))
-        self._count_cpu()
-        self._call_later(self._work.timeout_s, self._give_up)
-        self._check_drained()
+        if self._cpu_at_begin_ns is not None:
+            self._cpu_ns = time.process_time_ns() - self._cpu_at_begin_ns
+        self._go_on()
 
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
@@ -209,127 +199,102 @@ class LoopDriver:
         self._recorder.failed(ticket, done_ns, kind, example)
         self._under_way -= 1
         if kind.startswith("connection") and not self._is_stopped:
-            self._call_later(_PAUSE_S, self._go_on)
+            self._call_at(done_ns + int(_PAUSE_S * 1e9), self._go_on)
         else:
             self._go_on()
 
-    def _call_later(self, delay_s: float, call: Callable[[], object]) -> None:
-        self._timers.append(self._loop.call_later(max(0.0, delay_s), call))
+    def _call_at(self, time_ns: int, call: Callable[[], object]) -> None:
+        self._loop.call_later(max(0.0, (time_ns - monotonic_ns()) / 1e9), call)
 
     def _go_on(self) -> None:
-        if self._is_stopped:
-            self._check_drained()
-        elif self._work.times_ns is None:
-            self._send(monotonic_ns())
+        """A caller is free: send its next request, or end."""
+        if not self._is_stopped:
+            if self._work.callers:
+                self._send(monotonic_ns())
+        elif not self._under_way and not self._drained.done():
+            self._drained.set_result(None)
 
     def _send(self, due_ns: int) -> None:
         number = next(self._number)
         self._under_way += 1
-        if due_ns >= self._begin_ns:
-            self._sent += 1
-        now_ns = due_ns if self._work.times_ns is None else monotonic_ns()
-        self._target.send(Ticket(number, due_ns, now_ns, number % self._work.look_every == 0))
+        now_ns = due_ns if self._work.callers else monotonic_ns()
+        self._target.send(Ticket(number, due_ns, now_ns, number % _LOOK_EVERY == 0))
 
-    def _fire(self) -> None:
+    def _send_due(self) -> None:
         """Send all requests that are due, and set the timer for the next one."""
-        if self._is_stopped:
-            return
-        times, now_ns = self._times, monotonic_ns()
-        while self._next < len(times) and times[self._next] <= now_ns:
-            self._send(times[self._next])
+        dues, now_ns = self._dues, monotonic_ns()
+        while not self._is_stopped and self._next < len(dues):
+            if dues[self._next] > now_ns:
+                self._timer.set(dues[self._next], now_ns)
+                break
+            self._send(dues[self._next])
             self._next += 1
-        if self._next < len(times):
-            self._timer.set(times[self._next], now_ns)
 
-    def _on_begin(self) -> None:
+    def _begin(self) -> None:
         self._batches = self._target.batches()
         self._cpu_at_begin_ns = time.process_time_ns()
-
-    def _count_cpu(self) -> None:
-        if self._cpu_at_begin_ns is not None:
-            self._cpu_ns = time.process_time_ns() - self._cpu_at_begin_ns
-
-    def _take(self) -> Chunk:
-        if not self._is_stopped:
-            self._count_cpu()
-        return self._recorder.take(self._sent, self._cpu_ns, self._under_way)
-
-    def _report(self) -> None:
-        if self._drained.done():
-            return
-        self._target.expire(monotonic_ns() - int(self._work.timeout_s * 1e9))
-        self._channel.send(self._take())
-        self._timers = [timer for timer in self._timers if timer.when() > self._loop.time()]
-        self._call_later(_CHUNK_S, self._report)
-
-    def _check_drained(self) -> None:
-        if self._is_stopped and not self._under_way and not self._drained.done():
-            self._drained.set_result(None)
-
-    def _give_up(self) -> None:
-        self._target.expire(monotonic_ns())
-        if not self._drained.done():
-            self._drained.set_result(None)
 
 
 def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int) -> Finished:
     """Offer a load to blocking runs: each caller is a thread. An open loop has one, which runs one at a time."""
-    begin_ns = start_ns + int(work.warmup_s * 1e9)
-    end_ns = begin_ns + int(work.seconds * 1e9)
-    times = None if work.times_ns is None else (work.times_ns + start_ns).tolist()
-    callers = work.load.concurrency or 1
-    stop, lock, recorder = threading.Event(), threading.Lock(), Recorder(begin_ns)
+    begin_ns, end_ns, dues = work.times(start_ns)
+    stop, lock, recorder, numbers = threading.Event(), threading.Lock(), Recorder(begin_ns), itertools.count()
     channel.on_stop = stop.set
-    numbers = itertools.count()
-    sent = [0] * callers
 
-    def call(thread: int) -> None:
-        run, look_every = target.caller(), work.look_every
+    def call() -> None:
+        run = target.caller()
         while not stop.is_set():
             number = next(numbers)
-            now_ns = monotonic_ns()
-            if times is None:
-                due_ns = sent_ns = now_ns
-            else:
-                if number >= len(times):
-                    return
-                due_ns = sent_ns = times[number]  # behind another run it is not the generator that is late
-                if due_ns > now_ns:
-                    stop.wait(max(0.0, (due_ns - now_ns) / 1e9))
-                    sent_ns = monotonic_ns()
+            if work.callers is None and number >= len(dues):
+                return
+            due_ns = sent_ns = monotonic_ns() if work.callers else dues[number]
             if due_ns >= end_ns:
                 return
+            if sent_ns > monotonic_ns():  # if it is late, it waited for another run, which is not the generator's fault
+                stop.wait((sent_ns - monotonic_ns()) / 1e9)
+                sent_ns = monotonic_ns()
             ticket = Ticket(number, due_ns, sent_ns)
             try:
                 read = run(number)
+                done_ns = monotonic_ns()
+                body = read() if number % _LOOK_EVERY == 0 else None
             except ServeError as error:
                 with lock:
                     recorder.failed(ticket, monotonic_ns(), error.kind.value, error.message)
                 continue
-            done_ns = monotonic_ns()
-            body = read() if number % look_every == 0 else None
             with lock:
-                recorder.answered(ticket, done_ns, 0, None, body)
-            sent[thread] += due_ns >= begin_ns
+                recorder.answered(ticket, done_ns, sum(array.nbytes for array in body or ()), None, body)
 
-    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(callers)]
-    cpu_at_begin_ns: int | None = None
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(work.callers or 1)]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads) and monotonic_ns() < end_ns + work.timeout_s * 1e9:
-        stop.wait(_CHUNK_S / 5 if cpu_at_begin_ns is None else _CHUNK_S)
-        now_ns = monotonic_ns()
-        if now_ns >= begin_ns and cpu_at_begin_ns is None:
-            cpu_at_begin_ns = time.process_time_ns()
-        with lock:
-            channel.send(recorder.take(sum(sent), time.process_time_ns() - (cpu_at_begin_ns or 0), 0))
-        if stop.is_set():
-            for thread in threads:
-                thread.join(work.timeout_s)
+    stop.wait(max(0.0, (begin_ns - monotonic_ns()) / 1e9))
+    cpu_at_begin_ns = time.process_time_ns()
+    for thread in threads:
+        while thread.is_alive() and monotonic_ns() < end_ns + work.timeout_s * 1e9:
+            thread.join(_CHUNK_S)
+            with lock:
+                channel.send(recorder.take())
     channel.on_stop = None
-    with lock:
-        channel.send(recorder.take(sum(sent), time.process_time_ns() - (cpu_at_begin_ns or 0), 0))
-    return Finished(begin_ns, max(begin_ns + 1, min(end_ns, monotonic_ns())), None, None)
+    last_ns = max(begin_ns + 1, min(end_ns, monotonic_ns()))
+    return Finished(begin_ns, last_ns, time.process_time_ns() - cpu_at_begin_ns, None, {})
+
+
+def make_target(plan: Plan) -> "Target | BareRuns":
+    """Make the target of a plan. Imports only what it needs: the modules of models take more than a second."""
+    if isinstance(plan, ServerPlan):
+        from ortserve.tools.bench.connections import Connections
+
+        if plan.address.is_grpc:
+            from ortserve.tools.bench.grpc_client import GrpcConnection
+
+            return Connections(plan, GrpcConnection)
+        from ortserve.tools.bench.http_client import HttpConnection
+
+        return Connections(plan, HttpConnection)
+    from ortserve.tools.bench.in_process import BareRuns, BatcherTarget
+
+    return BatcherTarget(plan) if plan.way == "batcher" else BareRuns(plan)
 
 
 async def _serve(pipe: Connection) -> None:
@@ -340,18 +305,16 @@ async def _serve(pipe: Connection) -> None:
         if not isinstance(work, Work):  # the end of a work that could not begin
             continue
         try:
-            target = targets.get(work.key)
-            if target is None:
-                target = targets[work.key] = make_target(work.plan)
+            target = targets.get(work.key) or targets.setdefault(work.key, make_target(work.plan))
             if isinstance(target, Target):
-                await target.open(work.load.concurrency or 8)
+                await target.open(work.callers or 8)
         except ServeError as error:
             channel.send(Problem(error.kind, error.message))
             continue
         except OSError as error:
             channel.send(Problem(ErrorKind.NOT_READY, f"no server answers: {error.strerror or error}"))
             continue
-        channel.send(GO_ON)
+        channel.send(READY)
         start_ns = await channel.receive()
         if not isinstance(start_ns, int):  # another generator could not open its target
             continue

@@ -4,15 +4,14 @@ import contextlib
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.generator import GO_ON, STOP, Finished, Problem, Work
+from ortserve.tools.bench.generator import STOP, Finished, Problem, Work
 from ortserve.tools.bench.samples import Chunk
 
 _PROGRAM: Final = "from ortserve.tools.bench.generator import main; main()"
@@ -23,20 +22,20 @@ _GRACE_S: Final = 30
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What the generators saw.
+class Seen:
+    """What the generators saw of one load.
 
     Attributes:
-        chunks: Of each generator, in the order of time.
-        finished: Of each generator; empty entries are missing only if one died.
+        chunks: In the order of time.
+        finished: Of each generator.
         is_interrupted: By Ctrl-C.
-        is_stopped: ``wants_more`` said so.
+        is_precise: ``wants_more`` ended it.
     """
 
-    chunks: list[list[Chunk]]
+    chunks: list[Chunk] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     is_interrupted: bool = False
-    is_stopped: bool = False
+    is_precise: bool = False
 
 
 class Generators:
@@ -44,6 +43,7 @@ class Generators:
 
     def __init__(self, count: int) -> None:
         """``count`` is at least 1."""
+        self.count: Final = count
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         for _ in range(count):
@@ -67,91 +67,79 @@ class Generators:
                 process.kill()
                 process.wait()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes."""
-        return [process.pid for process in self._processes]
-
     def offer(
-        self,
-        works: Sequence[Work],
-        wants_more: Callable[[Sequence[Sequence[Chunk]], float], bool],
-        on_begin: Callable[[], object],
-    ) -> Outcome:
+        self, works: Sequence[Work], wants_more: Callable[[Seen, float], bool], on_begin: Callable[[], object]
+    ) -> Seen:
         """Have all generators offer their work at the same time. Ctrl-C ends the load, not this call.
 
         Args:
             works: One for each process.
-            wants_more: Called about four times a second with all chunks so far and the seconds since the measured time
-                began (negative in warm-up); False ends the load.
+            wants_more: Called ten times a second with all so far and the seconds since the measured time began
+                (negative in warm-up); False ends the load.
             on_begin: Called once when the measured time has begun.
 
         Raises:
             ServeError: A target cannot be opened, or a generator has died.
         """
-        outcome = Outcome([[] for _ in works])
-        start_ns = self._open(works)
-        begin_ns = start_ns + int(works[0].warmup_s * 1e9)
-        end_ns = begin_ns + int((works[0].seconds + works[0].timeout_s + _GRACE_S) * 1e9)
-        left = dict(zip(self._pipes, range(len(works)), strict=True))
-        is_stopping = has_begun = False
+        seen, work = Seen(), works[0]
+        begin_ns, end_ns, _ = work.times(self._open(works))
+        left = list(self._pipes)
+        has_begun = False
         while left:
             try:
                 to_begin_s = 0.1 if has_begun else max(0.0, (begin_ns - monotonic_ns()) / 1e9)
-                for pipe in wait(list(left), timeout=min(0.1, to_begin_s)):
+                for pipe in wait(left, timeout=min(0.1, to_begin_s)):
                     assert isinstance(pipe, Connection)
-                    message = self._receive(pipe)
+                    message = _receive(pipe)
                     if isinstance(message, Finished):
-                        outcome.finished.append(message)
-                        del left[pipe]
+                        seen.finished.append(message)
+                        left.remove(pipe)
                     else:
-                        outcome.chunks[left[pipe]].append(message)
+                        seen.chunks.append(message)
                 now_ns = monotonic_ns()
                 if not has_begun and now_ns >= begin_ns:
                     has_begun = True
                     on_begin()
-                if now_ns > end_ns:
+                if now_ns > end_ns + (work.timeout_s + _GRACE_S) * 1e9:
                     raise ServeError(ErrorKind.INTERNAL, "a generator has not ended in time")
-                if not wants_more(outcome.chunks, (now_ns - begin_ns) / 1e9) and not is_stopping:
-                    is_stopping = outcome.is_stopped = True
+                if not wants_more(seen, (now_ns - begin_ns) / 1e9) and not seen.is_precise:
+                    seen.is_precise = True
                     self._tell(STOP)
             except KeyboardInterrupt:
-                if outcome.is_interrupted:  # twice: at once
+                if seen.is_interrupted:  # twice: at once
                     raise
-                outcome.is_interrupted = True
+                seen.is_interrupted = True
                 self._tell(STOP)
-        return outcome
+        return seen
 
     def _open(self, works: Sequence[Work]) -> int:
         """Open all targets; returns the time of the common start."""
         for pipe, work in zip(self._pipes, works, strict=True):
-            self._send(pipe, work)
-        problems = [answer for pipe in self._pipes if (answer := self._receive(pipe)) != GO_ON]
-        for problem in problems:
-            assert isinstance(problem, Problem)
-            self._tell(STOP)  # those that could open theirs wait for the start
-            raise ServeError(problem.kind, problem.message)
-        start_ns = time.monotonic_ns() + int(_START_S * 1e9)
+            with _watching():
+                pipe.send(work)
+        for answer in [_receive(pipe) for pipe in self._pipes]:
+            if isinstance(answer, Problem):
+                self._tell(STOP)  # those that could open theirs wait for the start
+                raise ServeError(answer.kind, answer.message)
+        start_ns = monotonic_ns() + int(_START_S * 1e9)
         self._tell(start_ns)
         return start_ns
 
     def _tell(self, message: object) -> None:
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):  # it is noticed when nothing comes
                 pipe.send(message)
 
-    def _send(self, pipe: Connection, message: object) -> None:
-        try:
-            pipe.send(message)
-        except BrokenPipeError:
-            raise _died() from None
 
-    def _receive(self, pipe: Connection) -> Any:
-        try:
-            return pipe.recv()
-        except (EOFError, ConnectionResetError):
-            raise _died() from None
+def _receive(pipe: Connection) -> Any:
+    with _watching():
+        return pipe.recv()
 
 
-def _died() -> ServeError:
-    return ServeError(ErrorKind.INTERNAL, "a generator ended unexpectedly; its own message is above")
+@contextlib.contextmanager
+def _watching() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        message = "a generator ended unexpectedly; its own message is above"
+        raise ServeError(ErrorKind.INTERNAL, message) from None

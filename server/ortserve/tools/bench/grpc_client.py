@@ -1,24 +1,22 @@
-"""The load over gRPC: HTTP/2 by hand on kept connections, with one request in flight on each.
+"""The load over gRPC: HTTP/2 by hand (RFC 9113) on kept connections, with one request in flight on each.
 
 Unary calls are a stream each; streamed requests share one. Not grpc.aio, which took 0.2 to 0.6 ms of CPU for a request
 of 0.3 ms, so that answers waited for it.
 """
 
 import asyncio
-import ssl
-from typing import Final, cast
+from typing import Final
 from urllib.parse import unquote
 
 import hpack
 
 from ortserve.clock import monotonic_ns
-from ortserve.tools.bench.plans import GrpcPlan
-from ortserve.tools.bench.pool import Pool
+from ortserve.tools.bench.connections import Connection, Connections
 from ortserve.tools.bench.samples import Ticket
-from ortserve.tools.bench.target import NOWHERE, Sink
+from ortserve.tools.bench.target import ServerPlan
 
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
-_END_STREAM, _ACK, _END_HEADERS, _PADDED, _PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
+_END_STREAM, _ACK, _END_HEADERS, _PADDED = 0x1, 0x1, 0x4, 0x8
 _INITIAL_WINDOW: Final = 65_535
 _MOST_WINDOW: Final = 2**31 - 1
 _GIVE_BACK: Final = 2**29
@@ -33,83 +31,15 @@ _STATUSES: Final = (
 )
 
 
-class GrpcTarget:
-    """A ``Target`` over gRPC."""
+class GrpcConnection(Connection):
+    """A connection with one stream at a time. The body of an answer is its ``ModelInferResponse``."""
 
-    def __init__(self, plan: GrpcPlan) -> None:
-        self.plan: Final = plan
-        self.sink: Sink = NOWHERE
-        self._tls: ssl.SSLContext | None = None
-        if plan.is_tls:
-            self._tls = ssl.create_default_context(cafile=plan.ca)
-            self._tls.set_alpn_protocols(["h2"])
-        self._pool = Pool(self._connect, plan.most_streams, self._fail)
-        method = "ModelStreamInfer" if plan.is_stream else "ModelInfer"
-        fields = [
-            (":method", "POST"),
-            (":scheme", "https" if plan.is_tls else "http"),
-            (":path", f"/inference.GRPCInferenceService/{method}"),
-            (":authority", plan.authority),
-            ("content-type", "application/grpc"),
-            ("te", "trailers"),
-            *plan.metadata,
-        ]
-        self.head: Final = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields)
-        self.messages: Final = [b"\0" + len(body).to_bytes(4, "big") + body for body in plan.requests]
-
-    async def open(self, count: int) -> None:
-        """As ``Target.open``."""
-        await self._pool.open(count)
-
-    def send(self, ticket: Ticket) -> None:
-        """As ``Target.send``."""
-        self._pool.send(ticket)
-
-    def expire(self, sent_before_ns: int) -> None:
-        """As ``Target.expire``."""
-        for lane in list(self._pool.lanes):
-            connection = cast("_Connection", lane)
-            if connection.ticket is not None and connection.ticket.sent_ns < sent_before_ns:
-                connection.fail("timeout", "no answer in time")
-        self._pool.expire(sent_before_ns)
-
-    def batches(self) -> dict[int, int]:
-        """As ``Target.batches``."""
-        return {}
-
-    async def close(self) -> None:
-        """As ``Target.close``."""
-        self._pool.close()
-
-    def give_back(self, connection: "_Connection") -> None:
-        """A connection is idle."""
-        self._pool.give_back(connection)
-
-    def lose(self, connection: "_Connection") -> None:
-        """A connection is closed."""
-        self._pool.lose(connection)
-
-    async def _connect(self) -> "_Connection":
-        host, _, port = self.plan.authority.rpartition(":")
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: _Connection(self), host.strip("[]"), int(port), ssl=self._tls
-        )
-        return connection
-
-    def _fail(self, ticket: Ticket, kind: str, example: str) -> None:
-        self.sink.failed(ticket, monotonic_ns(), kind, example)
-
-
-class _Connection(asyncio.Protocol):
-    """A connection with one stream at a time (RFC 9113)."""
-
-    def __init__(self, target: GrpcTarget) -> None:
-        self._target = target
-        self._is_stream = target.plan.is_stream
+    def __init__(self, owner: Connections) -> None:
+        super().__init__(owner)
+        self._messages = owner.plan.requests
+        self._is_stream = owner.plan.is_stream
+        self._head = _head(owner.plan)
         self._decoder = hpack.Decoder()
-        self._transport: asyncio.Transport | None = None
-        self.ticket: Ticket | None = None
         self._received = bytearray()
         self._stream_id = -1
         self._is_open = False
@@ -117,37 +47,31 @@ class _Connection(asyncio.Protocol):
         self._window = self._stream_window = self._first_window = _INITIAL_WINDOW
         self._consumed = 0
         self._body = bytearray()
-        self._block = bytearray()
+        self._block = b""
         self._fields: dict[str, str] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit it
+        super().connection_made(transport)
         settings = b"\0\2\0\0\0\0" + b"\0\4" + _MOST_WINDOW.to_bytes(4, "big")  # no push; the window of streams
         opening = _frame(_SETTINGS, 0, 0, settings) + _window_update(0, _MOST_WINDOW - _INITIAL_WINDOW)
-        self._transport.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + opening)
+        self.transport.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + opening)
 
     def send(self, ticket: Ticket) -> None:
-        assert self._transport is not None
+        """As ``Connection.send``."""
         self.ticket = ticket
         head = b""
         if not self._is_open:
             self._stream_id += 2
-            self._is_open = True
-            self._stream_window = self._first_window
-            self._fields = {}
-            head = _frame(_HEADERS, _END_HEADERS, self._stream_id, self._target.head)
+            self._is_open, self._stream_window, self._fields = True, self._first_window, {}
+            head = _frame(_HEADERS, _END_HEADERS, self._stream_id, self._head)
         self._body.clear()
-        messages = self._target.messages
-        self._to_send = messages[ticket.number % len(messages)]
-        self._transport.write(head + self._sendable())
+        self._to_send = self._messages[ticket.number % len(self._messages)]
+        self.transport.write(head + self._sendable())
 
     def _sendable(self) -> bytes:
         """As much of the message as the windows allow, in frames."""
         frames = []
-        while self._to_send:
-            size = min(len(self._to_send), self._window, self._stream_window, _FRAME)
-            if size <= 0:
-                break
+        while (size := min(len(self._to_send), self._window, self._stream_window, _FRAME)) > 0:
             piece, self._to_send = self._to_send[:size], self._to_send[size:]
             self._window -= size
             self._stream_window -= size
@@ -159,131 +83,119 @@ class _Connection(asyncio.Protocol):
         received = self._received
         received += data
         position = 0
-        while len(received) - position >= 9:
-            end = position + 9 + int.from_bytes(received[position : position + 3], "big")
-            if len(received) < end:
-                break
-            stream_id = int.from_bytes(received[position + 5 : position + 9], "big")
-            payload = bytes(received[position + 9 : end])
-            kind, flags = received[position + 3], received[position + 4]
-            position = end
-            try:
-                self._on_frame(kind, flags, stream_id, payload)
-            except (hpack.HPACKError, IndexError, UnicodeDecodeError) as error:
-                self.fail("malformed_answer", repr(error))
-                return
+        try:
+            while len(received) - position >= 9:
+                start, kind, flags = position + 9, received[position + 3], received[position + 4]
+                end = start + int.from_bytes(received[position : position + 3], "big")
+                if len(received) < end:
+                    break
+                stream_id = int.from_bytes(received[position + 5 : start], "big")
+                position = end
+                self._on_frame(kind, flags, stream_id, bytes(received[start:end]))
+        except (hpack.HPACKError, IndexError, UnicodeDecodeError) as error:
+            self.failed("malformed_answer", repr(error))
         del received[:position]
 
     def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        assert self._transport is not None
-        is_ours = stream_id == self._stream_id
+        is_ours = stream_id == self._stream_id  # others are the connection's, or of a stream that has ended
         if kind in (_DATA, _HEADERS) and flags & _PADDED:
             payload = payload[1 : len(payload) - payload[0]]
         if kind == _DATA:
             self._on_data(payload if is_ours else b"", len(payload))
         elif kind in (_HEADERS, _CONTINUATION):
-            self._block += payload[5:] if kind == _HEADERS and flags & _PRIORITY else payload
+            self._block += payload
             if flags & _END_HEADERS:
-                fields = self._decoder.decode(bytes(self._block))
-                self._block.clear()
-                if is_ours:
-                    self._fields.update((str(name), str(value)) for name, value in fields)
+                block, self._block = self._block, b""
+                fields = self._decoder.decode(block)  # those of other streams, too: they share the table
+                self._fields.update((str(name), str(value)) for name, value in fields if is_ours)
         elif kind == _SETTINGS and not flags & _ACK:
             self._on_settings(payload)
         elif kind == _PING and not flags & _ACK:
-            self._transport.write(_frame(_PING, _ACK, 0, payload))
+            self.transport.write(_frame(_PING, _ACK, 0, payload))
         elif kind == _WINDOW_UPDATE:
             step = int.from_bytes(payload, "big")
-            if stream_id == 0:
-                self._window += step
-            elif is_ours:
-                self._stream_window += step
-            self._transport.write(self._sendable())
+            self._window += 0 if stream_id else step
+            self._stream_window += step if is_ours else 0
+            self.transport.write(self._sendable())
         elif kind == _RST_STREAM and is_ours and self._is_open:
             self._fields.setdefault("grpc-message", f"the stream was reset, code {int.from_bytes(payload, 'big')}")
             self._on_end()
         elif kind == _GOAWAY:
-            self.fail("connection_lost", f"the server closes the connection: {payload[8:].decode(errors='replace')}")
+            self.failed("connection_lost", f"the server closes the connection: {payload[8:].decode(errors='replace')}")
         if kind in (_DATA, _HEADERS) and flags & _END_STREAM and is_ours and self._is_open:
             self._on_end()
 
+    def _on_settings(self, payload: bytes) -> None:
+        for position in range(0, len(payload) - 5, 6):
+            if payload[position : position + 2] == b"\0\4":  # the window of streams, also of those that are open
+                value = int.from_bytes(payload[position + 2 : position + 6], "big")
+                self._stream_window += value - self._first_window
+                self._first_window = value
+        self.transport.write(_frame(_SETTINGS, _ACK, 0, b"") + self._sendable())
+
     def _on_data(self, payload: bytes, size: int) -> None:
-        assert self._transport is not None
         self._body += payload
         self._consumed += size
         if self._consumed > _GIVE_BACK:
             updates = _window_update(0, self._consumed) + _window_update(self._stream_id, self._consumed)
-            self._transport.write(updates)
+            self.transport.write(updates)
             self._consumed = 0
         if self._is_stream and len(self._body) >= 5 + int.from_bytes(self._body[1:5], "big"):
             self._on_message(bytes(self._body[5:]))
 
     def _on_message(self, message: bytes) -> None:
         """A message of a stream came whole."""
-        done_ns = monotonic_ns()
-        ticket, self.ticket = self.ticket, None
         self._body.clear()
-        if ticket is None:
-            return
-        self._target.give_back(self)
         if message[:1] != bytes([_ANSWER]):
-            self._target.sink.failed(ticket, done_ns, "grpc_stream_error", message[2:300].decode(errors="replace"))
-            return
-        body = _content(message) if ticket.wants_body else None
-        self._target.sink.answered(ticket, done_ns, len(message), None, body)
+            self.failed("grpc_stream_error", message[2:300].decode(errors="replace"), is_usable=True)
+        elif self.ticket is not None:
+            body = _content(message) if self.ticket.wants_body else None
+            self.answered(monotonic_ns(), len(message), None, body)
 
     def _on_end(self) -> None:
         """The stream has ended: a unary call is answered, other streams have failed."""
-        done_ns = monotonic_ns()
         self._is_open = False
         self._to_send = b""
-        fields, ticket, self.ticket = self._fields, self.ticket, None
+        fields, ticket, nbytes = self._fields, self.ticket, len(self._body)
         if ticket is None:
             return
-        message = bytes(self._body[5:]) if ticket.wants_body else b""
-        nbytes = len(self._body)
-        self._target.give_back(self)
         status = fields.get("grpc-status", "2" if fields.get(":status") == "200" else "14")
         if status == "0" and nbytes >= 5 and not self._is_stream:
             timing = fields.get("server-timing")
-            told = timing.encode() if timing else None
-            self._target.sink.answered(ticket, done_ns, nbytes - 5, told, message if ticket.wants_body else None)
+            body = bytes(self._body[5:]) if ticket.wants_body else None
+            self.answered(monotonic_ns(), nbytes - 5, timing.encode() if timing else None, body)
             return
         number = int(status) if status.isdigit() and int(status) < len(_STATUSES) else 2
         kind = "timeout" if number == 4 else f"grpc_{_STATUSES[number]}"
         example = unquote(fields.get("grpc-message", "")) or f"status {fields.get(':status')}"
-        self._target.sink.failed(ticket, done_ns, kind, example)
+        self.failed(kind, example, is_usable=True)
 
-    def _on_settings(self, payload: bytes) -> None:
-        assert self._transport is not None
-        for position in range(0, len(payload) - 5, 6):
-            name = int.from_bytes(payload[position : position + 2], "big")
-            value = int.from_bytes(payload[position + 2 : position + 6], "big")
-            if name == 4:  # the window of streams; it changes those that are open, too
-                self._stream_window += value - self._first_window
-                self._first_window = value
-        self._transport.write(_frame(_SETTINGS, _ACK, 0, b"") + self._sendable())
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._target.lose(self)
-        ticket, self.ticket = self.ticket, None
-        if ticket is not None:
-            example = str(exc) if exc else "the server closed the connection instead of answering"
-            self._target.sink.failed(ticket, monotonic_ns(), "connection_lost", example)
+def _head(plan: ServerPlan) -> bytes:
+    """The header block of a request (RFC 7541), without Huffman's code and the table."""
+    address, method = plan.address, "ModelStreamInfer" if plan.is_stream else "ModelInfer"
+    fields = {
+        ":method": "POST",
+        ":scheme": "https" if address.is_tls else "http",
+        ":path": f"/inference.GRPCInferenceService/{method}",
+        ":authority": address.authority,
+        "content-type": "application/grpc",
+        "te": "trailers",
+        **address.headers,
+    }
+    return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
 
-    def fail(self, kind: str, example: str) -> None:
-        """Give up the request on this connection, and the connection."""
-        ticket, self.ticket = self.ticket, None
-        assert self._transport is not None
-        self._transport.abort()
-        self._target.lose(self)
-        if ticket is not None:
-            self._target.sink.failed(ticket, monotonic_ns(), kind, example)
 
-    def close(self) -> None:
-        self.ticket = None
-        if self._transport is not None:
-            self._transport.close()
+def _text(text: str) -> bytes:
+    """A string of a header block (RFC 7541, section 5.2)."""
+    data = text.encode()
+    if len(data) < 127:
+        return bytes([len(data)]) + data
+    rest, size = len(data) - 127, bytearray([127])
+    while rest >= 128:
+        size.append(rest % 128 + 128)
+        rest //= 128
+    return bytes(size) + bytes([rest]) + data
 
 
 def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
@@ -292,21 +204,6 @@ def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
 
 def _window_update(stream_id: int, step: int) -> bytes:
     return _frame(_WINDOW_UPDATE, 0, stream_id, step.to_bytes(4, "big"))
-
-
-def _text(text: str) -> bytes:
-    """A string of a header block, without Huffman's code (RFC 7541, section 5.2)."""
-    data = text.encode()
-    size = len(data)
-    if size < 127:
-        return bytes([size]) + data
-    size -= 127
-    prefix = bytearray([127])
-    while size >= 128:
-        prefix.append(size % 128 + 128)
-        size //= 128
-    prefix.append(size)
-    return bytes(prefix) + data
 
 
 def _content(message: bytes) -> bytes:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import onnxruntime as ort
@@ -22,10 +22,9 @@ from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.served import ServedModel
 from ortserve.telemetry.series import ModelMetrics
-from ortserve.tools.bench.plans import ModelPlan
 from ortserve.tools.bench.samples import Ticket
-from ortserve.tools.bench.target import NOWHERE, Sink
-from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.bench.target import ModelPlan, Target
+from ortserve.tools.opening import open_model
 from ortserve.tools.subject import find_model
 
 Caller = Callable[[int], Callable[[], list[np.ndarray]]]
@@ -36,68 +35,59 @@ class BareRuns:
     """Runs of a session by threads of the driver; any number of them may run at a time."""
 
     def __init__(self, plan: ModelPlan) -> None:
-        self.model: Final = open_model(find_model(plan.model), provider=plan.provider, threads=plan.threads)
-        self._inputs = [self.model.for_model(arrays) for arrays in plan.inputs]
+        self._model: Final = open_model(find_model(plan.model), provider=plan.provider, threads=plan.threads)
+        self._inputs = [self._model.for_model(arrays) for arrays in plan.inputs]
         self._is_bound = plan.way == "bound"
-        if self._is_bound and any(spec.datatype in (DataType.BYTES, DataType.BF16) for spec in self._specs()):
+        signature = self._model.signature
+        unbound = {DataType.BYTES, DataType.BF16} & {one.datatype for one in (*signature.inputs, *signature.outputs)}
+        if self._is_bound and unbound:
             raise invalid_input(f"{plan.model}: strings and BF16 cannot be bound, so measure it without --way bound")
 
     def caller(self) -> Caller:
-        """The runs of one thread."""
-        if self._is_bound:
-            return _translating(_bound_caller(self.model, self._inputs))
-        runner, inputs = self.model.runner(), self._inputs
-        return _translating(lambda number: partial(list, runner.run(inputs[number % len(inputs)])))
+        """The runs of one thread. They raise ServeError: rejected_by_model, as ONNX Runtime says."""
+        runner, inputs = self._model.runner(), self._inputs
+        run = self._bound() if self._is_bound else lambda n: partial(list, runner.run(inputs[n % len(inputs)]))
 
-    def _specs(self) -> list[Any]:
-        return [*self.model.signature.inputs, *self.model.signature.outputs]
+        def call(number: int) -> Callable[[], list[np.ndarray]]:
+            try:
+                return run(number)
+            except ORT_ERRORS as error:
+                raise ServeError(ErrorKind.REJECTED_BY_MODEL, without_paths(str(error))) from None
 
+        return call
 
-def _translating(caller: Caller) -> Caller:
-    """Has ONNX Runtime's errors raised as ServeError, without a cost for runs that succeed."""
+    def _bound(self) -> Caller:
+        """Inputs and outputs stay on the device of the session."""
+        session, choice, signature = self._model.session, self._model.choice, self._model.signature
+        device, index = ("cuda", choice.device_id) if choice.name in GPU_PROVIDERS else ("cpu", 0)
+        bindings = []
+        for arrays in self._inputs:
+            binding = session.io_binding()
+            for spec, array in zip(signature.inputs, arrays, strict=True):
+                binding.bind_ortvalue_input(spec.name, ort.OrtValue.ortvalue_from_numpy(array, device, index))
+            for spec in signature.outputs:
+                binding.bind_output(spec.name, device, index)
+            session.run_with_iobinding(binding)
+            if all(value.is_tensor() for value in binding.get_outputs()):
+                # From now on, outputs are written to the memory that the first run allocated.
+                for spec, value in zip(signature.outputs, binding.get_outputs(), strict=True):
+                    binding.bind_ortvalue_output(spec.name, value)
+            bindings.append(binding)
 
-    def call(number: int) -> Callable[[], list[np.ndarray]]:
-        try:
-            return caller(number)
-        except ORT_ERRORS as error:
-            raise ServeError(ErrorKind.REJECTED_BY_MODEL, without_paths(str(error))) from None
+        def run(number: int) -> Callable[[], list[np.ndarray]]:
+            binding = bindings[number % len(bindings)]
+            session.run_with_iobinding(binding)
+            binding.synchronize_outputs()
+            return lambda: [np.array(array) for array in binding.copy_outputs_to_cpu()]
 
-    return call
-
-
-def _bound_caller(model: OpenModel, inputs: list[list[np.ndarray]]) -> Caller:
-    """Inputs and outputs stay on the device of the session."""
-    session = model.session
-    device, number = ("cuda", model.choice.device_id) if model.choice.name in GPU_PROVIDERS else ("cpu", 0)
-    bindings = []
-    for arrays in inputs:
-        binding = session.io_binding()
-        for spec, array in zip(model.signature.inputs, arrays, strict=True):
-            binding.bind_ortvalue_input(spec.name, ort.OrtValue.ortvalue_from_numpy(array, device, number))
-        for spec in model.signature.outputs:
-            binding.bind_output(spec.name, device, number)
-        session.run_with_iobinding(binding)
-        if all(value.is_tensor() for value in binding.get_outputs()):
-            # From now on, outputs are written to the memory that the first run allocated.
-            for spec, value in zip(model.signature.outputs, binding.get_outputs(), strict=True):
-                binding.bind_ortvalue_output(spec.name, value)
-        bindings.append(binding)
-
-    def call(number: int) -> Callable[[], list[np.ndarray]]:
-        binding = bindings[number % len(bindings)]
-        session.run_with_iobinding(binding)
-        binding.synchronize_outputs()
-        return lambda: [np.array(array) for array in binding.copy_outputs_to_cpu()]
-
-    return call
+        return run
 
 
-class BatcherTarget:
+class BatcherTarget(Target):
     """A ``Target`` through the batcher: loaded and batched as the server does it, without a protocol."""
 
     def __init__(self, plan: ModelPlan) -> None:
         self._plan = plan
-        self.sink: Sink = NOWHERE
         self._served: ServedModel | None = None
         self._under_way: dict[int, tuple[Ticket, InflightRequest]] = {}
 
@@ -105,9 +95,8 @@ class BatcherTarget:
         """As ``Target.open``; loads and warms up the model."""
         if self._served is None:
             plan, subject = self._plan, find_model(self._plan.model)
-            options = subject.options.model_copy(
-                update={"execution_providers": [plan.provider]} if plan.provider else {}
-            ).model_copy(update={"intra_op_threads": plan.threads} if plan.threads else {})
+            chosen = {"execution_providers": plan.provider and [plan.provider], "intra_op_threads": plan.threads}
+            options = subject.options.model_copy(update={name: value for name, value in chosen.items() if value})
             load = partial(load_model, subject.path, subject.name, options, monotonic_ns, subject.folder)
             loaded = await asyncio.to_thread(load)
             assembly = Assembly(asyncio.get_running_loop(), monotonic_ns, processors=cpu_budget())
@@ -140,7 +129,8 @@ class BatcherTarget:
             self.sink.failed(ticket, done_ns, error.kind.value, error.message)
             return
         body = [np.array(output) for output in outputs] if ticket.wants_body else None
-        self.sink.answered(ticket, done_ns, 0, request.timing.server_timing(), body)
+        nbytes = sum(output.nbytes for output in outputs)
+        self.sink.answered(ticket, done_ns, nbytes, request.timing.server_timing(), body)
 
     def batches(self) -> dict[int, int]:
         """As ``Target.batches``."""

@@ -1,6 +1,6 @@
 """The load that a measurement offers: callers that wait for their answers, or arrivals at given times. Pure."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -36,11 +36,9 @@ class Load:
             return "1 caller" if self.concurrency == 1 else f"{self.concurrency} callers"
         return f"{self.rate:g}/s {self.arrivals}" if self.rate else f"times of {Path(self.arrivals).name}"
 
-    def share(self, number: int, processes: int) -> "Load":
-        """The part of one of several generators. Those of open loops divide the times of arrivals."""
-        if self.concurrency is None:
-            return self
-        return replace(self, concurrency=len(range(number, self.concurrency, processes)))
+    def share(self, number: int, processes: int) -> int | None:
+        """The callers of one of several generators. Those of open loops divide the times of arrivals."""
+        return None if self.concurrency is None else len(range(number, self.concurrency, processes))
 
 
 def arrival_times(load: Load, seconds: float, seed: int) -> np.ndarray:

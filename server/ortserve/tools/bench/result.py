@@ -8,21 +8,30 @@ from ortserve.tools.bench.statistics import Estimate
 
 @dataclass(frozen=True, slots=True)
 class Percentile:
-    """A percentile of the latencies, with its 95 % interval; the ends are null with too few samples for one."""
+    """A percentile of the latencies.
+
+    Attributes:
+        percent: Of the answers.
+        ms: At most this long.
+        low_ms: Beginning of the 95 % interval; null with too few samples for one.
+        high_ms: Its end.
+    """
 
     percent: float
     ms: float
     low_ms: float | None
     high_ms: float | None
 
-    def estimate(self) -> Estimate:
-        """For comparisons."""
-        return Estimate(self.ms, self.low_ms, self.high_ms)
-
 
 @dataclass(frozen=True, slots=True)
 class FailureCount:
-    """Requests that failed in one way: its name (``http_503``, ``timeout``, ``wrong_output``) and one answer."""
+    """Requests that failed in one way.
+
+    Attributes:
+        kind: ``http_503``, ``timeout``, ``wrong_output``.
+        count: Of requests.
+        example: The text of one.
+    """
 
     kind: str
     count: int
@@ -31,7 +40,14 @@ class FailureCount:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the server's own time, from ``Server-Timing`` of some answers."""
+    """A part of the server's own time, from ``Server-Timing`` of some answers.
+
+    Attributes:
+        name: As the server says.
+        mean_ms: Of these answers.
+        p50_ms: Likewise.
+        p99_ms: Likewise.
+    """
 
     name: str
     mean_ms: float
@@ -41,7 +57,12 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """Batches of so many rows that ran meanwhile."""
+    """Batches of so many rows that ran meanwhile.
+
+    Attributes:
+        rows: Of a batch.
+        batches: How many ran.
+    """
 
     rows: int
     batches: int
@@ -87,7 +108,14 @@ class Generator:
 
 @dataclass(frozen=True, slots=True)
 class OutputCheck:
-    """Answers that were compared with the expected outputs, and with which."""
+    """Answers that were compared with the expected outputs.
+
+    Attributes:
+        checked: How many were compared.
+        different: Of them.
+        expected: Where the expected outputs come from.
+        example: The first difference; empty for none.
+    """
 
     checked: int
     different: int
@@ -96,7 +124,20 @@ class OutputCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class Subject:
+    """What a point is about; its attributes are described there."""
+
+    target: str
+    way: str
+    server: str
+    load: str
+    concurrency: int | None
+    rate: float | None
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Point(Subject):
     """One load on one target.
 
     Attributes:
@@ -104,9 +145,8 @@ class Point:
         way: The protocol, or the kind of run in this process.
         server: Name and version, as it says; empty in this process.
         load: In words; equal loads have equal words.
-        loop: Closed: callers wait for answers, and latency counts from the sending. Open: from the schedule.
-        concurrency: Callers of a closed loop.
-        rate: Asked requests per second of an open loop.
+        concurrency: Callers of a closed loop, whose latency counts from the sending; null in an open one.
+        rate: Asked requests per second of an open loop, whose latency counts from the schedule; null in a closed one.
         batch: Rows of a request.
         seconds: Measured, warm-up apart.
         stopped_because: The interval was narrow enough, the time was over, or Ctrl-C.
@@ -114,15 +154,11 @@ class Point:
         answers: Of them, without failures.
         failures: By kind.
         throughput: Answers per second, with the interval.
-        rows_per_s: Likewise, times the rows of a request.
         goodput_per_s: Answers per second within ``--slo``; null without it.
         mean_ms: Latency.
         percentiles: Of the latency.
         most_ms: The longest.
-        unsettled_s: At the beginning, in which the latency differed from the rest; 0 if it did not.
-        drift: By what share the median moved during the measurement; 0 if that may be chance.
         is_overloaded: Requests came faster than answers, and more and more waited.
-        bytes_per_answer: Of the bodies.
         phases: Of the server's time.
         batches: That ran on the server or in the batcher.
         usage: Of the server; null if unknown.
@@ -132,29 +168,17 @@ class Point:
         histogram: Answers in each.
     """
 
-    target: str
-    way: str
-    server: str
-    load: str
-    loop: Literal["closed", "open"]
-    concurrency: int | None
-    rate: float | None
-    batch: int
     seconds: float
     stopped_because: Literal["precision", "time", "interrupted"]
     requests: int
     answers: int
     failures: tuple[FailureCount, ...]
     throughput: Estimate
-    rows_per_s: float
     goodput_per_s: float | None
     mean_ms: float | None
     percentiles: tuple[Percentile, ...]
     most_ms: float | None
-    unsettled_s: float
-    drift: float
     is_overloaded: bool
-    bytes_per_answer: float
     phases: tuple[Phase, ...]
     batches: tuple[BatchSize, ...]
     usage: ServerUsage | None
@@ -164,9 +188,8 @@ class Point:
     histogram: tuple[int, ...]
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """What two results have in common when they are compared; the target may differ."""
-        return self.way, self.load, self.batch
+    def failed(self) -> int:
+        return sum(one.count for one in self.failures)
 
     def percentile(self, percent: float) -> Percentile | None:
         """One of the percentiles; None if nothing was answered."""
@@ -192,7 +215,7 @@ class Capacity:
     exceeded_per_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """A measurement.
 
@@ -211,7 +234,7 @@ class BenchResult:
         problems: Why the exit status is not 0.
     """
 
-    schema: Literal["ortserve.bench/1"]
+    schema: Literal["ortserve.bench/1"] = "ortserve.bench/1"
     version: str
     began: str
     machine: str

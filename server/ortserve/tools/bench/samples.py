@@ -1,6 +1,7 @@
 """What became of each request: written by a generator, sent to the measuring process in chunks, joined there."""
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,7 +10,7 @@ import numpy as np
 
 _MOST_TIMINGS: Final = 2000
 _MOST_BODY_BYTES: Final = 4 * 2**20
-"""What a generator keeps of answers in a chunk; all others are only counted."""
+"""What a chunk keeps of answers; all others are only counted."""
 
 
 @dataclass(slots=True)
@@ -29,39 +30,27 @@ class Ticket:
     wants_body: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A kind of failure, with the text of one of them."""
-
-    kind: str
-    example: str
-
-
 @dataclass(slots=True)
 class Chunk:
     """What happened since the last chunk.
 
     Attributes:
-        times: Of each request that ended: due, sent and done (monotonic nanoseconds), one after the other.
-        codes: Of each: 0 for an answer, otherwise 1 + the index in ``failures``.
-        nbytes: Of all answers.
-        failures: All kinds that the generator has seen so far, not only in this chunk.
+        times: Of each request that ended: due, sent, done (monotonic nanoseconds), and 1 for an answer or 0.
+        failures: Numbers by kind.
+        examples: Of each kind, the text of one.
         timings: ``Server-Timing`` of some answers.
         bodies: Number and content of some answers.
-        sent: Requests sent so far, those of warm-up apart.
-        cpu_ns: Processor time of the generator so far, in the measured time.
-        under_way: Requests without an answer.
     """
 
     times: "array[int]" = field(default_factory=lambda: array("q"))
-    codes: bytearray = field(default_factory=bytearray)
-    nbytes: int = 0
-    failures: list[Failure] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
     timings: list[bytes] = field(default_factory=list)
     bodies: list[tuple[int, object]] = field(default_factory=list)
-    sent: int = 0
-    cpu_ns: int = 0
-    under_way: int = 0
+
+    @property
+    def answers(self) -> int:
+        return len(self.times) // 4 - self.failures.total()
 
 
 class Recorder:
@@ -71,20 +60,16 @@ class Recorder:
         """Requests that are due before ``begin_ns`` are warm-up and left out."""
         self._begin_ns = begin_ns
         self._chunk = Chunk()
-        self._codes: dict[str, int] = {}
-        self._failures: list[Failure] = []
         self._body_bytes = 0
 
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
     ) -> None:
-        """Count an answer; ``body`` is it, if the ticket wants it."""
+        """As ``Sink.answered``."""
         if ticket.due_ns < self._begin_ns:
             return
         chunk = self._chunk
-        chunk.times.extend((ticket.due_ns, ticket.sent_ns, done_ns))
-        chunk.codes.append(0)
-        chunk.nbytes += nbytes
+        chunk.times.extend((ticket.due_ns, ticket.sent_ns, done_ns, 1))
         if timing is not None and len(chunk.timings) < _MOST_TIMINGS:
             chunk.timings.append(timing)
         if body is not None and (not self._body_bytes or self._body_bytes + nbytes <= _MOST_BODY_BYTES):
@@ -92,60 +77,36 @@ class Recorder:
             chunk.bodies.append((ticket.number, body))
 
     def failed(self, ticket: Ticket, done_ns: int, kind: str, example: str) -> None:
-        """Count a request without a good answer."""
+        """As ``Sink.failed``."""
         if ticket.due_ns < self._begin_ns:
             return
-        if kind not in self._codes:
-            self._failures.append(Failure(kind, example[:300]))
-            self._codes[kind] = min(len(self._failures), 255)
-        self._chunk.times.extend((ticket.due_ns, ticket.sent_ns, done_ns))
-        self._chunk.codes.append(self._codes[kind])
+        self._chunk.times.extend((ticket.due_ns, ticket.sent_ns, done_ns, 0))
+        self._chunk.failures[kind] += 1
+        self._chunk.examples.setdefault(kind, example[:300])
 
-    def take(self, sent: int, cpu_ns: int, under_way: int) -> Chunk:
+    def take(self) -> Chunk:
         """All since the last call."""
         chunk, self._chunk, self._body_bytes = self._chunk, Chunk(), 0
-        chunk.failures, chunk.sent, chunk.cpu_ns, chunk.under_way = list(self._failures), sent, cpu_ns, under_way
         return chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Requests of all generators, in the order in which they were due: nanoseconds, and the kind of failure or ``""``.
-
-    Attributes:
-        due_ns: When each should have been sent.
-        sent_ns: When it was.
-        done_ns: When it ended.
-        codes: Index of its kind in ``kinds``; 0 for an answer.
-        kinds: The first is ``""``, of answers.
-    """
+    """Requests of all generators, in the order in which they were due; times in nanoseconds."""
 
     due_ns: np.ndarray
     sent_ns: np.ndarray
     done_ns: np.ndarray
-    codes: np.ndarray
-    kinds: tuple[str, ...]
-
-    @property
-    def is_answered(self) -> np.ndarray:
-        return np.asarray(self.codes == 0)
+    is_answered: np.ndarray
 
     def latencies_s(self, *, from_schedule: bool) -> np.ndarray:
         """Of the answered ones, from the moment when they were due or when they were sent."""
-        answered = self.is_answered
         begin = self.due_ns if from_schedule else self.sent_ns
-        return np.asarray((self.done_ns[answered] - begin[answered]) / 1e9)
+        return np.asarray((self.done_ns - begin)[self.is_answered] / 1e9)
 
 
 def join(chunks: Iterable[Chunk]) -> Samples:
     """Join chunks of any generators."""
-    kinds = {"": 0}
-    times, codes = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint8)]
-    for chunk in chunks:
-        own = [0, *(kinds.setdefault(failure.kind, len(kinds)) for failure in chunk.failures)]
-        times.append(np.frombuffer(chunk.times, np.int64).reshape(-1, 3))
-        codes.append(np.array(own, np.uint8)[np.frombuffer(chunk.codes, np.uint8)])
-    rows, code = np.concatenate(times), np.concatenate(codes)
-    order = np.argsort(rows[:, 0], kind="stable")
-    due, sent, done = rows[order].T
-    return Samples(due, sent, done, code[order], tuple(kinds))
+    rows = np.frombuffer(b"".join(chunk.times.tobytes() for chunk in chunks), np.int64).reshape(-1, 4)
+    due, sent, done, is_answered = rows[np.argsort(rows[:, 0], kind="stable")].T
+    return Samples(due, sent, done, is_answered == 1)

@@ -1,7 +1,6 @@
 """The search for the highest rate that a target sustains. Pure: decides the next rate from those that were tried."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Final
 
 from ortserve.tools.bench.result import Point
@@ -11,21 +10,13 @@ _BRACKET: Final = 1.06
 _MOST_TRIES: Final = 14
 
 
-@dataclass(frozen=True, slots=True)
-class Try:
-    """A rate that was tried."""
-
-    rate: float
-    is_sustained: bool
-
-
 def first_rate(throughput: float) -> float:
     """From the answers per second of a short closed loop, whose callers wait for each other."""
     return max(1.0, throughput * 0.3)
 
 
-def next_rate(tries: Sequence[Try]) -> float | None:
-    """The rate to try next; None when the bracket is narrow enough.
+def next_rate(tries: Mapping[float, bool]) -> float | None:
+    """The rate to try next, from the rates and whether they were sustained; None when the bracket is narrow enough.
 
     Doubles until a rate is too high, then halves the bracket, in logarithms.
     """
@@ -39,16 +30,15 @@ def next_rate(tries: Sequence[Try]) -> float | None:
     return None if high <= low * _BRACKET else (low * high) ** 0.5
 
 
-def bracket(tries: Sequence[Try]) -> tuple[float | None, float | None]:
+def bracket(tries: Mapping[float, bool]) -> tuple[float | None, float | None]:
     """The highest sustained rate below the lowest that is too high, and that one."""
-    high = min((one.rate for one in tries if not one.is_sustained), default=None)
-    low = max((one.rate for one in tries if one.is_sustained and (high is None or one.rate < high)), default=None)
-    return low, high
+    high = min((rate for rate, is_sustained in tries.items() if not is_sustained), default=None)
+    good = (rate for rate, is_sustained in tries.items() if is_sustained and (high is None or rate < high))
+    return max(good, default=None), high
 
 
 def is_sustained(point: Point, percent: float, slo_ms: float | None) -> bool:
     """Whether nothing piled up, nothing failed, and the asked percentile is within the bound, if there is one."""
     asked = point.percentile(percent)
     within = slo_ms is None or (asked is not None and asked.ms <= slo_ms)
-    failed = sum(one.count for one in point.failures)
-    return not point.is_overloaded and failed <= 0.001 * point.requests and point.answers > 0 and within
+    return not point.is_overloaded and point.failed <= 0.001 * point.requests and point.answers > 0 and within

@@ -6,23 +6,25 @@ time vary more than those of independent samples would.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 _T: Final = {10: 2.262, 20: 2.093}
 """Number of blocks: the 97.5th percentile of Student's distribution for their mean."""
 _Z: Final = 1.96
-_TREND_Z: Final = 2.58
-_TREND_SHARE: Final = 0.1
-"""A median that moves by less over the whole measurement is steady, however significant the movement is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and its 95 % confidence interval, whose ends are None if there are too few samples for one."""
+    """A value and its 95 % confidence interval.
+
+    Attributes:
+        value: The estimate itself.
+        low: Beginning of the interval; null if there are too few samples for one.
+        high: Its end.
+    """
 
     value: float
     low: float | None = None
@@ -85,49 +87,7 @@ def estimate_rate(times_s: np.ndarray, begin_s: float, end_s: float) -> Estimate
     return Estimate(rate, max(0.0, rate - reach), rate + reach)
 
 
-def settled_from(values: np.ndarray) -> int:
-    """The number of first samples, at most a third, that differ from the rest: the load had not settled.
-
-    Chooses the cut that gives the mean of the remaining block medians the smallest error (MSER). It is 0 unless the
-    medians before the cut differ from those after it by more than these vary. The samples still count, because a stall
-    of the target at the beginning looks the same.
-    """
-    medians, size = _block_medians(values, 60)
-    if len(medians) < 12:
-        return 0
-    errors = [float(np.var(medians[cut:])) / (len(medians) - cut) for cut in range(len(medians) // 3 + 1)]
-    cut = int(np.argmin(errors))
-    rest = medians[cut:]
-    differs = cut and abs(float(np.median(medians[:cut])) - float(np.median(rest))) > 2 * float(np.std(rest))
-    return cut * size if differs else 0
-
-
-def trend(values: np.ndarray) -> float:
-    """By what share the median rises (or falls, below 0) over the samples; 0 if that may be chance (Mann-Kendall)."""
-    medians, _ = _block_medians(values, 20)
-    count = len(medians)
-    if count < 10:
-        return 0.0
-    earlier, later = np.triu_indices(count, 1)
-    score = float(np.sign(medians[later] - medians[earlier]).sum())
-    if abs(score) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18) < _TREND_Z:
-        return 0.0
-    third = count // 3
-    moved = float(np.median(medians[-third:]) / np.median(medians[:third])) - 1
-    return moved if abs(moved) >= _TREND_SHARE else 0.0
-
-
-def _block_medians(values: np.ndarray, blocks: int) -> tuple[np.ndarray, int]:
-    """Medians of blocks of at least 20 samples, and the size of a block."""
-    blocks = min(blocks, len(values) // 20)
-    if not blocks:
-        return np.empty(0), 0
-    size = len(values) // blocks
-    return np.median(values[: size * blocks].reshape(blocks, size), axis=1), size
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The second value divided by the first, its 95 % interval, and whether the difference is beyond the noise."""
 
     ratio: float
@@ -155,9 +115,8 @@ def next_check(count: int) -> int:
     return math.ceil(count * 1.5)
 
 
-def histogram(values: Sequence[float] | np.ndarray, bins: int = 60) -> tuple[list[float], list[int]]:
+def histogram(values: np.ndarray, bins: int = 60) -> tuple[list[float], list[int]]:
     """Edges that grow by one factor, and counts; nothing for no samples."""
-    values = np.asarray(values)
     values = values[values > 0]
     if not len(values):
         return [], []

@@ -1,8 +1,81 @@
-"""What a generator sends requests to."""
+"""What a generator sends requests to, and the plan from which its process makes it. Plans travel as pickles."""
 
-from typing import Final, Protocol, runtime_checkable
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
 
+from ortserve.core.batch import Arrays
 from ortserve.tools.bench.samples import Ticket
+
+WAYS: Final = ("run", "bound", "batcher")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens, and what each request needs to get in."""
+
+    url: str
+    host: str
+    port: int
+    is_tls: bool
+    is_grpc: bool
+    headers: Mapping[str, str]
+    ca: Path | None
+
+    @property
+    def authority(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def tls(self) -> ssl.SSLContext | None:
+        """None without TLS. Raises OSError, if the certificates cannot be read."""
+        context = ssl.create_default_context(cafile=self.ca) if self.is_tls else None
+        if context and self.is_grpc:
+            context.set_alpn_protocols(["h2"])
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """Requests that are sent in turns: over HTTP with their heads, over gRPC messages with their prefix.
+
+    Attributes:
+        address: Of the server.
+        requests: As bytes.
+        is_stream: Whether they go over ``ModelStreamInfer``.
+        most_connections: At a time.
+    """
+
+    address: Address
+    requests: tuple[bytes, ...]
+    is_stream: bool
+    most_connections: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model, and the inputs of its runs, which are used in turns.
+
+    Attributes:
+        model: As ``find_model`` takes it.
+        way: One of ``WAYS``.
+        provider: The only execution provider to use; None for the configured ones.
+        threads: Of a run; None for the configured ones.
+        inputs: Of each run, in the order of the signature, with their rows on axis 0.
+        rows: Of each run.
+    """
+
+    model: str
+    way: str
+    provider: str | None
+    threads: int | None
+    inputs: tuple[Arrays, ...]
+    rows: int
+
+
+Plan: TypeAlias = ServerPlan | ModelPlan
 
 
 class Sink(Protocol):
@@ -19,8 +92,7 @@ class Sink(Protocol):
         ...
 
 
-@runtime_checkable
-class Target(Protocol):
+class Target(ABC):
     """Sends prepared requests. Loop thread only.
 
     Attributes:
@@ -29,37 +101,22 @@ class Target(Protocol):
 
     sink: Sink
 
+    @abstractmethod
     async def open(self, count: int) -> None:
         """Prepare for so many requests at a time. Raises OSError or ServeError."""
-        ...
 
+    @abstractmethod
     def send(self, ticket: Ticket) -> None:
         """Send one request and return; never raises."""
-        ...
 
+    @abstractmethod
     def expire(self, sent_before_ns: int) -> None:
         """Fail the requests that were sent earlier and have no answer."""
-        ...
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close connections, or free the model."""
 
     def batches(self) -> dict[int, int]:
         """Sizes and numbers of the batches that ran in this process so far; empty if they run elsewhere."""
-        ...
-
-    async def close(self) -> None:
-        """Close connections, or free the model."""
-        ...
-
-
-class _Nowhere:
-    """Before a target is used."""
-
-    def answered(
-        self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
-    ) -> None:
-        raise AssertionError
-
-    def failed(self, ticket: Ticket, done_ns: int, kind: str, example: str) -> None:
-        raise AssertionError
-
-
-NOWHERE: Final[Sink] = _Nowhere()
+        return {}

@@ -1,4 +1,4 @@
-"""The processes of a server on this machine: their processor time and memory."""
+"""The processor time and memory of a server on this machine."""
 
 import socket
 import time
@@ -6,34 +6,14 @@ import time
 import psutil
 
 from ortserve.tools.bench.result import ServerUsage
-
-
-def find_server(host: str, port: int) -> list[psutil.Process]:
-    """The processes that listen on a port of this machine, with their children. Empty for another machine's, and for
-    processes of other users.
-    """
-    try:
-        wanted = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-        own = {address.address for found in psutil.net_if_addrs().values() for address in found}
-        if not wanted & own:
-            return []
-        listening = {
-            connection.pid
-            for connection in psutil.net_connections(kind="tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.pid and connection.laddr[1:] == (port,)
-        }
-        roots = [psutil.Process(pid) for pid in listening]
-        found = {process.pid: process for root in roots for process in (root, *root.children(recursive=True))}
-        return list(found.values())
-    except (OSError, psutil.Error):
-        return []
+from ortserve.tools.bench.target import Address
 
 
 class UsageMeter:
-    """Measures processes in one or more stretches of time, from ``begin`` to ``end``."""
+    """Measures the processes of a server in one or more stretches of time, from ``begin`` to ``end``."""
 
-    def __init__(self, processes: list[psutil.Process]) -> None:
-        self._processes = processes
+    def __init__(self, address: Address | None) -> None:
+        self._processes = _listeners(address) if address else []
         self._cpu_s = self._began_s = self._used_s = self._seconds = 0.0
         self._resident = 0
 
@@ -67,3 +47,20 @@ class UsageMeter:
             return None
         used = self._used_s
         return ServerUsage(len(self._processes), used / self._seconds, used / max(1, answers) * 1e6, self._resident)
+
+
+def _listeners(address: Address) -> list[psutil.Process]:
+    """The processes that listen there, with their children; none, if they are another machine's or user's."""
+    try:
+        wanted = {info[4][0] for info in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)}
+        if not wanted & {one.address for found in psutil.net_if_addrs().values() for one in found}:
+            return []
+        listening = {
+            one.pid
+            for one in psutil.net_connections(kind="tcp")
+            if one.status == psutil.CONN_LISTEN and one.pid and one.laddr[1:] == (address.port,)
+        }
+        roots = [psutil.Process(pid) for pid in listening]
+        return list({one for root in roots for one in (root, *root.children(recursive=True))})
+    except (OSError, psutil.Error):
+        return []

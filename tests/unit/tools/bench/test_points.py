@@ -1,40 +1,39 @@
 """From what generators saw to the figures of a point."""
 
 from array import array
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ortserve.tools.bench.generator import Finished
-from ortserve.tools.bench.generators import Outcome
+from ortserve.tools.bench.generators import Seen
 from ortserve.tools.bench.load import Load
-from ortserve.tools.bench.points import Observed, Subject, judge_generator, make_point, own_wait_ms
-from ortserve.tools.bench.result import OutputCheck, Percentile, Point
-from ortserve.tools.bench.samples import Chunk, Failure, Recorder, Ticket, join
+from ortserve.tools.bench.points import judge_generator, make_point, own_wait_ms
+from ortserve.tools.bench.result import OutputCheck, Percentile, Point, Subject
+from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
 
 OPEN = Load(None, 1000.0)
 CLOSED = Load(4)
-NOTHING = Observed({}, None, None)
 
 
-def outcome(latencies_s: np.ndarray, *, late_s: float = 0.0, cpu_share: float = 0.1, seconds: float = 10.0) -> Outcome:
+def seen_of(latencies_s: np.ndarray, *, late_s: float = 0.0, cpu_share: float = 0.1, seconds: float = 10.0) -> Seen:
     """One generator that sent its requests at equal distances."""
     due = np.linspace(0, seconds * 1e9, len(latencies_s), endpoint=False).astype(np.int64)
     sent = due + int(late_s * 1e9)
     done = due + (latencies_s * 1e9).astype(np.int64)
-    times = array("q", np.stack([due, sent, done], axis=1).ravel().tolist())
-    chunk = Chunk(times, bytearray(len(due)), sent=len(due), cpu_ns=int(cpu_share * seconds * 1e9))
-    return Outcome([[chunk]], [Finished(0, int(seconds * 1e9), len(due), None)])
+    times = array("q", np.stack([due, sent, done, np.ones_like(due)], axis=1).ravel().tolist())
+    return Seen([Chunk(times)], [Finished(0, int(seconds * 1e9), int(cpu_share * seconds * 1e9), len(due), {})])
 
 
-def point(*outcomes: Outcome, load: Load = OPEN, observed: Observed = NOTHING, **more: Any) -> Point:
-    subject = Subject("url", "rest", "s", load, 2, more.pop("is_in_process", False))
-    return make_point(subject, outcomes, observed, 99.0, more.get("slo_ms"))
+def point(
+    *rounds: Seen, load: Load = OPEN, outputs: OutputCheck | None = None, server: str = "s", slo_ms: float | None = None
+) -> Point:
+    subject = Subject("url", "rest", server, load.label, load.concurrency, load.rate, 2)
+    return make_point(subject, rounds, 99.0, slo_ms, batches={4: 3, 8: 0}, usage=None, outputs=outputs)
 
 
 def test_open_loop_counts_from_the_schedule_and_closed_loop_from_the_sending() -> None:
-    seen = outcome(np.full(5000, 0.010), late_s=0.004)
+    seen = seen_of(np.full(5000, 0.010), late_s=0.004)
 
     by_schedule, by_sending = point(seen).percentile(50.0), point(seen, load=CLOSED).percentile(50.0)
 
@@ -47,21 +46,21 @@ def test_open_loop_counts_from_the_schedule_and_closed_loop_from_the_sending() -
 def test_figures_of_a_point() -> None:
     latencies = np.random.default_rng(0).permutation(np.arange(1, 10_001) / 1e6)
 
-    found = point(outcome(latencies), slo_ms=5.0)
+    found = point(seen_of(latencies), slo_ms=5.0)
 
-    assert (found.requests, found.answers, found.loop, found.load) == (10_000, 10_000, "open", "1000/s constant")
+    assert (found.requests, found.answers, found.load) == (10_000, 10_000, "1000/s constant")
     assert [round(one.ms, 3) for one in found.percentiles] == [5.0, 9.0, 9.5, 9.9, 9.99]
     assert found.goodput_per_s == pytest.approx(500)
     assert found.throughput.value == pytest.approx(1000, rel=0.01)
-    assert found.rows_per_s == pytest.approx(2000, rel=0.01)
+    assert [(one.rows, one.batches) for one in found.batches] == [(4, 3)]
     assert found.most_ms == pytest.approx(10)
     assert sum(found.histogram) == 10_000
     assert not found.is_overloaded
 
 
 def test_requests_that_were_never_sent_are_missed() -> None:
-    seen = outcome(np.full(1000, 0.001))
-    seen.finished = [Finished(0, seen.finished[0].end_ns, 2000, None)]
+    seen = seen_of(np.full(1000, 0.001))
+    seen.finished = [Finished(0, seen.finished[0].end_ns, 0, 2000, {})]
 
     generator = point(seen).generator
 
@@ -70,7 +69,7 @@ def test_requests_that_were_never_sent_are_missed() -> None:
 
 
 def test_rounds_are_joined() -> None:
-    found = point(outcome(np.full(2000, 0.001)), outcome(np.full(2000, 0.003)))
+    found = point(seen_of(np.full(2000, 0.001)), seen_of(np.full(2000, 0.003)))
 
     assert (found.answers, found.seconds) == (4000, 20.0)
     assert found.mean_ms == pytest.approx(2)
@@ -81,9 +80,9 @@ def test_growing_queue_is_overload_and_a_stall_is_not() -> None:
     stalled = np.full(10_000, 0.001)
     stalled[3000:4000] = np.linspace(1, 0.001, 1000)
 
-    assert point(outcome(growing)).is_overloaded
-    assert not point(outcome(stalled)).is_overloaded
-    assert not point(outcome(growing), load=CLOSED).is_overloaded
+    assert point(seen_of(growing)).is_overloaded
+    assert not point(seen_of(stalled)).is_overloaded
+    assert not point(seen_of(growing), load=CLOSED).is_overloaded
 
 
 def test_failures_are_counted_by_kind_over_generators() -> None:
@@ -92,10 +91,9 @@ def test_failures_are_counted_by_kind_over_generators() -> None:
         first.failed(Ticket(number, number, number), number + 5, kind, f"example of {kind}")
     second.failed(Ticket(0, 0, 0), 5, "timeout", "example of timeout")
     second.answered(Ticket(1, 1, 1), 7, 10)
-    chunks = [[one.take(3, 0, 0)] for one in (first, second)]
-    seen = Outcome(chunks, [Finished(0, 10**9, None, None)] * 2)
+    seen = Seen([first.take(), second.take()], [Finished(0, 10**9, 0, None, {})] * 2)
 
-    found = point(seen, observed=Observed({}, None, OutputCheck(5, 1, "x", "different")))
+    found = point(seen, outputs=OutputCheck(5, 1, "x", "different"))
 
     counts = {one.kind: (one.count, one.example) for one in found.failures}
     assert counts == {
@@ -103,7 +101,7 @@ def test_failures_are_counted_by_kind_over_generators() -> None:
         "timeout": (2, "example of timeout"),
         "wrong_output": (1, "different"),
     }
-    assert join(chunk for part in chunks for chunk in part).kinds == ("", "http_503", "timeout")
+    assert (found.requests, found.answers, found.failed) == (5, 0, 5)
 
 
 def test_warm_up_is_left_out() -> None:
@@ -111,17 +109,17 @@ def test_warm_up_is_left_out() -> None:
     recorder.answered(Ticket(0, 99, 99), 200, 1)
     recorder.answered(Ticket(1, 100, 101), 300, 1, b"a;dur=1", "body")
 
-    chunk = recorder.take(1, 0, 0)
+    chunk = recorder.take()
 
-    assert list(chunk.times) == [100, 101, 300]
+    assert list(chunk.times) == [100, 101, 300, 1]
     assert (chunk.timings, chunk.bodies) == ([b"a;dur=1"], [(1, "body")])
-    assert not recorder.take(1, 0, 0).times
+    assert not recorder.take().times
 
 
 def test_phases_are_read_and_other_text_is_not() -> None:
-    seen = outcome(np.full(1000, 0.001))
+    seen = seen_of(np.full(1000, 0.001))
     timings = [b"queue;dur=1.5, compute;dur=2", b"queue;dur=2.5", b"cache;desc=hit;dur=3", b"x;dur=abc, ,;", b"\xff"]
-    seen.chunks[0][0].timings.extend(timings)
+    seen.chunks[0].timings.extend(timings)
 
     phases = {one.name: one.mean_ms for one in point(seen).phases}
 
@@ -131,7 +129,7 @@ def test_phases_are_read_and_other_text_is_not() -> None:
 def test_nothing_answered_has_no_percentiles() -> None:
     recorder = Recorder(0)
     recorder.failed(Ticket(0, 0, 0), 5, "timeout", "")
-    seen = Outcome([[recorder.take(1, 0, 0)]], [Finished(0, 10**9, None, None)])
+    seen = Seen([recorder.take()], [Finished(0, 10**9, 0, None, {})])
 
     found = point(seen)
 
@@ -142,32 +140,35 @@ ASKED = Percentile(99.0, 10.0, None, None)
 
 
 @pytest.mark.parametrize(
-    ("cpu_share", "late_us", "sent_share", "load", "reasons"),
+    ("cpu_share", "late_us", "sent_share", "reasons"),
     [
-        (0.5, 100.0, 1.0, OPEN, []),
-        (0.9, 100.0, 1.0, OPEN, ["kept its processor busy for 90%"]),
-        (0.9, 0.0, 1.0, CLOSED, ["kept its processor busy for 90%"]),
-        (0.5, 100.0, 0.97, OPEN, ["only 97.0% of the requests"]),
-        (0.5, 1500.0, 1.0, OPEN, ["p50 of requests was sent 1,500", "p99 of requests was sent 1,500"]),
-        (0.5, 9000.0, 1.0, CLOSED, []),
+        (0.5, 100.0, 1.0, []),
+        (0.9, 100.0, 1.0, ["kept its processor busy for 90%"]),
+        (0.5, 100.0, 0.97, ["only 97.0% of the requests"]),
+        (0.5, 1500.0, 1.0, ["p50 of requests was sent 1,500", "p99 of requests was sent 1,500"]),
     ],
 )
-def test_slow_generator_is_named(
-    cpu_share: float, late_us: float, sent_share: float, load: Load, reasons: list[str]
-) -> None:
-    found = judge_generator(cpu_share, np.full(1000, late_us), sent_share, load, ASKED)
+def test_slow_generator_is_named(cpu_share: float, late_us: float, sent_share: float, reasons: list[str]) -> None:
+    found = judge_generator(cpu_share, np.full(1000, late_us), sent_share, ASKED)
 
     assert len(found) == len(reasons)
     for text, reason in zip(found, reasons, strict=True):
         assert reason in text
 
 
+def test_callers_of_a_closed_loop_are_never_late() -> None:
+    late = seen_of(np.full(1000, 0.2), late_s=0.009)
+
+    assert point(late, load=CLOSED).generator.too_slow_because == ()
+    assert point(late).generator.too_slow_because
+
+
 def test_lateness_is_allowed_to_be_a_twentieth_of_the_percentile() -> None:
     late = np.full(1000, 50.0)
     late[:100] = 4000.0
 
-    assert judge_generator(0.1, late, 1.0, OPEN, Percentile(99.0, 100.0, None, None)) == []
-    assert judge_generator(0.1, late, 1.0, OPEN, ASKED)
+    assert judge_generator(0.1, late, 1.0, Percentile(99.0, 100.0, None, None)) == []
+    assert judge_generator(0.1, late, 1.0, ASKED)
 
 
 def test_wait_for_the_generator_is_that_of_a_queue() -> None:
@@ -178,28 +179,28 @@ def test_wait_for_the_generator_is_that_of_a_queue() -> None:
     steps = np.concatenate([[0.0], np.cumsum(services[:-1] - gaps[1:])])
     waits = steps - np.minimum.accumulate(steps)
 
-    found = own_wait_ms(services.sum() / gaps.sum(), gaps.sum(), count, OPEN)
+    found = own_wait_ms(services.sum() / gaps.sum(), gaps.sum(), count, None)
 
     assert found == pytest.approx(waits.mean() * 1e3, rel=0.1)
-    assert own_wait_ms(0.5, 1.0, 1000, Load(1)) == 0
+    assert own_wait_ms(0.5, 1.0, 1000, 1) == 0
 
 
 def test_busy_generator_is_refused_if_answers_wait_for_it() -> None:
     """700 µs for a request at 1,000 a second: answers of 2 ms cannot be told from those of a slow generator."""
-    quick = point(outcome(np.full(10_000, 0.002), cpu_share=0.7), load=CLOSED).generator.too_slow_because
-    slow = point(outcome(np.full(10_000, 0.2), cpu_share=0.7), load=CLOSED).generator.too_slow_because
+    quick = point(seen_of(np.full(10_000, 0.002), cpu_share=0.7), load=CLOSED).generator.too_slow_because
+    slow = point(seen_of(np.full(10_000, 0.2), cpu_share=0.7), load=CLOSED).generator.too_slow_because
 
     assert any("answers waited about" in reason for reason in quick)
     assert slow == ()
 
 
 def test_generator_in_the_process_of_the_model_is_busy_with_the_model() -> None:
-    assert point(outcome(np.full(100, 0.1), cpu_share=1.0), is_in_process=True).generator.too_slow_because == ()
-    assert point(outcome(np.full(100, 0.1), cpu_share=1.0)).generator.too_slow_because != ()
+    assert point(seen_of(np.full(100, 0.1), cpu_share=1.0), server="").generator.too_slow_because == ()
+    assert point(seen_of(np.full(100, 0.1), cpu_share=1.0)).generator.too_slow_because != ()
 
 
 def test_kinds_of_failures_keep_their_text() -> None:
     recorder = Recorder(0)
     recorder.failed(Ticket(0, 0, 0), 5, "http_400", "x" * 1000)
 
-    assert recorder.take(1, 0, 0).failures == [Failure("http_400", "x" * 300)]
+    assert recorder.take().examples == {"http_400": "x" * 300}

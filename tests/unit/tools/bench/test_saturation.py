@@ -2,14 +2,14 @@
 
 import pytest
 
-from ortserve.tools.bench.saturation import Try, bracket, first_rate, next_rate
+from ortserve.tools.bench.saturation import bracket, first_rate, next_rate
 
 
-def search(capacity: float, start: float) -> list[Try]:
-    tries: list[Try] = []
+def search(capacity: float, start: float) -> dict[float, bool]:
+    tries: dict[float, bool] = {}
     rate: float | None = start
     while rate is not None:
-        tries.append(Try(rate, rate <= capacity))
+        tries[rate] = rate <= capacity
         rate = next_rate(tries)
     return tries
 
@@ -29,7 +29,7 @@ def test_search_finds_the_capacity(capacity: float, factor: float) -> None:
 def test_target_that_sustains_nothing_has_no_capacity() -> None:
     tries = search(0.0, 100.0)
 
-    assert bracket(tries) == (None, tries[-1].rate)
+    assert bracket(tries) == (None, list(tries)[-1])
     assert len(tries) < 10
 
 
@@ -39,4 +39,4 @@ def test_target_without_a_limit_ends_the_search() -> None:
 
 def test_noise_below_the_bracket_is_not_believed() -> None:
     """A rate that was sustained once counts only below the lowest that was not."""
-    assert bracket([Try(100, True), Try(200, False), Try(150, False), Try(170, True)]) == (100, 150)
+    assert bracket({100: True, 200: False, 150: False, 170: True}) == (100, 150)

@@ -12,8 +12,6 @@ from ortserve.tools.bench.statistics import (
     estimate_rate,
     histogram,
     least_samples,
-    settled_from,
-    trend,
 )
 
 TRIALS = 300
@@ -105,23 +103,6 @@ def test_interval_of_a_rate_covers_it() -> None:
 
     covered = np.mean([one.low <= 100 <= one.high for one in found if one.low is not None and one.high is not None])
     assert 0.91 <= covered <= 0.99
-
-
-def test_slow_beginning_is_seen_and_a_steady_load_is_not() -> None:
-    random = np.random.default_rng(5)
-    steady = random.exponential(1, 6000)
-
-    assert settled_from(steady) == 0
-    assert trend(steady) == 0
-    assert 700 <= settled_from(np.concatenate([steady[:800] * 5, steady])) <= 1000
-
-
-def test_trend_is_seen() -> None:
-    random = np.random.default_rng(6)
-    rising = random.exponential(1, 6000) * np.linspace(1, 2, 6000)
-
-    assert 0.3 < trend(rising) < 1
-    assert -0.6 < trend(rising[::-1]) < -0.2
 
 
 def test_comparison_separates_noise_from_differences() -> None:
