@@ -76,8 +76,7 @@ def main() -> None:
     lines = [
         "# What the tools show of real models",
         "",
-        "Written by `loadtests/tool_examples.py`: the commands, and what they print. "
-        f"{os.cpu_count()} processors ({platform.machine()}), shared with other work.",
+        f"Written by `loadtests/tool_examples.py` on {os.cpu_count()} processors ({platform.machine()}), shared with other work.",
     ]
     with TemporaryDirectory() as name:
         folder = Path(name)
