@@ -73,11 +73,8 @@ def run(folder: Path, *arguments: str) -> str:
 def main() -> None:
     """Write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    lines = [
-        "# What the tools show of real models",
-        "",
-        f"Written by `loadtests/tool_examples.py` on {os.cpu_count()} processors ({platform.machine()}), shared with other work.",
-    ]
+    machine = f"{os.cpu_count()} processors ({platform.machine()}), shared with other work"
+    lines = ["# What the tools show of real models", "", f"Written by `loadtests/tool_examples.py` on {machine}."]
     with TemporaryDirectory() as name:
         folder = Path(name)
         for model, text in make_models(folder).items():
