@@ -72,17 +72,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ser
 @pytest.mark.parametrize("name", VERDICTS)
 def test_placement_and_rows_are_those_that_a_server_reports(name: str, served: tuple[Path, ServerProcess]) -> None:
     repository, server = served
-    told = httpx.get(f"{server.url}/v2/models/{name}", timeout=LONG_S).raise_for_status().json()
+    metadata = httpx.get(f"{server.url}/v2/models/{name}", timeout=LONG_S).raise_for_status().json()
 
     found = inspected(repository / name, "--batch", "1,2")
 
     (on_cpu,) = (one for one in found["placement"] if one["provider"] == CPU)
     nodes = ", ".join(f"{provider}: {count}" for provider, count in on_cpu["nodes"].items())
-    assert nodes == told["properties"]["nodes"]
+    assert nodes == metadata["properties"]["nodes"]
     assert found["rows"]["verdict"] == VERDICTS[name]
     rows = re.compile(r"up to \d+ rows")
-    assert rows.sub("", found["rows"]["because"]) == rows.sub("", told["properties"]["batching"])
-    assert [one["name"] for one in found["inputs"]] == [one["name"] for one in told["inputs"]]
+    assert rows.sub("", found["rows"]["because"]) == rows.sub("", metadata["properties"]["batching"])
+    assert [one["name"] for one in found["inputs"]] == [one["name"] for one in metadata["inputs"]]
 
 
 def test_nodes_that_run_are_those_of_a_profile(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def test_schema_of_a_tool_is_current_and_describes_every_field(command: str) -> 
     records = {"": schema, **schema.get("$defs", {})}
     missing = [
         f"{record}.{name}"
-        for record, told in records.items()
-        for name, field in told.get("properties", {}).items()
+        for record, document in records.items()
+        for name, field in document.get("properties", {}).items()
         if "description" not in field and name != "schema"
     ]
     assert missing == []

@@ -1,7 +1,7 @@
 """Calls as clients spell them and what a server answers, frozen in ``contract/golden_calls.json``.
 
 ``golden_bytes`` holds what the codecs make of tensors; here is the rest of the protocol, over real sockets: what a
-client sends and gets, whatever a room inside is called. ``golden_bytes`` writes the page of both.
+client sends and gets, independent of names inside the package. ``golden_bytes`` writes the page of both.
 """
 
 import json

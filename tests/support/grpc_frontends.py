@@ -166,7 +166,7 @@ async def wait_until(claim: Callable[[], bool]) -> None:
 
 
 async def read(stream: Stream) -> bytes | None:
-    """The next message, None at the end of the stream, whatever its status."""
+    """The next message, None at the end of the stream, with any status."""
     try:
         data: object = await stream.read()
     except grpc.aio.AioRpcError:

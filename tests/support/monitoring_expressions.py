@@ -1,4 +1,4 @@
-"""What PromQL expressions name, for tests that look for names nobody exposes."""
+"""What PromQL expressions name, for tests that look for names of no metric."""
 
 import re
 from typing import Final

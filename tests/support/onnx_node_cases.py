@@ -20,7 +20,7 @@ from onnx import OptionalProto, SequenceProto, TensorProto, numpy_helper
 from apart import CACHE, keep, run_tool
 
 ONNX_VERSION: Final = "1.22.0"
-# The same file everywhere, whatever Python and machine the tests run on: it is for its data, and nothing imports it.
+# The same file for every Python and machine: it is for its data, and nothing imports it.
 _WHEEL: Final = ("--python-version=3.11", "--implementation=cp", "--abi=cp311", "--platform=manylinux_2_28_x86_64")
 _SHA256: Final = "1d0a2bdb15eb2b3cb65c438f3423d9620d14fdce32f92380e6bb1b2e09568ef5"
 _DATA: Final = "onnx/backend/test/data/node/"

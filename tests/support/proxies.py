@@ -32,7 +32,7 @@ class Ports(NamedTuple):
 
 
 def free_ports() -> Ports:
-    """Ports that nobody listens on, from below those that systems give away by themselves: a server that is started
+    """Free ports, from below those that systems give away by themselves: a server that is started
     again must find its own free.
     """
     found: list[int] = []
@@ -49,7 +49,7 @@ def free_ports() -> Ports:
 
 
 async def until(look: Callable[[], Awaitable[bool]]) -> None:
-    """Look until it is so, for what nobody tells."""
+    """Look until the condition holds, if no event announces it."""
     async with asyncio.timeout(LONG_S):
         while True:
             if await look():

@@ -101,7 +101,7 @@ class ServerProcess:
         return line
 
     def wait_until_loaded(self) -> None:
-        """Wait for the end of loading, whatever became of the models."""
+        """Wait for the end of loading, successful or not."""
         self.wait_for_line("initial loading has ended")
 
     def send(self, number: signal.Signals) -> None:

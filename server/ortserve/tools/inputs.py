@@ -69,7 +69,7 @@ class FileInputs:
         return f"{self.name}: {self.samples} samples"
 
     def take(self, rows: int, number: int) -> Arrays:
-        """As ``Inputs.take``. A model that is not batched gets one sample, whatever ``rows`` says."""
+        """As ``Inputs.take``. A model that is not batched gets one sample; ``rows`` has no effect."""
         if not self.is_batched:
             return tuple(array[number % self.samples] for array in self.arrays)
         chosen = (np.arange(rows) + number * rows) % self.samples

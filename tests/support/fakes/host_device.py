@@ -74,7 +74,7 @@ class HostDevice:
     ) -> None:
         """``total_bytes`` bounds allocations; ``seed`` is for the pace ``ANY``.
 
-        With ``one_graph_per_session`` a session keeps a single graph from its first run with an id, whatever the ids,
+        With ``one_graph_per_session`` a session keeps a single graph from its first run with an id, with any ids,
         and replays it in runs without an id, too, as TensorRT's provider does.
         """
         self.name = f"host:{device_id}"

@@ -60,7 +60,7 @@ class FakeRunner:
     It takes ``depth`` batches at a time and computes one after the other.
 
     ``runs`` says what ran, in order; ``violations`` how the caller broke the promises that a batch and a ``Runner``
-    rest on. Those are kept rather than raised: the batcher takes whatever a run raises for the run's failure.
+    rest on. Those are kept rather than raised: the batcher takes every error of a run as its failure.
     """
 
     def __init__(

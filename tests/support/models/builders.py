@@ -269,7 +269,7 @@ def slow(path: Path, steps: int = 30_000) -> Path:
 def repeats(path: Path, steps: int | None = None) -> Path:
     """A loop of as many steps as the request says: x INT64 [1] → y INT64 [], the number of steps.
 
-    With ``steps`` each request runs so many, whatever it brings.
+    With ``steps`` each request runs so many, independent of its input.
     """
     body = helper.make_graph(
         [

@@ -17,7 +17,7 @@ class Load:
 
     Attributes:
         concurrency: Callers that send their next request when they have an answer (closed loop); None for an open one.
-        rate: Requests per second, whatever becomes of them (open loop); 0 for the times of a file.
+        rate: Requests per second, answered or not (open loop); 0 for the times of a file.
         arrivals: ``constant``, ``poisson``, ``bursts:N`` (N at a time), or a file of times in seconds, one a line.
     """
 

@@ -41,7 +41,7 @@ stolen_time (warning): requests wait without any sign of it inside this machine
 # memory
 memory_near_limit (warning): the kernel kills a process beyond the limit; cached files count, but are dropped first
     → raise the limit, or serve fewer models
-processes_killed (warning): a killed server answers nobody until it is started again
+processes_killed (warning): a killed server answers no request until it is started again
     → raise the memory limit; max_inflight_bytes and max_rows bound what the server takes
 huge_pages_defrag (warning): an allocation may wait for the kernel to move memory
     → echo madvise > /sys/kernel/mm/transparent_hugepage/defrag

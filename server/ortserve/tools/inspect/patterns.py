@@ -137,7 +137,7 @@ def casts_back(wiring: Wiring, values: Mapping[str, Value]) -> Iterator[Node]:
 
 
 def shape_nodes(wiring: Wiring) -> Iterator[Node]:
-    """Nodes that compute shapes: whatever reads only results of Shape, and constants."""
+    """Nodes that compute shapes: they read only results of Shape, and constants."""
     shapes: set[str] = set()
     for node in wiring.graph.nodes:
         read = wiring.computed(node)

@@ -38,7 +38,7 @@ _MICROSOFT_ON_CUDA: Final = """
     SkipLayerNormalization SkipSimplifiedLayerNormalization SparseAttention TransposeMatMul Trilu UnfoldTensor
 """
 _ON_CUDA: Final = {"": frozenset(_ONNX_ON_CUDA.split()), "com.microsoft": frozenset(_MICROSOFT_ON_CUDA.split())}
-"""Operators by domain with CUDA kernels, whatever datatypes: docs/OperatorKernels.md of ONNX Runtime."""
+"""Operators by domain with CUDA kernels for any datatype: docs/OperatorKernels.md of ONNX Runtime."""
 
 
 def predict_replay(simplified: Model, settings: SessionSettings, shapes_vary: str) -> Replay:

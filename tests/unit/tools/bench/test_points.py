@@ -186,7 +186,7 @@ def test_wait_for_the_generator_is_that_of_a_queue() -> None:
 
 
 def test_busy_generator_is_refused_if_answers_wait_for_it() -> None:
-    """700 µs for a request at 1,000 a second: answers of 2 ms cannot be told from those of a slow generator."""
+    """700 µs for a request at 1,000 a second: answers of 2 ms look like those of a slow generator."""
     quick = point(seen_of(np.full(10_000, 0.002), cpu_share=0.7), load=CLOSED).generator.too_slow_because
     slow = point(seen_of(np.full(10_000, 0.2), cpu_share=0.7), load=CLOSED).generator.too_slow_because
 

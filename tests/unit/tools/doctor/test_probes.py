@@ -107,7 +107,7 @@ def end_by_signal(item: str) -> str:
 
 
 def fail(item: str) -> str:
-    """Work that fails in a way that nobody expects."""
+    """Work that fails in an unexpected way."""
     print("noise of a library", flush=True)
     raise RuntimeError(f"libfoo.so: no such symbol in {item}")
 
@@ -175,7 +175,7 @@ class FakeNvml:
         """As NVML's module raises."""
 
     def __getattr__(self, call: str) -> Any:
-        told: dict[str, Any] = {
+        answers: dict[str, Any] = {
             "nvmlInit": None,
             "nvmlDeviceGetCount": 2,
             "nvmlSystemGetDriverVersion": "580.65",
@@ -187,8 +187,8 @@ class FakeNvml:
         }
 
         def answer(*arguments: Any) -> Any:
-            if call in told:
-                return told[call]
+            if call in answers:
+                return answers[call]
             if call == "nvmlDeviceGetHandleByIndex":
                 return arguments[0]
             if call == "nvmlDeviceGetUUID":
