@@ -266,7 +266,7 @@ def test_urgent_requests_overtake_queued_ones(server: ServerProcess) -> None:
 
 
 def test_priority_is_ignored_for_a_model_without_levels(server: ServerProcess) -> None:
-    with backlog(server, "slow", 8) as waiting, ThreadPoolExecutor(1) as pool:
+    with backlog(server, "slow", 16) as waiting, ThreadPoolExecutor(1) as pool:
         late = pool.submit(post, server, "slow", priority=1)
         order = [call is late for call in as_completed([*waiting, late])]
     assert True in order[-2:]

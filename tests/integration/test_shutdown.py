@@ -251,9 +251,9 @@ def test_signal_while_models_are_loading_ends_the_server_with_status_0(tmp_path:
 
 
 def test_long_load_does_not_delay_shutdown(tmp_path: Path) -> None:
-    add_model(tmp_path, "a", builders.identity)
+    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # its first run in warm-up takes much longer
     with starting(tmp_path, "--warmup-s", "60") as server:
-        labels = {"model": "a", "version": "1", "state": "warming"}
+        labels = {"model": "slow", "version": "1", "state": "warming"}
         wait_for_sample(server, "ortserve_model_state", lambda value: value == 1, **labels)
         began_s = time.monotonic()
         server.stop()
