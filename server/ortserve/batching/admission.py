@@ -22,8 +22,8 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 _RETRY_AFTER_S: Final = 1.0
 """If the time of a batch is unknown."""
 _PRICED_CLASSES: Final = 16
-"""Other shape classes whose queued batches are predicted one by one for each new request with a deadline, which takes
-about 15 µs (measured). Rows of further classes count as if they had the shape of the new request."""
+"""Other shape classes whose queued batches are predicted one by one for each new request with a deadline; the number
+bounds the time of that. Rows of further classes count as if they had the shape of the new request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class Admission:
         assert request.finish_by_ns is not None
         settle_ns = request.finish_by_ns - now_ns
         latency, rows, max_rows = shape_class.batch_latency, request.rows, policy.max_rows
-        order = (request.level, shape_class.due_ns(request, now_ns, max_rows))
+        order = (request.level, shape_class.due_ns(request.finish_by_ns, now_ns, max_rows))
         first_ns = settle_ns
         if shape_class.requests and shape_class.requests[0].finish_by_ns is not None:
             first_ns = min(settle_ns, shape_class.requests[0].finish_by_ns - now_ns)

@@ -30,7 +30,7 @@ PASSED_IN_SEARCH: Final = "its deadline came too near for an answer while its ba
 _MIN_SWEEP_INTERVAL_NS: Final = 1_000_000
 """Between two sweeps of the queue. The timers of the event loop have whole milliseconds."""
 _SWEEP_INTERVAL_PER_REQUEST_NS: Final = 1_000
-"""A sweep takes less than 0.1 µs a request (measured), so sweeps take at most a tenth of the event loop's time."""
+"""Much longer than a sweep takes for a request, so that sweeps take a small share of the event loop's time."""
 
 
 @dataclass(frozen=True, slots=True)

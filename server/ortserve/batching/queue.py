@@ -75,7 +75,9 @@ class ShapeClass:
 
     def push(self, request: InflightRequest, max_rows: int) -> None:
         """Insert a request at its place in the order."""
-        request.due_ns = self.due_ns(request, request.timing.queued_ns, max_rows)
+        queued_ns, by_ns = request.timing.queued_ns, request.finish_by_ns
+        latest_ns = self._last_due_ns = self._latest_due_ns(queued_ns, max_rows)
+        request.due_ns = latest_ns if by_ns is None else min(latest_ns, float(by_ns))
         self.rows += request.rows
         requests = self.requests
         if not requests or request.order >= requests[-1].order:
@@ -83,17 +85,19 @@ class ShapeClass:
         else:
             insort(requests, request, key=_order)
 
-    def due_ns(self, request: InflightRequest, queued_ns: int, max_rows: int) -> float:
-        """When a request that is enqueued at ``queued_ns`` is due."""
+    def due_ns(self, finish_by_ns: int, queued_ns: int, max_rows: int) -> float:
+        """When a request with this deadline would be due if it were enqueued at ``queued_ns``."""
+        return min(self._latest_due_ns(queued_ns, max_rows), float(finish_by_ns))
+
+    def _latest_due_ns(self, queued_ns: int, max_rows: int) -> float:
+        """When a request without a deadline would be due."""
         observations = self.batch_latency.observations
         if self._due_after_computed < observations:
             self._due_after_computed = observations + _DUE_AFTER_BATCHES
             full_ns = self.batch_latency.predict_ns(max_rows) or 0.0
             self._due_after_ns = max(DUE_RUNS * full_ns, LEAST_DUE_NS)
         # Never before an earlier request on the same terms, even if the predicted time has become shorter.
-        last_ns = self._last_due_ns if self.requests else 0.0
-        due_ns = self._last_due_ns = max(queued_ns + self._due_after_ns, last_ns)
-        return due_ns if request.finish_by_ns is None else min(due_ns, float(request.finish_by_ns))
+        return max(queued_ns + self._due_after_ns, self._last_due_ns if self.requests else 0.0)
 
     def count_removed(self, rows: int) -> None:
         """Update the total of rows after a removal."""

@@ -87,7 +87,7 @@ certificate_expires (warning): clients that verify it refuse to connect from the
     → replace tls_cert_file and tls_key_file; the server follows the files without a restart
 untrusted_certificate (warning): clients refuse to connect, or skip verification
     → give clients its authority (SSL_CERT_FILE), or the server a certificate for this name
-open_control (warning): anyone who reaches the port can load and unload models
+open_control (warning): every client that reaches the port can load and unload models
     → set control_keys_file, or let only trusted hosts reach the port
 open_shared_memory (warning): any caller can read and overwrite the objects in /dev/shm that the server may open
     → allow it on loopback addresses only, or set control_keys_file

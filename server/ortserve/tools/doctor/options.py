@@ -42,7 +42,7 @@ def check_options(config: Path | None) -> tuple[ServerOptions, list[Finding]]:
 
 
 def reach_of(host: str) -> str:
-    """Who can reach an address: ``loopback``, ``private`` or ``public``. Names other than localhost are private."""
+    """The reach of an address: ``loopback``, ``private`` or ``public``. Names other than localhost are private."""
     try:
         address = ip_address(host.strip("[]").partition("%")[0])
     except ValueError:

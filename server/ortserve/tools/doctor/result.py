@@ -226,7 +226,7 @@ class ServerFacts:
         version: Of the server.
         live: Whether it works.
         ready: Whether it takes requests.
-        reach: Who can reach its address: ``loopback``, ``private`` or ``public``.
+        reach: Of its address: ``loopback``, ``private`` or ``public``.
         tls: Whether the connection is encrypted.
         certificate_expires_s: Seconds from now.
         certificate_problem: Why it is not trusted here.
