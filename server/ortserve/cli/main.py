@@ -12,7 +12,10 @@ from ortserve.cli import health, serve
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.engine.distributions import installed_runtimes
 
-_TOOLS_NEED = ("onnxruntime", "rich", "jinja2", "onnx", "matplotlib", "psutil", "squarify")
+_TOOLS_NEED = (
+    *("onnxruntime", "rich", "jinja2", "onnx", "matplotlib", "psutil", "squarify"),
+    *("onnx_ir", "onnxscript", "onnxslim", "optuna", "ruamel", "sympy"),
+)
 
 _USAGE = """\
 usage: ortserve COMMAND ...

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -41,9 +41,12 @@ class Outcome:
 
 
 class ToolParser(argparse.ArgumentParser):
-    """The arguments of a tool. Adds ``--json`` and ``-o``."""
+    """The arguments of a tool. Adds ``--json`` and a flag for the page."""
 
-    def __init__(self, name: str, description: str, **more: Any) -> None:
+    def __init__(
+        self, name: str, description: str, *, page_flags: Sequence[str] = ("-o", "--output"), **more: Any
+    ) -> None:
+        """``page_flags`` are others for tools whose ``-o`` is a model."""
         super().__init__(
             prog=f"ortserve {name}",
             description=description,
@@ -53,15 +56,17 @@ class ToolParser(argparse.ArgumentParser):
         )
         output = self.add_argument_group("output")
         output.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
-        output.add_argument("-o", "--output", type=Path, metavar="PAGE.html", help="Also write a page for browsers.")
+        output.add_argument(
+            *page_flags, dest="page", type=Path, metavar="PAGE.html", help="Also write a page for browsers."
+        )
 
 
 def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments: argparse.Namespace) -> int:
     """Run a tool and write its output. Returns the exit status; errors are one line on standard error."""
-    page: Path | None = arguments.output
+    page: Path | None = arguments.page
     try:
         if page is not None and not page.absolute().parent.is_dir():
-            return _fail(name, f"-o: expected a file in an existing folder, got '{page}'", INVALID)
+            return _fail(name, f"PAGE.html: expected a file in an existing folder, got '{page}'", INVALID)
         outcome = run(arguments)
         if page is not None:
             page.write_text(render_page(outcome.report), encoding="utf-8")

@@ -63,7 +63,7 @@ def test_status_follows_the_worst_finding(
         (["--seconds", "-1"], 2, "--seconds: expected 0 to 3600"),
         (["--seconds-per-model", "nan"], 2, "--seconds-per-model: expected 0 to 3600"),
         (["--requests", "0"], 2, "--requests: expected 1 to 100000"),
-        (["-o", "/nowhere/page.html"], 2, "-o: expected a file in an existing folder"),
+        (["-o", "/nowhere/page.html"], 2, "PAGE.html: expected a file in an existing folder"),
     ],
 )
 def test_wrong_arguments_are_one_line(

@@ -1,0 +1,224 @@
+"""How far the outputs of a model are from those of the model that it came from, and whether that is too far. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ortserve.errors import invalid_input
+
+MEASURES: Final = ("max", "relative", "cosine", "top1", "accuracy")
+"""What ``--max-error`` can bound. All are 0 for equal outputs; larger is worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputError:
+    """How far one output is from the reference, over all samples. Infinite if shapes or non-finite elements differ.
+
+    Attributes:
+        name: Of the output.
+        max: Largest absolute difference of two elements; for texts and booleans, 1 if any differ.
+        relative: ``max`` divided by the largest absolute element of the reference.
+        cosine: 1 minus the cosine between a sample's output and the reference, for the worst sample.
+        top1: Share of positions whose largest element along the last axis is another one; for integers, texts and
+            booleans, the share of elements that differ.
+    """
+
+    name: str
+    max: float
+    relative: float
+    cosine: float
+    top1: float
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How two models agree.
+
+    Attributes:
+        samples: The number of samples that were compared.
+        outputs: The errors of each output.
+        accuracy: Share of the labels that the model finds; None without labels.
+        reference_accuracy: The same of the reference.
+    """
+
+    samples: int
+    outputs: tuple[OutputError, ...]
+    accuracy: float | None = None
+    reference_accuracy: float | None = None
+
+    def error(self, measure: str) -> float:
+        """The worst error of any output; for ``accuracy``, what the model loses against the reference.
+
+        Raises:
+            ServeError: invalid_input: ``accuracy`` without labels.
+        """
+        if measure != "accuracy":
+            return max((float(getattr(output, measure)) for output in self.outputs), default=0.0)
+        if self.accuracy is None or self.reference_accuracy is None:
+            raise invalid_input("--max-error accuracy: expected --labels, too")
+        return max(0.0, self.reference_accuracy - self.accuracy)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBound:
+    """The largest error that is accepted.
+
+    Attributes:
+        measure: One of ``MEASURES``.
+        most: The bound.
+    """
+
+    measure: str
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.measure}={self.most:g}"
+
+    def excess(self, agreement: Agreement) -> str:
+        """How the bound is exceeded, in words; empty if it is kept."""
+        error = agreement.error(self.measure)
+        return "" if error <= self.most else f"{self.measure} error {error:.3g} exceeds {self.most:g}"
+
+
+def parse_bound(text: str) -> ErrorBound:
+    """Read the value of ``--max-error``: ``0.001`` bounds the largest difference, ``cosine=0.01`` another measure.
+
+    Raises:
+        ServeError: invalid_input, naming what is expected.
+    """
+    measure, equals, number = text.rpartition("=")
+    try:
+        most = float(number)
+    except ValueError:
+        most = math.nan
+    if (measure or "max") not in MEASURES or bool(measure) != bool(equals) or not 0 <= most < math.inf:
+        expected = f"a number from 0, or MEASURE=NUMBER with one of {', '.join(MEASURES)}"
+        raise invalid_input(f"--max-error: expected {expected}, got '{text}'")
+    return ErrorBound(measure or "max", most)
+
+
+class AgreementMeter:
+    """Collects errors batch by batch."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Args: names: Of the outputs, in their order."""
+        self._outputs: Final = [_OutputMeter(name) for name in names]
+        self._samples = 0
+        self._labelled = [0, 0, 0]
+
+    def add(
+        self,
+        reference: Sequence[np.ndarray],
+        candidate: Sequence[np.ndarray],
+        samples: int,
+        labels: np.ndarray | None = None,
+    ) -> None:
+        """Compare the outputs of a run.
+
+        Args:
+            reference: Outputs of the reference, rows on axis 0.
+            candidate: Outputs of the model for the same inputs.
+            samples: Rows of the run.
+            labels: Of these rows; None without.
+
+        Raises:
+            ServeError: invalid_input: no output has a class for each label.
+        """
+        for meter, expected, found in zip(self._outputs, reference, candidate, strict=True):
+            meter.add(expected, found, samples)
+        self._samples += samples
+        if labels is not None:
+            hits = (predicted_hits(outputs, labels) for outputs in (reference, candidate))
+            self._labelled = [total + count for total, count in zip(self._labelled, (*hits, len(labels)), strict=True)]
+
+    def result(self) -> Agreement:
+        """All errors so far."""
+        reference_hits, hits, labels = self._labelled
+        outputs = tuple(meter.result() for meter in self._outputs)
+        if not labels:
+            return Agreement(self._samples, outputs)
+        return Agreement(self._samples, outputs, hits / labels, reference_hits / labels)
+
+
+def predicted_hits(outputs: Sequence[np.ndarray], labels: np.ndarray) -> int:
+    """How many labels the outputs of a classifier predict.
+
+    The first output decides that has one integer or text per label, or else, for integer labels, the first that has
+    scores of at least two classes.
+
+    Raises:
+        ServeError: invalid_input: there is no such output.
+    """
+    count = len(labels)
+    for output in outputs:
+        if output.dtype.kind in "iuOSU" and output.shape in ((count,), (count, 1)):
+            return int((output.reshape(count).astype(str) == labels.astype(str)).sum())
+    for output in outputs:
+        if output.dtype.kind == "f" and output.ndim == 2 and len(output) == count and output.shape[1] > 1:
+            return int((output.argmax(axis=1).astype(str) == labels.astype(str)).sum())
+    shapes = ", ".join(f"{output.dtype} {list(output.shape)}" for output in outputs)
+    raise invalid_input(f"--labels: expected an output with a class or with scores for each sample, got {shapes}")
+
+
+class _OutputMeter:
+    def __init__(self, name: str) -> None:
+        self._name: Final = name
+        self._max = self._largest = self._cosine = 0.0
+        self._positions = self._elsewhere = 0
+
+    def add(self, reference: np.ndarray, candidate: np.ndarray, samples: int) -> None:
+        if reference.shape != candidate.shape or (reference.dtype.kind in "OSU") != (candidate.dtype.kind in "OSU"):
+            self._max = self._cosine = math.inf
+        elif not reference.size:
+            return
+        elif reference.dtype.kind in "OSUb":
+            self._add_symbols(reference, candidate)
+        else:
+            self._add_numbers(reference, candidate, samples)
+
+    def _add_symbols(self, reference: np.ndarray, candidate: np.ndarray) -> None:
+        differ = int((reference != candidate).sum())
+        self._count(differ, reference.size)
+        self._max, self._largest = max(self._max, float(differ > 0)), 1.0
+        self._cosine = max(self._cosine, float(differ > 0))
+
+    def _add_numbers(self, reference: np.ndarray, candidate: np.ndarray, samples: int) -> None:
+        expected, found = reference.astype(np.float64), candidate.astype(np.float64)
+        finite = np.isfinite(expected)
+        if (
+            not np.array_equal(expected[~finite], found[~finite], equal_nan=True)
+            or not np.isfinite(found[finite]).all()
+        ):
+            self._max = self._cosine = math.inf
+            return
+        expected, found = np.where(finite, expected, 0), np.where(finite, found, 0)
+        difference = np.abs(expected - found)
+        self._max = max(self._max, float(difference.max()))
+        self._largest = max(self._largest, float(np.abs(expected).max()))
+        rows = samples if expected.ndim and len(expected) == samples else 1
+        self._cosine = max(self._cosine, _cosine_error(expected.reshape(rows, -1), found.reshape(rows, -1)))
+        if reference.dtype.kind in "iu":
+            self._count(int((difference != 0).sum()), difference.size)
+        elif reference.dtype.kind == "f" and reference.ndim and reference.shape[-1] > 1:
+            elsewhere = expected.argmax(axis=-1) != found.argmax(axis=-1)
+            self._count(int(elsewhere.sum()), elsewhere.size)
+
+    def _count(self, elsewhere: int, positions: int) -> None:
+        self._elsewhere += elsewhere
+        self._positions += positions
+
+    def result(self) -> OutputError:
+        relative = 0.0 if not self._max else self._max / self._largest if self._largest else math.inf
+        top1 = 1.0 if math.isinf(self._max) else self._elsewhere / max(1, self._positions)
+        return OutputError(self._name, self._max, relative, self._cosine, top1)
+
+
+def _cosine_error(expected: np.ndarray, found: np.ndarray) -> float:
+    """Of the worst row. A row of zeros agrees only with zeros."""
+    lengths = np.linalg.norm(expected, axis=1), np.linalg.norm(found, axis=1)
+    product = lengths[0] * lengths[1]
+    cosines = (expected * found).sum(axis=1) / np.where(product == 0, 1, product)
+    return float(max(0.0, 1 - np.where(product == 0, lengths[0] == lengths[1], cosines).min()))

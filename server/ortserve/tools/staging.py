@@ -1,0 +1,48 @@
+"""Writing results as a whole: in a hidden folder beside their place, which they enter at the end or not at all."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def staging_folder(beside: Path) -> Iterator[Path]:
+    """A new folder on the same file system as ``beside``. At the end it is removed with what it still holds.
+
+    Its name begins with a dot, so that repositories do not take it for a model or a version.
+
+    Raises:
+        OSError: The folder of ``beside`` does not exist or cannot be written.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=".ortserve-", dir=beside.absolute().parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def install_files(staged: Path, target: Path) -> None:
+    """Move all files of a folder to ``target``'s folder, over existing ones.
+
+    The file with ``target``'s name comes last, so that a model never refers to files that are not there yet.
+    """
+    for file in sorted(
+        (file for file in staged.rglob("*") if file.is_file()), key=lambda file: file.name == target.name
+    ):
+        place = target.parent / file.relative_to(staged)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        sync(file)
+        file.replace(place)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Write a file or folder through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,30 @@
+from pathlib import Path
+
+import pytest
+
+from ortserve.tools.staging import install_files, staging_folder
+
+
+def test_files_move_as_a_whole_and_the_folder_goes(tmp_path: Path) -> None:
+    target = tmp_path / "model.onnx"
+    target.write_text("old")
+    with staging_folder(target) as folder:
+        (folder / "model.onnx").write_text("new")
+        (folder / "model.onnx.data").write_text("weights")
+        assert target.read_text() == "old"
+        install_files(folder, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert target.read_text() == "new"
+
+
+def write_half(target: Path, error: type[BaseException]) -> None:
+    with staging_folder(target) as folder:
+        (folder / target.name).write_text("half")
+        raise error
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_nothing_stays_after_an_error(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        write_half(tmp_path / "model.onnx", error)
+    assert list(tmp_path.iterdir()) == []
