@@ -117,7 +117,7 @@ CACHE_BYTES: Final = Declaration(
     "Memory of the response cache; at most cache_bytes.",
 )
 CACHE_EVICTIONS: Final = Declaration(
-    "ortserve_response_cache_evictions_total",
+    "ortserve_response_cache_evicted_entries_total",
     "counter",
     (),
     "Entries that left the response cache because others needed their memory.",
