@@ -17,6 +17,7 @@ UNITS: Final = (
     "elements",
     "requests",
     "loads",
+    "entries",
     "decisions",
     "streams",
     "batches",

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from ortserve import __version__
 from ortserve.app.busy_polling import make_busy_polling
 from ortserve.app.watchdog import Watchdog
+from ortserve.batching.response_cache import ResponseCache
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.core.large_memory import MAX_KEPT_BYTES, LargeMemory
@@ -128,7 +129,10 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     metrics.set_devices_source(DevicesReader(runtime.devices).read)
     activity = LoopActivity()
     watchdog = Watchdog(asyncio.get_running_loop(), activity, monotonic_ns)
-    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity)
+    cache = ResponseCache(options.cache_bytes) if options.cache_bytes else None
+    if cache is not None:
+        metrics.set_cache_source(cache.reading)
+    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, cache)
     polling = make_busy_polling(options, registry)
     metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(

@@ -10,6 +10,7 @@ __all__ = [
     "executor",
     "planner",
     "queue",
+    "response_cache",
     "row_checks",
     "run_limits",
     "shared_threads",

@@ -196,6 +196,10 @@ class ModelOptions(LoadOptions):
     about 1 % of the model's run time, and only while the queue is empty. If two runs alone agree with each other but
     not with the batch, each request runs alone until the version is reloaded. Unset: only if the model's graph does not
     prove that rows are independent."""
+    response_cache: bool = False
+    """Whether a request whose inputs equal those of an earlier one is answered with its outputs, without a run. Equal
+    requests that come during a run wait for it. For models whose outputs depend on nothing but their inputs. Entries
+    end with the load of the version; ``cache_bytes`` of the server limits the memory of all models' entries."""
     inputs: Mapping[str, InputOptions] = Field(default_factory=dict)
     """How clients see an input, by its name. The metadata lists these inputs first, in this order."""
     outputs: Mapping[str, OutputOptions] = Field(default_factory=dict)

@@ -106,6 +106,9 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     """Maximum size of the JSON of a request to infer or generate, after decompression; larger JSON is rejected as
     ``too_large``. Parsing JSON takes up to 32 times its size in memory; binary tensors take none and may be larger.
     Unset: 32 MiB, or less if ``max_inflight_bytes`` is too small for that."""
+    cache_bytes: int = Field(default=64 * 1024 * 1024, ge=0, le=2**44)
+    """Memory for the entries of all models with ``response_cache``; the least recently used ones are evicted. 0: no
+    model uses a cache."""
     compression_min_bytes: int = Field(default=16 * 1024, ge=0, le=2**44)
     """Minimum size of a REST inference answer that is compressed. Only answers to callers with a matching
     ``Accept-Encoding`` that shrink by at least a fifth are compressed. Compressing 64 KiB takes about as long as ten

@@ -31,7 +31,9 @@ def describe_config(served: ServedModel) -> pb.ModelConfig:
     if not config.HasField("optimization"):
         config.optimization.graph.level = _GRAPH_LEVELS[options.session.graph_optimization]
     config.ClearField("dynamic_batching")
-    config.ClearField("response_cache")  # Clients that see it expect cached responses.
+    config.ClearField("response_cache")
+    if served.is_cached:
+        config.response_cache.enable = True
     if config.max_batch_size > 1:
         _describe_batching(config.dynamic_batching, options, served.max_rows)
     _describe_instances(config, served)

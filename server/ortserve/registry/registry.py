@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
+from ortserve.batching.response_cache import ResponseCache
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
 from ortserve.device.devices import DeviceRuntime
@@ -66,6 +67,7 @@ class Registry:
         clock: Clock,
         runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
+        cache: ResponseCache | None = None,
     ) -> None:
         """Load nothing yet.
 
@@ -76,6 +78,7 @@ class Registry:
             clock: Monotonic nanoseconds.
             runtime: None for a plain one.
             activity: Reports runs on the event loop; None if the loop is not watched.
+            cache: For models with ``response_cache``; None if no model uses one.
         """
         self._repositories = repositories
         self._defaults = defaults
@@ -83,7 +86,7 @@ class Registry:
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
         self._versions = Versions(
-            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity
+            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity, cache
         )
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}

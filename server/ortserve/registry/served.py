@@ -4,9 +4,11 @@ import asyncio
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from ortserve.batching.batcher import Batcher
+from ortserve.batching.response_cache import CachedRuns
 from ortserve.batching.statistics import Learned
 from ortserve.config.model import ModelOptions, QueuePolicy
 from ortserve.core.batch import Arrays, BatchTap
@@ -40,6 +42,7 @@ class ServedModel:
         *,
         configuration: Configuration,
         properties: Mapping[str, str],
+        cached: CachedRuns | None = None,
     ) -> None:
         """Accept requests.
 
@@ -51,6 +54,7 @@ class ServedModel:
             metrics: Of the version.
             configuration: Of its load.
             properties: Shown in the metadata.
+            cached: Answers equal requests; None to run every request.
         """
         self.name = name
         self.version = version
@@ -73,6 +77,7 @@ class ServedModel:
         """Of each instance."""
         self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
+        self._cached = cached
         self._instances = loaded.instances
         self._conversions = loaded.interface.conversions
         self._crashing = crashing_operators(loaded.operators)
@@ -86,6 +91,11 @@ class ServedModel:
         self._padding = padding_of_requests(loaded.padding)
         has_one = self._padding is None and self.model_signature.has_one_shape_class
         self._shape_classes = None if has_one else ShapeClasses(self.model_signature, self._padding)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether equal requests may be answered without a run."""
+        return self._cached is not None
 
     @property
     def max_rows(self) -> int:
@@ -146,6 +156,15 @@ class ServedModel:
         most_rows = self._most_rows_alone if isinstance(shape_class, Alone) else self._most_rows
         if rows > most_rows:
             raise invalid_input(f"inference request batch-size must be <= {most_rows} for '{self.name}', got {rows}")
+        if self._cached is not None:
+            self._cached.submit(request, terms, partial(self._enqueue, shape_class, terms))
+        elif terms.yields_when_late:
+            request.settle_by(self._run_yielding(request, shape_class, terms))
+        else:
+            self._batcher.submit(request, shape_class, terms)
+
+    def _enqueue(self, shape_class: Hashable, terms: Terms, request: InflightRequest) -> None:
+        """Enqueue a request that the cache does not answer."""
         if terms.yields_when_late:
             request.settle_by(self._run_yielding(request, shape_class, terms))
         else:
@@ -210,6 +229,8 @@ class ServedModel:
     async def close(self) -> None:
         """Answer all admitted requests, then close the instances."""
         await self._batcher.close()
+        if self._cached is not None:
+            await self._cached.close()
         for instance in self._instances:
             await asyncio.to_thread(instance.close)
 

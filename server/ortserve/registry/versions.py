@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
+from ortserve.batching.response_cache import ResponseCache
 from ortserve.batching.run_limits import RunEvents
 from ortserve.clock import Clock
 from ortserve.core.batch import Runner
@@ -47,6 +48,7 @@ class Versions:
         on_replace: Callable[[VersionRecord], object],
         runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
+        cache: ResponseCache | None = None,
         *,
         progress_log_interval_s: float = PROGRESS_LOG_INTERVAL_S,
     ) -> None:
@@ -60,6 +62,7 @@ class Versions:
             on_replace: Called with a version that has abandoned an instance and should be loaded anew by ``replace``.
             runtime: The process's; None for a plain one.
             activity: As in ``InlineBudget``.
+            cache: As in ``Assembly``.
             progress_log_interval_s: Between log lines of one load.
         """
         self._loop = asyncio.get_running_loop()
@@ -71,7 +74,7 @@ class Versions:
         self._runtime = runtime or DeviceRuntime()
         self._progress_log_interval_s = progress_log_interval_s
         processors = cpu_budget()
-        self._assembly = Assembly(self._loop, clock, processors=processors, activity=activity)
+        self._assembly = Assembly(self._loop, clock, processors=processors, activity=activity, cache=cache)
         self._trials = CaptureTrials()
         self._limiter = LoadLimiter(processors)
         max_loads = min(processors, MAX_LOADS)

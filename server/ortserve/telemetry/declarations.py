@@ -97,6 +97,31 @@ CHECKED_REQUESTS: Final = Declaration(
     "differed: each request of the version now runs alone until the version is reloaded. not_deterministic: two runs "
     "alone differ. failed: the check failed. Only for models with row_checks.",
 )
+CACHE_REQUESTS: Final = Declaration(
+    "ortserve_response_cache_requests_total",
+    "counter",
+    ("model", "version", "result"),
+    "Requests of models with response_cache. hit: answered by the outputs, or by the run, of an equal request. miss: "
+    "it ran.",
+)
+CACHE_SAVED: Final = Declaration(
+    "ortserve_response_cache_saved_seconds_total",
+    "counter",
+    ("model", "version"),
+    "Time of the runs that hits did not need.",
+)
+CACHE_BYTES: Final = Declaration(
+    "ortserve_response_cache_bytes",
+    "gauge",
+    (),
+    "Memory of the response cache; at most cache_bytes.",
+)
+CACHE_EVICTIONS: Final = Declaration(
+    "ortserve_response_cache_evicted_entries_total",
+    "counter",
+    (),
+    "Entries that left the response cache because others needed their memory.",
+)
 BATCH_LATENCY: Final = Declaration(
     "ortserve_batch_latency_seconds",
     "gauge",
@@ -313,6 +338,10 @@ DECLARATIONS: Final = (
     SATURATION,
     BATCHING_DECISIONS,
     CHECKED_REQUESTS,
+    CACHE_REQUESTS,
+    CACHE_SAVED,
+    CACHE_BYTES,
+    CACHE_EVICTIONS,
     BATCH_LATENCY,
     BATCH_LATENCY_ERROR,
     STAGED_ELEMENTS,

@@ -25,7 +25,14 @@ from ortserve.errors import ErrorKind
 from ortserve.telemetry import declarations as declared
 from ortserve.telemetry.declarations import MODEL_STATES, Declaration, Labels
 from ortserve.telemetry.families import Family
-from ortserve.telemetry.readings import BatchingNumbers, DeviceReading, DeviceRuns, PollReading, StallReading
+from ortserve.telemetry.readings import (
+    BatchingNumbers,
+    CacheReading,
+    DeviceReading,
+    DeviceRuns,
+    PollReading,
+    StallReading,
+)
 from ortserve.telemetry.series import HistogramSeries, ModelMetrics, observe_failure
 from ortserve.telemetry.tracing import Tracing
 
@@ -66,6 +73,7 @@ class Metrics(Collector):
         self._devices: Callable[[], Sequence[DeviceReading]] = tuple
         self._stalls: Callable[[], StallReading] = StallReading
         self._polls: Callable[[], PollReading] = PollReading
+        self.cache: Callable[[], CacheReading] = CacheReading
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -142,6 +150,10 @@ class Metrics(Collector):
         """Call both at each scrape, on the scraping thread: they must only read."""
         self._stalls, self._polls = stalls, polls
 
+    def set_cache_source(self, source: Callable[[], CacheReading]) -> None:
+        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
+        self.cache = source
+
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before its model was found."""
         observe_failure(self._unknown, protocol, kind, duration_ns)
@@ -196,6 +208,7 @@ class Metrics(Collector):
         saturations = (((model.name, model.version), model.saturation()) for model in models)
         yield Family(declared.SATURATION, {labels: value for labels, value in saturations if value is not None})
         yield from _batching([((model.name, model.version), model.batching()) for model in models])
+        yield from _response_cache(models, self.cache())
         staging = [((model.name, model.version), model.staging()) for model in models]
         yield Family(declared.STAGED_ELEMENTS, {labels: count.staged for labels, count in staging})
         yield Family(declared.PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
@@ -254,6 +267,19 @@ def _batching(known: Sequence[tuple[Labels, BatchingNumbers]]) -> Iterator[Metri
     latency = {(*labels, str(rows)): s for labels, numbers in known for rows, s in numbers.latency_s.items()}
     yield Family(declared.BATCH_LATENCY, latency)
     yield Family(declared.BATCH_LATENCY_ERROR, {labels: numbers.latency_error_s for labels, numbers in known})
+
+
+def _response_cache(models: Iterable[ModelMetrics], cache: CacheReading) -> Iterator[Family]:
+    known = [((model.name, model.version), model.cache) for model in models if model.cache is not None]
+    results: dict[Labels, float] = {
+        (*labels, result): count
+        for labels, counts in known
+        for result, count in (("hit", counts.hits), ("miss", counts.misses))
+    }
+    yield Family(declared.CACHE_REQUESTS, results)
+    yield Family(declared.CACHE_SAVED, {labels: counts.saved_ns / _NS_PER_S for labels, counts in known})
+    yield Family(declared.CACHE_BYTES, {(): cache.nbytes})
+    yield Family(declared.CACHE_EVICTIONS, {(): cache.evictions})
 
 
 def _devices(devices: Sequence[DeviceReading], runs: Iterable[tuple[Labels, DeviceRuns]]) -> Iterator[Family]:

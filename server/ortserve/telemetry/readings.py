@@ -111,3 +111,41 @@ class LoopActivity:
         self.protocol = ""
         self.model = ""
         self.request_id = ""
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Lookups of one model version.
+
+    Attributes:
+        hits: Requests that were answered without a run of their own, by an entry or by the run of an equal request.
+        hit_rows: Their rows.
+        hit_ns: Time of their lookups.
+        misses: Requests that ran.
+        miss_ns: Time of their lookups and of storing their outputs.
+        saved_ns: Time of the runs that hits did not need.
+    """
+
+    hits: int = 0
+    hit_rows: int = 0
+    hit_ns: int = 0
+    misses: int = 0
+    miss_ns: int = 0
+    saved_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReading:
+    """The response cache of all models.
+
+    Attributes:
+        entries: Number of entries.
+        nbytes: Their memory.
+        max_bytes: Most memory.
+        evictions: Entries that went because others needed their memory.
+    """
+
+    entries: int = 0
+    nbytes: int = 0
+    max_bytes: int = 0
+    evictions: int = 0

@@ -14,7 +14,7 @@ from ortserve.core.padding import StagedElements
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import BATCH_ROWS, MODEL_STATES, PHASE_DURATION, REQUEST_DURATION
-from ortserve.telemetry.readings import BatchingNumbers, DeviceRuns
+from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns
 
 _NS_PER_S: Final = 1_000_000_000
 _DURATION_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in REQUEST_DURATION.buckets)
@@ -58,6 +58,7 @@ class ModelMetrics:
         answered: Durations of answered requests, by protocol.
         failed: Durations of failed requests, by protocol and kind of error.
         batches: Series by number of rows.
+        cache: Lookups in the response cache; None for a model without it.
     """
 
     def __init__(self, name: str, version: str) -> None:
@@ -72,6 +73,7 @@ class ModelMetrics:
         self.phases = tuple(HistogramSeries(_PHASE_BOUNDS_NS) for _ in PHASES)
         self.batch_rows = HistogramSeries(_ROW_BOUNDS)
         self.batches: dict[int, BatchSeries] = {}
+        self.cache: CacheCounts | None = None
         self.batching: Callable[[], BatchingNumbers] = BatchingNumbers
         self.staging: Callable[[], StagedElements] = StagedElements
         self.saturation: Callable[[], float | None] = lambda: None

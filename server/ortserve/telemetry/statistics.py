@@ -18,6 +18,7 @@ from ortserve.telemetry.declarations import Declaration
 from ortserve.telemetry.families import Family
 from ortserve.telemetry.machine import MACHINE_DECLARATIONS, CpuReading, GpuReading, machine_families
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.readings import CacheCounts, CacheReading
 from ortserve.telemetry.series import HistogramSeries, ModelMetrics
 
 FAILURE_REASONS: Final[Mapping[ErrorKind, str]] = {
@@ -56,7 +57,11 @@ class BatchSizeStatistics:
 
 @dataclass(frozen=True, slots=True)
 class InferStatistics:
-    """``success`` lasts from the complete body to the answer; the other parts are of successful requests."""
+    """``success`` lasts from the complete body to the answer; the other parts are of successful requests.
+
+    Answers from the response cache count in ``success``, ``queue`` and ``cache_hit`` only. The times of the cache are
+    those of lookups and of storing outputs.
+    """
 
     success: Duration
     fail: Duration
@@ -64,6 +69,8 @@ class InferStatistics:
     compute_input: Duration
     compute_infer: Duration
     compute_output: Duration
+    cache_hit: Duration = Duration()
+    cache_miss: Duration = Duration()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class VersionStatistics:
 
     Attributes:
         last_done_ns: When a request was last answered (monotonic); 0 if none was.
-        inference_count: Rows of answered requests.
+        inference_count: Rows of answered requests, but for those answered from the response cache.
         execution_count: Batches that ran.
         failures: Failed requests, by Triton's reasons.
         batches: In ascending order of size.
@@ -97,20 +104,24 @@ def read_statistics(model: ModelMetrics) -> VersionStatistics:
         if reason is not None:
             known = by_reason[reason]
             by_reason[reason] = Duration(known.count + sum(series.counts), known.ns + series.total)
-    _, queue, stage, compute, encode = (Duration(success.count, phase.total) for phase in model.phases)
+    cache = model.cache or CacheCounts()
+    ran = max(0, success.count - cache.hits)
+    queue, stage, compute, encode = (phase.total for phase in model.phases[1:])
     return VersionStatistics(
         model.name,
         model.version,
         model.last_done_ns,
-        model.rows,
+        max(0, model.rows - cache.hit_rows),
         sum(model.batch_rows.counts),
         InferStatistics(
             success,
             Duration(sum(d.count for d in by_reason.values()), sum(d.ns for d in by_reason.values())),
-            queue,
-            stage,
-            compute,
-            encode,
+            Duration(success.count, queue),
+            Duration(ran, stage),
+            Duration(ran, compute),
+            Duration(ran, encode),
+            Duration(cache.hits, cache.hit_ns),
+            Duration(cache.misses, cache.miss_ns),
         ),
         {reason: duration.count for reason, duration in by_reason.items()},
         tuple(
@@ -151,6 +162,14 @@ def _counter(name: str, help_text: str, read: Callable[[VersionStatistics], floa
 def _time(name: str, help_text: str, read: Callable[[InferStatistics], Duration]) -> TritonMetric:
     """A counter of microseconds."""
     return _counter(name, help_text, lambda known: read(known.inference).ns // 1000)
+
+
+def _cache(name: str, help_text: str, read: Callable[[CacheCounts], float]) -> TritonMetric:
+    """A counter of a model with response cache."""
+    return TritonMetric(
+        Declaration(name, "counter", _VERSION, help_text),
+        lambda model, _: {} if model.cache is None else {(): read(model.cache)},
+    )
 
 
 _WHOLE_BATCH: Final = "in microseconds; each request of a batch counts the whole time of the batch."
@@ -203,6 +222,18 @@ TRITON_METRICS: Final = (
         Declaration("nv_inference_pending_request_count", "gauge", _VERSION, "Requests in the queue."),
         lambda model, _: {(): model.batching().queue_requests},
     ),
+    _cache("nv_cache_num_hits_per_model", "Requests answered from the response cache.", lambda known: known.hits),
+    _cache("nv_cache_num_misses_per_model", "Requests that the response cache missed.", lambda known: known.misses),
+    _cache(
+        "nv_cache_hit_duration_per_model",
+        "Time of lookups that hit, in microseconds.",
+        lambda known: known.hit_ns // 1000,
+    ),
+    _cache(
+        "nv_cache_miss_duration_per_model",
+        "Time of lookups that missed and of storing their outputs, in microseconds.",
+        lambda known: known.miss_ns // 1000,
+    ),
     TritonMetric(
         Declaration(
             "nv_model_load_duration_secs", "gauge", _VERSION, "Time that loading a serving version took, in seconds."
@@ -211,7 +242,26 @@ TRITON_METRICS: Final = (
     ),
 )
 
-TRITON_DECLARATIONS: Final = (*(metric.declaration for metric in TRITON_METRICS), *MACHINE_DECLARATIONS)
+_CACHE: Final[tuple[tuple[Declaration, Callable[[CacheReading], float]], ...]] = (
+    (
+        Declaration("nv_cache_num_entries", "gauge", (), "Entries of the response cache."),
+        lambda cache: cache.entries,
+    ),
+    (
+        Declaration("nv_cache_num_evictions", "gauge", (), "Entries evicted from the response cache."),
+        lambda cache: cache.evictions,
+    ),
+    (
+        Declaration("nv_cache_util", "gauge", (), "Share of its memory that the response cache uses, from 0 to 1."),
+        lambda cache: cache.nbytes / cache.max_bytes if cache.max_bytes else 0.0,
+    ),
+)
+
+TRITON_DECLARATIONS: Final = (
+    *(metric.declaration for metric in TRITON_METRICS),
+    *(declaration for declaration, _ in _CACHE),
+    *MACHINE_DECLARATIONS,
+)
 
 
 class TritonMetrics(Collector):
@@ -245,4 +295,7 @@ class TritonMetrics(Collector):
                 for more, value in metric.read(model, statistics).items()
             }
             yield Family(metric.declaration, values)
+        cache = self._metrics.cache()
+        for declaration, of_cache in _CACHE:
+            yield Family(declaration, {(): of_cache(cache)})
         yield from machine_families(self._read_gpus(), self._read_cpu())

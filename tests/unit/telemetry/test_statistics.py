@@ -8,7 +8,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.machine import MACHINE_DECLARATIONS, CpuReading, GpuReading
 from ortserve.telemetry.metrics import Metrics
-from ortserve.telemetry.readings import BatchingNumbers
+from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, CacheReading
 from ortserve.telemetry.series import ModelMetrics
 from ortserve.telemetry.statistics import (
     FAILURE_REASONS,
@@ -97,6 +97,8 @@ def registry() -> CollectorRegistry:
     TritonMetrics(registry, metrics)
     model = metrics.model("m", "1")
     model.load_ns = 1_500_000_000
+    model.cache = CacheCounts(hits=0, misses=2, miss_ns=6_000)
+    metrics.set_cache_source(lambda: CacheReading(entries=2, nbytes=25, max_bytes=100, evictions=3))
     model.observe_success("http", UNEVEN_TIMING, 2)
     model.observe_success("http", UNEVEN_TIMING, 5)
     model.observe_batch(7, 0, BatchResult((), 1, 2, 1), 3)
@@ -104,6 +106,19 @@ def registry() -> CollectorRegistry:
     model.observe_failure("grpc", ErrorKind.INVALID_INPUT, 1)
     model.set_batching_source(lambda: BatchingNumbers(queue_rows=9, queue_requests=4))
     return registry
+
+
+def test_answers_from_the_cache_count_as_neither_inferences_nor_computed_requests(model: ModelMetrics) -> None:
+    model.cache = CacheCounts(hits=1, hit_rows=2, hit_ns=5, misses=1, miss_ns=7)
+    for rows in (3, 2):
+        model.observe_success("http", TIMING, rows)
+
+    numbers = read_statistics(model)
+
+    assert numbers.inference_count == 3
+    parts = numbers.inference
+    assert (parts.success.count, parts.queue.count, parts.compute_infer.count) == (2, 2, 1)
+    assert (parts.cache_hit, parts.cache_miss) == (Duration(1, 5), Duration(1, 7))
 
 
 def test_statistics_have_the_protocol_names(registry: CollectorRegistry) -> None:
@@ -117,14 +132,20 @@ def test_statistics_have_the_protocol_names(registry: CollectorRegistry) -> None
         "nv_inference_compute_infer_duration_us": 8,
         "nv_inference_compute_output_duration_us": 10,
         "nv_inference_pending_request_count": 4,
+        "nv_cache_num_hits_per_model": 0,
+        "nv_cache_num_misses_per_model": 2,
+        "nv_cache_hit_duration_per_model": 0,
+        "nv_cache_miss_duration_per_model": 6,
         "nv_model_load_duration_secs": 1.5,
     }
+    whole_server = {"nv_cache_num_entries": 2, "nv_cache_num_evictions": 3, "nv_cache_util": 0.25}
+    assert {name: registry.get_sample_value(name) for name in whole_server} == whole_server
     assert {name: registry.get_sample_value(name, LABELS) for name in expected} == expected
     reasons = {"REJECTED": 1, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     for reason, count in reasons.items():
         assert registry.get_sample_value("nv_inference_request_failure", {**LABELS, "reason": reason}) == count
     others = {"nv_inference_request_failure", *(known.name for known in MACHINE_DECLARATIONS)}
-    assert expected.keys() | others == {known.name for known in TRITON_DECLARATIONS}
+    assert expected.keys() | whole_server.keys() | others == {known.name for known in TRITON_DECLARATIONS}
 
 
 def test_gpus_and_processors_have_tritons_names_and_unknown_values_no_series() -> None:

@@ -175,8 +175,8 @@ def _model_statistics(one: ModelStatistics) -> pb.ModelStatistics:
             compute_input=_duration(parts.compute_input),
             compute_infer=_duration(parts.compute_infer),
             compute_output=_duration(parts.compute_output),
-            cache_hit=_duration(Duration()),
-            cache_miss=_duration(Duration()),
+            cache_hit=_duration(parts.cache_hit),
+            cache_miss=_duration(parts.cache_miss),
         ),
         batch_stats=[
             pb.InferBatchStatistics(

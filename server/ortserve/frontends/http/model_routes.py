@@ -236,9 +236,8 @@ def _version_statistics(one: ModelStatistics) -> dict[str, Any]:
             "compute_input": _duration(parts.compute_input),
             "compute_infer": _duration(parts.compute_infer),
             "compute_output": _duration(parts.compute_output),
-            # There is no cache, but clients fail without these keys.
-            "cache_hit": _duration(Duration()),
-            "cache_miss": _duration(Duration()),
+            "cache_hit": _duration(parts.cache_hit),
+            "cache_miss": _duration(parts.cache_miss),
         },
         "response_stats": {},
         "batch_stats": [

@@ -14,6 +14,7 @@ from ortserve.batching.batcher import Batcher
 from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
+from ortserve.batching.response_cache import CachedRuns, ResponseCache
 from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_limits import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
@@ -34,7 +35,7 @@ from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import ShapeClasses
 from ortserve.registry.served import ServedModel, requests_limits
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.readings import BatchingNumbers, DeviceRuns, LoopActivity
+from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns, LoopActivity
 from ortserve.telemetry.series import ModelMetrics
 
 logger: Final = logging.getLogger(__name__)
@@ -44,11 +45,21 @@ class Assembly:
     """Assembles served models, which share the loop's time and the host's processors. Loop thread only."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, clock: Clock, *, processors: int, activity: LoopActivity | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        *,
+        processors: int,
+        activity: LoopActivity | None = None,
+        cache: ResponseCache | None = None,
     ) -> None:
-        """``processors`` is how many threads all models may keep busy; ``activity`` as in ``InlineBudget``."""
+        """``processors`` is how many threads all models may keep busy; ``activity`` as in ``InlineBudget``.
+
+        ``cache`` is for models with ``response_cache``; None if no model uses one.
+        """
         self._loop = loop
         self._clock = clock
+        self._cache = cache
         self._inline = InlineBudget(loop, activity)
         self._processors = SharedThreads(processors, loop)
 
@@ -123,8 +134,24 @@ class Assembly:
             metrics,
             configuration=configuration,
             properties=describe_properties(loaded, batcher.max_rows),
+            cached=self._cached_runs(options, metrics),
         )
         return served
+
+    def _cached_runs(self, options: ModelOptions, metrics: ModelMetrics) -> CachedRuns | None:
+        if not options.response_cache:
+            return None
+        if self._cache is None:
+            log_event(
+                logger,
+                logging.WARNING,
+                "response_cache has no effect: cache_bytes of the server is 0",
+                model=metrics.name,
+                version=metrics.version,
+            )
+            return None
+        metrics.cache = CacheCounts()
+        return CachedRuns(self._cache, metrics.cache, self._loop, self._clock)
 
     def _inline_runs(self, loaded: LoadedModel, metrics: ModelMetrics) -> InlineRuns:
         works_on_its_thread = all(

@@ -113,6 +113,7 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
                 "dynamic_batching.preferred_batch_size: expected sizes up to max_batch_size, "
                 f"{config.max_batch_size}, got {largest}"
             )
+    given["response_cache"] = config.response_cache.enable
     given["warmup_samples"] = [_sample(sample) for sample in config.model_warmup]
 
     groups = list(config.instance_group)

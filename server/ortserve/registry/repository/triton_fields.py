@@ -89,7 +89,7 @@ FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "model_operations.op_library_filename": (Support.HONOURED, "session.operator_libraries"),
     "model_transaction_policy.decoupled": (Support.REFUSED, "every request has one response"),
     "model_repository_agents": (Support.REFUSED, "there are none here"),
-    "response_cache.enable": (Support.REPORTED, "every request is run"),
+    "response_cache.enable": (Support.HONOURED, "response_cache"),
     "model_metrics": (Support.REPORTED, "metrics have the buckets of the reference"),
 }
 """By path. A field that is not listed is treated as the message that it is part of. The text names the option that the

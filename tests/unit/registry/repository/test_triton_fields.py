@@ -57,7 +57,6 @@ REPORTED = {
     "instance_group.rate_limiter": "instance_group { rate_limiter { priority: 1 } }",
     "instance_group.host_policy": 'instance_group { host_policy: "p" }',
     "metric_tags": 'metric_tags { key: "a" value: "b" }',
-    "response_cache.enable": "response_cache { enable: true }",
     "model_metrics": 'model_metrics { metric_control { metric_identifier { family: "f" } } }',
 }
 

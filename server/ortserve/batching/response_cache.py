@@ -1,0 +1,331 @@
+"""Outputs of answered requests, for requests that are equal: same load of a model version, same inputs.
+
+Equal requests that come while one of them runs wait for its outputs. Which outputs a request asks for, and how they are
+encoded, is decided after the cache, which holds all outputs of the model.
+"""
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.tensor import is_absent
+from ortserve.core.terms import Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.telemetry.readings import CacheCounts, CacheReading
+
+Key: TypeAlias = tuple[int, bytes]
+"""The number of a load, and the digest of a request's inputs."""
+Enqueue: TypeAlias = Callable[[InflightRequest], object]
+"""Enqueues a request; raises ServeError if it is rejected."""
+
+_INLINE_BYTES: Final = 256 * 1024
+"""Larger inputs are digested, and larger outputs copied, on a thread: a MiB takes about a millisecond to digest."""
+_INLINE_TEXTS: Final = 1024
+_ENTRY_BYTES: Final = 512
+"""Of an entry beside its elements."""
+_TEXT_BYTES: Final = 64
+"""Of a text beside its letters."""
+_FORGOTTEN_AT_ONCE: Final = 1000
+
+
+@dataclass(slots=True)
+class _Entry:
+    outputs: Arrays
+    nbytes: int
+    run_ns: int
+
+
+class ResponseCache:
+    """The entries of all models. If they need too much memory, the least recently used go. Loop thread only.
+
+    Attributes:
+        max_bytes: Of all entries.
+        nbytes: Of all entries now.
+        evictions: Entries that went because others needed their memory.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes: Final = max_bytes
+        self.nbytes = 0
+        self.evictions = 0
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._loads = 0
+        # Callers who knew it could prepare two inputs with one digest.
+        self._secret: Final = os.urandom(32)
+
+    def reading(self) -> CacheReading:
+        """For metrics. From any thread."""
+        return CacheReading(len(self._entries), self.nbytes, self.max_bytes, self.evictions)
+
+    def begin_load(self) -> int:
+        """A number that no other load has, so that no load finds entries of another."""
+        self._loads += 1
+        return self._loads
+
+    def key(self, load: int, inputs: Arrays) -> Key:
+        """The key of a request. Any thread.
+
+        Args:
+            load: From ``begin_load``.
+            inputs: In the order of the model's signature; texts are ``str`` or ``bytes`` in arrays of objects.
+        """
+        digest = blake2b(key=self._secret, digest_size=16)
+        for array in inputs:
+            digest.update(f"{array.dtype.str}{array.shape}".encode())
+            if is_absent(array) or not array.size:
+                continue
+            if array.dtype != object:
+                digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+                continue
+            texts = [text.encode() if isinstance(text, str) else bytes(text) for text in array.flat]
+            digest.update(np.array([len(text) for text in texts], np.int64).tobytes())
+            digest.update(b"".join(texts))
+        return load, digest.digest()
+
+    def find(self, key: Key) -> "_Entry | None":
+        """The entry of a key, which is then the most recently used one."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+        return entry
+
+    def store(self, key: Key, outputs: Arrays, run_ns: int) -> None:
+        """Keep outputs, which nothing changes any more; too large ones are not kept."""
+        nbytes = _ENTRY_BYTES + sum([_memory_bytes(output) for output in outputs])
+        if nbytes > self.max_bytes or key in self._entries:
+            return
+        self._entries[key] = _Entry(outputs, nbytes, run_ns)
+        self.nbytes += nbytes
+        while self.nbytes > self.max_bytes:
+            _, entry = self._entries.popitem(last=False)
+            self.nbytes -= entry.nbytes
+            self.evictions += 1
+
+    async def forget(self, load: int) -> None:
+        """Drop the entries of a load that has ended. Pauses, so that other work of the loop is not delayed."""
+        keys = [key for key in self._entries if key[0] == load]
+        for number, key in enumerate(keys):
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self.nbytes -= entry.nbytes
+            if number % _FORGOTTEN_AT_ONCE == _FORGOTTEN_AT_ONCE - 1:
+                await asyncio.sleep(0)
+
+
+class CachedRuns:
+    """The cache as one load of a model version uses it. Loop thread only."""
+
+    def __init__(
+        self, cache: ResponseCache, counts: CacheCounts, loop: asyncio.AbstractEventLoop, clock: Clock
+    ) -> None:
+        """``counts`` is where lookups are counted; ``clock`` gives monotonic nanoseconds."""
+        self.cache: Final = cache
+        self.counts: Final = counts
+        self.loop: Final = loop
+        self.clock: Final = clock
+        self.under_way: dict[Key, SharedRun] = {}
+        self._load: Final = cache.begin_load()
+        self._copies: set[asyncio.Task[None]] = set()
+
+    def submit(self, request: InflightRequest, terms: Terms, enqueue: Enqueue) -> None:
+        """Settle a request from the cache, with an equal request that runs, or by a run of its own.
+
+        Raises:
+            ServeError: Of ``enqueue``.
+        """
+        if _is_large(request.inputs):
+            request.settle_by(self._submit_large(request, terms, enqueue))
+        else:
+            self._look_up(request, terms, enqueue, self.cache.key(self._load, request.inputs), self.clock())
+
+    async def close(self) -> None:
+        """Drop the entries. Call it after the last request was settled."""
+        await asyncio.gather(*self._copies)
+        await self.cache.forget(self._load)
+
+    def resubmit(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, key: Key) -> None:
+        """Submit a request again whose shared run was rejected for the terms of another request."""
+        try:
+            self._look_up(request, terms, enqueue, key, self.clock())
+        except ServeError as error:
+            request.fail(error)
+
+    def store(self, key: Key, outputs: Arrays, run_ns: int) -> None:
+        """Copy the outputs of a run, whose memory is that of a batch, into the cache."""
+        if not _is_large(outputs):
+            self.cache.store(key, _copies(outputs), run_ns)
+        elif sum([output.nbytes for output in outputs]) < self.cache.max_bytes:
+            task = self.loop.create_task(self._store_large(key, outputs, run_ns))
+            self._copies.add(task)
+            task.add_done_callback(self._copies.discard)
+
+    async def _submit_large(self, request: InflightRequest, terms: Terms, enqueue: Enqueue) -> Arrays:
+        began_ns = self.clock()
+        key = await asyncio.to_thread(self.cache.key, self._load, request.inputs)
+        child = request.child(request.inputs, request.rows)
+        self._look_up(child, terms, enqueue, key, began_ns)
+        return await child
+
+    async def _store_large(self, key: Key, outputs: Arrays, run_ns: int) -> None:
+        self.cache.store(key, await asyncio.to_thread(_copies, outputs), run_ns)
+
+    def _look_up(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, key: Key, began_ns: int) -> None:
+        counts = self.counts
+        entry = self.cache.find(key)
+        now_ns = self.clock()
+        if entry is not None:
+            counts.hits += 1
+            counts.hit_rows += request.rows
+            counts.hit_ns += now_ns - began_ns
+            counts.saved_ns += entry.run_ns
+            _set_times(request.timing, now_ns)
+            self.loop.call_soon(request.complete, entry.outputs)  # callers expect outputs only after this returned
+            return
+        run = self.under_way.get(key)
+        if run is not None and run.suits(terms):
+            counts.hit_ns += now_ns - began_ns
+            run.join(request, terms, enqueue, now_ns)
+            return
+        counts.misses += 1
+        counts.miss_ns += now_ns - began_ns
+        if run is None:
+            SharedRun(self, key, request, terms).start(enqueue)
+        else:
+            enqueue(request)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that waits for a run, since ``joined_ns``."""
+
+    request: InflightRequest
+    terms: Terms
+    enqueue: Enqueue
+    joined_ns: int
+
+
+class SharedRun:
+    """A run, and the requests that it answers. It is cancelled when all of them are."""
+
+    def __init__(self, runs: CachedRuns, key: Key, request: InflightRequest, terms: Terms) -> None:
+        """``request`` is the first one, with its terms."""
+        self._runs = runs
+        self._key = key
+        self._terms = terms
+        self._first = request
+        self._child = request.child(request.inputs, request.rows)
+        self._child.on_settled = self._on_settled
+        self._waiting: list[_Waiting] = []
+
+    def suits(self, terms: Terms) -> bool:
+        """Whether a request may wait for this run: if it is not more urgent and has no earlier deadline."""
+        own = self._terms
+        return (own.level or 1) <= (terms.level or 1) and all(
+            late is None or (early is not None and early <= late)
+            for early, late in ((own.finish_by_ns, terms.finish_by_ns), (own.start_by_ns, terms.start_by_ns))
+        )
+
+    def start(self, enqueue: Enqueue) -> None:
+        """Enqueue the run, which may settle it at once. Raises ServeError, if it is rejected."""
+        self._runs.under_way[self._key] = self
+        self.join(self._first, self._terms, enqueue, 0)
+        try:
+            enqueue(self._child)
+        except ServeError:
+            self._end()
+            self._first.withdraw = None
+            raise
+
+    def join(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, now_ns: int) -> None:
+        """Answer a further request, equal to the first one, too."""
+        self._waiting.append(_Waiting(request, terms, enqueue, now_ns))
+        request.withdraw = self._leave
+
+    def _leave(self, request: InflightRequest) -> None:
+        self._waiting = [one for one in self._waiting if one.request is not request]
+        if not self._waiting:
+            self._end()
+            self._child.cancel()
+
+    def _end(self) -> list[_Waiting]:
+        """Let no further request join. Returns those that wait."""
+        if self._runs.under_way.get(self._key) is self:
+            del self._runs.under_way[self._key]
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def _on_settled(self, child: InflightRequest) -> None:
+        waiting = self._end()
+        try:
+            outputs = child.take_outputs()
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:  # noqa: BLE001 - the error of the run, which is passed on
+            self._fail(waiting, error)
+            return
+        timing, counts, clock = child.timing, self._runs.counts, self._runs.clock
+        run_ns = timing.computed_ns - timing.staged_ns
+        began_ns = clock()
+        self._runs.store(self._key, outputs, run_ns)
+        counts.miss_ns += clock() - began_ns
+        for one in waiting:
+            if one.request is not self._first:
+                counts.hits += 1
+                counts.hit_rows += one.request.rows
+                counts.saved_ns += run_ns
+                _share_times(one.request.timing, timing, one.joined_ns)
+            one.request.complete(outputs)
+
+    def _fail(self, waiting: list[_Waiting], error: BaseException) -> None:
+        """Fail the requests. If the deadline of the first one has passed, only that one: the others run again."""
+        is_late = isinstance(error, ServeError) and error.kind is ErrorKind.DEADLINE
+        for one in waiting:
+            if is_late and one.request is not self._first:
+                self._runs.resubmit(one.request, one.terms, one.enqueue, self._key)
+            else:
+                one.request.fail(error)
+
+
+def _set_times(timing: Timing, now_ns: int) -> None:
+    """Of a request that is answered from the cache: nothing is queued, staged or computed."""
+    timing.queued_ns = timing.taken_ns = timing.staged_ns = timing.computed_ns = now_ns
+
+
+def _share_times(timing: Timing, run: Timing, joined_ns: int) -> None:
+    """Of a request that joined a run: the run's, but not before it joined."""
+    timing.queued_ns = joined_ns
+    timing.taken_ns = max(joined_ns, run.taken_ns)
+    timing.staged_ns = max(joined_ns, run.staged_ns)
+    timing.computed_ns = max(joined_ns, run.computed_ns)
+    timing.batch_rows = run.batch_rows
+
+
+def _copies(outputs: Arrays) -> Arrays:
+    """Copies that own their memory and cannot be changed."""
+    copies = tuple(np.array(output) for output in outputs)
+    for copy in copies:
+        copy.flags.writeable = False
+    return copies
+
+
+def _is_large(arrays: Arrays) -> bool:
+    """Whether digesting or copying the arrays takes long."""
+    return any(
+        array.nbytes > _INLINE_BYTES or (array.dtype == object and array.size > _INLINE_TEXTS) for array in arrays
+    )
+
+
+def _memory_bytes(array: np.ndarray) -> int:
+    if array.dtype != object:
+        return array.nbytes
+    return sum([len(text) + _TEXT_BYTES for text in array.flat])

@@ -1,0 +1,179 @@
+"""Requests that equal earlier ones are answered without a run, on both protocols, and never by another load."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from encodings_of_requests import Infer, grpc_raw, rest_binary
+from models import builders
+from servers import LONG_S, ServerProcess, add_model, json_input, read_metrics, rest_url, serving, triton_clients
+
+ROW = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64)
+PROTOCOLS = pytest.mark.parametrize("infer", [rest_binary, grpc_raw])
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cached")
+    for name in ("plain", "http", "grpc", "together", "shapes"):
+        model = add_model(folder, name, builders.mlp)
+        (model / "model.yaml").write_text(f"response_cache: {'false' if name == 'plain' else 'true'}\n")
+    (add_model(folder, "outputs", builders.two_outputs) / "model.yaml").write_text("response_cache: true\n")
+    (add_model(folder, "slow", builders.slow) / "model.yaml").write_text("response_cache: true\nwarmup_s: 0.1\n")
+    (add_model(folder, "refuses", builders.poison) / "model.yaml").write_text("response_cache: true\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[ServerProcess]:
+    with serving(repository, "--warmup-s", "0.1") as server:
+        yield server
+
+
+def statistics(server: ServerProcess, model: str) -> dict[str, Any]:
+    (found,) = httpx.get(f"{server.url}/v2/models/{model}/stats", timeout=LONG_S).json()["model_stats"]
+    return dict(found)
+
+
+def counts(server: ServerProcess, model: str) -> tuple[int, int]:
+    """Hits and misses, as the statistics say."""
+    parts = statistics(server, model)["inference_stats"]
+    return parts["cache_hit"]["count"], parts["cache_miss"]["count"]
+
+
+def ones_for(spec: dict[str, Any]) -> np.ndarray:
+    """Ones in the shape and datatype of an input in the metadata, with sizes of 1 for free dimensions."""
+    datatypes = {"FP32": np.float32, "INT64": np.int64, "INT32": np.int32}
+    return np.ones([abs(size) for size in spec["shape"]], datatypes[spec["datatype"]])
+
+
+@pytest.mark.parametrize(("model", "infer"), [("http", rest_binary), ("grpc", grpc_raw)])
+def test_a_repeated_request_is_a_hit(server: ServerProcess, model: str, infer: Infer) -> None:
+    first = infer(server, model, {"x": ROW})
+    second = infer(server, model, {"x": ROW})
+
+    assert np.array_equal(first["y"], second["y"])
+    assert counts(server, model) == (1, 1)
+    found = statistics(server, model)
+    assert (found["inference_count"], found["execution_count"]) == (1, 1)
+    assert found["inference_stats"]["success"]["count"] == 2
+    assert found["inference_stats"]["compute_infer"]["count"] == 1
+    metrics = read_metrics(server)
+    results = metrics.by_labels("ortserve_response_cache_requests_total", "model", "result")
+    assert (results[f"{model} hit"], results[f"{model} miss"]) == (1, 1)
+    assert metrics.value("nv_cache_num_hits_per_model", model=model, version="1") == 1
+    assert metrics.value("ortserve_response_cache_bytes") > 500
+
+
+@PROTOCOLS
+def test_models_without_the_option_run_every_request(server: ServerProcess, infer: Infer) -> None:
+    before = statistics(server, "plain")["execution_count"]
+    for _ in range(3):
+        infer(server, "plain", {"x": ROW})
+    assert statistics(server, "plain")["execution_count"] == before + 3
+    assert counts(server, "plain") == (0, 0)
+
+
+def test_both_protocols_share_entries_and_shapes_do_not(server: ServerProcess) -> None:
+    one = rest_binary(server, "shapes", {"x": ROW})["y"]
+    two = grpc_raw(server, "shapes", {"x": np.concatenate([ROW, ROW])})["y"]
+    again = grpc_raw(server, "shapes", {"x": ROW})["y"]
+    assert two.shape == (2, 10)
+    assert np.array_equal(one, again)
+    assert counts(server, "shapes") == (1, 2)
+
+
+def test_each_request_gets_its_own_id_and_outputs(server: ServerProcess) -> None:
+    url = rest_url(server, "outputs")
+    metadata = httpx.get(f"{server.url}/v2/models/outputs", timeout=LONG_S).json()
+    tensors = [json_input(spec["name"], ones_for(spec)) for spec in metadata["inputs"]]
+    names = [spec["name"] for spec in metadata["outputs"]]
+    for number, wanted in enumerate([names[:1], names[1:], names, names[::-1]]):
+        body = {"id": str(number), "inputs": tensors, "outputs": [{"name": name} for name in wanted]}
+        answer = httpx.post(url, json=body, timeout=LONG_S).raise_for_status().json()
+        assert answer["id"] == str(number)
+        assert {output["name"] for output in answer["outputs"]} == set(wanted)
+    assert counts(server, "outputs") == (3, 1)
+
+
+def test_equal_requests_at_one_time_run_once(server: ServerProcess) -> None:
+    before = statistics(server, "slow")["execution_count"]
+    (spec,) = httpx.get(f"{server.url}/v2/models/slow", timeout=LONG_S).json()["inputs"]
+    row = ones_for(spec)
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit((rest_binary, grpc_raw)[n % 2], server, "slow", {spec["name"]: row}) for n in range(8)]
+        answers = [call.result() for call in calls]
+    for answer in answers[1:]:
+        assert all(np.array_equal(answer[name], answers[0][name]) for name in answer)
+    assert statistics(server, "slow")["execution_count"] == before + 1
+    assert counts(server, "slow") == (7, 1)
+
+
+def test_failed_runs_are_not_kept(server: ServerProcess) -> None:
+    (spec,) = httpx.get(f"{server.url}/v2/models/refuses", timeout=LONG_S).json()["inputs"]
+    body = {"inputs": [json_input(spec["name"], 99999 * ones_for(spec))]}
+    answers = [httpx.post(rest_url(server, "refuses"), json=body, timeout=LONG_S) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert counts(server, "refuses") == (0, 2)
+
+
+def test_the_configuration_shows_the_cache(server: ServerProcess) -> None:
+    with triton_clients(server) as (http, grpc):
+        assert http.get_model_config("http")["response_cache"] == {"enable": True}
+        assert grpc.get_model_config("http", as_json=True)["config"]["response_cache"] == {"enable": True}
+        assert not http.get_model_config("plain").get("response_cache", {}).get("enable")
+
+
+def test_a_server_without_memory_for_it_runs_every_request(tmp_path: Path) -> None:
+    (add_model(tmp_path, "m", builders.mlp) / "model.yaml").write_text("response_cache: true\n")
+    with serving(tmp_path, "--warmup-s", "0", "--cache-bytes", "0") as server:
+        for _ in range(2):
+            rest_binary(server, "m", {"x": ROW})
+        assert statistics(server, "m")["execution_count"] == 2
+        server.wait_for_line("response_cache has no effect")
+
+
+def test_triton_configurations_switch_it_on(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "m", builders.mlp)
+    (folder / "config.pbtxt").write_text("max_batch_size: 8\nresponse_cache { enable: true }\n")
+    with serving(tmp_path, "--warmup-s", "0") as server:
+        for _ in range(2):
+            grpc_raw(server, "m", {"x": ROW})
+        assert counts(server, "m") == (1, 1)
+
+
+def test_no_answer_of_an_earlier_load_under_reloads(tmp_path: Path) -> None:
+    """Callers repeat one request while the weights of its version change; answers follow the order of the loads."""
+    folder = add_model(tmp_path, "m", builders.mlp, seed=0)
+    (folder / "model.yaml").write_text("response_cache: true\nwarmup_s: 0\n")
+    loads = 4
+    with serving(tmp_path, "--model-control-mode", "explicit", "--load-model", "m") as server:
+        expected = [rest_binary(server, "m", {"x": ROW})["y"]]
+        ended = threading.Event()
+
+        def repeat(infer: Infer) -> list[np.ndarray]:
+            answers = []
+            while not ended.is_set():
+                answers.append(infer(server, "m", {"x": ROW})["y"])
+            return answers
+
+        with ThreadPoolExecutor(4) as pool, triton_clients(server) as (http, _):
+            calls = [pool.submit(repeat, infer) for infer in (rest_binary, grpc_raw, rest_binary, grpc_raw)]
+            try:
+                for seed in range(1, loads):
+                    builders.mlp(folder / "1" / "model.onnx", seed=seed)
+                    http.load_model("m")
+                    expected.append(rest_binary(server, "m", {"x": ROW})["y"])
+            finally:
+                ended.set()
+            histories = [call.result() for call in calls]
+    for history in histories:
+        found = [next(n for n, wanted in enumerate(expected) if np.array_equal(answer, wanted)) for answer in history]
+        assert found == sorted(found)
+        assert len(set(found)) > 1

@@ -1,0 +1,320 @@
+"""The response cache without models: requests are enqueued in a list, and the test settles them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import pytest
+
+from fakes.clock import FakeClock
+from ortserve.batching.response_cache import CachedRuns, ResponseCache
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.tensor import absent
+from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.telemetry.readings import CacheCounts
+
+ROW = np.array([[1.0, 2.0]], np.float32)
+LARGE = np.zeros((1, 1_000_000), np.float32)
+
+
+class Stage:
+    """A cache for one model, whose requests wait in ``queue`` until the test answers them."""
+
+    def __init__(self, max_bytes: int = 1 << 20, cache: ResponseCache | None = None) -> None:
+        self.clock = FakeClock()
+        self.counts = CacheCounts()
+        self.cache = cache or ResponseCache(max_bytes)
+        self.runs = CachedRuns(self.cache, self.counts, asyncio.get_running_loop(), self.clock)
+        self.queue: list[InflightRequest] = []
+
+    def submit(self, *inputs: np.ndarray, terms: Terms = NO_TERMS) -> InflightRequest:
+        request = InflightRequest(Timing(self.clock()), inputs or (ROW,), 1)
+        self.runs.submit(request, terms, self.queue.append)
+        return request
+
+    def answer(self, output: float = 7.0) -> np.ndarray:
+        """Answer the first request of the queue. Returns the memory of its outputs, which a later run may use."""
+        memory = np.array([[output]], np.float32)
+        self.queue.pop(0).complete((memory,))
+        return memory
+
+    async def cached(self, *inputs: np.ndarray) -> float | None:
+        """The output of a request that is answered by the cache; None if it was enqueued."""
+        before = len(self.queue)
+        request = self.submit(*inputs)
+        if len(self.queue) > before:
+            self.queue.pop().cancel()
+            return None
+        return value_of(await request)
+
+
+def value_of(outputs: Sequence[np.ndarray]) -> float:
+    return float(outputs[0][0, 0])
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if is_so():
+                return
+            await asyncio.sleep(0.001)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test()
+
+    asyncio.run(main())
+
+
+def test_equal_requests_run_once() -> None:
+    async def test() -> None:
+        stage = Stage()
+        first = stage.submit()
+        stage.answer()
+        assert value_of(await first) == 7
+        assert await stage.cached() == 7
+        assert (stage.counts.misses, stage.counts.hits, stage.counts.hit_rows) == (1, 1, 1)
+
+    run(test)
+
+
+def test_a_hit_is_answered_after_submit_has_returned() -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.submit()
+        stage.answer()
+        request = stage.submit()
+        assert not request.is_settled
+        await request
+        assert request.timing.phases_ns()[1:4] == (0, 0, 0)
+
+    run(test)
+
+
+def test_outputs_are_copied_before_their_memory_is_used_again() -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.submit()
+        stage.answer()[:] = 99
+        (output,) = await stage.submit()
+        assert output[0, 0] == 7
+        assert not output.flags.writeable
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (ROW.reshape(2, 1),),
+        (ROW.view(np.int32),),
+        (ROW.astype(np.float64),),
+        (np.array([[1.0, 3.0]], np.float32),),
+        (np.array([["ab"]], object),),
+    ],
+    ids=["shape", "datatype", "width", "value", "texts"],
+)
+def test_other_inputs_run(other: tuple[np.ndarray, ...]) -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.submit()
+        stage.answer()
+        assert await stage.cached(*other) is None
+        assert await stage.cached() == 7
+
+    run(test)
+
+
+def test_borders_between_texts_and_inputs_count() -> None:
+    async def test() -> None:
+        stage = Stage()
+        seen = [
+            (np.array(["ab", "c"], object),),
+            (np.array(["a", "bc"], object),),
+            (np.array([b"ab", b"\xff"], object),),
+            (np.array(["ab"], object), np.array(["c"], object)),
+            (np.array(["ab", "c"], object), absent(2)),
+            (absent(2), np.array(["ab", "c"], object)),
+        ]
+        for number, inputs in enumerate(seen):
+            stage.submit(*inputs)
+            stage.answer(number)
+        assert [await stage.cached(*inputs) for inputs in seen] == [0, 1, 2, 3, 4, 5]
+
+    run(test)
+
+
+def test_strided_inputs_are_their_elements() -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.submit(np.arange(6, dtype=np.float32).reshape(2, 3).T)
+        stage.answer()
+        assert await stage.cached(np.array([[0, 3], [1, 4], [2, 5]], np.float32)) == 7
+
+    run(test)
+
+
+def test_large_inputs_and_outputs_go_through_threads() -> None:
+    async def test() -> None:
+        stage = Stage(max_bytes=16 << 20)
+        first = stage.submit(LARGE)
+        await until(lambda: bool(stage.queue))
+        stage.queue.pop().complete((np.ones((1, 1_000_000), np.float32),))
+        await first
+        await until(lambda: stage.cache.reading().entries == 1)
+        again = stage.submit(LARGE.copy())
+        assert (await again)[0].sum() == 1_000_000
+        assert stage.counts.hits == 1
+
+    run(test)
+
+
+def test_equal_requests_wait_for_a_run_under_way() -> None:
+    async def test() -> None:
+        stage = Stage()
+        requests = [stage.submit() for _ in range(3)]
+        assert len(stage.queue) == 1
+        stage.answer()
+        assert [value_of(await request) for request in requests] == [7, 7, 7]
+        assert (stage.counts.misses, stage.counts.hits) == (1, 2)
+
+    run(test)
+
+
+def test_errors_reach_all_who_wait_and_are_not_kept() -> None:
+    async def test() -> None:
+        stage = Stage()
+        requests = [stage.submit() for _ in range(2)]
+        stage.queue.pop().fail(ServeError(ErrorKind.REJECTED_BY_MODEL, "no"))
+        for request in requests:
+            with pytest.raises(ServeError, match="no"):
+                await request
+        assert await stage.cached() is None
+
+    run(test)
+
+
+def test_a_run_goes_on_until_all_its_requests_are_cancelled() -> None:
+    async def test() -> None:
+        stage = Stage()
+        first, second = stage.submit(), stage.submit()
+        first.cancel()
+        assert not stage.queue[0].is_settled
+        second.cancel()
+        assert stage.queue.pop().is_settled
+        assert await stage.cached() is None
+
+    run(test)
+
+
+def test_the_first_request_may_leave() -> None:
+    async def test() -> None:
+        stage = Stage()
+        first, second = stage.submit(), stage.submit()
+        first.cancel()
+        stage.answer()
+        assert value_of(await second) == 7
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "terms", [Terms(finish_by_ns=5), Terms(start_by_ns=5), Terms(level=1)], ids=["finish", "start", "level"]
+)
+def test_a_more_urgent_request_does_not_wait(terms: Terms) -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.submit(terms=Terms(level=2, finish_by_ns=10, start_by_ns=10))
+        stage.submit(terms=terms)
+        assert len(stage.queue) == 2
+        stage.submit(terms=Terms(level=2, finish_by_ns=11, start_by_ns=11))
+        stage.submit(terms=Terms(level=3))
+        assert len(stage.queue) == 2
+
+    run(test)
+
+
+def test_requests_outlive_the_deadline_of_the_first() -> None:
+    async def test() -> None:
+        stage = Stage()
+        first = stage.submit(terms=Terms(finish_by_ns=5))
+        second, third = stage.submit(), stage.submit()
+        stage.queue.pop().fail(ServeError(ErrorKind.DEADLINE, "late"))
+        with pytest.raises(ServeError, match="late"):
+            await first
+        assert len(stage.queue) == 1
+        stage.answer()
+        assert [value_of(await second), value_of(await third)] == [7, 7]
+
+    run(test)
+
+
+def test_a_rejected_run_leaves_nothing_behind() -> None:
+    async def test() -> None:
+        stage = Stage()
+
+        def reject(_: InflightRequest) -> None:
+            raise ServeError(ErrorKind.OVERLOADED, "full")
+
+        request = InflightRequest(Timing(0), (ROW,), 1)
+        with pytest.raises(ServeError, match="full"):
+            stage.runs.submit(request, NO_TERMS, reject)
+        assert await stage.cached() is None
+
+    run(test)
+
+
+def test_a_run_that_ends_at_once_answers() -> None:
+    async def test() -> None:
+        stage = Stage()
+        request = InflightRequest(Timing(0), (ROW,), 1)
+        stage.runs.submit(request, NO_TERMS, lambda child: child.complete((ROW,)))
+        assert value_of(await request) == 1
+
+    run(test)
+
+
+def test_the_least_recently_used_entry_goes_first() -> None:
+    async def test() -> None:
+        stage = Stage(max_bytes=2 * (512 + 4))
+        for number in range(2):
+            stage.submit(np.array([number]))
+            stage.answer(number)
+        assert await stage.cached(np.array([0])) == 0
+        stage.submit(np.array([2]))
+        stage.answer(2)
+        assert [await stage.cached(np.array([number])) for number in range(3)] == [0, None, 2]
+        reading = stage.cache.reading()
+        assert (reading.entries, reading.nbytes, reading.evictions) == (2, 2 * 516, 1)
+
+    run(test)
+
+
+def test_too_large_outputs_are_answered_and_not_kept() -> None:
+    async def test() -> None:
+        stage = Stage(max_bytes=515)
+        request = stage.submit()
+        stage.answer()
+        assert value_of(await request) == 7
+        assert stage.cache.reading().entries == 0
+
+    run(test)
+
+
+def test_another_load_finds_nothing_and_the_memory_is_freed() -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.submit()
+        stage.answer()
+        other = Stage(cache=stage.cache)
+        assert await other.cached() is None
+        other.submit()
+        other.answer(8)
+        await stage.runs.close()
+        assert stage.cache.reading().entries == 1
+        assert await other.cached() == 8
+
+    run(test)
