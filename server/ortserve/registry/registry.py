@@ -13,6 +13,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
+from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.client_model import client_source, read_client_model
 from ortserve.registry.repository.model_files import read_repositories
 from ortserve.registry.repository.source import ModelSource, plan_changes, read_source, read_sources
@@ -66,6 +67,7 @@ class Registry:
         clock: Clock,
         runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
+        recordings: Recordings | None = None,
     ) -> None:
         """Load nothing yet.
 
@@ -76,6 +78,7 @@ class Registry:
             clock: Monotonic nanoseconds.
             runtime: None for a plain one.
             activity: Reports runs on the event loop; None if the loop is not watched.
+            recordings: Of the server; None if it records no requests.
         """
         self._repositories = repositories
         self._defaults = defaults
@@ -83,7 +86,7 @@ class Registry:
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
         self._versions = Versions(
-            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity
+            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity, recordings
         )
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}

@@ -15,6 +15,7 @@ from ortserve.core.padding import padding_of_requests
 from ortserve.core.terms import Alone, Terms
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.recording import Recording
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import (
     ShapeClasses,
@@ -40,6 +41,7 @@ class ServedModel:
         *,
         configuration: Configuration,
         properties: Mapping[str, str],
+        recording: Recording | None = None,
     ) -> None:
         """Accept requests.
 
@@ -51,6 +53,7 @@ class ServedModel:
             metrics: Of the version.
             configuration: Of its load.
             properties: Shown in the metadata.
+            recording: Of its requests; None if none are recorded.
         """
         self.name = name
         self.version = version
@@ -65,6 +68,7 @@ class ServedModel:
         self.rejections: Final = RejectionLog(name, version)
         self.properties = properties
         """Replaced as a whole when one of them changes."""
+        self.recording: Final = recording
         self.options: Final = configuration.options
         self.declared: Final = configuration.declared
         """Its ``config.pbtxt``; empty without one."""

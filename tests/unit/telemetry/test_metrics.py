@@ -173,6 +173,7 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     numbers = BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001, 2, {"agreed": 5})
     model.set_batching_source(lambda: numbers)
     model.set_saturation_source(lambda: 0.5)
+    model.set_recording_source(lambda: {"recorded": 6})
     metrics.rejected("", "overloaded")
     metrics.unauthorized("infer", ErrorKind.FORBIDDEN)
     metrics.cut_answer("disconnected")

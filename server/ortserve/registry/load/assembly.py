@@ -30,6 +30,7 @@ from ortserve.engine.instance import Instance
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.registry.load.loaded_model import LoadedModel, describe_ended_sharing, describe_properties
 from ortserve.registry.load.row_axes import Grounds
+from ortserve.registry.recording import Recording, Recordings
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import ShapeClasses
 from ortserve.registry.served import ServedModel, requests_limits
@@ -44,11 +45,26 @@ class Assembly:
     """Assembles served models, which share the loop's time and the host's processors. Loop thread only."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, clock: Clock, *, processors: int, activity: LoopActivity | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        *,
+        processors: int,
+        activity: LoopActivity | None = None,
+        recordings: Recordings | None = None,
     ) -> None:
-        """``processors`` is how many threads all models may keep busy; ``activity`` as in ``InlineBudget``."""
+        """Assemble nothing yet.
+
+        Args:
+            loop: The running one.
+            clock: Monotonic nanoseconds.
+            processors: How many threads all models may keep busy.
+            activity: As in ``InlineBudget``.
+            recordings: Of the server; None if it records no requests.
+        """
         self._loop = loop
         self._clock = clock
+        self._recordings = recordings
         self._inline = InlineBudget(loop, activity)
         self._processors = SharedThreads(processors, loop)
 
@@ -123,8 +139,22 @@ class Assembly:
             metrics,
             configuration=configuration,
             properties=describe_properties(loaded, batcher.max_rows),
+            recording=self._begin_recording(loaded, options, metrics),
         )
         return served
+
+    def _begin_recording(self, loaded: LoadedModel, options: ModelOptions, metrics: ModelMetrics) -> Recording | None:
+        """Record requests of the version if its options say so and the server has a folder for them."""
+        if not options.record.share:
+            return None
+        if self._recordings is None:
+            # A repository may serve on several servers, some of which do not record: no reason not to serve.
+            reason = "record: the server has no record_dir"
+            log_event(logger, logging.WARNING, "option has no effect", model=metrics.name, reason=reason)
+            return None
+        recording = self._recordings.begin(metrics.name, metrics.version, loaded.signature, options.record)
+        metrics.set_recording_source(recording.counts)
+        return recording
 
     def _inline_runs(self, loaded: LoadedModel, metrics: ModelMetrics) -> InlineRuns:
         works_on_its_thread = all(
