@@ -45,6 +45,7 @@ from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.tls.transport import TlsPort
 from ortserve.frontends.trace_headers import HttpTraces
+from ortserve.registry.recording import Recordings
 from ortserve.registry.registry import Registry
 from ortserve.service.access import Access, Group, Guard
 from ortserve.service.codec_threads import CodecThreads
@@ -55,7 +56,7 @@ from ortserve.service.load import LoadMeter
 from ortserve.service.management import LogSettings, Management, StatisticsService
 from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.profiling import ProfilingService
-from ortserve.service.recorder import Recorder
+from ortserve.service.recorder import Recorder, SamplingRecorder
 from ortserve.service.repository import RepositoryService
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.trace_settings import TRACE, TraceSettings, TraceWriter
@@ -92,6 +93,7 @@ class Parts:
         access: Access control, with the keys of ``key_files``.
         certificate: None for plain text.
         tracing: None if no traces are exported.
+        recordings: None if no requests are recorded.
         watchdog: The watchdog of the event loop.
     """
 
@@ -100,6 +102,7 @@ class Parts:
     key_files: KeyFiles
     certificate: "ServerCertificate | None"
     tracing: Tracing | None
+    recordings: Recordings | None
     registry: Registry
     models: ModelService
     repository: RepositoryService
@@ -129,10 +132,15 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     metrics.set_devices_source(DevicesReader(runtime.devices).read)
     activity = LoopActivity()
     watchdog = Watchdog(asyncio.get_running_loop(), activity, monotonic_ns)
+<<<<<<< HEAD
     cache = ResponseCache(options.cache_bytes) if options.cache_bytes else None
     if cache is not None:
         metrics.set_cache_source(cache.reading)
     registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, cache)
+=======
+    recordings = Recordings(options.record_dir) if options.record_dir else None
+    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, recordings)
+>>>>>>> record
     polling = make_busy_polling(options, registry)
     metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(
@@ -146,7 +154,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         strict_readiness=options.strict_readiness,
         extensions=_extensions(options),
     )
-    accounts = Recorder(
+    accounts = (SamplingRecorder if recordings else Recorder)(
         metrics,
         monotonic_ns,
         trace_writer=TraceWriter(traces, monotonic_ns) if files else None,
@@ -195,6 +203,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         key_files,
         certificate,
         tracing,
+        recordings,
         registry,
         models,
         repository,

@@ -24,6 +24,10 @@ _MIN_CLOSING_S: Final = 1.0
 """Minimum time for closing models, whose last runs may outlast their callers."""
 
 
+_FLUSH_S: Final = 5.0
+"""Time limit for writing the recorded requests that still wait."""
+
+
 class Server:
     """All ports, models and tasks of one server process. Loop thread only."""
 
@@ -128,6 +132,8 @@ class Server:
                 await parts.registry.close()
         except TimeoutError:
             is_whole = False
+        if parts.recordings is not None:
+            await asyncio.to_thread(parts.recordings.close, _FLUSH_S)
         if parts.tracing is not None:
             await asyncio.to_thread(parts.tracing.close, options.otlp_flush_timeout_s)
         if is_whole:

@@ -39,6 +39,18 @@ class QueuePolicy(BaseModel):
     ``max_queue_rows`` and ``max_queue_bytes`` apply."""
 
 
+class RecordOptions(BaseModel):
+    """Requests that are recorded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the answered requests that is recorded, chosen at random. 0: none."""
+    max_bytes: int = Field(default=256 * 1024 * 1024, ge=4096, le=2**44)
+    """Maximum size of the files of a version, those of earlier runs included, in blocks of 4096 bytes. The first
+    request that does not fit ends the recording until the version is loaded again."""
+
+
 _REQUIRED: Final = re.compile(r"^required *: *true\b", re.MULTILINE)
 
 
@@ -210,6 +222,10 @@ class ModelOptions(LoadOptions):
     """Settings of ONNX Runtime's sessions."""
     warmup_samples: tuple[WarmupSample, ...] = ()
     """Requests that run after batch sizes were measured and before the version is ready."""
+    record: RecordOptions = Field(default_factory=RecordOptions)
+    """Which requests are recorded as calibration data: ``{share: 0.01}`` records the inputs of one answered request in
+    a hundred, as files for ``--inputs`` and ``--calibration``. Needs the server's ``record_dir``; without it a warning
+    is logged. Only a ``model.yaml`` can set it. The metadata's property ``recording`` reports the counts."""
     required: bool = False
     """Whether the server reports not ready while this model has no ready version. ``strict_readiness`` requires every
     model."""

@@ -127,6 +127,11 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     """Allow callers to profile models while they serve, with ``ortserve profile URL MODEL``: copies of the next batches
     run in a second session, which takes the memory of a second instance and processor time at low priority. Callers
     need a key of ``control_keys_file``, if it is set."""
+    record_dir: Path | None = None
+    """Folder for recorded requests, as ``<model>/<version>/<number>.npz``; created if only its last part is missing. It
+    must not be in a repository. Models choose by ``record`` in ``model.yaml`` whether requests are recorded; clients
+    can choose neither. Files hold what callers sent and are readable by the server's user only. Up to 64 MiB of
+    requests wait for the disk; more are dropped. Unset: nothing is recorded."""
     server_name: str = Field(default="ortserve", min_length=1, json_schema_extra={"expects": "text, not empty"})
     """Name in the server's metadata."""
     drain_delay_s: float = Field(default=0.0, ge=0, le=3600)
@@ -231,6 +236,9 @@ def combination_problems(options: ServerOptions) -> list[str]:
         problems.append(f"load_model: expected model_control_mode to be 'explicit', got '{got}'")
     if options.trace_level != "OFF" and options.trace_file is None:
         problems.append(f"trace_level: expected trace_file beside '{options.trace_level}', got none")
+    folder = options.record_dir
+    if folder is not None and any(folder.resolve().is_relative_to(root.resolve()) for root in options.repositories):
+        problems.append(f"record_dir: expected a folder outside of the repositories, got '{folder}'")
     if shared := _shared_port(options):
         problems.append(shared)
     return [*problems, *tls_problems(options, grpc_transport=options.grpc_transport)]

@@ -1,3 +1,3 @@
 """Model repositories, their configuration, loading models, and the versions that serve."""
 
-__all__ = ["catalog", "effective_config", "load", "registry", "repository", "served"]
+__all__ = ["catalog", "effective_config", "load", "recording", "registry", "repository", "served"]

@@ -14,6 +14,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
+from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.client_model import client_source, read_client_model
 from ortserve.registry.repository.model_files import read_repositories
 from ortserve.registry.repository.source import ModelSource, plan_changes, read_source, read_sources
@@ -67,7 +68,11 @@ class Registry:
         clock: Clock,
         runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
+<<<<<<< HEAD
         cache: ResponseCache | None = None,
+=======
+        recordings: Recordings | None = None,
+>>>>>>> record
     ) -> None:
         """Load nothing yet.
 
@@ -78,7 +83,11 @@ class Registry:
             clock: Monotonic nanoseconds.
             runtime: None for a plain one.
             activity: Reports runs on the event loop; None if the loop is not watched.
+<<<<<<< HEAD
             cache: For models with ``response_cache``; None if no model uses one.
+=======
+            recordings: Of the server; None if it records no requests.
+>>>>>>> record
         """
         self._repositories = repositories
         self._defaults = defaults
@@ -86,7 +95,11 @@ class Registry:
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
         self._versions = Versions(
+<<<<<<< HEAD
             self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity, cache
+=======
+            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity, recordings
+>>>>>>> record
         )
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}

@@ -17,6 +17,7 @@ from ortserve.core.padding import padding_of_requests
 from ortserve.core.terms import Alone, Terms
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.recording import Recording
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import (
     ShapeClasses,
@@ -42,7 +43,11 @@ class ServedModel:
         *,
         configuration: Configuration,
         properties: Mapping[str, str],
+<<<<<<< HEAD
         cached: CachedRuns | None = None,
+=======
+        recording: Recording | None = None,
+>>>>>>> record
     ) -> None:
         """Accept requests.
 
@@ -54,7 +59,11 @@ class ServedModel:
             metrics: Of the version.
             configuration: Of its load.
             properties: Shown in the metadata.
+<<<<<<< HEAD
             cached: Answers equal requests; None to run every request.
+=======
+            recording: Of its requests; None if none are recorded.
+>>>>>>> record
         """
         self.name = name
         self.version = version
@@ -69,6 +78,7 @@ class ServedModel:
         self.rejections: Final = RejectionLog(name, version)
         self.properties = properties
         """Replaced as a whole when one of them changes."""
+        self.recording: Final = recording
         self.options: Final = configuration.options
         self.declared: Final = configuration.declared
         """Its ``config.pbtxt``; empty without one."""

@@ -20,6 +20,7 @@ from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, Progress
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
@@ -48,7 +49,11 @@ class Versions:
         on_replace: Callable[[VersionRecord], object],
         runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
+<<<<<<< HEAD
         cache: ResponseCache | None = None,
+=======
+        recordings: Recordings | None = None,
+>>>>>>> record
         *,
         progress_log_interval_s: float = PROGRESS_LOG_INTERVAL_S,
     ) -> None:
@@ -62,7 +67,11 @@ class Versions:
             on_replace: Called with a version that has abandoned an instance and should be loaded anew by ``replace``.
             runtime: The process's; None for a plain one.
             activity: As in ``InlineBudget``.
+<<<<<<< HEAD
             cache: As in ``Assembly``.
+=======
+            recordings: Of the server; None if it records no requests.
+>>>>>>> record
             progress_log_interval_s: Between log lines of one load.
         """
         self._loop = asyncio.get_running_loop()
@@ -74,7 +83,11 @@ class Versions:
         self._runtime = runtime or DeviceRuntime()
         self._progress_log_interval_s = progress_log_interval_s
         processors = cpu_budget()
+<<<<<<< HEAD
         self._assembly = Assembly(self._loop, clock, processors=processors, activity=activity, cache=cache)
+=======
+        self._assembly = Assembly(self._loop, clock, processors=processors, activity=activity, recordings=recordings)
+>>>>>>> record
         self._trials = CaptureTrials()
         self._limiter = LoadLimiter(processors)
         max_loads = min(processors, MAX_LOADS)

@@ -157,6 +157,9 @@ class ModelService:
         """
         served = self._registry.find(name, version)
         versions = (version,) if version else tuple(str(ready) for ready in self._registry.ready_versions(name))
+        properties = served.properties
+        if served.recording is not None:
+            properties = {**properties, "recording": served.recording.describe()}
         return ModelMetadata(
-            served.name, versions, PLATFORM, served.signature.inputs, served.signature.outputs, served.properties
+            served.name, versions, PLATFORM, served.signature.inputs, served.signature.outputs, properties
         )

@@ -96,6 +96,19 @@ class Recorder:
             trace.end(EndedRequest(Timing(received_ns), ended_ns, kind))
 
 
+class SamplingRecorder(Recorder):
+    """A recorder of a server with ``record_dir``: it also records the inputs of answered requests.
+
+    A class of its own, so that the calls of other servers do not even look for a recording.
+    """
+
+    def answered(self, call: Call) -> None:
+        super().answered(call)
+        served = call.served
+        if served is not None and served.recording is not None:
+            served.recording.observe(call.inputs, call.rows)
+
+
 def log_fields(call: Call) -> dict[str, str]:
     """Model, version and request id of a call, empty while unknown, and the ids of its trace if it has one."""
     trace = call.trace

@@ -146,6 +146,14 @@ PADDED_ELEMENTS: Final = Declaration(
     ("model", "version"),
     "Staged elements that belong to no request: padding of axes (pad) and of rows (buckets).",
 )
+RECORDED_REQUESTS: Final = Declaration(
+    "ortserve_recorded_requests_total",
+    "counter",
+    ("model", "version", "outcome"),
+    "Requests chosen to be recorded, by outcome. recorded: written to a file. dropped: too many waited for the disk. "
+    "failed: not written, because the disk or record.max_bytes is full or the texts cannot be stored. Only for models "
+    "with record.",
+)
 REJECTED: Final = Declaration(
     "ortserve_rejected_requests_total",
     "counter",
@@ -346,6 +354,7 @@ DECLARATIONS: Final = (
     BATCH_LATENCY_ERROR,
     STAGED_ELEMENTS,
     PADDED_ELEMENTS,
+    RECORDED_REQUESTS,
     REJECTED,
     UNAUTHORIZED,
     LOADS,

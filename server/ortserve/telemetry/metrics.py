@@ -212,6 +212,8 @@ class Metrics(Collector):
         staging = [((model.name, model.version), model.staging()) for model in models]
         yield Family(declared.STAGED_ELEMENTS, {labels: count.staged for labels, count in staging})
         yield Family(declared.PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
+        recorded = (((model.name, model.version), model.recorded()) for model in models)
+        yield _by_version(declared.RECORDED_REQUESTS, recorded)
         rejected: dict[Labels, float] = {
             (model, reason): count
             for model, by_reason in list(self._rejected.items())

@@ -78,6 +78,7 @@ class ModelMetrics:
         self.staging: Callable[[], StagedElements] = StagedElements
         self.saturation: Callable[[], float | None] = lambda: None
         self.device_runs: Callable[[], DeviceRuns] | None = None
+        self.recorded: Callable[[], dict[str, int]] = dict
 
     @property
     def batch_count(self) -> int:
@@ -131,6 +132,13 @@ class ModelMetrics:
     def set_device_source(self, source: Callable[[], DeviceRuns]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read."""
         self.device_runs = source
+
+    def set_recording_source(self, source: Callable[[], dict[str, int]]) -> None:
+        """Read recorded requests by outcome from ``source`` at each scrape, on the scraping thread: it must only read.
+
+        Released versions keep it, because their last requests may still be written.
+        """
+        self.recorded = source
 
     def release_sources(self) -> None:
         """Drop the sources, whose instances are freed now. Their last counts stay; the saturation becomes unknown."""

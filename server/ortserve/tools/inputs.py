@@ -1,9 +1,12 @@
-"""Inputs of runs: made from the signature of a model, or read from a file of the user."""
+"""Inputs of runs: made from the signature of a model, or read from files of the user or of a recording server."""
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from zipfile import BadZipFile
 
 import numpy as np
@@ -11,10 +14,14 @@ import numpy as np
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import absent, is_absent
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.tools.opening import OpenModel
+
+MAX_FOLDER_BYTES: Final = 2**31
+"""Of all files of a folder, which are read into memory."""
 
 
 class Inputs(Protocol):
@@ -22,7 +29,13 @@ class Inputs(Protocol):
 
     Attributes:
         origin: The same in words, for reports.
+        samples: Their number; None if they are synthetic.
     """
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples; None for synthetic inputs."""
+        ...
 
     @property
     def origin(self) -> str:
@@ -41,6 +54,11 @@ class SyntheticInputs:
     generator: InputGenerator
 
     @property
+    def samples(self) -> int | None:
+        """As ``Inputs.samples``."""
+        return None
+
+    @property
     def origin(self) -> str:
         """Where the inputs come from."""
         free = f", free dimensions {self.generator.free_dim}" if self._has_free_dimensions() else ""
@@ -55,25 +73,74 @@ class SyntheticInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """Samples with equal row shapes, which can run together.
+
+    Attributes:
+        arrays: One per input of the model, with the samples on axis 0; absent ones for inputs that they omit.
+        positions: Of each sample among all samples of the files, in the order of their names.
+    """
+
+    arrays: Arrays
+    positions: np.ndarray
+
+    def take(self, chosen: np.ndarray, *, is_batched: bool) -> Arrays:
+        """These samples as one batch; a model that is not batched gets the first one."""
+        return tuple(array[chosen if is_batched else chosen[0], ...] for array in self.arrays)
+
+
+@dataclass(frozen=True, slots=True)
 class FileInputs:
-    """Samples of a file, in turn, from the beginning again when they are used up."""
+    """Samples of files, in turn, from the beginning again when they are used up.
+
+    Samples of different row shapes, such as texts of different lengths, form groups. A batch has samples of one group.
+    """
 
     name: str
-    arrays: Sequence[np.ndarray]
-    samples: int
+    groups: Sequence[SampleGroup]
     is_batched: bool
+
+    @property
+    def samples(self) -> int:
+        """As ``Inputs.samples``."""
+        return sum(len(group.positions) for group in self.groups)
 
     @property
     def origin(self) -> str:
         """Where the inputs come from."""
-        return f"{self.name}: {self.samples} samples"
+        shapes = f" of {len(self.groups)} shapes" if len(self.groups) > 1 else ""
+        return f"{self.name}: {self.samples} samples{shapes}"
 
     def take(self, rows: int, number: int) -> Arrays:
-        """As ``Inputs.take``. A model that is not batched gets one sample; ``rows`` has no effect."""
-        if not self.is_batched:
-            return tuple(array[number % self.samples] for array in self.arrays)
-        chosen = (np.arange(rows) + number * rows) % self.samples
-        return tuple(array[chosen] for array in self.arrays)
+        """As ``Inputs.take``. A model that is not batched gets one sample; ``rows`` has no effect.
+
+        Consecutive numbers take groups in proportion to their samples. A group with fewer samples than ``rows`` repeats
+        them.
+        """
+        rows = rows if self.is_batched else 1
+        order = _batch_order(tuple(len(group.positions) for group in self.groups), rows)
+        laps, place = divmod(number, len(order))
+        index, batch = order[place]
+        group = self.groups[index]
+        batches = -(-len(group.positions) // rows)
+        chosen = (np.arange(rows) + (batch + laps * batches) * rows) % len(group.positions)
+        return group.take(chosen, is_batched=self.is_batched)
+
+    def each(self, rows: int = 1) -> Iterator[tuple[np.ndarray, Arrays]]:
+        """Every sample once, in batches of at most ``rows``, each with the positions of its samples in the files."""
+        step = rows if self.is_batched else 1
+        for group in self.groups:
+            for begin in range(0, len(group.positions), step):
+                chosen = np.arange(begin, min(begin + step, len(group.positions)))
+                yield group.positions[chosen], group.take(chosen, is_batched=self.is_batched)
+
+
+@lru_cache(maxsize=64)
+def _batch_order(counts: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
+    """The batches of all groups as group and number, each group spread evenly over the whole."""
+    batches = [-(-count // rows) for count in counts]
+    spread = [((batch + 0.5) / of, index, batch) for index, of in enumerate(batches) for batch in range(of)]
+    return [(index, batch) for _, index, batch in sorted(spread)]
 
 
 def choose_inputs(model: OpenModel, file: Path | None = None) -> Inputs:
@@ -90,7 +157,7 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
 
     Args:
         signature: Of the model.
-        file: Samples; None for synthetic inputs.
+        file: Samples, or a folder of them; None for synthetic inputs.
         run: Runs inputs and raises what the model says against them; None to try nothing.
     """
     if file is not None:
@@ -113,42 +180,111 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
     raise invalid_input(f"the model rejects synthetic inputs, so give real ones by --inputs: {without_paths(problem)}")
 
 
-def read_inputs(file: Path, signature: ModelSignature) -> FileInputs:
-    """Read samples: an ``.npz`` with an array per input, whose first axis counts the samples.
+def read_inputs(path: Path, signature: ModelSignature, *, option: str = "--inputs") -> FileInputs:
+    """Read samples: an ``.npz`` with an array per input, whose first axis counts them, or a folder of such files.
+
+    Files of a folder may differ in free dimensions, and in the optional inputs that they omit.
+
+    Args:
+        path: The file or folder.
+        signature: Of the model.
+        option: Named in errors.
 
     Raises:
-        ServeError: invalid_input, naming the array, what is expected and what the file has.
+        ServeError: invalid_input, naming the file and the array, what is expected and what the file has.
+    """
+    if not path.is_dir():
+        return FileInputs(path.name, _group([_read_file(path, signature, option)]), signature.is_batched)
+    files = sorted(path.glob("[!.]*.npz"))
+    if not files:
+        folders = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir())[:5])
+        hint = f"; it has the folders {folders}" if folders else ""
+        raise invalid_input(f"{option} {path}: expected a folder with .npz files, got none{hint}")
+    nbytes = 0
+    for file in files:
+        nbytes += file.stat().st_size
+        if nbytes > MAX_FOLDER_BYTES:
+            raise invalid_input(
+                f"{option} {path}: expected files of at most {MAX_FOLDER_BYTES} bytes in total, got more up to "
+                f"{file.name}: move some elsewhere"
+            )
+    groups = _group([_read_file(file, signature, option) for file in files])
+    return FileInputs(f"{path.name} ({len(files)} files)", groups, signature.is_batched)
+
+
+def _group(files: Sequence[Arrays]) -> tuple[SampleGroup, ...]:
+    """Join the samples of files with equal row shapes."""
+    parts: defaultdict[object, list[tuple[Arrays, np.ndarray]]] = defaultdict(list)
+    count = 0
+    for arrays in files:
+        shapes = tuple(None if is_absent(array) else array.shape[1:] for array in arrays)
+        parts[shapes].append((arrays, np.arange(count, count + len(arrays[0]))))
+        count += len(arrays[0])
+    return tuple(
+        SampleGroup(
+            tuple(np.concatenate(column) for column in zip(*(arrays for arrays, _ in group), strict=True)),
+            np.concatenate([positions for _, positions in group]),
+        )
+        for group in parts.values()
+    )
+
+
+def _read_file(file: Path, signature: ModelSignature, option: str) -> Arrays:
+    """The samples of one file by input; absent ones for optional inputs that it omits.
+
+    Raises:
+        ServeError: As ``read_inputs``.
     """
     try:
         with np.load(file, allow_pickle=False) as archive:
-            found = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, BadZipFile, AttributeError, TypeError) as error:
-        raise invalid_input(f"--inputs {file}: expected a file written by numpy.savez, got: {error}") from None
-    wanted = [spec for spec in signature.inputs if not spec.is_optional or spec.name in found]
+            found: Mapping[str, np.ndarray] = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, BadZipFile, AttributeError, TypeError, EOFError, zlib.error) as error:
+        raise invalid_input(f"{option} {file}: expected a file written by numpy.savez, got: {error}") from None
     names = ", ".join(spec.name for spec in signature.inputs)
     for name in found.keys() - {spec.name for spec in signature.inputs}:
-        raise invalid_input(f"--inputs {file}: array '{name}' is no input of the model, which has {names}")
-    for spec in wanted:
-        if spec.name not in found:
-            raise invalid_input(f"--inputs {file}: expected an array '{spec.name}', got {', '.join(found) or 'none'}")
-    if len(wanted) < len(signature.inputs):
-        missing = ", ".join(spec.name for spec in signature.inputs if spec not in wanted)
-        raise invalid_input(f"--inputs {file}: expected also the optional inputs {missing}")
-    arrays = [_as_input(file, spec, found[spec.name]) for spec in wanted]
-    counts = {spec.name: len(array) for spec, array in zip(wanted, arrays, strict=True)}
+        raise invalid_input(f"{option} {file}: array '{name}' is no input of the model, which has {names}")
+    for spec in signature.inputs:
+        if spec.name not in found and not spec.is_optional:
+            raise invalid_input(f"{option} {file}: expected an array '{spec.name}', got {', '.join(found) or 'none'}")
+    found = _divide_request(signature, found)
+    given = {
+        spec.name: _as_input(f"{option} {file}", spec, found[spec.name])
+        for spec in signature.inputs
+        if spec.name in found
+    }
+    counts = {name: len(array) for name, array in given.items()}
     if len(set(counts.values())) != 1 or 0 in counts.values():
         lengths = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise invalid_input(f"--inputs {file}: expected arrays with one first length of at least 1, got {lengths}")
-    return FileInputs(file.name, arrays, next(iter(counts.values())), signature.is_batched)
+        raise invalid_input(f"{option} {file}: expected arrays with one first length of at least 1, got {lengths}")
+    samples = next(iter(counts.values()))
+    # A sample of an absent input is an array, too.
+    nothing = absent(samples) if signature.is_batched else absent(samples)[:, np.newaxis]
+    return tuple(given.get(spec.name, nothing) for spec in signature.inputs)
 
 
-def _as_input(file: Path, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
+def _divide_request(signature: ModelSignature, found: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """The rows of a request that a server recorded whole, because a trial or the lack of one kept its rows together."""
+    specs = [spec for spec in signature.inputs if spec.name in found and spec.batch_axis is not None]
+    is_whole = specs and all(
+        not spec.has_any_shape and found[spec.name].shape[:1] == (1,) and _fits(spec.shape, found[spec.name].shape[1:])
+        for spec in specs
+    )
+    if not is_whole:
+        return found
+    divided = {spec.name: np.moveaxis(found[spec.name][0], spec.batch_axis or 0, 0) for spec in specs}
+    rows = max(len(array) for array in divided.values())
+    return {name: divided[name] if name in divided else np.repeat(array, rows, 0) for name, array in found.items()}
+
+
+def _fits(expected: Sequence[int], sizes: Sequence[int]) -> bool:
+    return len(sizes) == len(expected) and all(want in (-1, got) for want, got in zip(expected, sizes, strict=True))
+
+
+def _as_input(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
     """The samples of one input in the model's datatype: numbers of the same kind are converted if none changes."""
-    name = f"--inputs {file}: array '{spec.name}'"
+    name = f"{name}: array '{spec.name}'"
     expected = spec.row_shape if spec.batch_axis is not None else spec.shape
-    sizes = array.shape[1:]
-    fits = len(sizes) == len(expected) and all(want in (-1, got) for want, got in zip(expected, sizes, strict=True))
-    if not array.ndim or not (spec.has_any_shape or fits):
+    if not array.ndim or not (spec.has_any_shape or _fits(expected, array.shape[1:])):
         raise invalid_input(f"{name}: expected shape {['samples', *expected]}, got {list(array.shape)}")
     if spec.datatype is DataType.BYTES:
         if array.dtype.kind not in "US":

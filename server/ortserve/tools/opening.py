@@ -10,6 +10,7 @@ import numpy as np
 
 from ortserve.config.session import SessionSettings
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import is_absent
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.process_limits import cpu_budget, intra_op_threads
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
@@ -55,7 +56,7 @@ class OpenModel:
     def for_model(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Arrays with their rows on axis 0 in the model's own form: contiguous, with the rows where it has them."""
         moved = (
-            array if spec.batch_axis in (None, 0) else np.moveaxis(array, 0, spec.batch_axis)
+            array if spec.batch_axis in (None, 0) or is_absent(array) else np.moveaxis(array, 0, spec.batch_axis)
             for spec, array in zip(self.signature.inputs, arrays, strict=True)
         )
         return [np.ascontiguousarray(array) if array.ndim else array for array in moved]

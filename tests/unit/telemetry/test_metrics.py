@@ -174,6 +174,7 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.set_batching_source(lambda: numbers)
     model.set_saturation_source(lambda: 0.5)
     model.cache = CacheCounts(hits=3, misses=1)
+    model.set_recording_source(lambda: {"recorded": 6})
     metrics.rejected("", "overloaded")
     metrics.unauthorized("infer", ErrorKind.FORBIDDEN)
     metrics.cut_answer("disconnected")

@@ -31,6 +31,7 @@ from ortserve.engine.instance import Instance
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.registry.load.loaded_model import LoadedModel, describe_ended_sharing, describe_properties
 from ortserve.registry.load.row_axes import Grounds
+from ortserve.registry.recording import Recording, Recordings
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import ShapeClasses
 from ortserve.registry.served import ServedModel, requests_limits
@@ -51,6 +52,7 @@ class Assembly:
         *,
         processors: int,
         activity: LoopActivity | None = None,
+<<<<<<< HEAD
         cache: ResponseCache | None = None,
     ) -> None:
         """``processors`` is how many threads all models may keep busy; ``activity`` as in ``InlineBudget``.
@@ -60,6 +62,22 @@ class Assembly:
         self._loop = loop
         self._clock = clock
         self._cache = cache
+=======
+        recordings: Recordings | None = None,
+    ) -> None:
+        """Assemble nothing yet.
+
+        Args:
+            loop: The running one.
+            clock: Monotonic nanoseconds.
+            processors: How many threads all models may keep busy.
+            activity: As in ``InlineBudget``.
+            recordings: Of the server; None if it records no requests.
+        """
+        self._loop = loop
+        self._clock = clock
+        self._recordings = recordings
+>>>>>>> record
         self._inline = InlineBudget(loop, activity)
         self._processors = SharedThreads(processors, loop)
 
@@ -134,6 +152,7 @@ class Assembly:
             metrics,
             configuration=configuration,
             properties=describe_properties(loaded, batcher.max_rows),
+<<<<<<< HEAD
             cached=self._cached_runs(options, metrics),
         )
         return served
@@ -152,6 +171,24 @@ class Assembly:
             return None
         metrics.cache = CacheCounts()
         return CachedRuns(self._cache, metrics.cache, self._loop, self._clock)
+=======
+            recording=self._begin_recording(loaded, options, metrics),
+        )
+        return served
+
+    def _begin_recording(self, loaded: LoadedModel, options: ModelOptions, metrics: ModelMetrics) -> Recording | None:
+        """Record requests of the version if its options say so and the server has a folder for them."""
+        if not options.record.share:
+            return None
+        if self._recordings is None:
+            # A repository may serve on several servers, some of which do not record: no reason not to serve.
+            reason = "record: the server has no record_dir"
+            log_event(logger, logging.WARNING, "option has no effect", model=metrics.name, reason=reason)
+            return None
+        recording = self._recordings.begin(metrics.name, metrics.version, loaded.signature, options.record)
+        metrics.set_recording_source(recording.counts)
+        return recording
+>>>>>>> record
 
     def _inline_runs(self, loaded: LoadedModel, metrics: ModelMetrics) -> InlineRuns:
         works_on_its_thread = all(

@@ -88,7 +88,7 @@ def build_parser() -> ToolParser:
     add("--protocol", default="", metavar="P,…", help=protocols)
     add("--way", default="run", metavar="W,…", help=f"{ways} Default: run.")
     add("--batch", type=_counts, default=[1], metavar="N,…", help="Rows of a request. Default: 1.")
-    add("--inputs", type=Path, metavar="FILE.npz", help="Samples to send; made from the signature if not given.")
+    add("--inputs", type=Path, metavar="DATA", help="Samples, .npz or a folder; made from the signature if not given.")
     add("--free-dim", type=_count, metavar="N", help="Size of free dimensions of made inputs other than the rows.")
     add("--compare-outputs", metavar="MODEL", help=right)
     add("--provider", metavar="NAME", help="The only execution provider, in this process.")

@@ -33,7 +33,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser("inspect", "Show what a model contains, how it would run here, and what limits it.")
     add = parser.add_argument
     add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
-    add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the measurement of memory.")
+    add("--inputs", type=Path, metavar="DATA", help="Samples (.npz or a folder) for the measurement of memory.")
     add("--batch", type=_sizes, default=(1, 8, 32), metavar="1,8,32", help="Batch sizes whose memory is shown.")
     text = "Prefer this execution provider to the configured ones, such as cuda; may be repeated."
     add("--provider", action="append", default=[], metavar="NAME", help=text)

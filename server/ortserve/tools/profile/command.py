@@ -55,7 +55,7 @@ def _parser() -> ToolParser:
     runs.add_argument("--runs", type=count, default=50, metavar="N", help="Runs with and without profiling (50).")
     runs.add_argument("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
     runs.add_argument("--rows", type=count, default=1, metavar="N", help="Rows of a run (1).")
-    runs.add_argument("--inputs", type=Path, metavar="FILE.npz", help="Samples by input, instead of synthetic inputs.")
+    runs.add_argument("--inputs", type=Path, metavar="DATA", help="Samples, .npz or a folder (synthetic inputs).")
     runs.add_argument("--provider", metavar="NAME", help="Execution provider: cpu, cuda, tensorrt, openvino.")
     runs.add_argument("--threads", type=count, metavar="N", help="Threads of a run.")
     help_text = "Session setting of model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
