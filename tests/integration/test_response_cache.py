@@ -136,7 +136,7 @@ def test_a_server_without_memory_for_it_runs_every_request(tmp_path: Path) -> No
         for _ in range(2):
             rest_binary(server, "m", {"x": ROW})
         assert statistics(server, "m")["execution_count"] == 2
-        server.wait_for_line("response_cache has no effect")
+        server.wait_for_line("option has no effect", "cache_bytes")
 
 
 def test_triton_configurations_switch_it_on(tmp_path: Path) -> None:

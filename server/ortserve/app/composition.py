@@ -132,15 +132,11 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     metrics.set_devices_source(DevicesReader(runtime.devices).read)
     activity = LoopActivity()
     watchdog = Watchdog(asyncio.get_running_loop(), activity, monotonic_ns)
-<<<<<<< HEAD
     cache = ResponseCache(options.cache_bytes) if options.cache_bytes else None
     if cache is not None:
         metrics.set_cache_source(cache.reading)
-    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, cache)
-=======
     recordings = Recordings(options.record_dir) if options.record_dir else None
-    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, recordings)
->>>>>>> record
+    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, cache, recordings)
     polling = make_busy_polling(options, registry)
     metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(

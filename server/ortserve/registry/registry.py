@@ -68,11 +68,8 @@ class Registry:
         clock: Clock,
         runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
-<<<<<<< HEAD
         cache: ResponseCache | None = None,
-=======
         recordings: Recordings | None = None,
->>>>>>> record
     ) -> None:
         """Load nothing yet.
 
@@ -83,11 +80,8 @@ class Registry:
             clock: Monotonic nanoseconds.
             runtime: None for a plain one.
             activity: Reports runs on the event loop; None if the loop is not watched.
-<<<<<<< HEAD
             cache: For models with ``response_cache``; None if no model uses one.
-=======
             recordings: Of the server; None if it records no requests.
->>>>>>> record
         """
         self._repositories = repositories
         self._defaults = defaults
@@ -95,11 +89,7 @@ class Registry:
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
         self._versions = Versions(
-<<<<<<< HEAD
-            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity, cache
-=======
-            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity, recordings
->>>>>>> record
+            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity, cache, recordings
         )
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}

@@ -43,11 +43,8 @@ class ServedModel:
         *,
         configuration: Configuration,
         properties: Mapping[str, str],
-<<<<<<< HEAD
         cached: CachedRuns | None = None,
-=======
         recording: Recording | None = None,
->>>>>>> record
     ) -> None:
         """Accept requests.
 
@@ -59,11 +56,8 @@ class ServedModel:
             metrics: Of the version.
             configuration: Of its load.
             properties: Shown in the metadata.
-<<<<<<< HEAD
             cached: Answers equal requests; None to run every request.
-=======
             recording: Of its requests; None if none are recorded.
->>>>>>> record
         """
         self.name = name
         self.version = version

@@ -49,11 +49,8 @@ class Versions:
         on_replace: Callable[[VersionRecord], object],
         runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
-<<<<<<< HEAD
         cache: ResponseCache | None = None,
-=======
         recordings: Recordings | None = None,
->>>>>>> record
         *,
         progress_log_interval_s: float = PROGRESS_LOG_INTERVAL_S,
     ) -> None:
@@ -67,11 +64,8 @@ class Versions:
             on_replace: Called with a version that has abandoned an instance and should be loaded anew by ``replace``.
             runtime: The process's; None for a plain one.
             activity: As in ``InlineBudget``.
-<<<<<<< HEAD
             cache: As in ``Assembly``.
-=======
             recordings: Of the server; None if it records no requests.
->>>>>>> record
             progress_log_interval_s: Between log lines of one load.
         """
         self._loop = asyncio.get_running_loop()
@@ -83,11 +77,9 @@ class Versions:
         self._runtime = runtime or DeviceRuntime()
         self._progress_log_interval_s = progress_log_interval_s
         processors = cpu_budget()
-<<<<<<< HEAD
-        self._assembly = Assembly(self._loop, clock, processors=processors, activity=activity, cache=cache)
-=======
-        self._assembly = Assembly(self._loop, clock, processors=processors, activity=activity, recordings=recordings)
->>>>>>> record
+        self._assembly = Assembly(
+            self._loop, clock, processors=processors, activity=activity, cache=cache, recordings=recordings
+        )
         self._trials = CaptureTrials()
         self._limiter = LoadLimiter(processors)
         max_loads = min(processors, MAX_LOADS)

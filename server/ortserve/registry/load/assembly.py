@@ -52,17 +52,7 @@ class Assembly:
         *,
         processors: int,
         activity: LoopActivity | None = None,
-<<<<<<< HEAD
         cache: ResponseCache | None = None,
-    ) -> None:
-        """``processors`` is how many threads all models may keep busy; ``activity`` as in ``InlineBudget``.
-
-        ``cache`` is for models with ``response_cache``; None if no model uses one.
-        """
-        self._loop = loop
-        self._clock = clock
-        self._cache = cache
-=======
         recordings: Recordings | None = None,
     ) -> None:
         """Assemble nothing yet.
@@ -72,12 +62,13 @@ class Assembly:
             clock: Monotonic nanoseconds.
             processors: How many threads all models may keep busy.
             activity: As in ``InlineBudget``.
+            cache: For models with ``response_cache``; None if no model uses one.
             recordings: Of the server; None if it records no requests.
         """
         self._loop = loop
         self._clock = clock
+        self._cache = cache
         self._recordings = recordings
->>>>>>> record
         self._inline = InlineBudget(loop, activity)
         self._processors = SharedThreads(processors, loop)
 
@@ -152,8 +143,8 @@ class Assembly:
             metrics,
             configuration=configuration,
             properties=describe_properties(loaded, batcher.max_rows),
-<<<<<<< HEAD
             cached=self._cached_runs(options, metrics),
+            recording=self._begin_recording(loaded, options, metrics),
         )
         return served
 
@@ -161,20 +152,10 @@ class Assembly:
         if not options.response_cache:
             return None
         if self._cache is None:
-            log_event(
-                logger,
-                logging.WARNING,
-                "response_cache has no effect: cache_bytes of the server is 0",
-                model=metrics.name,
-                version=metrics.version,
-            )
+            _warn_without_effect(metrics, "response_cache: cache_bytes of the server is 0")
             return None
         metrics.cache = CacheCounts()
         return CachedRuns(self._cache, metrics.cache, self._loop, self._clock)
-=======
-            recording=self._begin_recording(loaded, options, metrics),
-        )
-        return served
 
     def _begin_recording(self, loaded: LoadedModel, options: ModelOptions, metrics: ModelMetrics) -> Recording | None:
         """Record requests of the version if its options say so and the server has a folder for them."""
@@ -182,13 +163,11 @@ class Assembly:
             return None
         if self._recordings is None:
             # A repository may serve on several servers, some of which do not record: no reason not to serve.
-            reason = "record: the server has no record_dir"
-            log_event(logger, logging.WARNING, "option has no effect", model=metrics.name, reason=reason)
+            _warn_without_effect(metrics, "record: the server has no record_dir")
             return None
         recording = self._recordings.begin(metrics.name, metrics.version, loaded.signature, options.record)
         metrics.set_recording_source(recording.counts)
         return recording
->>>>>>> record
 
     def _inline_runs(self, loaded: LoadedModel, metrics: ModelMetrics) -> InlineRuns:
         works_on_its_thread = all(
@@ -200,6 +179,10 @@ class Assembly:
             barred_because=loaded.unbounded_because,
             cpu_clock=time.thread_time_ns if works_on_its_thread else None,
         )
+
+
+def _warn_without_effect(metrics: ModelMetrics, reason: str) -> None:
+    log_event(logger, logging.WARNING, "option has no effect", model=metrics.name, reason=reason)
 
 
 def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
