@@ -107,10 +107,10 @@ def cpu_of_clients(address: str) -> str:
     import uvloop
 
     from ortserve.clock import monotonic_ns
+    from ortserve.tools.address import parse_address
     from ortserve.tools.bench.connections import Connections
     from ortserve.tools.bench.http_client import HttpConnection
     from ortserve.tools.bench.samples import Ticket
-    from ortserve.tools.bench.server import parse_address
     from ortserve.tools.bench.target import ServerPlan
 
     body = encode_rest([INPUT], is_binary=False).body

@@ -271,7 +271,8 @@ def test_wrong_model_names_those_that_there_are(server: ServerProcess) -> None:
         (["URL", "--model", "digits", "--rate", "5", "--concurrency", "2"], "expected one of"),
         (["URL", "--model", "digits", "--rate", "5", "--arrivals", "sometimes"], "expected a file of times"),
         (["URL", "--model", "digits", "--header", "x"], "--header: expected NAME: VALUE"),
-        (["URL/path", "--model", "digits"], "HOST:PORT"),
+        (["URL", "--model", "digits", "--key-file", "/nowhere"], "--key-file: expected a file with a key"),
+        (["grpc://127.0.0.1:1/path", "--model", "digits"], "expected a URL such as"),
         (["URL", "--model", "digits", "--processes", "4", "--concurrency", "2"], "--processes"),
         (["URL", "--model", "digits", "--inputs", "/nowhere.npz"], "--inputs /nowhere.npz"),
         (["/nowhere/model.onnx"], "expected a model file"),
@@ -369,7 +370,8 @@ def test_server_with_tls_of_its_own_authority(tmp_path: Path) -> None:
         ran = bench(*urls, "--model", "digits", "--ca", secret.ca, "--header", "x-tenant: a", *SHORT, "--json")
         for url in urls:
             status, line = fails(url, "--model", "digits", *SHORT)
-            assert (status, "no server answers" in line) == (1, True)
+            expected = "certificate is not trusted" if url.startswith("https") else "no server answers"
+            assert (status, expected in line) == (1, True)
 
     assert ran.problems == []
     assert [one["way"] for one in ran.result["points"]] == ["rest", "grpc"]

@@ -14,6 +14,7 @@ from typing import Final
 from ortserve import __version__
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import invalid_input
+from ortserve.tools.address import Address, add_access, address_of
 from ortserve.tools.bench.comparison import compare_results, read_result
 from ortserve.tools.bench.encoding import PROTOCOLS
 from ortserve.tools.bench.generators import Generators
@@ -22,8 +23,7 @@ from ortserve.tools.bench.measure import Measurement, result_problems
 from ortserve.tools.bench.prepare import Prepared, Settings, prepare_model, prepare_server
 from ortserve.tools.bench.presentation import present, present_comparison
 from ortserve.tools.bench.result import BenchResult, Capacity, Point
-from ortserve.tools.bench.server import parse_address
-from ortserve.tools.bench.target import WAYS, Address
+from ortserve.tools.bench.target import WAYS
 from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.subject import is_url
@@ -113,10 +113,7 @@ def build_parser() -> ToolParser:
     add("--slo", dest="slo_ms", type=_seconds, metavar="MS", help=slo)
     add("--allow-errors", type=_share, default=0.0, metavar="SHARE", help="Failed requests for status 0. Default: 0.")
     add("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="Compare two results of --json.")
-    add = parser.add_argument_group("access").add_argument
-    header = "Of each request, such as 'Authorization: Bearer KEY'."
-    add("--header", action="append", default=[], metavar="NAME:VALUE", help=header)
-    add("--ca", type=Path, metavar="FILE", help="Certificates to trust instead of the system's.")
+    add_access(parser)
     return parser
 
 
@@ -189,7 +186,7 @@ def _choices(target: str, given: argparse.Namespace) -> list[tuple[str, Address 
     if is_url(target):
         if not given.model:
             raise invalid_input(f"{target}: expected --model with the name of its model")
-        address = parse_address(target, given.header, given.ca)
+        address = address_of(target, given)
         option, names = "--protocol", given.protocol or ("grpc" if address.is_grpc else "rest")
         known = [one for one in PROTOCOLS if one == "shm" or one.startswith("grpc") == address.is_grpc]
     for name in names.split(","):

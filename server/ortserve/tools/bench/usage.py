@@ -5,8 +5,8 @@ import time
 
 import psutil
 
+from ortserve.tools.address import Address
 from ortserve.tools.bench.result import ServerUsage
-from ortserve.tools.bench.target import Address
 
 
 class UsageMeter:

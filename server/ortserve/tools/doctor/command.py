@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortserve.errors import invalid_input
+from ortserve.tools.address import add_access, address_of
+from ortserve.tools.client import Client
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.doctor import findings as find
 from ortserve.tools.doctor.catalog import LEVELS
@@ -18,7 +20,7 @@ from ortserve.tools.doctor.presentation import make_report
 from ortserve.tools.doctor.request_path import follow_requests
 from ortserve.tools.doctor.result import SCHEMA, DoctorResult, ModelCheck
 from ortserve.tools.doctor.runtime import read_runtime
-from ortserve.tools.doctor.server import Client, look_at
+from ortserve.tools.doctor.server import look_at
 from ortserve.tools.doctor.steadiness import measure_steadiness
 from ortserve.tools.opening import open_model
 from ortserve.tools.subject import find_model, is_url
@@ -51,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     server.add_argument("--model", metavar="MODEL", help="follow requests: a name, or REPOSITORY/name to compare with")
     server.add_argument("--requests", type=int, default=200, metavar="N", help="to follow; default: 200")
     server.add_argument("--metrics", metavar="URL", help="of the metrics; default: port 8002 of the same host")
-    server.add_argument("--key-file", type=Path, metavar="FILE", help="file whose first line is the key to send")
+    add_access(parser)
     return parser
 
 
@@ -102,14 +104,14 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
 def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
     name: str = arguments.model or ""
     bare = open_model(find_model(name)) if "/" in name or name.endswith(".onnx") else None
-    key, untrusted, request = _read_key(arguments.key_file), "", None
-    client = Client(url, key)
+    untrusted, request = "", None
+    client = Client(address_of(url, arguments, needs_http=True))
     try:
         try:
             client.connect()
         except ssl.SSLCertVerificationError as error:
             untrusted = error.verify_message
-            client = Client(url, key, verify=False)
+            client = Client(replace(client.address, is_verified=False))
         facts = look_at(client, arguments.metrics, untrusted)
         if name:
             name = bare.subject.name if bare else name
@@ -117,14 +119,3 @@ def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
     finally:
         client.close()
     return DoctorResult(SCHEMA, url, tuple(find.find_in_server(facts)), server=facts, request=request)
-
-
-def _read_key(file: Path | None) -> str:
-    if file is None:
-        return ""
-    try:
-        lines = map(str.strip, file.read_text().splitlines())
-        return next(line for line in lines if line and not line.startswith("#"))
-    except (OSError, ValueError, StopIteration) as error:
-        reason = getattr(error, "strerror", None) or "no line with a key"
-        raise invalid_input(f"--key-file: expected a file with a key: {reason}") from None

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from ortserve.config.expectation import describe_problems
 from ortserve.config.session import SessionSettings
 from ortserve.errors import invalid_input
+from ortserve.tools.address import add_access, address_of
 from ortserve.tools.command import Outcome, ToolParser, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.profile.measure import WARM_UP, Variant, measure
@@ -65,7 +66,7 @@ def _parser() -> ToolParser:
     server = parser.add_argument_group("batches of a server")
     server.add_argument("--requests", type=count, default=100, metavar="N", help="Requests to copy (100).")
     server.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for them (30).")
-    server.add_argument("--key-file", type=Path, metavar="FILE", help="File with a control key of the server.")
+    add_access(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="Keep ONNX Runtime's trace, for Perfetto.")
     return parser
 
@@ -106,15 +107,10 @@ def _run(given: argparse.Namespace) -> Outcome:
 
 
 def _run_on_server(given: argparse.Namespace) -> Outcome:
+    address = address_of(given.target, given, needs_http=True)
     with progress(f"waiting for requests of {given.model}, and profiling them"):
-        runs, batches = profile_server(
-            given.target,
-            given.model,
-            requests=given.requests,
-            timeout_s=given.timeout,
-            key_file=given.key_file,
-            keep=_trace(given),
-        )
+        limits = {"requests": given.requests, "timeout_s": given.timeout}
+        runs, batches = profile_server(address, given.model, **limits, keep=_trace(given))
     result = ProfileResult(profile=profile_of(runs), server=batches)
     return Outcome(result, report(result, [runs]))
 
