@@ -294,9 +294,16 @@ def test_wrong_models(tmp_path: Path) -> None:
     (tmp_path / "half.onnx").write_bytes(whole[: len(whole) // 2])
     np.savez(tmp_path / "inputs.npz", picture=np.zeros((2, 1, 8, 8), np.float32))
 
-    for name in ("text", "half"):
+    (tmp_path / "empty.onnx").touch()
+    builders.external_weights(tmp_path / "external.onnx", "gone.bin")
+
+    problems = {"text": "expected an ONNX model", "half": "truncated", "empty": "the file is empty"}
+    problems["external"] = f"tensor 'w', in {tmp_path / 'gone.bin'}: there is no such file"
+    for name, problem in problems.items():
         status, line = fails(tmp_path / f"{name}.onnx")
-        assert (status, f"{name}.onnx" in line) == (2, True)
+        assert (status, f"{name}.onnx" in line, problem in line) == (2, True, True), line
+    status, line = fails(tmp_path)
+    assert (status, "no version folder" in line) == (2, True)
     status, line = fails(EXAMPLE / "digits", "--inputs", tmp_path / "inputs.npz")
     assert (status, "'picture' is no input" in line) == (2, True)
 
@@ -389,7 +396,9 @@ def test_large_messages_over_grpc_keep_to_the_windows(tmp_path: Path, protocol: 
     add_model(tmp_path, "large", builders.identity, shape=("batch", 256 * 1024))
     with serving(tmp_path, *SHORT_WARMUP) as server:
         url = f"grpc://{server.grpc}"
-        ran = bench(url, "--model", "large", "--protocol", protocol, "--concurrency", "2", *SHORT, "--json")
+        ran = bench(
+            url, "--model", "large", "--protocol", protocol, "--concurrency", "2", *SHORT, "--warmup", "0", "--json"
+        )
 
     assert ran.failures == {}
     assert ran.point["answers"] > 5
