@@ -505,7 +505,8 @@ def test_commands_of_the_page_run(server: ServerProcess, command: Command) -> No
 
     assert name == "bench"
     assert ran.result["points"]
-    assert all(one["answers"] > 0 for one in ran.result["points"])
+    assert [one for one in ran.result["points"] if one["failures"]] == []
+    assert any(one["answers"] for one in ran.result["points"]), "a busy machine may leave some points without time"
 
 
 def test_tables_show_what_was_measured(server: ServerProcess) -> None:

@@ -225,9 +225,9 @@ def test_broken_model_is_one_line(name: str, message: str, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch", "0"], "expected batch sizes"),
-        (["--batch", "1,x"], "expected batch sizes"),
-        (["--seconds", "-1"], "expected seconds"),
+        (["--batch", "0"], "expected an integer from 1"),
+        (["--batch", "1,x"], "expected an integer from 1"),
+        (["--seconds", "-1"], "expected a number from 0 to 3,600"),
         (["--fail-on", "nothing"], "invalid choice"),
         (["-o", "/nowhere/page.html"], "expected a file in an existing folder"),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
+from ortserve.tools.arguments import number
 from ortserve.tools.client import Client
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.doctor import findings as find
@@ -43,25 +44,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fail-on", choices=(*LEVELS, "never"), default="problem", help="lowest level with status 1; default: problem"
     )
-    machine = parser.add_argument_group("machine and repository")
-    machine.add_argument("--config", type=Path, metavar="FILE", help="options file of the server")
-    machine.add_argument("--seconds", type=float, default=2.0, help="of the test of steadiness; 0 for none; default: 2")
-    machine.add_argument(
-        "--seconds-per-model", type=float, default=60.0, metavar="SECONDS", help="time to load one; default: 60"
-    )
-    server = parser.add_argument_group("server")
-    server.add_argument("--model", metavar="MODEL", help="follow requests: a name, or REPOSITORY/name to compare with")
-    server.add_argument("--requests", type=int, default=200, metavar="N", help="to follow; default: 200")
-    server.add_argument("--metrics", metavar="URL", help="of the metrics; default: port 8002 of the same host")
+    seconds, count = number(float, 0, 3600), number(int, 1, 100_000)
+    add = parser.add_argument_group("machine and repository").add_argument
+    add("--config", type=Path, metavar="FILE", help="options file of the server")
+    add("--seconds", type=seconds, default=2.0, help="of the test of steadiness; 0 for none; default: 2")
+    add("--seconds-per-model", type=seconds, default=60.0, metavar="SECONDS", help="time to load one; default: 60")
+    add = parser.add_argument_group("server").add_argument
+    add("--model", metavar="MODEL", help="follow requests: a name, or REPOSITORY/name to compare with")
+    add("--requests", type=count, default=200, metavar="N", help="to follow; default: 200")
+    add("--metrics", metavar="URL", help="of the metrics; default: port 8002 of the same host")
     add_access(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Look, find, and present."""
-    for name, least, most in (("seconds", 0, 3600), ("seconds_per_model", 0, 3600), ("requests", 1, 100_000)):
-        if not least <= getattr(arguments, name) <= most:
-            raise invalid_input(f"--{name.replace('_', '-')}: expected {least} to {most}")
     subject: str | None = arguments.subject
     if subject is not None and is_url(subject):
         result = _look_at_server(subject, arguments)

@@ -3,7 +3,6 @@
 import argparse
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import full_name
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
+from ortserve.tools.arguments import number, several
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
@@ -34,13 +34,19 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
     add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the measurement of memory.")
-    add("--batch", type=_sizes, default=(1, 8, 32), metavar="1,8,32", help="Batch sizes whose memory is shown.")
+    add(
+        "--batch",
+        type=several(number(int, 1, 1 << 20)),
+        default=[1, 8, 32],
+        metavar="1,8,32",
+        help="Batch sizes whose memory is shown.",
+    )
     text = "Prefer this execution provider to the configured ones, such as cuda; may be repeated."
     add("--provider", action="append", default=[], metavar="NAME", help=text)
     text = "Only read and open the model: no trial of rows, no measured memory."
     add("--no-run", action="store_true", help=text)
     text = "Longest time for the runs that measure memory."
-    add("--seconds", type=_seconds, default=30.0, metavar="30", help=text)
+    add("--seconds", type=number(float, 0, 3600), default=30.0, metavar="30", help=text)
     text = f"Exit with 1 for findings of this level or a worse one: {', '.join(LEVELS)}."
     add("--fail-on", choices=LEVELS, metavar="LEVEL", help=text)
     return parser
@@ -127,25 +133,8 @@ def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step:
     weights = sum(one.nbytes for one in count_weights(graph))
     step(0, "measuring memory in another process")
     try:
-        return measure_memory(subject, arguments.inputs, arguments.batch, weights, arguments.seconds)
+        return measure_memory(subject, arguments.inputs, sorted({*arguments.batch}), weights, arguments.seconds)
     except ServeError as error:
         if arguments.inputs is not None:
             raise
         return Memory(weights, None, [], "", None, error.message)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        sizes = []
-    if not sizes or sizes[0] < 1 or sizes[-1] > 1 << 20:
-        raise argparse.ArgumentTypeError(f"expected batch sizes such as 1,8,32, got {text!r}")
-    return tuple(sizes)
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) <= 3600:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected seconds from 0 to 3600, got {text!r}")

@@ -58,9 +58,6 @@ def test_status_follows_the_worst_finding(
         (["--model", "digits"], 2, "--model: expected the URL of a server beside it"),
         (["http://127.0.0.1:1", "--key-file", "/nowhere"], 2, "--key-file: expected a file with a key: No such file"),
         (["http://127.0.0.1:1", "--model", "a/b"], 2, "a/b: expected a model file or REPOSITORY/name"),
-        (["--seconds", "-1"], 2, "--seconds: expected 0 to 3600"),
-        (["--seconds-per-model", "nan"], 2, "--seconds-per-model: expected 0 to 3600"),
-        (["--requests", "0"], 2, "--requests: expected 1 to 100000"),
         (["-o", "/nowhere/page.html"], 2, "-o: expected a file in an existing folder"),
     ],
 )
@@ -75,7 +72,13 @@ def test_wrong_arguments_are_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--seconds", "x"], ["--requests", "1.5"], ["--fail-on", "x"], ["a", "b"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--seconds", "-1"], ["--seconds", "x"], ["--seconds-per-model", "nan"], ["--requests", "0"]),
+        *(["--requests", "1.5"], ["--fail-on", "x"], ["a", "b"]),
+    ],
+)
 def test_arguments_of_the_wrong_form(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         command.main(arguments)
