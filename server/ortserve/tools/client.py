@@ -103,17 +103,17 @@ class Client:
             while not kept:
                 part = connected.recv(256 * 1024)
                 if not part and not parser.get_status_code():
-                    raise self.another_kind("it closes the connection instead of answering")
+                    raise another_kind(self.address, "it closes the connection instead of answering")
                 if not part:
                     break  # as servers of HTTP/1.0 end their answers
                 parser.feed_data(part)
                 if len(body) > _MOST_BYTES:
-                    raise self.another_kind(f"its answer has more than {_MOST_BYTES:,} bytes")
+                    raise another_kind(self.address, f"its answer has more than {_MOST_BYTES:,} bytes")
         except ssl.SSLCertVerificationError as error:
             problem = f"its certificate is not trusted: {error.verify_message} (--ca gives others to trust)"
             raise ServeError(ErrorKind.NOT_READY, f"{self.address.url}: {problem}") from None
         except httptools.HttpParserError:
-            raise self.another_kind("its answer is no HTTP") from None
+            raise another_kind(self.address, "its answer is no HTTP") from None
         except OSError as error:
             raise self._unreachable(error) from None
         finally:
@@ -137,7 +137,7 @@ class Client:
         text = answer.body[:300].decode(errors="replace")
         is_lost = status == 501 or (400 <= status < 500 and status not in (401, 403, 429))
         if is_lost and not text.startswith("{"):  # the protocol has its errors in JSON
-            raise self.another_kind(f"got status {status}: {text[:60]!r}")
+            raise another_kind(self.address, f"got status {status}: {text[:60]!r}")
         with suppress(ValueError, LookupError, TypeError):
             text = orjson.loads(answer.body)["error"]
         hint = " (--key-file gives a key)" if status in (401, 403) else ""
@@ -149,10 +149,6 @@ class Client:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-    def another_kind(self, seen: str) -> ServeError:
-        """As ``another_kind``."""
-        return another_kind(self.address, seen)
 
     def _unreachable(self, error: OSError) -> ServeError:
         waited = f"waited {self._timeout_s:g} s" if isinstance(error, TimeoutError) else None

@@ -11,9 +11,8 @@ from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
 from ortserve.tools.arguments import number
 from ortserve.tools.client import Client
-from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
+from ortserve.tools.command import Outcome, ToolParser, add_fail_on, run_tool, status_of
 from ortserve.tools.doctor import findings as find
-from ortserve.tools.doctor.catalog import LEVELS
 from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system
 from ortserve.tools.doctor.options import check_options
@@ -24,6 +23,7 @@ from ortserve.tools.doctor.runtime import read_runtime
 from ortserve.tools.doctor.server import look_at
 from ortserve.tools.doctor.steadiness import measure_steadiness
 from ortserve.tools.opening import open_model
+from ortserve.tools.report import worst_first
 from ortserve.tools.subject import find_model, is_url
 
 
@@ -41,9 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 no finding of the level of --fail-on, 1 such a finding or a failure, 2 wrong arguments.",
     )
     parser.add_argument("subject", nargs="?", metavar="REPOSITORY|URL", help="default: this machine and the options")
-    parser.add_argument(
-        "--fail-on", choices=(*LEVELS, "never"), default="problem", help="lowest level with status 1; default: problem"
-    )
+    add_fail_on(parser, "problem")
     seconds, count = number(float, 0, 3600), number(int, 1, 100_000)
     add = parser.add_argument_group("machine and repository").add_argument
     add("--config", type=Path, metavar="FILE", help="options file of the server")
@@ -66,11 +64,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         raise invalid_input("--model: expected the URL of a server beside it")
     else:
         result = _look_at_machine(subject, arguments)
-    findings = tuple(sorted(result.findings, key=lambda each: LEVELS.index(each.level)))
-    bad = LEVELS[: LEVELS.index(arguments.fail_on) + 1] if arguments.fail_on != "never" else ()
-    status = FAILED if any(each.level in bad for each in findings) else OK
-    result = replace(result, findings=findings)
-    return Outcome(result, make_report(result), status)
+    result = replace(result, findings=tuple(worst_first(result.findings)))
+    return Outcome(result, make_report(result), status_of(result.findings, arguments.fail_on))
 
 
 def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> DoctorResult:

@@ -12,7 +12,7 @@ from cryptography import x509
 
 from ortserve.errors import ServeError
 from ortserve.tools.address import parse_address
-from ortserve.tools.client import Client
+from ortserve.tools.client import Client, another_kind
 from ortserve.tools.doctor.options import reach_of
 from ortserve.tools.doctor.result import ServerFacts
 
@@ -45,7 +45,7 @@ def look_at(client: Client, metrics_url: str | None, certificate_problem: str) -
     metadata = client.ask("/v2")
     known = metadata.json()
     if metadata.status not in (200, 401, 403) or (metadata.status == 200 and not isinstance(known, dict)):
-        raise client.another_kind(f"got status {metadata.status} for /v2")
+        raise another_kind(client.address, f"got status {metadata.status} for /v2")
     index = client.ask("/v2/repository/index", b"{}").json()
     control = client.ask("/v2/trace/setting").status
     return ServerFacts(

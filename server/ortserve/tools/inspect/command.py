@@ -14,11 +14,11 @@ from ortserve.engine.providers import full_name
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
 from ortserve.tools.arguments import number, several
-from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
+from ortserve.tools.command import Outcome, ToolParser, add_fail_on, run_tool, status_of
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
 from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors
-from ortserve.tools.inspect.findings import LEVELS, Evidence, find_all
+from ortserve.tools.inspect.findings import Evidence, find_all
 from ortserve.tools.inspect.memory import measure_memory
 from ortserve.tools.inspect.placement import describe_placement, open_optimized, place, providers_here
 from ortserve.tools.inspect.presentation import present
@@ -47,8 +47,7 @@ def build_parser() -> ToolParser:
     add("--no-run", action="store_true", help=text)
     text = "Longest time for the runs that measure memory."
     add("--seconds", type=number(float, 0, 3600), default=30.0, metavar="30", help=text)
-    text = f"Exit with 1 for findings of this level or a worse one: {', '.join(LEVELS)}."
-    add("--fail-on", choices=LEVELS, metavar="LEVEL", help=text)
+    add_fail_on(parser, "never")
     return parser
 
 
@@ -67,9 +66,7 @@ def inspect(arguments: argparse.Namespace) -> Outcome:
     """
     with progress("reading the model") as step:
         result = _inspect(arguments, step)
-    limit = LEVELS.index(arguments.fail_on) if arguments.fail_on else -1
-    is_bad = any(LEVELS.index(finding.level) <= limit for finding in result.findings)
-    return Outcome(result, present(result), FAILED if is_bad else OK)
+    return Outcome(result, present(result), status_of(result.findings, arguments.fail_on))
 
 
 def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
