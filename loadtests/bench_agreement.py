@@ -1,25 +1,31 @@
 """Does ``ortserve bench`` measure what established load generators measure?
 
-Level: server. The same closed loop on the same server by ``ortserve bench``, wrk, h2load and perf_analyzer, one after
-the other in each round. Expected: medians within the spread of the rounds; over gRPC, lower throughput than h2load's,
-whose C takes less of the processors that the server shares with it. Also: the CPU of a request in bench's own HTTP
-client against aiohttp's, if that is installed.
+Level: server. The same load on the same server by ``ortserve bench``, wrk, h2load and perf_analyzer, one after the
+other in each round:
 
-    python loadtests/bench_agreement.py [--rounds 5] [--seconds 4] [--concurrency 4]
+- an open loop at a moderate rate, and a closed loop on a model that computes for some milliseconds, where the generator
+  has a small part of the work. Expected: the same figures within the spread of the rounds.
+- a closed loop on a small model, where generator and server take processors from each other. Expected: less throughput
+  than generators in C find, by about the part of the processor time that bench says it takes; bench says so itself.
 
-Answers are checked by ``bench``. Writes ``loadtests/results/bench_agreement.md``.
+wrk has closed loops only. Also: the CPU of a request in bench's own HTTP client and in aiohttp's, if that is installed.
+
+    python loadtests/bench_agreement.py [--rounds 4] [--seconds 3] [--concurrency 4] [--rate 400]
+
+Answers are checked by ``bench``. Writes ``loadtests/results/bench_agreement.md``, within six minutes.
 """
 
 import argparse
 import asyncio
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,69 +37,98 @@ import numpy as np  # noqa: E402
 
 from apart import UnavailableError  # noqa: E402
 from harness import circumstances, serving, spread, table, wrk  # noqa: E402
+from models.builders import heavy  # noqa: E402
 from ortserve.core.dtypes import DataType  # noqa: E402
 from ortserve.core.tensor import Tensor  # noqa: E402
+from ortserve.example import repository_path  # noqa: E402
 from ortserve.tools.bench.encoding import encode_grpc, encode_rest  # noqa: E402
 from perf_analyzer import PerfAnalyzer, find_perf_analyzer  # noqa: E402
 
 PORT = 18500
-EXAMPLE = HERE.parent / "server" / "ortserve" / "example" / "repository"
+BENCH = "ortserve bench"
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
-INPUT = Tensor("image", DataType.FP32, np.random.default_rng(0).normal(size=(1, 1, 8, 8)).astype(np.float32))
+HEAVY_STEPS = 60
+"""Of a row of the model that computes: some 5 ms on one thread."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load on one of the models: a closed loop of ``callers``, or with a ``rate`` an open one."""
+
+    title: str
+    model: str
+    shape: tuple[int, ...]
+    seconds: float
+    callers: int = 1
+    rate: int = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        """The one input, with one row."""
+        name = "image" if self.model == "digits" else "x"
+        return Tensor(name, DataType.FP32, np.ones(self.shape, np.float32) / 8)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a generator reports."""
+    """What a generator reports, and in ``own`` what bench reports about itself."""
 
     per_s: float
     p50_ms: float
     p99_ms: float
+    own: Mapping[str, Any] | None = None
 
 
-def by_bench(url: str, seconds: float, concurrency: int, protocol: str) -> Seen:
-    command = [sys.executable, "-m", "ortserve", "bench", url, "--model", "digits", "--json", "--warmup", "0.5"]
-    options = [f"--concurrency={concurrency}", f"--seconds={seconds}", f"--protocol={protocol}"]
+def by_bench(url: str, load: Load, protocol: str) -> Seen:
+    command = [sys.executable, "-m", "ortserve", "bench", url, "--model", load.model, "--json", "--warmup", "0.5"]
+    how = f"--rate={load.rate}" if load.rate else f"--concurrency={load.callers}"
+    options = [how, f"--seconds={load.seconds}", f"--protocol={protocol}"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=120)
     (point,) = json.loads(done.stdout)["points"]
     if point["failures"] or not point["outputs"]["checked"]:
         raise RuntimeError(done.stdout)
-    print(f"  generator: {point['generator']}", flush=True)
     found = {one["percent"]: one["ms"] for one in point["percentiles"]}
-    return Seen(point["throughput"]["value"], found[50.0], found[99.0])
+    own, usage = point["generator"], point["usage"]
+    part = own["cpu_share"] / (own["cpu_share"] + usage["processors"])
+    return Seen(point["throughput"]["value"], found[50.0], found[99.0], own | {"part": part})
 
 
-def by_wrk(url: str, seconds: float, concurrency: int, folder: Path, pid: int) -> Seen:
-    body = encode_rest([INPUT], is_binary=False).body
-    load = wrk(f"{url}/v2/models/digits/infer", body, folder, pid=pid, connections=concurrency, seconds=round(seconds))
-    return Seen(load.requests_per_s, load.p50_ms, load.p99_ms)
+def by_wrk(url: str, load: Load, folder: Path, pid: int) -> Seen:
+    body = encode_rest([load.tensor], is_binary=False).body
+    path = f"{url}/v2/models/{load.model}/infer"
+    seen = wrk(path, body, folder, pid=pid, connections=load.callers, seconds=round(load.seconds))
+    return Seen(seen.requests_per_s, seen.p50_ms, seen.p99_ms)
 
 
-def by_h2load(url: str, seconds: float, concurrency: int, folder: Path, *, is_grpc: bool) -> Seen:
+def by_h2load(url: str, load: Load, folder: Path, *, is_grpc: bool) -> Seen:
+    """Open loops have one connection, as all clients of h2load would send at the same moments."""
     log = folder / "log"
     log.unlink(missing_ok=True)
-    message = encode_grpc("digits", "", [INPUT]).body
+    message = encode_grpc(load.model, "", [load.tensor]).body
     prefix = b"\0" + len(message).to_bytes(4, "big")
-    (folder / "request").write_bytes(prefix + message if is_grpc else encode_rest([INPUT], is_binary=False).body)
-    command = ["h2load", f"-c{concurrency}", "-m1", f"-D{round(seconds)}", "-d", str(folder / "request")]
+    body = prefix + message if is_grpc else encode_rest([load.tensor], is_binary=False).body
+    (folder / "request").write_bytes(body)
+    how = ["-c1", f"--rps={load.rate}", f"-m{8 if is_grpc else 1}"] if load.rate else [f"-c{load.callers}", "-m1"]
     headers = ["-H", "content-type: application/grpc", "-H", "te: trailers"] if is_grpc else ["--h1"]
-    path = METHOD if is_grpc else "/v2/models/digits/infer"
-    command += [*headers, f"--log-file={log}", f"{url}{path}"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 60).stdout
+    path = METHOD if is_grpc else f"/v2/models/{load.model}/infer"
+    command = ["h2load", *how, f"-D{round(load.seconds)}", "-d", str(folder / "request"), *headers]
+    command += [f"--log-file={log}", f"{url}{path}"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=load.seconds + 60).stdout
     found = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", output)
     if found is None or int(found[2]) or int(found[3]):
         raise RuntimeError(output)
     took_us = [int(line.split("\t")[2]) for line in log.read_text().splitlines()]
     p50, p99 = (float(value) / 1e3 for value in np.percentile(took_us, [50, 99]))
-    return Seen(int(found[1]) / round(seconds), p50, p99)
+    return Seen(int(found[1]) / round(load.seconds), p50, p99)
 
 
-def by_perf_analyzer(program: PerfAnalyzer, address: str, seconds: float, concurrency: int, protocol: str) -> Seen:
+def by_perf_analyzer(program: PerfAnalyzer, address: str, load: Load) -> Seen:
     # Three windows, called stable however they differ.
-    window = str(round(seconds * 1000 / 3))
+    window = str(round(load.seconds * 1000 / 3))
+    how = ("--request-rate-range", str(load.rate)) if load.rate else ("--concurrency-range", str(load.callers))
+    shape = f"{load.tensor.name}:{','.join(map(str, load.shape[1:]))}"
     output = program.run(
-        *("-i", protocol, "-u", address, "-m", "digits", "--concurrency-range", str(concurrency), "--shape"),
-        *("image:1,8,8", "-p", window, "-r", "3", "-s", "999"),
+        *("-i", "grpc", "-u", address, "-m", load.model, *how, "--shape", shape, "-p", window, "-r", "3", "-s", "999")
     )
     throughput = re.search(r"Throughput: ([\d.]+) infer/sec", output)
     p50, p99 = (re.search(rf"p{percent} latency: (\d+) usec", output) for percent in (50, 99))
@@ -102,18 +137,18 @@ def by_perf_analyzer(program: PerfAnalyzer, address: str, seconds: float, concur
     return Seen(float(throughput[1]), int(p50[1]) / 1e3, int(p99[1]) / 1e3)
 
 
-def cpu_of_clients(address: str) -> str:
+def cpu_of_clients(address: str, tensor: Tensor) -> str:
     """CPU of one request in this process, by the client of bench and by aiohttp, in a loop of 4 callers."""
     import uvloop
 
     from ortserve.clock import monotonic_ns
+    from ortserve.tools.address import parse_address
     from ortserve.tools.bench.connections import Connections
     from ortserve.tools.bench.http_client import HttpConnection
     from ortserve.tools.bench.samples import Ticket
-    from ortserve.tools.bench.server import parse_address
     from ortserve.tools.bench.target import ServerPlan
 
-    body = encode_rest([INPUT], is_binary=False).body
+    body = encode_rest([tensor], is_binary=False).body
     head = f"POST /v2/models/digits/infer HTTP/1.1\r\nhost: {address}\r\ncontent-length: {len(body)}\r\n\r\n"
     count, callers = 6000, 4
 
@@ -174,65 +209,89 @@ def cpu_of_clients(address: str) -> str:
     return text + "."
 
 
+def measure(loads: Sequence[Load], rounds: int, program: PerfAnalyzer | None) -> tuple[list[list[str]], str]:
+    """A row of the table for each generator, and what the client of bench takes. The arms of a load alternate."""
+    rows: list[list[str]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, repository = Path(temporary), Path(temporary) / "models"
+        shutil.copytree(repository_path() / "digits", repository / "digits")
+        (repository / "heavy" / "1").mkdir(parents=True)
+        heavy(repository / "heavy" / "1" / "model.onnx", steps=HEAVY_STEPS)
+        with serving(repository, PORT) as pid:
+            for load in loads:
+                rows += measure_load(load, rounds, program, folder, pid)
+            return rows, cpu_of_clients(f"127.0.0.1:{PORT}", loads[-1].tensor)
+
+
+def measure_load(load: Load, rounds: int, program: PerfAnalyzer | None, folder: Path, pid: int) -> list[list[str]]:
+    rest, grpc = f"http://127.0.0.1:{PORT}", f"127.0.0.1:{PORT + 1}"
+    arms: dict[tuple[str, str], Callable[[], Seen]] = {
+        ("REST", BENCH): lambda: by_bench(rest, load, "rest"),
+        ("REST", "h2load"): lambda: by_h2load(rest, load, folder, is_grpc=False),
+        ("gRPC", BENCH): lambda: by_bench(f"grpc://{grpc}", load, "grpc"),
+        ("gRPC", "h2load"): lambda: by_h2load(f"http://{grpc}", load, folder, is_grpc=True),
+    }
+    if not load.rate:
+        arms["REST", "wrk"] = lambda: by_wrk(rest, load, folder, pid)
+    if program is not None:
+        found = program
+        arms["gRPC", "perf_analyzer"] = lambda: by_perf_analyzer(found, grpc, load)
+    arms["REST", "h2load"]()  # warm-up
+    results: dict[tuple[str, str], list[Seen]] = {key: [] for key in arms}
+    for number in range(rounds):
+        for key in arms if number % 2 == 0 else reversed(arms):
+            results[key].append(arms[key]())
+            print(load.title, number + 1, *key, results[key][-1], flush=True)
+    rows = []
+    for (protocol, name), seen in sorted(results.items()):
+        values = [[one.per_s for one in seen], [one.p50_ms for one in seen], [one.p99_ms for one in seen]]
+        own = results[protocol, BENCH]
+        ratios = [
+            [mine.per_s / one.per_s for mine, one in zip(own, seen, strict=True)],
+            [mine.p50_ms / one.p50_ms for mine, one in zip(own, seen, strict=True)],
+            [mine.p99_ms / one.p99_ms for mine, one in zip(own, seen, strict=True)],
+        ]
+        said = ""
+        if name == BENCH:
+            accounts = [one.own for one in seen if one.own]
+            part, waited = ([account[key] for account in accounts] for key in ("part", "waited_us"))
+            refused = sum(bool(account["too_slow_because"]) for account in accounts)
+            said = f"{statistics.median(part):.0%} of its and the server's CPU, answers waited "
+            said += f"{statistics.median(waited):.0f} µs, {refused} of {rounds} runs without a verdict"
+        cells = ["", "", ""] if name == BENCH else map(spread, ratios)
+        rows.append([load.title, protocol, name, *map(spread, values), *cells, said])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=3)
     parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--rate", type=int, default=400)
     options = parser.parse_args()
-    seconds, callers = options.seconds, options.concurrency
+    seconds, callers, rate = options.seconds, options.concurrency, options.rate
     try:
         program: PerfAnalyzer | None = find_perf_analyzer()
     except UnavailableError as error:
         print(f"without perf_analyzer: {error}")
         program = None
-    results: dict[tuple[str, str], list[Seen]] = {}
-    with tempfile.TemporaryDirectory() as temporary, serving(EXAMPLE, PORT) as pid:
-        folder = Path(temporary)
-        rest, grpc = f"http://127.0.0.1:{PORT}", f"127.0.0.1:{PORT + 1}"
-        arms: dict[tuple[str, str], Callable[[], Seen]] = {
-            ("REST", "ortserve bench"): lambda: by_bench(rest, seconds, callers, "rest"),
-            ("REST binary", "ortserve bench"): lambda: by_bench(rest, seconds, callers, "rest-binary"),
-            ("REST", "wrk"): lambda: by_wrk(rest, seconds, callers, folder, pid),
-            ("REST", "h2load"): lambda: by_h2load(rest, seconds, callers, folder, is_grpc=False),
-            ("gRPC", "ortserve bench"): lambda: by_bench(f"grpc://{grpc}", seconds, callers, "grpc"),
-            ("gRPC", "h2load"): lambda: by_h2load(f"http://{grpc}", seconds, callers, folder, is_grpc=True),
-        }
-        if program is not None:
-            found = program
-            arms["REST binary", "perf_analyzer"] = lambda: by_perf_analyzer(found, rest[7:], seconds, callers, "http")
-            arms["gRPC", "perf_analyzer"] = lambda: by_perf_analyzer(found, grpc, seconds, callers, "grpc")
-        by_wrk(rest, 1, callers, folder, pid)  # warm-up
-        for number in range(options.rounds):
-            for key in arms if number % 2 == 0 else reversed(arms):
-                seen = arms[key]()
-                results.setdefault(key, []).append(seen)
-                print(number + 1, *key, seen, flush=True)
-        clients = cpu_of_clients(f"127.0.0.1:{PORT}")
-    rows = []
-    for key, rounds in sorted(results.items()):
-        values = [[one.per_s for one in rounds], [one.p50_ms for one in rounds], [one.p99_ms for one in rounds]]
-        rows.append([*key, *map(spread, values)])
-    ratios = []
-    for protocol in ("REST", "REST binary", "gRPC"):
-        own = results[protocol, "ortserve bench"]
-        for (other, name), others in results.items():
-            if other == protocol and name != "ortserve bench":
-                of = [mine.p50_ms / one.p50_ms for mine, one in zip(own, others, strict=True)]
-                ratios.append(f"{protocol}: median by bench / by {name}, round by round: {statistics.median(of):.2f}.")
+    loads = [
+        Load(f"open, {rate}/s, digits", "digits", (1, 1, 8, 8), seconds, rate=rate),
+        Load(f"closed, {callers} callers, 5 ms of computing", "heavy", (1, 64), seconds, callers),
+        Load(f"closed, {callers} callers, digits", "digits", (1, 1, 8, 8), seconds, callers),
+    ]
+    rows, clients = measure(loads, options.rounds, program)
     setting = (
-        f"The digits model, one row a request, closed loop of {callers} callers, {options.rounds} interleaved rounds "
-        f"of {seconds:g} s; medians and ranges. Generators and server share the processors."
+        f"One row a request, {options.rounds} interleaved rounds of {seconds:g} s for each load; medians and ranges "
+        "over the rounds. Ratios are bench / the other generator, round by round. Generators and server share the "
+        "processors: in the last load bench, whose client takes more CPU than those in C, takes it from the server. "
+        "The last column is bench's own account of itself."
     )
+    columns = ["load", "protocol", "generator", "answers/s", "p50 ms", "p99 ms"]
+    columns += ["ratio of answers/s", "ratio of p50", "ratio of p99", "what bench says of itself"]
     text = "\n\n".join(
-        (
-            "# bench beside other load generators",
-            circumstances(),
-            setting,
-            table(["protocol", "generator", "answers/s", "p50 ms", "p99 ms"], rows),
-            " ".join(ratios),
-            clients,
-        )
+        ("# bench beside other load generators", circumstances(), setting, table(columns, rows), clients)
     )
     (HERE / "results" / "bench_agreement.md").write_text(text + "\n")
     print(text)

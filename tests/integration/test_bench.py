@@ -271,7 +271,8 @@ def test_wrong_model_names_those_that_there_are(server: ServerProcess) -> None:
         (["URL", "--model", "digits", "--rate", "5", "--concurrency", "2"], "expected one of"),
         (["URL", "--model", "digits", "--rate", "5", "--arrivals", "sometimes"], "expected a file of times"),
         (["URL", "--model", "digits", "--header", "x"], "--header: expected NAME: VALUE"),
-        (["URL/path", "--model", "digits"], "HOST:PORT"),
+        (["URL", "--model", "digits", "--key-file", "/nowhere"], "--key-file: expected a file with a key"),
+        (["grpc://127.0.0.1:1/path", "--model", "digits"], "expected a URL such as"),
         (["URL", "--model", "digits", "--processes", "4", "--concurrency", "2"], "--processes"),
         (["URL", "--model", "digits", "--inputs", "/nowhere.npz"], "--inputs /nowhere.npz"),
         (["/nowhere/model.onnx"], "expected a model file"),
@@ -293,9 +294,16 @@ def test_wrong_models(tmp_path: Path) -> None:
     (tmp_path / "half.onnx").write_bytes(whole[: len(whole) // 2])
     np.savez(tmp_path / "inputs.npz", picture=np.zeros((2, 1, 8, 8), np.float32))
 
-    for name in ("text", "half"):
+    (tmp_path / "empty.onnx").touch()
+    builders.external_weights(tmp_path / "external.onnx", "gone.bin")
+
+    problems = {"text": "expected an ONNX model", "half": "truncated", "empty": "the file is empty"}
+    problems["external"] = f"tensor 'w', in {tmp_path / 'gone.bin'}: there is no such file"
+    for name, problem in problems.items():
         status, line = fails(tmp_path / f"{name}.onnx")
-        assert (status, f"{name}.onnx" in line) == (2, True)
+        assert (status, f"{name}.onnx" in line, problem in line) == (2, True, True), line
+    status, line = fails(tmp_path)
+    assert (status, "no version folder" in line) == (2, True)
     status, line = fails(EXAMPLE / "digits", "--inputs", tmp_path / "inputs.npz")
     assert (status, "'picture' is no input" in line) == (2, True)
 
@@ -369,7 +377,8 @@ def test_server_with_tls_of_its_own_authority(tmp_path: Path) -> None:
         ran = bench(*urls, "--model", "digits", "--ca", secret.ca, "--header", "x-tenant: a", *SHORT, "--json")
         for url in urls:
             status, line = fails(url, "--model", "digits", *SHORT)
-            assert (status, "no server answers" in line) == (1, True)
+            expected = "certificate is not trusted" if url.startswith("https") else "no server answers"
+            assert (status, expected in line) == (1, True)
 
     assert ran.problems == []
     assert [one["way"] for one in ran.result["points"]] == ["rest", "grpc"]
@@ -387,7 +396,9 @@ def test_large_messages_over_grpc_keep_to_the_windows(tmp_path: Path, protocol: 
     add_model(tmp_path, "large", builders.identity, shape=("batch", 256 * 1024))
     with serving(tmp_path, *SHORT_WARMUP) as server:
         url = f"grpc://{server.grpc}"
-        ran = bench(url, "--model", "large", "--protocol", protocol, "--concurrency", "2", *SHORT, "--json")
+        ran = bench(
+            url, "--model", "large", "--protocol", protocol, "--concurrency", "2", *SHORT, "--warmup", "0", "--json"
+        )
 
     assert ran.failures == {}
     assert ran.point["answers"] > 5
@@ -433,11 +444,9 @@ def test_generators_share_the_load(server: ServerProcess) -> None:
 def test_targets_take_turns_and_are_compared(server: ServerProcess, tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     page = tmp_path / "page.html"
-    for file in files:
-        ran = bench(
-            server.url, f"grpc://{server.grpc}", "--model", "digits", "--concurrency", "1,2", *SHORT, "--rounds", "2",
-            "--json", "-o", page,
-        )  # fmt: skip
+    targets = (server.url, f"grpc://{server.grpc}", "--model", "digits", "--concurrency", "1,2")
+    for file, more in zip(files, ((), ("-o", page)), strict=True):  # pictures take seconds
+        ran = bench(*targets, *SHORT, "--rounds", "2", "--json", *more)
         file.write_text(ran.out)
     keys = [(one["way"], one["concurrency"]) for one in ran.result["points"]]
     assert keys == [("rest", 1), ("rest", 2), ("grpc", 1), ("grpc", 2)]
@@ -494,7 +503,8 @@ def test_commands_of_the_page_run(server: ServerProcess, command: Command) -> No
 
     assert name == "bench"
     assert ran.result["points"]
-    assert all(one["answers"] > 0 for one in ran.result["points"])
+    assert [one for one in ran.result["points"] if one["failures"]] == []
+    assert any(one["answers"] for one in ran.result["points"]), "a busy machine may leave some points without time"
 
 
 def test_tables_show_what_was_measured(server: ServerProcess) -> None:

@@ -178,8 +178,9 @@ def test_server_of_another_kind() -> None:
 def test_model_that_the_server_does_not_have(example_server: ServerProcess) -> None:
     done = doctor(example_server.url, "--model", "unknown")
 
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "model 'unknown'" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "'unknown' is not found" in done.stderr
+    assert "the server has" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

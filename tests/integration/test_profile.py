@@ -242,13 +242,16 @@ def broken(folder: Path) -> dict[str, tuple[list[str], int, str]]:
     (folder / "text.onnx").write_text("hello")
     (folder / "cut.onnx").write_bytes(model.read_bytes()[:-200])
     builders.external_weights(folder / "external.onnx", "weights.bin")
+    (folder / "empty.onnx").touch()
     np.savez(folder / "wrong.npz", nothing=np.zeros((2, 3), np.float32))
     known = str(model)
     return {
         "no such model": ([str(folder / "none.onnx")], 2, "found neither"),
         "not ONNX": ([str(folder / "text.onnx")], 2, "expected an ONNX model"),
         "truncated": ([str(folder / "cut.onnx")], 2, "cut.onnx"),
-        "missing weights": ([str(folder / "external.onnx")], 2, "weights.bin"),
+        "missing weights": ([str(folder / "external.onnx")], 2, "weights.bin: there is no such file"),
+        "empty": ([str(folder / "empty.onnx")], 2, "the file is empty"),
+        "folder": ([str(folder)], 2, "no version folder"),
         "wrong inputs": ([known, "--inputs", str(folder / "wrong.npz")], 2, "'nothing' is no input of the model"),
         "unknown setting": ([known, "--set", "speed=9"], 2, "unknown key"),
         "bad value": ([known, "--set", "graph_optimization=most"], 2, "graph_optimization: expected"),
@@ -256,7 +259,7 @@ def broken(folder: Path) -> dict[str, tuple[list[str], int, str]]:
         "bad provider": ([known, "--provider", "abacus"], 2, "abacus"),
         "bad threads": ([known, "--compare", "default", "threads=none"], 2, "threads"),
         "no folder": ([known, "--trace", "/nowhere/t.json"], 2, "expected a file in an existing folder"),
-        "no server": (["http://127.0.0.1:9", "digits"], 1, "no answer from a server"),
+        "no server": (["http://127.0.0.1:9", "digits"], 1, "no server answers"),
         "other protocol": (["grpc://127.0.0.1:9", "digits"], 2, "HTTP port"),
     }
 

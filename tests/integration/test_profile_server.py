@@ -208,7 +208,12 @@ def test_profiling_needs_the_option_and_a_control_key(
 
 def test_server_of_another_kind_is_named(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"http://{server.metrics}", "mlp"]) == 1
-    assert "expected an ortserve with the option profiling, got another server" in capsys.readouterr().err
+    assert "expected a server of the Open Inference Protocol v2, got status 501" in capsys.readouterr().err
+
+
+def test_port_of_grpc_is_refused_with_the_url_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grpc://127.0.0.1:8001", "mlp"]) == 2
+    assert "expected the server's HTTP port, such as http://127.0.0.1:8000, got gRPC" in capsys.readouterr().err
 
 
 def test_stop_of_the_server_ends_a_profile(repository: Path) -> None:

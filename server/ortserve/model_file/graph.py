@@ -109,6 +109,14 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True)
+class ExternalFile:
+    """A file with weights beside the model: the least size that it needs, and a tensor that reaches so far."""
+
+    nbytes: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """The record of a file.
 
@@ -125,7 +133,7 @@ class Model:
     graph: Graph
     opsets: Mapping[str, int]
     functions: Mapping[tuple[str, str, str], Function] = field(default_factory=dict)
-    external_files: frozenset[str] = frozenset()
+    external_files: Mapping[str, ExternalFile] = field(default_factory=dict)
     is_readable: bool = True
     too_large: str = ""
     has_invalid_names: bool = False

@@ -102,7 +102,7 @@ class _Reader:
             graphs[0],
             opsets,
             functions,
-            frozenset(self._tensors.external_files),
+            self._tensors.external_files,
             too_large=self._too_large,
             has_invalid_names=self._texts.has_invalid,
         )

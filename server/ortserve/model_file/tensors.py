@@ -5,7 +5,7 @@ from fractions import Fraction
 from math import isfinite, prod
 from typing import Final
 
-from ortserve.model_file.graph import Constant, Tensor, constant
+from ortserve.model_file.graph import Constant, ExternalFile, Tensor, constant
 from ortserve.model_file.protobuf import TextReader, fields, integers, varint
 
 MOST_ELEMENTS: Final = 4096
@@ -30,7 +30,7 @@ class TensorReader:
         """``texts`` reads ``data``, too."""
         self._data = data
         self._text = texts.read
-        self.external_files: Final[set[str]] = set()
+        self.external_files: Final[dict[str, ExternalFile]] = {}
         """The files with weights of the tensors so far."""
 
     def sparse(self, start: int, end: int) -> tuple[str, Tensor]:
@@ -50,6 +50,7 @@ class TensorReader:
         dtype = 0
         dims: list[int] = []
         content: dict[int, list[tuple[int, int, int]]] = {}
+        external: dict[str, str] = {}
         for number, wire_type, (begin, after) in fields(data, start, end):
             if number == 1:
                 dims += integers(data, wire_type, begin, after)
@@ -58,11 +59,13 @@ class TensorReader:
             elif number == 8:
                 name = self._text(begin, after)
             elif number == 13:
-                self._external_entry(begin, after)
+                self._external_entry(begin, after, external)
             elif number in (4, 5, 7, 9, 10, 11):
                 content.setdefault(number, []).append((wire_type, begin, after))
                 if len(content[number]) > MOST_ELEMENTS:
                     content[number].pop()
+        if external:
+            self._external_file(name, external)
         count = prod(dims)
         elements = None
         if dtype in _FORMATS and 0 <= count <= (MOST_FLOATS if dtype in _FLOATS else MOST_ELEMENTS):
@@ -96,12 +99,20 @@ class TensorReader:
             int(each) if isinstance(each, int) or each.is_integer() else constant(Fraction(each)) for each in found
         )
 
-    def _external_entry(self, start: int, end: int) -> None:
+    def _external_entry(self, start: int, end: int, entries: dict[str, str]) -> None:
         key = value = ""
         for number, _, (begin, after) in fields(self._data, start, end):
             if number == 1:
                 key = self._text(begin, after)
             elif number == 2:
                 value = self._text(begin, after)
-        if key == "location":
-            self.external_files.add(value)
+        entries[key] = value
+
+    def _external_file(self, name: str, entries: dict[str, str]) -> None:
+        location, parts = entries.get("location"), (entries.get("offset", "0"), entries.get("length", "0"))
+        if location is None:
+            return
+        nbytes = sum(int(part) for part in parts if part.isdecimal())
+        known = self.external_files.get(location)
+        if known is None or known.nbytes < nbytes:
+            self.external_files[location] = ExternalFile(nbytes, name)

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.console import print_report
 from ortserve.tools.page import render_page
-from ortserve.tools.report import Report
+from ortserve.tools.report import LEVELS, Finding, Report
 
 OK: Final = 0
 FAILED: Final = 1
@@ -59,6 +59,18 @@ class ToolParser(argparse.ArgumentParser):
         output.add_argument(
             *page_flags, dest="page", type=Path, metavar="PAGE.html", help="Also write a page for browsers."
         )
+
+
+def add_fail_on(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the flag with the lowest level of findings for which the status is ``FAILED``; ``status_of`` decides."""
+    text = f"Exit with 1 for findings of this level or a worse one: {', '.join(LEVELS)}, never. Default: {default}."
+    parser.add_argument("--fail-on", choices=(*LEVELS, "never"), default=default, metavar="LEVEL", help=text)
+
+
+def status_of(findings: Iterable[Finding], fail_on: str) -> int:
+    """The exit status that findings lead to."""
+    bad = LEVELS[: LEVELS.index(fail_on) + 1] if fail_on in LEVELS else ()
+    return FAILED if any(finding.level in bad for finding in findings) else OK
 
 
 def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments: argparse.Namespace) -> int:

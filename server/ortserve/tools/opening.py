@@ -85,7 +85,8 @@ def open_model(
     options = subject.options
     graph = read_model(subject.path)
     if graph is UNREADABLE:
-        raise invalid_input(f"{subject.path}: expected an ONNX model, it is not one or is truncated")
+        problem = "it is not one or is truncated" if subject.path.stat().st_size else "the file is empty"
+        raise invalid_input(f"{subject.path}: expected an ONNX model, {problem}")
     choice = choose_provider([provider] if provider else options.execution_providers)
     session_settings = options.session.model_copy(update=settings or {})
     count = threads or options.intra_op_threads or usual_threads(choice, session_settings)
@@ -95,11 +96,24 @@ def open_model(
     try:
         session = open_session(subject.path, subject.name, opening, graph)
     except ServeError as error:
+        if problem := missing_weights(subject.path, graph):
+            raise invalid_input(f"{subject.path}: {problem}") from None
         raise ServeError(error.kind, f"{subject.path}: {error.message}") from None
     opening_s = time.perf_counter() - began
     rows = find_row_axes(graph, options)
     signature = rows.apply(read_signature(session, graph))
     return OpenModel(subject, graph, rows, session, signature, choice, count, opening_s)
+
+
+def missing_weights(path: Path, graph: Model) -> str:
+    """Which file beside the model is not there or too short, and a tensor that needs it; empty if all are whole."""
+    for name, needed in graph.external_files.items():
+        file = path.parent / name
+        found = file.stat().st_size if file.is_file() else None
+        if found is None or found < needed.nbytes:
+            problem = "there is no such file" if found is None else f"at least {needed.nbytes:,} bytes, got {found:,}"
+            return f"expected weights, as of tensor '{needed.tensor}', in {file}: {problem}"
+    return ""
 
 
 def usual_threads(choice: ProviderChoice, settings: SessionSettings) -> int:

@@ -1,6 +1,6 @@
 """A result for people, as blocks that the terminal and the page both show. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, TypeAlias
 
@@ -12,6 +12,9 @@ NOTHING: Final = "\u2013"
 
 Level: TypeAlias = Literal["problem", "warning", "advice"]
 """How a finding matters: something does not work; it costs time, memory or safety; it may gain something."""
+
+LEVELS: Final[tuple[Level, ...]] = ("problem", "warning", "advice")
+"""The worst first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class Finding:
     matters: str
     remedy: str
     where: tuple[str, ...] = ()
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings by their levels."""
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 @dataclass(frozen=True, slots=True)

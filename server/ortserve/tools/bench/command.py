@@ -3,9 +3,8 @@
 import argparse
 import contextlib
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Final
 from ortserve import __version__
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import invalid_input
+from ortserve.tools.address import Address, add_access, address_of
+from ortserve.tools.arguments import number, several
 from ortserve.tools.bench.comparison import compare_results, read_result
 from ortserve.tools.bench.encoding import PROTOCOLS
 from ortserve.tools.bench.generators import Generators
@@ -22,8 +23,7 @@ from ortserve.tools.bench.measure import Measurement, result_problems
 from ortserve.tools.bench.prepare import Prepared, Settings, prepare_model, prepare_server
 from ortserve.tools.bench.presentation import present, present_comparison
 from ortserve.tools.bench.result import BenchResult, Capacity, Point
-from ortserve.tools.bench.server import parse_address
-from ortserve.tools.bench.target import WAYS, Address
+from ortserve.tools.bench.target import WAYS
 from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.subject import is_url
@@ -43,36 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     return run_tool("bench", _compare if given.compare else _measure, given)
 
 
-def _numbers(pattern: str, expected: str, *, most: float = float("inf")) -> Callable[[str], list[float]]:
-    """Reads numbers above 0, separated by commas."""
-
-    def read(text: str) -> list[float]:
-        parts = text.split(",")
-        if not all(re.fullmatch(pattern, part) and part and 0 < float(part) <= most for part in parts):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'")
-        return [float(part) for part in parts]
-
-    return read
-
-
-def _counts(text: str) -> list[int]:
-    return [int(number) for number in _numbers(r"\d{1,6}", "numbers above 0, separated by commas")(text)]
-
-
-def _count(text: str) -> int:
-    return int(_numbers(r"\d{1,6}", "a number above 0")(text.replace(",", "?"))[0])
-
-
-def _one(pattern: str, expected: str, *, most: float = float("inf")) -> Callable[[str], float]:
-    """Reads a number; ``0`` is one of them."""
-    read = _numbers(pattern, expected, most=most)
-    return lambda text: 0.0 if text in ("0", "0.0") else read(text.replace(",", "?"))[0]
-
-
-_rates = _numbers(r"\d{1,7}(\.\d+)?", "requests per second, separated by commas")
-_seconds = _one(r"\d{0,6}(\.\d+)?", "a number")
-_percent = _one(r"\d{1,2}(\.\d+)?", "a percentile such as 99.9")
-_share = _one(r"[01]?(\.\d+)?", "a share from 0 to 1", most=1.0)
+_count, _share, _seconds = number(int, 1), number(float, 0, 1), number(float, 0)
 
 
 def build_parser() -> ToolParser:
@@ -87,7 +58,7 @@ def build_parser() -> ToolParser:
     add("--model", default="", metavar="NAME[/VERSION]", help="The model, on servers.")
     add("--protocol", default="", metavar="P,…", help=protocols)
     add("--way", default="run", metavar="W,…", help=f"{ways} Default: run.")
-    add("--batch", type=_counts, default=[1], metavar="N,…", help="Rows of a request. Default: 1.")
+    add("--batch", type=several(_count), default=[1], metavar="N,…", help="Rows of a request. Default: 1.")
     add("--inputs", type=Path, metavar="DATA", help="Samples, .npz or a folder; made from the signature if not given.")
     add("--free-dim", type=_count, metavar="N", help="Size of free dimensions of made inputs other than the rows.")
     add("--compare-outputs", metavar="MODEL", help=right)
@@ -95,8 +66,19 @@ def build_parser() -> ToolParser:
     add("--threads", type=_count, metavar="N", help="Threads of a run, in this process.")
     add = parser.add_argument_group("load").add_argument
     arrivals = "Of an open loop: constant, poisson, bursts:N, or a file of times in seconds, one a line."
-    add("--concurrency", type=_counts, metavar="N,…", help="Closed loop: callers that wait for answers. Default: 1.")
-    add("--rate", "--rates", type=_rates, metavar="R,…", help="Open loop: requests per second.")
+    add(
+        "--concurrency",
+        type=several(_count),
+        metavar="N,…",
+        help="Closed loop: callers that wait for answers. Default: 1.",
+    )
+    add(
+        "--rate",
+        "--rates",
+        type=several(number(float, 1e-6, 9_999_999)),
+        metavar="R,…",
+        help="Open loop: requests per second.",
+    )
     add("--arrivals", default="constant", metavar="KIND", help=f"{arrivals} Default: constant.")
     add("--find-capacity", action="store_true", help="Search for the highest rate that is sustained (within --slo).")
     add("--seconds", type=_seconds, default=10.0, metavar="S", help="Most for each load. Default: 10.")
@@ -108,15 +90,18 @@ def build_parser() -> ToolParser:
     add = parser.add_argument_group("verdict").add_argument
     precise = "Stop when half the 95 %% interval of the percentile is within this share of it: 0.05."
     slo = "Latency bound: counts answers within it; status 1 if the percentile misses it."
-    add("--percentile", type=_percent, default=99.0, metavar="P", help="The percentile that matters. Default: 99.")
+    add(
+        "--percentile",
+        type=number(float, 0.01, 99.9999),
+        default=99.0,
+        metavar="P",
+        help="The percentile that matters. Default: 99.",
+    )
     add("--precision", type=_share, metavar="SHARE", help=precise)
     add("--slo", dest="slo_ms", type=_seconds, metavar="MS", help=slo)
     add("--allow-errors", type=_share, default=0.0, metavar="SHARE", help="Failed requests for status 0. Default: 0.")
     add("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="Compare two results of --json.")
-    add = parser.add_argument_group("access").add_argument
-    header = "Of each request, such as 'Authorization: Bearer KEY'."
-    add("--header", action="append", default=[], metavar="NAME:VALUE", help=header)
-    add("--ca", type=Path, metavar="FILE", help="Certificates to trust instead of the system's.")
+    add_access(parser)
     return parser
 
 
@@ -189,7 +174,7 @@ def _choices(target: str, given: argparse.Namespace) -> list[tuple[str, Address 
     if is_url(target):
         if not given.model:
             raise invalid_input(f"{target}: expected --model with the name of its model")
-        address = parse_address(target, given.header, given.ca)
+        address = address_of(target, given)
         option, names = "--protocol", given.protocol or ("grpc" if address.is_grpc else "rest")
         known = [one for one in PROTOCOLS if one == "shm" or one.startswith("grpc") == address.is_grpc]
     for name in names.split(","):

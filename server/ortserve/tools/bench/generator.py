@@ -85,6 +85,7 @@ class Finished:
         cpu_ns: Processor time of the generator in this time.
         due: Requests that should have been sent in this time; None in a closed loop.
         batches: Sizes and numbers of the batches of the batcher in this process.
+        waited_ns: For how long answers waited in all while the generator processed those that came with them.
     """
 
     begin_ns: int
@@ -92,6 +93,7 @@ class Finished:
     cpu_ns: int
     due: int | None
     batches: dict[int, int]
+    waited_ns: int = 0
 
 
 class Channel:
@@ -151,7 +153,8 @@ class LoopDriver:
         self._drained: asyncio.Future[None] = self._loop.create_future()
         self._timer = best_timer(self._loop, self._send_due)
         self._cpu_at_begin_ns: int | None = None
-        self._cpu_ns = 0
+        self._cpu_ns = self._waited_ns = 0
+        self._turn_ns: int | None = None
         self._batches: dict[int, int] = {}
         target.sink = self
 
@@ -174,7 +177,8 @@ class LoopDriver:
         self._timer.close()
         batches = {rows: n - self._batches.get(rows, 0) for rows, n in target.batches().items()}
         due = sum(self._begin_ns <= due_ns < self._end_ns for due_ns in self._dues)
-        return Finished(self._begin_ns, self._end_ns, self._cpu_ns, None if work.callers else due, batches)
+        due_or_none = None if work.callers else due
+        return Finished(self._begin_ns, self._end_ns, self._cpu_ns, due_or_none, batches, self._waited_ns)
 
     def stop(self) -> None:
         """Send nothing more; ``run`` returns when all is answered, or late."""
@@ -189,10 +193,18 @@ class LoopDriver:
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
     ) -> None:
-        """As ``Sink.answered``."""
+        """As ``Sink.answered``. What is answered in one turn of the loop had come before the turn began."""
+        if self._turn_ns is None:
+            self._turn_ns = done_ns
+            self._loop.call_soon(self._end_turn)
+        elif ticket.due_ns >= self._begin_ns:
+            self._waited_ns += done_ns - self._turn_ns
         self._recorder.answered(ticket, done_ns, nbytes, timing, body)
         self._under_way -= 1
         self._go_on()
+
+    def _end_turn(self) -> None:
+        self._turn_ns = None
 
     def failed(self, ticket: Ticket, done_ns: int, kind: str, example: str) -> None:
         """As ``Sink.failed``."""

@@ -101,6 +101,7 @@ class _Part:
         self.rate = estimate_rate((samples.done_ns[samples.is_answered] - begin_ns) / 1e9, 0.0, self.seconds)
         self.due = sum(len(samples.due_ns) if one.due is None else one.due for one in seen.finished)
         self.cpu_share = max(one.cpu_ns for one in seen.finished) / 1e9 / self.seconds
+        self.waited_ns = sum(one.waited_ns for one in seen.finished)
         self.is_overloaded = is_open and self._is_overloaded(begin_ns, end_ns)
 
     def _is_overloaded(self, begin_ns: int, end_ns: int) -> bool:
@@ -160,7 +161,7 @@ def _phases(timings: Sequence[bytes]) -> tuple[Phase, ...]:
 def _generator(
     parts: Sequence[_Part], subject: Subject, asked: Percentile | None, median: Percentile | None
 ) -> Generator:
-    callers, processes = subject.concurrency, max(part.processes for part in parts)
+    callers = subject.concurrency
     cpu_share = max(part.cpu_share for part in parts)
     late_us = np.concatenate([(part.samples.sent_ns - part.samples.due_ns) / 1e3 for part in parts])
     requests = len(late_us)
@@ -169,33 +170,17 @@ def _generator(
     if callers is None and requests:
         p50, p99 = (float(value) for value in np.percentile(late_us, [50, 99]))
         sent_share = min(1.0, requests / max(1, sum(part.due for part in parts)))
+    waited_us = sum(part.waited_ns for part in parts) / 1e3 / max(1, requests)
     reasons: list[str] = []
     if subject.server:  # in this process it is the model that keeps the generator busy
         reasons = judge_generator(cpu_share, late_us if callers is None else late_us[:0], sent_share, asked)
-        wait_ms = own_wait_ms(cpu_share, sum(part.seconds for part in parts), requests // processes, callers)
-        if median is not None and wait_ms > _WAIT_SHARE * median.ms:
+        if median is not None and waited_us > _WAIT_SHARE * median.ms * 1e3:
             reasons.append(
-                f"answers waited about {wait_ms:.2g} ms for the generator, "
+                f"answers waited {waited_us:,.0f} µs for the generator, "
                 f"more than {_WAIT_SHARE:.0%} of the median of {median.ms:.3g} ms"
             )
-    return Generator(processes, cpu_share, p50, p99, sent_share, tuple(reasons))
-
-
-def own_wait_ms(cpu_share: float, seconds: float, requests: int, callers: int | None) -> float:
-    """How long an answer waits in the mean, until a generator has processed the answers before it.
-
-    The generator is a queue with one worker: its time for a request, times busy / (1 - busy), if requests come at
-    random. A lone caller never waits.
-
-    Args:
-        cpu_share: Of one processor, by the busiest process.
-        seconds: Measured.
-        requests: That ended in this time, of one process.
-        callers: Of a closed loop; None for an open one.
-    """
-    busy = min(cpu_share, 0.99)
-    others = 1.0 if callers is None else 1 - 1 / callers
-    return busy * seconds / max(1, requests) * busy / (1 - busy) * others * 1e3
+    processes = max(part.processes for part in parts)
+    return Generator(processes, cpu_share, p50, p99, sent_share, tuple(reasons), waited_us)
 
 
 def judge_generator(cpu_share: float, late_us: np.ndarray, sent_share: float, asked: Percentile | None) -> list[str]:

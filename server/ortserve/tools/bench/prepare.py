@@ -18,6 +18,7 @@ from ortserve.core.tensor import Tensor, agree, describe_difference
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
+from ortserve.tools.address import Address
 from ortserve.tools.bench.encoding import (
     Encoded,
     Outputs,
@@ -31,8 +32,9 @@ from ortserve.tools.bench.encoding import (
     tensors_of,
 )
 from ortserve.tools.bench.result import OutputCheck
-from ortserve.tools.bench.server import Control
-from ortserve.tools.bench.target import Address, ModelPlan, Plan, ServerPlan
+from ortserve.tools.bench.target import ModelPlan, Plan, ServerPlan
+from ortserve.tools.client import Client
+from ortserve.tools.control import Control
 from ortserve.tools.inputs import Inputs, SyntheticInputs, make_inputs
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import find_model
@@ -239,9 +241,7 @@ def _message(control: Control, request: Encoded) -> bytes:
     address, size = control.address, len(request.body)
     if address.is_grpc:
         return b"\0" + size.to_bytes(4, "big") + request.body
-    headers = {"host": address.authority, **address.headers, **request.headers, "content-length": str(size)}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"POST {control.path}/infer HTTP/1.1\r\n{lines}\r\n".encode() + request.body
+    return Client(address).prepare(f"{control.path}/infer", request.body, request.headers)
 
 
 @dataclass(frozen=True, slots=True)

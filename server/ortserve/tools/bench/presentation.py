@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _MOST_HISTOGRAMS: Final = 12
 _MOST_SEEN: Final = 4
 """Cases of a finding in its text; all are in ``where``."""
+_FULL: Final = 0.9
+_MUCH: Final = 0.1
 
 
 def present(result: BenchResult, *, has_pictures: bool) -> Report:
@@ -144,13 +146,20 @@ def _details(points: Sequence[Point], names: _Names) -> list[Table]:
     for point in points:
         one, outputs = point.generator, point.outputs
         compared = f"{outputs.checked:,} with {outputs.expected}" if outputs else "not compared"
-        cells = [one.processes, round(100 * one.cpu_share, 1), one.late_p50_us, one.late_p99_us, compared]
+        cells = [
+            one.processes,
+            round(100 * one.cpu_share, 1),
+            one.late_p50_us,
+            one.late_p99_us,
+            one.waited_us,
+            compared,
+        ]
         own.append([names.text(point), *cells])
     return [
         Table("Failures", ["load", "kind", "count", "one of them"], failures),
         Table("Time on the server in ms, mean / p99", ["load", *phases], times, "As it says itself."),
         Table("Batches", ["load", "rows: batches"], batches, most_rows=30),
-        Table("Generator", ["load", "processes", "CPU %", "late p50 µs", "late p99 µs", "answers compared"], own),
+        Table("Generator", ["load", "processes", "CPU %", "late p50 µs", "late p99 µs", "waited µs", "compared"], own),
     ]
 
 
@@ -159,6 +168,7 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
     slow = [f"{names.text(point)}: {reason}" for point in points for reason in point.generator.too_slow_because]
     missed = [problem for problem in result.problems if NO_VERDICT not in problem]
     overloaded = [f"{names.text(one)}: requests came faster than answers" for one in points if one.is_overloaded]
+    beside = [f"{names.text(one)}: {text}" for one in points if (text := _beside(one))]
     findings = [
         Finding(
             "generator_too_slow",
@@ -167,6 +177,14 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
             "The figures may be those of the generator or of a busy machine, so there is no verdict.",
             "Lower the rate, use --processes, free processors, or run the generator on another machine.",
             tuple(slow),
+        ),
+        Finding(
+            "generator_beside_server",
+            "warning",
+            _some(beside),
+            "It takes processors from the server: throughput may be too low by this share, and latencies too long.",
+            "Measure latencies at a moderate --rate; run the generator on another machine for the throughput.",
+            tuple(beside),
         ),
         Finding("missed", "problem", _some(missed), "The exit status is not 0.", "See the tables.", tuple(missed)),
         Finding(
@@ -179,6 +197,15 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
         ),
     ]
     return [one for one in findings if one.where]
+
+
+def _beside(point: Point) -> str:
+    """How much the generator took of full processors that it shares with the server; empty if it was little."""
+    usage, own = point.usage, point.generator.cpu_share
+    if usage is None or usage.machine_busy < _FULL or own < _MUCH * (own + usage.processors):
+        return ""
+    seen = f"this machine was {usage.machine_busy:.0%} busy, and of its and the server's processor time"
+    return f"{seen} the generator took {own / (own + usage.processors):.0%}"
 
 
 def _some(cases: Sequence[str]) -> str:

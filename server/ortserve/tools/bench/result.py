@@ -77,12 +77,14 @@ class ServerUsage:
         processors: Kept busy, in the mean.
         cpu_us_per_request: Of an answered request.
         resident_bytes: Most at a time.
+        machine_busy: Share of the processor time of this machine that all its processes used.
     """
 
     processes: int
     processors: float
     cpu_us_per_request: float
     resident_bytes: int
+    machine_busy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Generator:
         late_p99_us: Likewise.
         sent_share: Of the requests that were due; 1 in a closed loop.
         too_slow_because: Why the figures are the generator's rather than the target's; empty if they are not.
+        waited_us: Mean time for which an answer that had come waited until the generator had processed others.
     """
 
     processes: int
@@ -104,6 +107,7 @@ class Generator:
     late_p99_us: float | None
     sent_share: float
     too_slow_because: tuple[str, ...]
+    waited_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

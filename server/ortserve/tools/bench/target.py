@@ -1,40 +1,14 @@
 """What a generator sends requests to, and the plan from which its process makes it. Plans travel as pickles."""
 
-import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
 from ortserve.core.batch import Arrays
+from ortserve.tools.address import Address
 from ortserve.tools.bench.samples import Ticket
 
 WAYS: Final = ("run", "bound", "batcher")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server listens, and what each request needs to get in."""
-
-    url: str
-    host: str
-    port: int
-    is_tls: bool
-    is_grpc: bool
-    headers: Mapping[str, str]
-    ca: Path | None
-
-    @property
-    def authority(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def tls(self) -> ssl.SSLContext | None:
-        """None without TLS. Raises OSError, if the certificates cannot be read."""
-        context = ssl.create_default_context(cafile=self.ca) if self.is_tls else None
-        if context and self.is_grpc:
-            context.set_alpn_protocols(["h2"])
-        return context
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 import socket
 import time
 
+import numpy as np
 import psutil
 
+from ortserve.tools.address import Address
 from ortserve.tools.bench.result import ServerUsage
-from ortserve.tools.bench.target import Address
 
 
 class UsageMeter:
@@ -16,10 +17,12 @@ class UsageMeter:
         self._processes = _listeners(address) if address else []
         self._cpu_s = self._began_s = self._used_s = self._seconds = 0.0
         self._resident = 0
+        self._machine_s = np.zeros(2)
 
     def begin(self) -> None:
         """A stretch begins."""
         self._cpu_s, self._began_s = self.look(), time.monotonic()
+        self._machine_s -= _machine_s()
 
     def end(self) -> None:
         """A stretch ends."""
@@ -27,6 +30,7 @@ class UsageMeter:
             self._used_s += max(0.0, self.look() - self._cpu_s)
             self._seconds += time.monotonic() - self._began_s
             self._began_s = 0.0
+            self._machine_s += _machine_s()
 
     def look(self) -> float:
         """Notice the memory in use; returns the processor time so far."""
@@ -45,8 +49,17 @@ class UsageMeter:
         """The usage of all stretches, shared by so many answers; None without processes."""
         if not self._processes or not self._seconds:
             return None
-        used = self._used_s
-        return ServerUsage(len(self._processes), used / self._seconds, used / max(1, answers) * 1e6, self._resident)
+        used, (all_s, idle_s) = self._used_s, self._machine_s
+        per_request_us = used / max(1, answers) * 1e6
+        busy = float(1 - idle_s / max(1e-9, all_s))
+        return ServerUsage(len(self._processes), used / self._seconds, per_request_us, self._resident, busy)
+
+
+def _machine_s() -> np.ndarray:
+    """Processor time of the machine so far, of all processors, and the part of it in which they were idle."""
+    times = psutil.cpu_times()
+    idle = times.idle + times.iowait
+    return np.array([sum(times[:8]), idle])  # without guests, which are part of user
 
 
 def _listeners(address: Address) -> list[psutil.Process]:

@@ -8,9 +8,6 @@ from pydantic import TypeAdapter
 
 from ortserve.tools.report import Finding, Level
 
-LEVELS: Final[tuple[Level, ...]] = ("problem", "warning", "advice")
-"""The worst first."""
-
 _TEXTS: Final = """
 # processors
 no_avx2 (warning): ONNX Runtime's kernels then use 128-bit instructions: several times slower

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortserve.errors import invalid_input
-from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
+from ortserve.tools.address import add_access, address_of
+from ortserve.tools.arguments import number
+from ortserve.tools.client import Client
+from ortserve.tools.command import Outcome, ToolParser, add_fail_on, run_tool, status_of
 from ortserve.tools.doctor import findings as find
-from ortserve.tools.doctor.catalog import LEVELS
 from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system
 from ortserve.tools.doctor.options import check_options
@@ -18,9 +20,10 @@ from ortserve.tools.doctor.presentation import make_report
 from ortserve.tools.doctor.request_path import follow_requests
 from ortserve.tools.doctor.result import SCHEMA, DoctorResult, ModelCheck
 from ortserve.tools.doctor.runtime import read_runtime
-from ortserve.tools.doctor.server import Client, look_at
+from ortserve.tools.doctor.server import look_at
 from ortserve.tools.doctor.steadiness import measure_steadiness
 from ortserve.tools.opening import open_model
+from ortserve.tools.report import worst_first
 from ortserve.tools.subject import find_model, is_url
 
 
@@ -38,28 +41,22 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 no finding of the level of --fail-on, 1 such a finding or a failure, 2 wrong arguments.",
     )
     parser.add_argument("subject", nargs="?", metavar="REPOSITORY|URL", help="default: this machine and the options")
-    parser.add_argument(
-        "--fail-on", choices=(*LEVELS, "never"), default="problem", help="lowest level with status 1; default: problem"
-    )
-    machine = parser.add_argument_group("machine and repository")
-    machine.add_argument("--config", type=Path, metavar="FILE", help="options file of the server")
-    machine.add_argument("--seconds", type=float, default=2.0, help="of the test of steadiness; 0 for none; default: 2")
-    machine.add_argument(
-        "--seconds-per-model", type=float, default=60.0, metavar="SECONDS", help="time to load one; default: 60"
-    )
-    server = parser.add_argument_group("server")
-    server.add_argument("--model", metavar="MODEL", help="follow requests: a name, or REPOSITORY/name to compare with")
-    server.add_argument("--requests", type=int, default=200, metavar="N", help="to follow; default: 200")
-    server.add_argument("--metrics", metavar="URL", help="of the metrics; default: port 8002 of the same host")
-    server.add_argument("--key-file", type=Path, metavar="FILE", help="file whose first line is the key to send")
+    add_fail_on(parser, "problem")
+    seconds, count = number(float, 0, 3600), number(int, 1, 100_000)
+    add = parser.add_argument_group("machine and repository").add_argument
+    add("--config", type=Path, metavar="FILE", help="options file of the server")
+    add("--seconds", type=seconds, default=2.0, help="of the test of steadiness; 0 for none; default: 2")
+    add("--seconds-per-model", type=seconds, default=60.0, metavar="SECONDS", help="time to load one; default: 60")
+    add = parser.add_argument_group("server").add_argument
+    add("--model", metavar="MODEL", help="follow requests: a name, or REPOSITORY/name to compare with")
+    add("--requests", type=count, default=200, metavar="N", help="to follow; default: 200")
+    add("--metrics", metavar="URL", help="of the metrics; default: port 8002 of the same host")
+    add_access(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Look, find, and present."""
-    for name, least, most in (("seconds", 0, 3600), ("seconds_per_model", 0, 3600), ("requests", 1, 100_000)):
-        if not least <= getattr(arguments, name) <= most:
-            raise invalid_input(f"--{name.replace('_', '-')}: expected {least} to {most}")
     subject: str | None = arguments.subject
     if subject is not None and is_url(subject):
         result = _look_at_server(subject, arguments)
@@ -67,11 +64,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         raise invalid_input("--model: expected the URL of a server beside it")
     else:
         result = _look_at_machine(subject, arguments)
-    findings = tuple(sorted(result.findings, key=lambda each: LEVELS.index(each.level)))
-    bad = LEVELS[: LEVELS.index(arguments.fail_on) + 1] if arguments.fail_on != "never" else ()
-    status = FAILED if any(each.level in bad for each in findings) else OK
-    result = replace(result, findings=findings)
-    return Outcome(result, make_report(result), status)
+    result = replace(result, findings=tuple(worst_first(result.findings)))
+    return Outcome(result, make_report(result), status_of(result.findings, arguments.fail_on))
 
 
 def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> DoctorResult:
@@ -102,14 +96,14 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
 def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
     name: str = arguments.model or ""
     bare = open_model(find_model(name)) if "/" in name or name.endswith(".onnx") else None
-    key, untrusted, request = _read_key(arguments.key_file), "", None
-    client = Client(url, key)
+    untrusted, request = "", None
+    client = Client(address_of(url, arguments, needs_http=True))
     try:
         try:
             client.connect()
         except ssl.SSLCertVerificationError as error:
             untrusted = error.verify_message
-            client = Client(url, key, verify=False)
+            client = Client(replace(client.address, is_verified=False))
         facts = look_at(client, arguments.metrics, untrusted)
         if name:
             name = bare.subject.name if bare else name
@@ -117,14 +111,3 @@ def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
     finally:
         client.close()
     return DoctorResult(SCHEMA, url, tuple(find.find_in_server(facts)), server=facts, request=request)
-
-
-def _read_key(file: Path | None) -> str:
-    if file is None:
-        return ""
-    try:
-        lines = map(str.strip, file.read_text().splitlines())
-        return next(line for line in lines if line and not line.startswith("#"))
-    except (OSError, ValueError, StopIteration) as error:
-        reason = getattr(error, "strerror", None) or "no line with a key"
-        raise invalid_input(f"--key-file: expected a file with a key: {reason}") from None

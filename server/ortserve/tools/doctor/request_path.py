@@ -1,22 +1,19 @@
 """The way of one request, stage by stage: from ``Server-Timing`` and the clock of this client, beside bare runs."""
 
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
-from urllib.parse import quote
 
 import numpy as np
 
-from ortserve.codecs.binary_tensor import encode_binary_tensor
-from ortserve.core.dtypes import DataType
-from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.timing import PHASES
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.tools.bench.encoding import encode_rest, tensors_of
+from ortserve.tools.client import Answer, Client
 from ortserve.tools.console import progress
+from ortserve.tools.control import Control
 from ortserve.tools.doctor.result import RequestPath, Stage
-from ortserve.tools.doctor.server import Answer, Client
 from ortserve.tools.inputs import choose_inputs, make_inputs
 from ortserve.tools.opening import OpenModel
 
@@ -39,14 +36,16 @@ def follow_requests(client: Client, model: str, bare: OpenModel | None, requests
     Raises:
         ServeError: The server or the model rejects the requests, or tells no times.
     """
+    control = Control(client.address, model)
+    signature = bare.signature if bare else control.describe()[1]
 
-    def infer(arrays: Sequence[np.ndarray]) -> Answer:
-        return _infer(client, _prepare(client, model, signature.inputs, arrays))
+    def prepare(arrays: Sequence[np.ndarray]) -> bytes:
+        request = encode_rest(tensors_of(signature, arrays), is_binary=True)
+        return client.prepare(f"{control.path}/infer", request.body, request.headers)
 
-    signature = bare.signature if bare else _read_signature(client, model)
-    inputs = choose_inputs(bare) if bare else make_inputs(signature, None, infer)
+    inputs = choose_inputs(bare) if bare else make_inputs(signature, None, lambda one: _infer(client, prepare(one)))
     arrays = bare.for_model(inputs.take(1, 0)) if bare else list(inputs.take(1, 0))
-    runner, request = bare.runner() if bare else None, _prepare(client, model, signature.inputs, arrays)
+    runner, request = bare.runner() if bare else None, prepare(arrays)
     total_ns: list[int] = []
     bare_ns: list[int] = []
     phases: list[list[float]] = []
@@ -61,15 +60,13 @@ def follow_requests(client: Client, model: str, bare: OpenModel | None, requests
             total_ns.append(time.perf_counter_ns() - began)
             phases.append(parse_timing(answer.headers.get(b"server-timing", b"").decode()))
     if not all(phases):
-        raise ServeError(ErrorKind.UNSUPPORTED, f"{client.url}: expected Server-Timing with each answer, got none")
+        url = client.address.url
+        raise ServeError(ErrorKind.UNSUPPORTED, f"{url}: expected Server-Timing with each answer, got none")
     return summarize(model, inputs.origin, total_ns[_BLOCK:], phases[_BLOCK:], bare_ns[_BLOCK:])
 
 
 def _infer(client: Client, request: bytes) -> Answer:
-    answer = client.exchange(request)
-    if answer.status != 200:
-        raise ServeError(ErrorKind.REJECTED_BY_MODEL, f"{client.url}: status {answer.status}: {answer.text}")
-    return answer
+    return client.checked(client.exchange(request))
 
 
 def _took_ns(work: Callable[[], object]) -> int:
@@ -102,30 +99,3 @@ def summarize(
     dominant = max(stages, key=lambda stage: stage.median_us).name
     bare_us = float(np.median(bare_ns)) / 1e3 if len(bare_ns) else None
     return RequestPath(model, len(total), origin, median, p99, tuple(stages), dominant, bare_us)
-
-
-def _prepare(client: Client, model: str, specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> bytes:
-    """A request to run a model, with binary inputs and outputs."""
-    parts = [bytes(encode_binary_tensor(array, spec.datatype)) for spec, array in zip(specs, arrays, strict=True)]
-    inputs = [
-        {"name": spec.name, "shape": array.shape, "datatype": spec.datatype.value}
-        | {"parameters": {"binary_data_size": len(part)}}
-        for spec, array, part in zip(specs, arrays, parts, strict=True)
-    ]
-    document = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    headers = f"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: {len(document)}\r\n"
-    return client.prepare(f"/v2/models/{quote(model)}/infer", b"".join((document, *parts)), headers)
-
-
-def _read_signature(client: Client, model: str) -> ModelSignature:
-    answer = client.ask(f"/v2/models/{quote(model)}")
-    try:
-        document = answer.json() or {}
-        inputs, outputs = (
-            tuple(TensorSpec(each["name"], DataType(each["datatype"]), tuple(each["shape"])) for each in document[role])
-            for role in ("inputs", "outputs")
-        )
-    except (KeyError, TypeError, ValueError):
-        raise invalid_input(f"{client.url}: model '{model}': expected its metadata, got: {answer.text}") from None
-    has_rows = all(spec.shape[:1] == (-1,) for spec in inputs)
-    return ModelSignature(inputs, outputs, "" if has_rows else "its inputs have no common free axis")

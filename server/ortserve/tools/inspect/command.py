@@ -3,7 +3,6 @@
 import argparse
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,12 @@ from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import full_name
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
-from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
+from ortserve.tools.arguments import number, several
+from ortserve.tools.command import Outcome, ToolParser, add_fail_on, run_tool, status_of
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
 from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors
-from ortserve.tools.inspect.findings import LEVELS, Evidence, find_all
+from ortserve.tools.inspect.findings import Evidence, find_all
 from ortserve.tools.inspect.memory import measure_memory
 from ortserve.tools.inspect.placement import describe_placement, open_optimized, place, providers_here
 from ortserve.tools.inspect.presentation import present
@@ -34,15 +34,20 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
     add("--inputs", type=Path, metavar="DATA", help="Samples (.npz or a folder) for the measurement of memory.")
-    add("--batch", type=_sizes, default=(1, 8, 32), metavar="1,8,32", help="Batch sizes whose memory is shown.")
+    add(
+        "--batch",
+        type=several(number(int, 1, 1 << 20)),
+        default=[1, 8, 32],
+        metavar="1,8,32",
+        help="Batch sizes whose memory is shown.",
+    )
     text = "Prefer this execution provider to the configured ones, such as cuda; may be repeated."
     add("--provider", action="append", default=[], metavar="NAME", help=text)
     text = "Only read and open the model: no trial of rows, no measured memory."
     add("--no-run", action="store_true", help=text)
     text = "Longest time for the runs that measure memory."
-    add("--seconds", type=_seconds, default=30.0, metavar="30", help=text)
-    text = f"Exit with 1 for findings of this level or a worse one: {', '.join(LEVELS)}."
-    add("--fail-on", choices=LEVELS, metavar="LEVEL", help=text)
+    add("--seconds", type=number(float, 0, 3600), default=30.0, metavar="30", help=text)
+    add_fail_on(parser, "never")
     return parser
 
 
@@ -61,9 +66,7 @@ def inspect(arguments: argparse.Namespace) -> Outcome:
     """
     with progress("reading the model") as step:
         result = _inspect(arguments, step)
-    limit = LEVELS.index(arguments.fail_on) if arguments.fail_on else -1
-    is_bad = any(LEVELS.index(finding.level) <= limit for finding in result.findings)
-    return Outcome(result, present(result), FAILED if is_bad else OK)
+    return Outcome(result, present(result), status_of(result.findings, arguments.fail_on))
 
 
 def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
@@ -127,25 +130,8 @@ def _memory(arguments: argparse.Namespace, subject: Subject, graph: Model, step:
     weights = sum(one.nbytes for one in count_weights(graph))
     step(0, "measuring memory in another process")
     try:
-        return measure_memory(subject, arguments.inputs, arguments.batch, weights, arguments.seconds)
+        return measure_memory(subject, arguments.inputs, sorted({*arguments.batch}), weights, arguments.seconds)
     except ServeError as error:
         if arguments.inputs is not None:
             raise
         return Memory(weights, None, [], "", None, error.message)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        sizes = []
-    if not sizes or sizes[0] < 1 or sizes[-1] > 1 << 20:
-        raise argparse.ArgumentTypeError(f"expected batch sizes such as 1,8,32, got {text!r}")
-    return tuple(sizes)
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) <= 3600:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected seconds from 0 to 3600, got {text!r}")

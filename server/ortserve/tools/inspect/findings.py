@@ -13,11 +13,9 @@ from ortserve.tools.inspect.content import all_graphs, all_nodes, described
 from ortserve.tools.inspect.patterns import Wiring
 from ortserve.tools.inspect.placement import Optimized, wishes
 from ortserve.tools.inspect.result import Content, Placement, TensorInfo
-from ortserve.tools.report import Finding, Level
+from ortserve.tools.report import Finding, Level, worst_first
 from ortserve.tools.subject import Subject
 
-LEVELS: Final = ("problem", "warning", "advice")
-"""The worst first."""
 _MOST_NODES: Final = 20
 _SHOWN: Final = 3
 """Of these, in sentences."""
@@ -80,8 +78,7 @@ class Evidence:
 
 def find_all(evidence: Evidence) -> list[Finding]:
     """All findings, the worst first."""
-    found = [finding for rule in _RULES for finding in rule(evidence)]
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    return worst_first(finding for rule in _RULES for finding in rule(evidence))
 
 
 def _initializers_as_inputs(evidence: Evidence) -> Iterator[Finding]:

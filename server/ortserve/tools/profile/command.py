@@ -1,13 +1,12 @@
 """The command ``ortserve profile``."""
 
 import argparse
-import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import orjson
 from pydantic import ValidationError
@@ -15,6 +14,8 @@ from pydantic import ValidationError
 from ortserve.config.expectation import describe_problems
 from ortserve.config.session import SessionSettings
 from ortserve.errors import invalid_input
+from ortserve.tools.address import add_access, address_of
+from ortserve.tools.arguments import number
 from ortserve.tools.command import Outcome, ToolParser, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.profile.measure import WARM_UP, Variant, measure
@@ -30,7 +31,6 @@ the name of a model that it serves: then copies of its next batches are profiled
 """
 _UNCHANGED: Final = "default"
 """The setting of ``--compare`` that changes nothing."""
-_Number = TypeVar("_Number", int, float)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def _parser() -> ToolParser:
     parser = ToolParser("profile", _DESCRIPTION)
     parser.add_argument("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
-    count, seconds = _positive(int), _positive(float)
+    count, seconds = number(int, 1), number(float, 1e-3)
     runs = parser.add_argument_group("runs in this process")
     runs.add_argument("--runs", type=count, default=50, metavar="N", help="Runs with and without profiling (50).")
     runs.add_argument("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
@@ -65,24 +65,9 @@ def _parser() -> ToolParser:
     server = parser.add_argument_group("batches of a server")
     server.add_argument("--requests", type=count, default=100, metavar="N", help="Requests to copy (100).")
     server.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for them (30).")
-    server.add_argument("--key-file", type=Path, metavar="FILE", help="File with a control key of the server.")
+    add_access(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="Keep ONNX Runtime's trace, for Perfetto.")
     return parser
-
-
-def _positive(kind: type[_Number]) -> Callable[[str], _Number]:
-    def read(text: str) -> _Number:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = kind(0)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(
-                f"expected a{'n integer' if kind is int else ' number'} above 0, got {text!r}"
-            )
-        return value
-
-    return read
 
 
 def _run(given: argparse.Namespace) -> Outcome:
@@ -106,15 +91,10 @@ def _run(given: argparse.Namespace) -> Outcome:
 
 
 def _run_on_server(given: argparse.Namespace) -> Outcome:
+    address = address_of(given.target, given, needs_http=True)
     with progress(f"waiting for requests of {given.model}, and profiling them"):
-        runs, batches = profile_server(
-            given.target,
-            given.model,
-            requests=given.requests,
-            timeout_s=given.timeout,
-            key_file=given.key_file,
-            keep=_trace(given),
-        )
+        limits = {"requests": given.requests, "timeout_s": given.timeout}
+        runs, batches = profile_server(address, given.model, **limits, keep=_trace(given))
     result = ProfileResult(profile=profile_of(runs), server=batches)
     return Outcome(result, report(result, [runs]))
 
@@ -156,7 +136,7 @@ def _variant(given: argparse.Namespace, label: str, subject: Subject, own: Seque
             provider = value
         elif key == "threads":
             try:
-                threads = _positive(int)(value)
+                threads = number(int, 1)(value)
             except argparse.ArgumentTypeError as error:
                 raise invalid_input(f"threads: {error}") from None
         else:

@@ -1,16 +1,22 @@
 """From what generators saw to the figures of a point."""
 
+import asyncio
 from array import array
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ortserve.tools.bench.generator import Finished
+from ortserve.clock import monotonic_ns
+from ortserve.tools.bench.generator import Finished, LoopDriver, Work
 from ortserve.tools.bench.generators import Seen
 from ortserve.tools.bench.load import Load
-from ortserve.tools.bench.points import judge_generator, make_point, own_wait_ms
+from ortserve.tools.bench.points import judge_generator, make_point
 from ortserve.tools.bench.result import OutputCheck, Percentile, Point, Subject
 from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
+from ortserve.tools.bench.target import Target
 
 OPEN = Load(None, 1000.0)
 CLOSED = Load(4)
@@ -171,27 +177,64 @@ def test_lateness_is_allowed_to_be_a_twentieth_of_the_percentile() -> None:
     assert judge_generator(0.1, late, 1.0, ASKED)
 
 
-def test_wait_for_the_generator_is_that_of_a_queue() -> None:
-    """Random arrivals and services: the wait that Lindley's recursion finds is the formula's."""
-    random = np.random.default_rng(0)
-    count, service_s, rate = 200_000, 0.0003, 2000.0
-    services, gaps = random.exponential(service_s, count), random.exponential(1 / rate, count)
-    steps = np.concatenate([[0.0], np.cumsum(services[:-1] - gaps[1:])])
-    waits = steps - np.minimum.accumulate(steps)
+class Bursts(Target):
+    """Answers four requests at once, each of which takes 100 µs to process."""
 
-    found = own_wait_ms(services.sum() / gaps.sum(), gaps.sum(), count, None)
+    def __init__(self) -> None:
+        self.waiting: list[Ticket] = []
 
-    assert found == pytest.approx(waits.mean() * 1e3, rel=0.1)
-    assert own_wait_ms(0.5, 1.0, 1000, 1) == 0
+    async def open(self, count: int) -> None:
+        """Nothing to open."""
+
+    def send(self, ticket: Ticket) -> None:
+        self.waiting.append(ticket)
+        if len(self.waiting) == 4:
+            asyncio.get_running_loop().call_later(0.001, self._answer)
+
+    def _answer(self) -> None:
+        tickets, self.waiting = self.waiting, []
+        now_ns = monotonic_ns()
+        for number, ticket in enumerate(tickets):
+            self.sink.answered(ticket, now_ns + number * 100_000, 1)
+
+    def expire(self, sent_before_ns: int) -> None:
+        """All are answered in time, but for those of the last burst, which is not full."""
+        for ticket in self.waiting:
+            self.sink.failed(ticket, monotonic_ns(), "timeout", "")
+        self.waiting = []
+
+    async def close(self) -> None:
+        """Nothing to close."""
 
 
-def test_busy_generator_is_refused_if_answers_wait_for_it() -> None:
-    """700 µs for a request at 1,000 a second: answers of 2 ms look like those of a slow generator."""
-    quick = point(seen_of(np.full(10_000, 0.002), cpu_share=0.7), load=CLOSED).generator.too_slow_because
-    slow = point(seen_of(np.full(10_000, 0.2), cpu_share=0.7), load=CLOSED).generator.too_slow_because
+def test_answers_that_come_together_wait_for_each_other() -> None:
+    chunks: list[Chunk] = []
+    channel: Any = SimpleNamespace(on_stop=None, send=chunks.append)
+    plan: Any = None
 
-    assert any("answers waited about" in reason for reason in quick)
-    assert slow == ()
+    async def run() -> Finished:
+        work = Work("", plan, 4, None, 0.0, 0.2, 1.0)
+        return await LoopDriver(Bursts(), work, channel, monotonic_ns() + 10_000_000).run()
+
+    finished = asyncio.run(run())
+
+    answers = sum(chunk.answers for chunk in chunks)
+    assert answers >= 8
+    assert finished.waited_ns == answers / 4 * (1 + 2 + 3) * 100_000
+
+
+def test_verdict_is_refused_if_answers_wait_for_the_generator() -> None:
+    """400 µs in the mean are much for answers of 2 ms, and little for those of 200 ms."""
+
+    def reasons(latency_s: float) -> tuple[str, ...]:
+        seen = seen_of(np.full(10_000, latency_s))
+        seen.finished = [replace(seen.finished[0], waited_ns=10_000 * 400_000)]
+        found = point(seen, load=CLOSED).generator
+        assert found.waited_us == 400
+        return found.too_slow_because
+
+    assert any("answers waited 400 µs for the generator" in reason for reason in reasons(0.002))
+    assert reasons(0.2) == ()
 
 
 def test_generator_in_the_process_of_the_model_is_busy_with_the_model() -> None:

@@ -2,12 +2,10 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ortserve.errors import ServeError
 from ortserve.tools.command import json_text
 from ortserve.tools.doctor import command
 from ortserve.tools.doctor.catalog import finding
@@ -52,17 +50,14 @@ def test_status_follows_the_worst_finding(
     ("arguments", "status", "problem"),
     [
         (["/nowhere"], 2, "'/nowhere': expected a folder of models, or a URL"),
-        (["http://127.0.0.1:1"], 1, "http://127.0.0.1:1: expected a server, got: Connection refused"),
-        (["http://"], 2, "'http://': expected the URL of an HTTP port"),
-        (["http://[::1"], 2, "'http://[::1': expected the URL of an HTTP port"),
-        (["grpc://127.0.0.1:8001"], 2, "'grpc://127.0.0.1:8001': expected the URL of an HTTP port"),
+        (["http://127.0.0.1:1"], 1, "http://127.0.0.1:1: no server answers: Connection refused"),
+        (["http://"], 2, "'http://': expected a URL such as http://HOST:8000"),
+        (["http://[::1"], 2, "http://[::1: Invalid IPv6 URL"),
+        (["grpc://127.0.0.1:8001"], 2, "grpc://127.0.0.1:8001: expected the server's HTTP port, such as"),
         (["--config", "/nowhere"], 2, "--config: expected a file, got '/nowhere'"),
         (["--model", "digits"], 2, "--model: expected the URL of a server beside it"),
         (["http://127.0.0.1:1", "--key-file", "/nowhere"], 2, "--key-file: expected a file with a key: No such file"),
         (["http://127.0.0.1:1", "--model", "a/b"], 2, "a/b: expected a model file or REPOSITORY/name"),
-        (["--seconds", "-1"], 2, "--seconds: expected 0 to 3600"),
-        (["--seconds-per-model", "nan"], 2, "--seconds-per-model: expected 0 to 3600"),
-        (["--requests", "0"], 2, "--requests: expected 1 to 100000"),
         (["-o", "/nowhere/page.html"], 2, "PAGE.html: expected a file in an existing folder"),
     ],
 )
@@ -77,7 +72,13 @@ def test_wrong_arguments_are_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--seconds", "x"], ["--requests", "1.5"], ["--fail-on", "x"], ["a", "b"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--seconds", "-1"], ["--seconds", "x"], ["--seconds-per-model", "nan"], ["--requests", "0"]),
+        *(["--requests", "1.5"], ["--fail-on", "x"], ["a", "b"]),
+    ],
+)
 def test_arguments_of_the_wrong_form(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         command.main(arguments)
@@ -108,13 +109,3 @@ def test_unknown_values_are_dashes_and_null() -> None:
     (gpus,) = (block for block in blocks if getattr(block, "title", "") == "GPUs")
     assert gpus.rows[0][3] is None
     assert '"used_bytes": null' in json_text(full_result())
-
-
-def test_key_is_the_first_line_that_is_one(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("# keys\n\n  secret-1  \nsecret-2\n")
-    (tmp_path / "none").write_text("# keys\n")
-
-    assert command._read_key(tmp_path / "keys") == "secret-1"
-    assert command._read_key(None) == ""
-    with pytest.raises(ServeError, match="no line with a key"):
-        command._read_key(tmp_path / "none")

@@ -11,7 +11,7 @@ from certificates import Secret
 from machines import ARM_FEATURES, limits, write_machine
 from ortserve.config.options import ServerOptions
 from ortserve.tools.doctor import findings, options
-from ortserve.tools.doctor.catalog import CATALOG, LEVELS
+from ortserve.tools.doctor.catalog import CATALOG
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system
 from ortserve.tools.doctor.result import (
     GpuFacts,
@@ -22,7 +22,7 @@ from ortserve.tools.doctor.result import (
     Steadiness,
     System,
 )
-from ortserve.tools.report import Finding
+from ortserve.tools.report import LEVELS, Finding
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 PAGES = "sys/kernel/mm/transparent_hugepage"

@@ -3,10 +3,8 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +27,7 @@ from ortserve.tools.apart import Failure, run_apart
 from ortserve.tools.doctor import loading, request_path, runtime, steadiness
 from ortserve.tools.doctor.loading import check_models, load_one, without_files
 from ortserve.tools.doctor.result import ModelCheck, ProviderTrial
-from ortserve.tools.doctor.server import Client, sum_metrics
+from ortserve.tools.doctor.server import sum_metrics
 from servers import add_model
 
 MIB = 1024**2
@@ -358,31 +356,3 @@ def test_metrics_are_added_up() -> None:
 def test_any_text_may_come_from_a_metrics_port(text: str) -> None:
     sum_metrics(text)
     request_path.parse_timing(text)
-
-
-@pytest.mark.parametrize(("head", "opened"), [("", 1), ("Connection: close\r\n", 2)])
-def test_connection_stays_open_unless_the_server_closes_it(head: str, opened: int) -> None:
-    answer = f"HTTP/1.1 200 OK\r\n{head}Content-Length: 2\r\nServer-Timing: x\r\n\r\n{{}}".encode()
-    peers: list[socket.socket] = []
-
-    def serve() -> None:
-        for _ in range(2):
-            if len(peers) < 1 or head:
-                peers.append(listener.accept()[0])
-            peers[-1].recv(4096)
-            peers[-1].sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(30)
-        thread = threading.Thread(target=serve)
-        thread.start()
-        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        answers = [client.ask("/v2"), client.ask("/v2", b"{}")]
-        thread.join(30)
-        client.close()
-
-    for peer in peers:
-        peer.close()
-    assert len(peers) == opened
-    assert [each.json() for each in answers] == [{}, {}]
-    assert answers[0].headers[b"server-timing"] == b"x"

@@ -1,14 +1,11 @@
-"""A running server of the protocol: what a model takes, how it batches, and one request at a time, beside the load.
+"""A model on a running server, over REST or gRPC: what it takes, how it batches, and one request at a time.
 
 Uses only calls that all servers of the protocol have, and statistics and shared memory, which are extensions.
 """
 
-import http.client
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote, urlsplit
 
 import grpc
 import orjson
@@ -19,50 +16,21 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve._pb import management_pb2, shared_memory_pb2
 from ortserve.core.dtypes import DATATYPES
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.tools.bench.target import Address
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.tools.address import Address
+from ortserve.tools.client import Client, another_kind, path_of, unreachable
 
 _GRPC_OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
 )
-_STATUSES: Final = {401: ErrorKind.UNAUTHENTICATED, 403: ErrorKind.UNAUTHENTICATED, 404: ErrorKind.NOT_FOUND}
 _CODES: Final = {
     grpc.StatusCode.UNAUTHENTICATED: ErrorKind.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED: ErrorKind.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: ErrorKind.FORBIDDEN,
     grpc.StatusCode.NOT_FOUND: ErrorKind.NOT_FOUND,
     grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.REJECTED_BY_MODEL,
 }
-
-
-def parse_address(url: str, headers: Sequence[str] = (), ca: Path | None = None) -> Address:
-    """Read ``http://host:port``, ``https:``, ``grpc:`` or ``grpcs:``.
-
-    Raises:
-        ServeError: invalid_input, for another URL, headers that are not ``NAME: VALUE``, and unreadable certificates.
-    """
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise invalid_input(f"{url}: {error}") from None
-    if not parts.hostname or parts.path not in ("", "/"):
-        raise invalid_input(f"{url}: expected {parts.scheme}://HOST:PORT")
-    given: dict[str, str] = {}
-    for header in headers:
-        name, colon, value = header.partition(":")
-        if not name or not colon:
-            raise invalid_input(f"--header: expected NAME: VALUE, got '{header}'")
-        given[name.strip().lower()] = value.strip()
-    is_tls, is_grpc = parts.scheme.endswith("s"), parts.scheme.startswith("grpc")
-    usual = 8001 if is_grpc else 443 if is_tls else 80
-    address = Address(url, parts.hostname, port or usual, is_tls, is_grpc, given, ca)
-    try:
-        address.tls()
-    except OSError as error:
-        raise invalid_input(f"--ca {ca}: expected certificates in PEM, got: {error.strerror or error}") from None
-    return address
 
 
 class Control:
@@ -70,9 +38,9 @@ class Control:
     reached, unsupported, if it is of another kind, otherwise as it answers.
     """
 
-    def __init__(self, address: Address, model: str, version: str, timeout_s: float) -> None:
+    def __init__(self, address: Address, model: str, version: str = "", timeout_s: float = 5.0) -> None:
         self.address: Final = address
-        self.path: Final = f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version)}" if version else "")
+        self.path: Final = path_of(model, version)
         self._model = {"name": model, "version": version}
         self._timeout_s = timeout_s
 
@@ -84,7 +52,7 @@ class Control:
         except (ServeError, LookupError, TypeError) as error:
             if isinstance(error, ServeError) and error.kind is not ErrorKind.NOT_FOUND:
                 raise
-            raise self._another_kind("its metadata have no name") from None
+            raise another_kind(self.address, "its metadata have no name") from None
         try:
             metadata = self._ask("GET", self.path, pb, "ModelMetadata", self._model)
         except ServeError as error:
@@ -92,7 +60,7 @@ class Control:
         try:
             return server, _signature(metadata["inputs"], metadata["outputs"])
         except (LookupError, TypeError, ValueError) as error:
-            raise self._another_kind(f"the metadata of its model cannot be read: {error!r}") from None
+            raise another_kind(self.address, f"the metadata of its model cannot be read: {error!r}") from None
 
     def batches(self) -> dict[int, int]:
         """How many batches of each size have run so far; empty for servers that do not say."""
@@ -108,7 +76,9 @@ class Control:
         """Send one request; the body of its answer, and the size of its JSON if binary tensors follow."""
         if self.address.is_grpc:
             return self._send_rpc("ModelInfer", body), None
-        return self._send("POST", f"{self.path}/infer", body, headers)
+        with closing(Client(self.address, self._timeout_s)) as client:
+            answer = client.call(f"{self.path}/infer", body, headers)
+        return answer.body, answer.json_size
 
     def register(self, region: str, nbytes: int) -> None:
         """Have the server map shared memory."""
@@ -134,41 +104,18 @@ class Control:
         fields = fields or {}
         if not self.address.is_grpc:
             body = {name: value for name, value in fields.items() if name != "name"}  # which is in the path
-            answer, _ = self._send(method, path, orjson.dumps(body) if method == "POST" else b"")
-            try:
-                return orjson.loads(answer or b"{}")
-            except orjson.JSONDecodeError:
-                raise self._another_kind(f"{method} {path} is answered with {len(answer)} bytes") from None
+            with closing(Client(self.address, self._timeout_s)) as client:
+                answer = client.call(path, orjson.dumps(body) if method == "POST" else None)
+            document = answer.json() if answer.body else {}
+            if document is None:
+                raise another_kind(self.address, f"{method} {path} is answered with {len(answer.body)} bytes")
+            return document
         request, message = getattr(messages, f"{rpc}Request")(**fields), getattr(messages, f"{rpc}Response")()
         try:
             message.ParseFromString(self._send_rpc(rpc, request.SerializeToString()))
         except DecodeError:
-            raise self._another_kind(f"its answer to {rpc} is another message") from None
+            raise another_kind(self.address, f"its answer to {rpc} is another message") from None
         return MessageToDict(message, preserving_proto_field_name=True)
-
-    def _send(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
-    ) -> tuple[bytes, int | None]:
-        address, context = self.address, self.address.tls()
-        to = (address.host, address.port)
-        made = http.client.HTTPSConnection(*to, timeout=self._timeout_s, context=context) if context else None
-        try:
-            with closing(made or http.client.HTTPConnection(*to, timeout=self._timeout_s)) as connection:
-                connection.request(method, path, body, {**address.headers, **(headers or {})})
-                answer = connection.getresponse()
-                status, content = answer.status, answer.read()
-                size = answer.getheader("inference-header-content-length", "")
-        except http.client.HTTPException as error:
-            raise self._another_kind(f"its answer is no HTTP ({type(error).__name__})") from None
-        except OSError as error:
-            raise self._unreachable(error.strerror or str(error)) from None
-        if status == 200:
-            return content, int(size) if size.isdigit() else None
-        text = content[:200].decode(errors="replace")
-        with suppress(orjson.JSONDecodeError, LookupError, TypeError):
-            text = orjson.loads(content)["error"]
-        kind = _STATUSES.get(status, ErrorKind.REJECTED_BY_MODEL if 400 <= status < 500 else ErrorKind.INTERNAL)
-        raise self._rejected(kind, f"status {status}: {text}")
 
     def _send_rpc(self, rpc: str, body: bytes) -> bytes:
         address, codes = self.address, grpc.StatusCode
@@ -185,21 +132,11 @@ class Control:
             except grpc.RpcError as error:
                 code, details = error.code(), error.details() or ""
         if code in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED):
-            raise self._unreachable(details)
+            raise unreachable(address, details)
         if code is codes.UNIMPLEMENTED or (code is codes.UNKNOWN and "HTTP" in details):
-            raise self._another_kind(details)
-        raise self._rejected(_CODES.get(code, ErrorKind.INTERNAL), f"{code.name}: {details}")
-
-    def _rejected(self, kind: ErrorKind, text: str) -> ServeError:
-        hint = " (a key is given by --header)" if kind is ErrorKind.UNAUTHENTICATED else ""
-        return ServeError(kind, f"{self.address.url}: {text}{hint}")
-
-    def _unreachable(self, reason: str) -> ServeError:
-        return ServeError(ErrorKind.NOT_READY, f"{self.address.url}: no server answers: {reason}")
-
-    def _another_kind(self, seen: str) -> ServeError:
-        expected = f"{self.address.url}: expected a server of the Open Inference Protocol v2"
-        return ServeError(ErrorKind.UNSUPPORTED, f"{expected}, {seen}")
+            raise another_kind(address, details)
+        hint = " (--key-file gives a key)" if code in (codes.UNAUTHENTICATED, codes.PERMISSION_DENIED) else ""
+        raise ServeError(_CODES.get(code, ErrorKind.INTERNAL), f"{address.url}: {code.name}: {details}{hint}")
 
 
 def _signature(inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]]) -> ModelSignature:

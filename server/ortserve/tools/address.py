@@ -1,0 +1,115 @@
+"""The address of a server that a tool talks to, and the flags that say how to get in. The tools' calls go to it."""
+
+import argparse
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ortserve.errors import invalid_input
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens, and what each request needs to get in.
+
+    Attributes:
+        url: As given.
+        host: Name or address, IPv6 without brackets.
+        port: Of TCP.
+        is_tls: Whether connections are encrypted.
+        is_grpc: Whether the port speaks gRPC.
+        headers: Of each request, with names in small letters.
+        ca: Certificates to trust instead of the system's; None for these.
+        prefix: Of each path over HTTP, such as ``/models-of-a-proxy``; usually empty.
+        is_verified: Whether the certificate of the server must be a trusted one.
+    """
+
+    url: str
+    host: str
+    port: int
+    is_tls: bool
+    is_grpc: bool
+    headers: Mapping[str, str]
+    ca: Path | None = None
+    prefix: str = ""
+    is_verified: bool = True
+
+    @property
+    def authority(self) -> str:
+        """Host and port, as in the header ``host``."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def tls(self) -> ssl.SSLContext | None:
+        """None without TLS. Raises OSError, if the certificates cannot be read."""
+        context = ssl.create_default_context(cafile=self.ca) if self.is_tls else None
+        if context and self.is_grpc:
+            context.set_alpn_protocols(["h2"])
+        if context and not self.is_verified:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that ``address_of`` reads."""
+    add = parser.add_argument_group("access to a server").add_argument
+    add("--key-file", type=Path, metavar="FILE", help="File whose first line is the key to send.")
+    add("--header", action="append", default=[], metavar="NAME:VALUE", help="Header of each request; may be repeated.")
+    add("--ca", type=Path, metavar="FILE", help="Certificates to trust instead of the system's.")
+
+
+def address_of(url: str, given: argparse.Namespace, *, needs_http: bool = False) -> Address:
+    """As ``parse_address``, with what the flags say.
+
+    Args:
+        url: Of the server.
+        given: The flags.
+        needs_http: Refuse ports of gRPC, because the command makes calls that gRPC does not have.
+    """
+    address = parse_address(url, given.header, given.ca, given.key_file)
+    if address.is_grpc and needs_http:
+        raise invalid_input(f"{url}: expected the server's HTTP port, such as http://{address.host}:8000, got gRPC")
+    return address
+
+
+def parse_address(
+    url: str, headers: Sequence[str] = (), ca: Path | None = None, key_file: Path | None = None
+) -> Address:
+    """Read ``http://host:port``, ``https:``, ``grpc:`` or ``grpcs:``. A path of HTTP becomes the prefix.
+
+    Raises:
+        ServeError: invalid_input, for another URL, headers that are not ``NAME: VALUE``, and unreadable files.
+    """
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname
+    except ValueError as error:
+        raise invalid_input(f"{url}: {error}") from None
+    is_tls, is_grpc = parts.scheme in ("https", "grpcs"), parts.scheme in ("grpc", "grpcs")
+    prefix = parts.path.rstrip("/").removesuffix("/v2")
+    if not host or not (is_grpc or parts.scheme in ("http", "https")) or (prefix and is_grpc):
+        raise invalid_input(f"'{url}': expected a URL such as http://HOST:8000 or grpc://HOST:8001")
+    given = {"authorization": f"Bearer {_read_key(key_file)}"} if key_file else {}
+    for header in headers:
+        name, colon, value = header.partition(":")
+        if not name or not colon:
+            raise invalid_input(f"--header: expected NAME: VALUE, got '{header}'")
+        given[name.strip().lower()] = value.strip()
+    usual = 8001 if is_grpc else 443 if is_tls else 80
+    address = Address(url, host, port or usual, is_tls, is_grpc, given, ca, prefix)
+    try:
+        address.tls()
+    except OSError as error:
+        raise invalid_input(f"--ca {ca}: expected certificates in PEM, got: {error.strerror or error}") from None
+    return address
+
+
+def _read_key(file: Path) -> str:
+    """The first line that is neither empty nor a comment."""
+    try:
+        lines = map(str.strip, file.read_text().splitlines())
+        return next(line for line in lines if line and not line.startswith("#"))
+    except (OSError, ValueError, StopIteration) as error:
+        reason = getattr(error, "strerror", None) or "no line with a key"
+        raise invalid_input(f"--key-file: expected a file with a key: {reason}") from None

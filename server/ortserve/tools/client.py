@@ -1,0 +1,171 @@
+"""HTTP calls of the tools that block: a kept connection with bounded waits, and errors that name the server."""
+
+import socket
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Final
+from urllib.parse import quote
+
+import httptools
+import orjson
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.tools.address import Address
+
+_MOST_BYTES: Final = 2**30
+_KINDS: Final = {
+    401: ErrorKind.UNAUTHENTICATED,
+    403: ErrorKind.FORBIDDEN,
+    404: ErrorKind.NOT_FOUND,
+    429: ErrorKind.OVERLOADED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer. ``headers`` have names in small letters."""
+
+    status: int
+    headers: Mapping[bytes, bytes]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON; None if it is none, or the status is an error."""
+        try:
+            return orjson.loads(self.body) if self.status == 200 else None
+        except orjson.JSONDecodeError:
+            return None
+
+    @property
+    def json_size(self) -> int | None:
+        """The size of the JSON, if binary tensors follow it."""
+        size = self.headers.get(b"inference-header-content-length", b"")
+        return int(size) if size.isdigit() else None
+
+
+class Client:
+    """A connection, which is opened by the first call, and again after ``close``. Each wait ends after ``timeout_s``.
+
+    All calls raise ServeError: not_ready, if no server answers, and unsupported, if what answers is not HTTP.
+    """
+
+    def __init__(self, address: Address, timeout_s: float = 5.0) -> None:
+        assert not address.is_grpc
+        self.address: Final = address
+        self._timeout_s = timeout_s
+        headers = {"host": address.authority, **address.headers}
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._socket: socket.socket | None = None
+
+    def connect(self) -> socket.socket:
+        """Connect, unless it is connected. Raises also ssl.SSLCertVerificationError."""
+        if self._socket is None:
+            address, context = self.address, self.address.tls()
+            made: socket.socket | None = None
+            try:
+                made = socket.create_connection((address.host, address.port), self._timeout_s)
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._socket = context.wrap_socket(made, server_hostname=address.host) if context else made
+            except OSError as error:
+                if made is not None:
+                    made.close()
+                if isinstance(error, ssl.SSLCertVerificationError):
+                    raise
+                raise self._unreachable(error) from None
+        return self._socket
+
+    def prepare(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
+        """The bytes of a GET, or of a POST with a body."""
+        method = "GET" if body is None else "POST"
+        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        length = f"content-length: {len(body or b'')}\r\n"
+        head = f"{method} {self.address.prefix}{path} HTTP/1.1\r\n{self._head}{more}{length}\r\n"
+        return head.encode() + (body or b"")
+
+    def exchange(self, request: bytes) -> Answer:
+        """Send prepared bytes and read the answer, whatever its status, which takes little time here."""
+        headers: dict[bytes, bytes] = {}
+        body = bytearray()
+        kept: list[bool] = []  # whether the connection stays open, once the answer is whole
+        parser: httptools.HttpResponseParser
+        events = SimpleNamespace(
+            on_header=lambda name, value: headers.update({name.lower(): value}),
+            on_body=body.extend,
+            on_message_complete=lambda: kept.append(parser.should_keep_alive()),
+        )
+        parser = httptools.HttpResponseParser(events)
+        try:
+            connected = self.connect()
+            connected.sendall(request)
+            while not kept:
+                part = connected.recv(256 * 1024)
+                if not part and not parser.get_status_code():
+                    raise another_kind(self.address, "it closes the connection instead of answering")
+                if not part:
+                    break  # as servers of HTTP/1.0 end their answers
+                parser.feed_data(part)
+                if len(body) > _MOST_BYTES:
+                    raise another_kind(self.address, f"its answer has more than {_MOST_BYTES:,} bytes")
+        except ssl.SSLCertVerificationError as error:
+            problem = f"its certificate is not trusted: {error.verify_message} (--ca gives others to trust)"
+            raise ServeError(ErrorKind.NOT_READY, f"{self.address.url}: {problem}") from None
+        except httptools.HttpParserError:
+            raise another_kind(self.address, "its answer is no HTTP") from None
+        except OSError as error:
+            raise self._unreachable(error) from None
+        finally:
+            if kept != [True]:
+                self.close()
+        return Answer(parser.get_status_code(), headers, bytes(body))
+
+    def ask(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Answer:
+        """GET, or POST with a body. Returns an answer of any status."""
+        return self.exchange(self.prepare(path, body, headers))
+
+    def call(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Answer:
+        """As ``ask``. Raises ServeError also as ``checked``."""
+        return self.checked(self.ask(path, body, headers))
+
+    def checked(self, answer: Answer) -> Answer:
+        """An answer with status 200. Raises ServeError for others, with the server's own words."""
+        status = answer.status
+        if status == 200:
+            return answer
+        text = answer.body[:300].decode(errors="replace")
+        is_lost = status == 501 or (400 <= status < 500 and status not in (401, 403, 429))
+        if is_lost and not text.startswith("{"):  # the protocol has its errors in JSON
+            raise another_kind(self.address, f"got status {status}: {text[:60]!r}")
+        with suppress(ValueError, LookupError, TypeError):
+            text = orjson.loads(answer.body)["error"]
+        hint = " (--key-file gives a key)" if status in (401, 403) else ""
+        kind = _KINDS.get(status, ErrorKind.REJECTED_BY_MODEL if 400 <= status < 500 else ErrorKind.INTERNAL)
+        raise ServeError(kind, f"{self.address.url}: status {status}: {text}{hint}")
+
+    def close(self) -> None:
+        """Close the connection; the next call opens another."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _unreachable(self, error: OSError) -> ServeError:
+        waited = f"waited {self._timeout_s:g} s" if isinstance(error, TimeoutError) else None
+        return unreachable(self.address, waited or error.strerror or str(error))
+
+
+def path_of(model: str, version: str = "") -> str:
+    """The path of a model over REST."""
+    return f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
+
+
+def another_kind(address: Address, seen: str) -> ServeError:
+    """The error for a server that does not speak the protocol."""
+    expected = f"{address.url}: expected a server of the Open Inference Protocol v2"
+    return ServeError(ErrorKind.UNSUPPORTED, f"{expected}, {seen}")
+
+
+def unreachable(address: Address, reason: str) -> ServeError:
+    """The error for a server that does not answer."""
+    return ServeError(ErrorKind.NOT_READY, f"{address.url}: no server answers: {reason}")

@@ -1,0 +1,126 @@
+"""Addresses of servers, and blocking calls to what may answer there."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.tools.address import parse_address
+from ortserve.tools.client import Client, path_of
+
+
+def test_address_has_what_its_url_and_the_flags_say(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# keys\n\n  secret-1  \nsecret-2\n")
+
+    address = parse_address("https://[::1]:8443/of-a-proxy/v2/", ["X-Tenant: a"], key_file=tmp_path / "keys")
+
+    assert (address.host, address.port, address.authority) == ("::1", 8443, "[::1]:8443")
+    assert (address.is_tls, address.is_grpc, address.prefix) == (True, False, "/of-a-proxy")
+    assert address.headers == {"authorization": "Bearer secret-1", "x-tenant": "a"}
+    ports = [parse_address(f"{scheme}://h").port for scheme in ("http", "https", "grpc", "grpcs")]
+    assert ports == [80, 443, 8001, 8001]
+
+
+@pytest.mark.parametrize("url", ["http://", "ftp://h", "http://h:port", "http://[::1", "grpc://h/v2/models", "h:8000"])
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(ServeError) as raised:
+        parse_address(url)
+    assert raised.value.kind is ErrorKind.INVALID_INPUT
+
+
+def test_file_without_a_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "none").write_text("# keys\n")
+    with pytest.raises(ServeError, match="no line with a key"):
+        parse_address("http://h", key_file=tmp_path / "none")
+
+
+def test_names_of_models_cannot_leave_their_place_in_the_path() -> None:
+    assert path_of("a/../b", "1") == "/v2/models/a%2F..%2Fb/versions/1"
+
+
+@contextmanager
+def peer(answer: bytes) -> Iterator[Client]:
+    """A client of a server that answers its first call with these bytes, and then closes the connection."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        client = Client(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=30)
+        yield client
+        client.close()
+        thread.join(30)
+
+
+def http(status: int, body: str) -> bytes:
+    return f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (http(404, '{"error": "no model m"}'), "not_found", "status 404: no model m"),
+        (http(400, '{"detail": "bad"}'), "rejected_by_model", 'status 400: {"detail": "bad"}'),
+        (http(404, "<html>"), "unsupported", "expected a server of the Open Inference Protocol v2, got status 404"),
+        (http(401, ""), "unauthenticated", "status 401:  (--key-file gives a key)"),
+        (http(403, '{"error": "not this key"}'), "forbidden", "not this key (--key-file gives a key)"),
+        (http(503, "<html>busy"), "internal", "status 503: <html>busy"),
+        (b"\0\0\6\4\0\0\0\0\0", "unsupported", "its answer is no HTTP"),
+        (b"", "unsupported", "closes the connection instead of answering"),
+    ],
+)
+def test_answers_that_are_errors_say_what_they_are(answer: bytes, kind: str, message: str) -> None:
+    with peer(answer) as client, pytest.raises(ServeError) as raised:
+        client.call("/v2/models/m")
+    assert (raised.value.kind.value, message in raised.value.message) == (kind, True), raised.value.message
+    assert raised.value.message.startswith(client.address.url)
+
+
+def test_answer_may_end_with_its_connection() -> None:
+    with peer(b"HTTP/1.0 200 OK\r\n\r\n{}") as client:
+        assert client.call("/v2").json() == {}
+
+
+def test_silence_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=0.05)
+        with pytest.raises(ServeError, match=r"no server answers: waited 0\.05 s"):
+            client.ask("/v2")
+
+
+@pytest.mark.parametrize(("head", "opened"), [("", 1), ("Connection: close\r\n", 2)])
+def test_connection_stays_open_unless_the_server_closes_it(head: str, opened: int) -> None:
+    answer = f"HTTP/1.1 200 OK\r\n{head}Content-Length: 2\r\nServer-Timing: x\r\n\r\n{{}}".encode()
+    peers: list[socket.socket] = []
+
+    def serve() -> None:
+        for _ in range(2):
+            if len(peers) < 1 or head:
+                peers.append(listener.accept()[0])
+            peers[-1].recv(4096)
+            peers[-1].sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        client = Client(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+        answers = [client.ask("/v2"), client.ask("/v2", b"{}")]
+        thread.join(30)
+        client.close()
+
+    for peer in peers:
+        peer.close()
+    assert len(peers) == opened
+    assert [each.json() for each in answers] == [{}, {}]
+    assert answers[0].headers[b"server-timing"] == b"x"
