@@ -215,7 +215,7 @@ def test_captures_exclude_batches_of_other_models(tmp_path: Path) -> None:
     for caller in callers:
         caller.start()
     try:
-        for _ in range(5):
+        for _ in range(3):
             other = load(path, runtime)
             assert other.on_device.replayed == SIZES, other.on_device
             other.instances[0].close()
