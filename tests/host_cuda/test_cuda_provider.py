@@ -204,7 +204,7 @@ def test_captures_exclude_batches_of_other_models(tmp_path: Path) -> None:
 
     def call() -> None:
         nonlocal answered
-        while not is_over.is_set():
+        while not is_over.wait(1e-3):
             for rows in (4, 3):  # replayed, and plain, which allocates and waits
                 outcome = serving.run(batch_of((x[:rows],)))
                 if not np.allclose(outcome.outputs[0], right[:rows], rtol=1e-4):
