@@ -240,7 +240,7 @@ class TransportMachine(RuleBasedStateMachine):
 
 
 TestTransport = TransportMachine.TestCase
-TestTransport.settings = schedules(75, steps=40)
+TestTransport.settings = schedules(150, steps=40)
 
 
 kinds = st.one_of(st.integers(0, 10), st.integers(0, 255))
@@ -341,4 +341,4 @@ class MischiefMachine(RuleBasedStateMachine):
 
 
 TestMischief = MischiefMachine.TestCase
-TestMischief.settings = schedules(150, steps=30)
+TestMischief.settings = schedules(300, steps=30)
