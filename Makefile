@@ -67,7 +67,7 @@ test-compiled: .venv/dev.done
 	PYTHONPATH=$(CURDIR)/.venv/compiled $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 fuzz: .venv/dev.done
-	ORTSERVE_TEST_FUZZ_CASES=$(CASES) ORTSERVE_TEST_FUZZ_SEED=$(SEED) \
+	ORTSERVE_TEST_FUZZ_CASES=$(CASES) ORTSERVE_TEST_FUZZ_SEED=$(SEED) ORTSERVE_TEST_OPENAPI_EXAMPLES=30 \
 	ORTSERVE_TEST_SCHEDULES=$(CASES) ORTSERVE_TEST_SEED=$$((($(SEED) - 1) * $(CASES))) \
 		$(BIN)/python -m pytest $(PARALLEL) tests/fuzz tests/unit/batching/test_batcher_properties.py $(PYTEST_ARGS)
 

@@ -1,6 +1,6 @@
 """Random graphs: every claim of the proof about every tensor, against ONNX Runtime run row by row and in batches.
 
-2,000 graphs among all tests; ``make fuzz CASES=100000`` makes as many graphs as cases. A failure prints the graph and
+1,000 graphs among all tests; ``make fuzz CASES=100000`` makes as many graphs as cases. A failure prints the graph and
 its seed.
 """
 
@@ -15,7 +15,7 @@ from rows.claims import check_model
 from rows.growing import with_shapes
 from rows.random_graphs import grow
 
-GRAPHS: Final = CASES if "ORTSERVE_TEST_FUZZ_CASES" in os.environ else 2000
+GRAPHS: Final = CASES if "ORTSERVE_TEST_FUZZ_CASES" in os.environ else 1000
 _BLOCKS: Final = 8
 
 

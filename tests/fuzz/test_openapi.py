@@ -7,7 +7,7 @@ from pathlib import Path
 
 from servers import SHORT_WARMUP, serving
 
-EXAMPLES = os.environ.get("ORTSERVE_TEST_OPENAPI_EXAMPLES", "30")
+EXAMPLES = os.environ.get("ORTSERVE_TEST_OPENAPI_EXAMPLES", "10")
 
 
 def test_every_operation_conforms_to_the_openapi_document(tmp_path: Path) -> None:

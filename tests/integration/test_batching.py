@@ -1,5 +1,6 @@
 """Concurrent requests to a real server share batches, and each gets its own rows."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,15 +29,21 @@ REQUESTS = 96
 MAX_ROWS = 16
 
 
+def computed_alone(folder: Path, sent: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Run ONNX Runtime without the server: all rows at once, which these models compute independently."""
+    session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+    y = session.run(["y"], {"x": np.concatenate(sent)})[0]
+    return np.split(y, np.cumsum([len(rows) for rows in sent])[:-1])
+
+
 @pytest.mark.parametrize(
     "protocols", [[rest_binary], [grpc_raw], [rest_binary, grpc_raw]], ids=["http", "grpc", "both"]
 )
 def test_concurrent_requests_share_batches_and_get_their_own_rows(tmp_path: Path, protocols: list[Infer]) -> None:
     folder = add_model(tmp_path, "heavy", builders.heavy)
-    session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(0)
     sent = [rng.standard_normal((1 + number % 3, 64)).astype(np.float32) for number in range(REQUESTS)]
-    expected = [session.run(["y"], {"x": rows})[0] for rows in sent]
+    expected = computed_alone(folder, sent)
 
     with serving(tmp_path, "--max-rows", str(MAX_ROWS), "--warmup-s", "0.5") as server:
 
@@ -56,11 +63,6 @@ def test_concurrent_requests_share_batches_and_get_their_own_rows(tmp_path: Path
     assert samples.value("ortserve_batch_rows_sum", **labels) == sum(map(len, sent))
     assert batches < REQUESTS / 2
     assert samples.value("ortserve_batch_rows_bucket", **labels, le=f"{MAX_ROWS}.0") == batches
-
-
-def oracle(folder: Path) -> "onnxruntime.InferenceSession":
-    """The model as ONNX Runtime alone runs it."""
-    return onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize(
@@ -86,10 +88,7 @@ def test_batching_changes_no_answer(tmp_path: Path, options: str) -> None:
         sent["poison"].append(rng.integers(0, 16, (rows, 4)))
         sent["mlp"].append(rng.standard_normal((rows, 64)).astype(np.float32))
         sent["slow"].append(rng.standard_normal((rows, 4)).astype(np.float32))
-    expected = {
-        folder.name: [oracle(folder).run(["y"], {"x": rows})[0] for rows in sent[folder.name]]
-        for folder in (table, dense, slow)
-    }
+    expected = {folder.name: computed_alone(folder, sent[folder.name]) for folder in (table, dense, slow)}
     protocols = [rest_binary, grpc_raw]
     with serving(tmp_path, *SHORT_WARMUP) as server:
 

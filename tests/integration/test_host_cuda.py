@@ -75,7 +75,11 @@ def test_gpu_tests_of_copying_models_pass_on_host_memory(pace: str) -> None:
 
 @pytest.mark.parametrize("pace", ["late", "any"])
 def test_provider_behaves_as_assumed(pace: str) -> None:
-    pytest_in(host_cuda(pace=pace), TESTS / "host_cuda")
+    pytest_in(host_cuda(pace=pace), TESTS / "host_cuda" / "test_cuda_provider.py")
+
+
+def test_script_of_figures_runs_on_host_memory() -> None:
+    pytest_in(host_cuda(), TESTS / "host_cuda" / "test_figures.py")
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ class Fleet:
         self._stack = stack
         self.repository = folder / "models"
         model = add_model(self.repository, "heavy", builders.heavy, steps=20)
+        (model / "model.yaml").write_text("intra_op_threads: 1\n")  # two threads also take time to wait for each other
         self.ports = {"a": free_ports(), "b": free_ports()}
         self.servers: dict[str, ServerProcess] = {}
         self.proxy: Proxy = stack.enter_context(

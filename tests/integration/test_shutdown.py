@@ -170,7 +170,7 @@ async def test_shutdown_under_load_answers_every_admitted_request(
 
 @ON_BOTH_TRANSPORTS
 def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path, ways: tuple[str, ...]) -> None:
-    add_model(tmp_path, "slow", builders.slow, steps=80_000)
+    add_model(tmp_path, "slow", builders.slow, steps=40_000)
     row = np.zeros((1, 4), np.float32)
     with serving(tmp_path, "--max-rows", "1", "--warmup-s", "0", *ways) as server, ThreadPoolExecutor(4) as pool:
         expected = rest_json(server, "slow", {"x": row})["y"]

@@ -19,7 +19,7 @@ from servers import LONG_S
 CALLERS: Final = 6
 """Of each protocol."""
 
-PAUSE_S: Final = 0.01
+PAUSE_S: Final = 0.04
 """Between a caller's answer and its next request, so that requests meet restarts and not a saturated machine."""
 
 Infer = Callable[[np.ndarray], Awaitable[Any]]

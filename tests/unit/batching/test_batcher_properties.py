@@ -36,7 +36,7 @@ from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 
-SCHEDULES = int(os.environ.get("ORTSERVE_TEST_SCHEDULES", "3000"))
+SCHEDULES = int(os.environ.get("ORTSERVE_TEST_SCHEDULES", "1500"))
 FIRST_SEED = int(os.environ.get("ORTSERVE_TEST_SEED", "0"))
 BLOCKS = 20
 

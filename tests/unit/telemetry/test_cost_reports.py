@@ -22,14 +22,16 @@ def level_of_the_library() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("main", "rows"),
+    ("main", "arguments", "rows"),
     [
         (
             metrics_cost.main,
+            ["--models=20"],
             ["prometheus_client.Histogram", "telemetry.metrics", "prometheus_client", "telemetry.families"],
         ),
         (
             tracing_cost.main,
+            [],
             [
                 "left out by the ratio",
                 "its caller wants none",
@@ -42,10 +44,14 @@ def level_of_the_library() -> Iterator[None]:
     ids=["metrics", "tracing"],
 )
 def test_report_has_a_figure_of_every_case_and_says_where_it_was_measured(
-    main: Callable[[list[str]], None], rows: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    main: Callable[[list[str]], None],
+    arguments: list[str],
+    rows: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     report = tmp_path / "report.md"
-    main(["--rounds=1", "--requests=10", f"--report={report}"])
+    main(["--rounds=1", "--requests=10", *arguments, f"--report={report}"])
     text = report.read_text()
     assert capsys.readouterr().out == text
     assert FIGURE.findall(text) == rows
