@@ -13,6 +13,9 @@ MAX_TENSORS: Final = 2048
 MAX_PARAMETERS: Final = 1024
 """Parameters of a request, and of each of its inputs and outputs."""
 
+MAX_ID_LENGTH: Final = 64 * 1024
+"""Characters of the id of a REST request, which its answer repeats. Those of gRPC are part of the head."""
+
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Names, shapes and parameters of a gRPC request, without its tensors."""
 

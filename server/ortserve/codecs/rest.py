@@ -15,6 +15,7 @@ from ortserve.codecs.bounds import (
     INLINE_ELEMENTS,
     JSON_GROWTH,
     MAX_DIMS,
+    MAX_ID_LENGTH,
     MAX_PARAMETERS,
     MAX_TENSORS,
     shape_fault,
@@ -76,6 +77,8 @@ def decode_rest_request(
     request_id = document.get("id", "")
     if type(request_id) is not str:
         raise _parse_error("id", "a string", request_id)
+    if len(request_id) > MAX_ID_LENGTH:
+        raise too_many("characters of id", MAX_ID_LENGTH, len(request_id))
     in_regions: list[RegionInput] = []
     places: dict[str, RegionSpan] = {}
     return InferRequest(

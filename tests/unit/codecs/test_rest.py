@@ -303,6 +303,14 @@ def test_shape_with_too_many_elements_is_rejected(form: Any, shape: list[int]) -
     )
 
 
+def test_long_id_is_rejected_because_its_answer_would_repeat_it() -> None:
+    document = {"id": "x" * 65_536, "inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
+    assert len(decode_rest_request(json.dumps(document).encode(), None, "m", "").id) == 65_536
+    document["id"] = "x" * 65_537
+    with pytest.raises(ServeError, match="request: expected at most 65536 characters of id, got 65537"):
+        decode_rest_request(json.dumps(document).encode(), None, "m", "")
+
+
 def test_shape_of_too_many_dimensions_is_rejected_before_multiplication() -> None:
     # Multiplied first, these would take minutes.
     expect_invalid(
