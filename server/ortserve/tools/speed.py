@@ -1,9 +1,10 @@
 """How fast models run, compared in turns.
 
-Each model has a process of its own, because several spinning sessions in one process disturb each other.
+Each model has processes of its own, because several spinning sessions in one process disturb each other.
 """
 
 import ctypes
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -15,7 +16,7 @@ import psutil
 
 from ortserve.errors import invalid_input
 from ortserve.tools.apart import ObjectApart
-from ortserve.tools.bench.statistics import Estimate, estimate_percentile
+from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.console import progress
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import Subject
@@ -26,9 +27,16 @@ Feeds = Mapping[str, np.ndarray]
 _BLOCK_S: Final = 0.05
 """Of runs without a change of the model: long against a change of processes, short against changes of the machine."""
 _MOST_RUNS: Final = 2000
-_LEAST_ROUNDS: Final = 8
-"""The median of fewer than six ratios has no 95 % interval."""
+_LEAST_ROUNDS: Final = 4
+"""In a process."""
 _MOST_ROUNDS: Final = 400
+_WARM_S: Final = 1.0
+"""Enough for runs that precede the measurement in a process; one is made in any case."""
+_PROCESSES: Final = 5
+"""Per model. Two processes with one model differ as long as they live, by up to 8 % if a run takes 17 µs, because their
+memory is laid out differently."""
+_STUDENT: Final = 2.776
+"""The 97.5th percentile of Student's distribution for the mean of five values."""
 _LIMIT_S: Final = 900.0
 
 
@@ -58,9 +66,10 @@ class Speed:
         median_ms: Time of a run, the median of blocks of runs.
         cpu_ms: Processor time of a run, all threads together.
         runs: That were measured.
-        ratio: Time of the first model divided by that of this one, from pairs of blocks: 2 is twice as fast. An
-            interval that contains 1 is no difference that could be measured.
-        rss_nbytes: Memory that the process took to open the model and to run it.
+        ratio: Time of the first model divided by that of this one: 2 is twice as fast. An interval that contains 1
+            is no difference that could be measured. It is that of the mean over pairs of processes, each with the
+            median of its pairs of blocks.
+        rss_nbytes: Memory that a process took to open the model and to run it.
         opening_s: How long ONNX Runtime took to open it.
     """
 
@@ -83,7 +92,7 @@ class Speed:
 
 
 def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: float = 4.0) -> tuple[Speed, ...]:
-    """Measure models in turns: A B, B A, A B, and so on, in short blocks of runs.
+    """Measure models in turns: A B, B A, A B, and so on, in short blocks of runs, in several processes per model.
 
     Args:
         models: The first is what the others are compared with.
@@ -93,27 +102,13 @@ def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: f
     Raises:
         ServeError: invalid_input: a model cannot be opened or run, or its process ended.
     """
-    with ExitStack() as stack, progress("measuring speed", seconds) as step:
-        runners: list[ObjectApart[_Runner]] = []
-        for model in models:
-            step(0, f"opening {model.subject.path.name} in another process")
-            runners.append(stack.enter_context(ObjectApart(_LIMIT_S, _Runner, model, feeds)))
-        runs = [runner.call(_Runner.runs_of, _BLOCK_S) for runner in runners]
-        order = list(range(len(models)))
-        blocks: list[list[_Block]] = [[] for _ in models]
-        began = time.monotonic()
-        while (rounds := len(blocks[0])) < _LEAST_ROUNDS or (
-            rounds < _MOST_ROUNDS and time.monotonic() - began < seconds
-        ):
-            for number in order:
-                blocks[number].append(runners[number].call(_Runner.run, runs[number]))
-            order.reverse()
-            step(time.monotonic() - began, "measuring speed")
-        memory = [runner.call(_Runner.memory) for runner in runners]
-    return tuple(
-        _speed(blocks[0], own, is_first=not number, rss_nbytes=nbytes, opening_s=opening_s)
-        for number, (own, (nbytes, opening_s)) in enumerate(zip(blocks, memory, strict=True))
-    )
+    rounds: list[list[_Trial]] = []
+    with progress("measuring speed", _PROCESSES) as step:
+        for number in range(_PROCESSES):
+            rounds.append(_measure_turns(models, feeds, seconds / _PROCESSES))
+            step(number + 1, "measuring speed")
+    first = [turn[0] for turn in rounds]
+    return tuple(_speed(first, own) for own in zip(*rounds, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +120,45 @@ class _Block:
     cpu_s: float
 
 
-def _speed(
-    first: Sequence[_Block], own: Sequence[_Block], *, is_first: bool, rss_nbytes: int, opening_s: float
-) -> Speed:
-    ratios = np.array([a.wall_s / b.wall_s for a, b in zip(first, own, strict=True)])
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The blocks of a model in one process."""
+
+    blocks: list[_Block]
+    rss_nbytes: int
+    opening_s: float
+
+    def ratio(self, first: "_Trial") -> float:
+        """Time of the first model divided by that of this one: the median of pairs of blocks."""
+        return float(np.median([one.wall_s / own.wall_s for one, own in zip(first.blocks, self.blocks, strict=True)]))
+
+
+def _measure_turns(models: Sequence[Timed], feeds: Sequence[Feeds], seconds: float) -> list[_Trial]:
+    with ExitStack() as stack:
+        runners = [stack.enter_context(ObjectApart(_LIMIT_S, _Runner, model, feeds)) for model in models]
+        runs = [runner.call(_Runner.runs_of, _BLOCK_S) for runner in runners]
+        order = list(range(len(models)))
+        blocks: list[list[_Block]] = [[] for _ in models]
+        deadline = time.monotonic() + seconds
+        while len(blocks[0]) < _LEAST_ROUNDS or (len(blocks[0]) < _MOST_ROUNDS and time.monotonic() < deadline):
+            for number in order:
+                blocks[number].append(runners[number].call(_Runner.run, runs[number]))
+            order.reverse()
+        memory = [runner.call(_Runner.memory) for runner in runners]
+    return [_Trial(own, *measured) for own, measured in zip(blocks, memory, strict=True)]
+
+
+def _speed(first: Sequence[_Trial], own: Sequence[_Trial]) -> Speed:
+    blocks = [block for trial in own for block in trial.blocks]
+    ratios = np.log([trial.ratio(reference) for reference, trial in zip(first, own, strict=True)])
+    mean, reach = float(ratios.mean()), _STUDENT * float(ratios.std(ddof=1)) / math.sqrt(_PROCESSES)
     return Speed(
-        median_ms=float(np.median([block.wall_s for block in own])) * 1e3,
-        cpu_ms=float(np.median([block.cpu_s for block in own])) * 1e3,
-        runs=sum(block.runs for block in own),
-        ratio=Estimate(1.0, 1.0, 1.0) if is_first else estimate_percentile(ratios, 0.5),
-        rss_nbytes=rss_nbytes,
-        opening_s=opening_s,
+        median_ms=float(np.median([block.wall_s for block in blocks])) * 1e3,
+        cpu_ms=float(np.median([block.cpu_s for block in blocks])) * 1e3,
+        runs=sum(block.runs for block in blocks),
+        ratio=Estimate(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)),
+        rss_nbytes=max(trial.rss_nbytes for trial in own),
+        opening_s=min(trial.opening_s for trial in own),
     )
 
 
@@ -155,13 +178,18 @@ class _Runner:
             raise invalid_input(f"{model.subject.path.name}: no input is given for {', '.join(sorted(missing))}")
         self._inputs: Final = [opened.for_model([one[spec.name] for spec in opened.signature.inputs]) for one in feeds]
         self._number = 0
+        deadline = time.monotonic() + _WARM_S
         for inputs in self._inputs:  # also the plans of memory, which ONNX Runtime makes for each shape
             self._run(inputs)
+            if time.monotonic() > deadline:
+                break
 
     def runs_of(self, block_s: float) -> int:
         """How many runs take about this time."""
-        block = self.run(2 * len(self._inputs))
-        return max(1, min(_MOST_RUNS, round(block_s / block.wall_s)))
+        run_s = self.run(1).wall_s
+        if run_s < block_s / 8:
+            run_s = self.run(8).wall_s
+        return max(1, min(_MOST_RUNS, round(block_s / run_s)))
 
     def run(self, count: int) -> _Block:
         """Run so often, after a first run that wakes the threads and fills the caches if it is a short one."""
