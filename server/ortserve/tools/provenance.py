@@ -68,7 +68,7 @@ class Machine:
     instruction_sets: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """Where a model came from.
 
@@ -89,7 +89,7 @@ class Provenance:
         figures: More figures of the command that made it.
     """
 
-    schema: str
+    schema: str = "ortserve.provenance/1"
     summary: str
     source: Origin
     model: Origin
@@ -133,7 +133,6 @@ def make_provenance(
     earlier = before.commands if before is not None and before.model.digest == origin.digest else ()
     return with_summary(
         Provenance(
-            schema="ortserve.provenance/1",
             summary="",
             source=origin,
             model=describe_model(model, model.name, None),
@@ -145,7 +144,7 @@ def make_provenance(
             inputs=inputs,
             agreement=agreement,
             speed=speed,
-            figures=dict(figures or {}),
+            figures={name: one if isinstance(one, str) else float(one) for name, one in (figures or {}).items()},
         )
     )
 
@@ -176,7 +175,7 @@ def speed_text(speed: Speed) -> str:
         return f"{number_text(ratio.value)} times as fast (too few runs for an interval)"
     interval = f"{number_text(ratio.low)} to {number_text(ratio.high)}"
     if ratio.low <= 1 <= ratio.high:
-        return f"as fast as its source within the noise ({interval})"
+        return f"{number_text(ratio.value)} times as fast, no difference beyond the noise ({interval})"
     return f"{number_text(ratio.value)} times as fast ({interval})"
 
 

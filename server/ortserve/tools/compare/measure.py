@@ -1,5 +1,6 @@
 """Compares two models: their outputs for the same inputs, in one process, and then their speed, each in its own."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +65,10 @@ def compare_models(
     speeds: Sequence[Speed | None] = (None, None)
     if seconds:
         speeds = compare_speed([reference, candidate], compared.feeds, seconds=seconds)
-    notes = () if inputs is not None else (SYNTHETIC_NOTE,)
+    notes: tuple[str, ...] = () if inputs is not None else (SYNTHETIC_NOTE,)
+    if seconds and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+        notes += (f"other work kept the machine busy (load {os.getloadavg()[0]:.0f}), which widens the intervals",)
     return CompareResult(
-        schema="ortserve.compare/1",
         reference=compared.models[0],
         candidate=compared.models[1],
         inputs=compared.origin,
@@ -175,15 +177,17 @@ def read_labels(file: Path, inputs: Inputs) -> np.ndarray:
 
 def _batches(inputs: Inputs, rows: int, samples: int) -> Iterator[tuple[np.ndarray, Arrays]]:
     """The positions of samples, and the samples: each of a file once, or so many synthetic ones."""
-    if isinstance(inputs, FileInputs):
+    if hasattr(inputs, "each"):
+        yield from inputs.each(rows)
+    elif isinstance(inputs, FileInputs):
         for begin in range(0, inputs.samples, rows if inputs.is_batched else 1):
             positions = np.arange(begin, min(begin + rows, inputs.samples) if inputs.is_batched else begin + 1)
             chosen = positions if inputs.is_batched else begin
             yield positions, tuple(array[chosen] for array in inputs.arrays)
-        return
-    for begin in range(0, samples, rows):
-        positions = np.arange(begin, min(begin + rows, samples))
-        yield positions, inputs.take(len(positions), begin // rows)
+    else:
+        for begin in range(0, samples, rows):
+            positions = np.arange(begin, min(begin + rows, samples))
+            yield positions, inputs.take(len(positions), begin // rows)
 
 
 def _rows_first(array: np.ndarray, axis: int | None) -> np.ndarray:

@@ -33,7 +33,7 @@ class ComparedModel:
     provenance: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompareResult:
     """Two models side by side.
 
@@ -50,7 +50,7 @@ class CompareResult:
         notes: What limits the comparison.
     """
 
-    schema: str
+    schema: str = "ortserve.compare/1"
     reference: ComparedModel
     candidate: ComparedModel
     inputs: str

@@ -78,6 +78,19 @@ def publish_version(
         OSError: The repository cannot be written. Nothing has changed then.
     """
     place = find_place(target)
+    try:
+        published = _publish(model, place, provenance, options_text, allow_changed_interface=allow_changed_interface)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(place.folder)) from error
+    if published is None:
+        return publish_version(model, target, provenance, options_text, allow_changed_interface=allow_changed_interface)
+    return published
+
+
+def _publish(
+    model: Path, place: Place, provenance: Provenance, options_text: str | None, *, allow_changed_interface: bool
+) -> Published | None:
+    """None if another process has made the model meanwhile, so that this is its next version."""
     with staging_folder(place.beside) as staging, progress("publishing") as step:
         options = _stage_options(staging, options_text, place)
         place = replace(place, options=options) if options_text is not None else place
@@ -100,12 +113,10 @@ def publish_version(
         try:
             number = _install_new(staging, place) if place.files is None else _install(staging, place)
         except OSError as error:
-            if place.files is not None or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-        else:
-            return Published(place.name, number, place.folder / str(number), (*notes, *_policy_notes(place, number)))
-    # Another process has made the model meanwhile, so that this is its next version.
-    return publish_version(model, target, provenance, options_text, allow_changed_interface=allow_changed_interface)
+            if place.files is None and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                return None
+            raise
+    return Published(place.name, number, place.folder / str(number), (*notes, *_policy_notes(place, number)))
 
 
 def _stage_options(staging: Path, text: str | None, place: Place) -> ModelOptions:
