@@ -92,7 +92,7 @@ def test_options_and_metrics_are_declared(page: Path) -> None:
     kubectl = {match for span in spans(text) if "kubectl" in span for match in re.findall(r"--[a-z-]+", span)}
     known = {flag_name(name) for name in ServerOptions.model_fields} | negated | FLAGS_OF_OTHERS
     if page.parent == DOCS / "tools":
-        known |= flags_of_tool("inspect" if page.stem == "index" else page.stem)
+        known |= flags_of_tool("compare" if page.stem == "index" else page.stem)
     assert flags - kubectl <= known
     variables = set(re.findall(r"ORTSERVE_[A-Z_]+[A-Z]", text)) - VARIABLES_OF_BUILDS
     assert variables <= {variable_name(name) for name in ServerOptions.model_fields}

@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -79,7 +81,8 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     try:
         if page is not None and not page.absolute().parent.is_dir():
             return _fail(name, f"PAGE.html: expected a file in an existing folder, got '{page}'", INVALID)
-        outcome = run(arguments)
+        with _ended_by_sigterm():
+            outcome = run(arguments)
         if page is not None:
             page.write_text(render_page(outcome.report), encoding="utf-8")
         if arguments.json:
@@ -97,6 +100,16 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     except OSError as error:
         return _fail(name, f"{error.filename or 'output'}: {error.strerror or error}", FAILED)
     return outcome.status
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, so that it removes what it has not finished."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def json_text(result: Any) -> str:

@@ -19,6 +19,8 @@ RESULTS: Final[Mapping[str, str]] = {
     "profile": "ProfileResult",
     "bench": "BenchResult",
     "doctor": "DoctorResult",
+    "compare": "CompareResult",
+    "publish": "PublishResult",
 }
 """The dataclass in the module ``result`` of each command."""
 

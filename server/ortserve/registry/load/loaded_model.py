@@ -52,6 +52,7 @@ class LoadedModel:
         placed: The device of each instance; empty if all are on the execution provider's.
         unbounded_because: Why the number of rows does not bound the time of a run; empty if it does.
         classes: Of each output that is a sequence of maps in the file, by its name.
+        provenance: Where the version came from; empty if that is not known.
     """
 
     instances: tuple[Instance | DeviceInstance, ...]
@@ -68,6 +69,7 @@ class LoadedModel:
     placed: tuple[int, ...] = ()
     unbounded_because: str = ""
     classes: Mapping[str, Classes] = field(default_factory=dict)
+    provenance: str = ""
 
     @property
     def nodes(self) -> Mapping[str, int]:
@@ -122,6 +124,8 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
     )
     if elsewhere := describe_elsewhere(loaded.execution_provider, loaded.operators):
         properties["nodes_elsewhere"] = elsewhere
+    if loaded.provenance:
+        properties["provenance"] = loaded.provenance
     return properties
 
 

@@ -37,6 +37,7 @@ from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
 from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, warm_up
 from ortserve.registry.repository.model_files import read_labels
+from ortserve.registry.repository.provenance import read_provenance
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -333,6 +334,7 @@ class _Load:
             on_device,
             unbounded_because=why_unbounded(self.model.content, interface.model),
             classes=self.classes,
+            provenance=read_provenance(self.model.path, self.model.folder),
         )
 
     def _why_alone(self, found: WarmUp) -> str:

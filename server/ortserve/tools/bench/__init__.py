@@ -1,3 +1,3 @@
 """``ortserve bench``."""
 
-__all__ = ["encoding"]
+__all__ = ["encoding", "statistics"]

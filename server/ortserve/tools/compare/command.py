@@ -1,0 +1,112 @@
+"""``ortserve compare``: whether a model still computes what another one does, and what it gains."""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ortserve.errors import invalid_input
+from ortserve.tools.agreement import parse_bound
+from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
+from ortserve.tools.compare.measure import BATCH, SECONDS, compare_models
+from ortserve.tools.compare.presentation import present
+from ortserve.tools.provenance import speed_text
+from ortserve.tools.report import number_text
+from ortserve.tools.speed import Speed, Timed
+from ortserve.tools.subject import find_model
+
+
+def build_parser() -> ToolParser:
+    """The arguments."""
+    parser = ToolParser(
+        "compare",
+        "Compare two models: their outputs for the same inputs, their speed in turns, size and memory.",
+        page_flags=("-o", "--output", "--page"),
+        epilog="Exit status: 0 within all bounds, 1 a bound is missed or a failure, 2 wrong arguments or input files.",
+    )
+    add = parser.add_argument
+    text = "model.onnx, or REPOSITORY/name[/version]"
+    add("reference", metavar="FIRST", help=f"{text}: the model to compare with")
+    add("candidate", metavar="SECOND", help=text)
+    add("--inputs", type=Path, metavar="DATA.npz", help="Samples; without them, inputs are synthetic.")
+    add("--labels", type=Path, metavar="LABELS.npy", help="An integer or text for each sample, for the accuracy.")
+    text = "Largest error that is accepted: a number for the largest difference, or for relative, cosine, top1 or "
+    text += "accuracy with its name, such as cosine=0.01; may be repeated."
+    add("--max-error", action="append", default=[], metavar="[MEASURE=]N", help=text)
+    text = "Least ratio of the times of a run: 1.2 is 1.2 times as fast; up to 1, the most that may be lost."
+    add("--min-speedup", type=_factor, metavar="X", help=text)
+    add("--batch", type=_rows, default=BATCH, metavar=f"{BATCH}", help="Rows of a run, if both models are batched.")
+    text = "Time for the measurement of speed; 0 measures none."
+    add("--seconds", type=_seconds, default=SECONDS, metavar=f"{SECONDS:g}", help=text)
+    add("--threads", type=_rows, metavar="N", help="Threads of a run, for both.")
+    add("--provider", metavar="NAME", help="The only execution provider to use for both, such as cuda.")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. Returns the exit status."""
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())
+    return run_tool("compare", compare, build_parser().parse_args(arguments))
+
+
+def compare(arguments: argparse.Namespace) -> Outcome:
+    """Compare two models.
+
+    Raises:
+        ServeError: invalid_input: a model or the inputs are wrong, or the models cannot be compared.
+    """
+    bounds = [parse_bound(text) for text in arguments.max_error]
+    if arguments.labels is None and any(bound.measure == "accuracy" for bound in bounds):
+        raise invalid_input("--max-error accuracy: expected --labels, too")
+    if arguments.min_speedup is not None and not arguments.seconds:
+        raise invalid_input("--min-speedup: expected --seconds above 0")
+    reference, candidate = (
+        Timed(find_model(text), arguments.provider, arguments.threads)
+        for text in (arguments.reference, arguments.candidate)
+    )
+    result = compare_models(
+        reference, candidate, arguments.inputs, arguments.labels, seconds=arguments.seconds, batch=arguments.batch
+    )
+    exceeded = [excess for bound in bounds if (excess := bound.excess(result.agreement))]
+    if arguments.min_speedup is not None and result.speed is not None:
+        exceeded += missed_speedup(result.speed, arguments.min_speedup)
+    result = replace(result, exceeded=tuple(exceeded))
+    return Outcome(result, present(result), FAILED if exceeded else OK)
+
+
+def missed_speedup(speed: Speed, least: float) -> list[str]:
+    """Why a speed-up is not reached, as one text; empty if it is. Pure.
+
+    Above 1, the ratio must reach it and be beyond the noise. Up to 1, the loss must be beyond the noise to count.
+    """
+    ratio = speed.ratio
+    if least > 1:
+        missed = ratio.value < least or not speed.is_faster
+    else:
+        missed = ratio.value < least and (ratio.high is None or ratio.high < least)
+    if not missed:
+        return []
+    return [f"expected a speed-up of at least {number_text(least)}, got: {speed_text(speed)}"]
+
+
+def _factor(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) <= 1000:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a ratio above 0, got {text!r}")
+
+
+def _rows(text: str) -> int:
+    with suppress(ValueError):
+        if 1 <= int(text) <= 65536:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected a number from 1 to 65536, got {text!r}")
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) <= 3600:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds from 0 to 3600, got {text!r}")

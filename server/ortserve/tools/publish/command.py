@@ -1,0 +1,100 @@
+"""``ortserve publish``: a model becomes the next version of a model in a repository."""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ortserve.errors import invalid_input
+from ortserve.registry.repository.model_files import MODEL_FILE
+from ortserve.tools.command import Outcome, ToolParser, run_tool
+from ortserve.tools.provenance import (
+    Provenance,
+    command_line,
+    describe_model,
+    make_provenance,
+    read_provenance,
+    with_summary,
+)
+from ortserve.tools.publish.folder import publish_version
+from ortserve.tools.publish.place import find_place
+from ortserve.tools.publish.result import PublishResult
+from ortserve.tools.report import Report, Text, facts_of
+from ortserve.tools.subject import Subject, find_model
+
+
+def build_parser() -> ToolParser:
+    """The arguments."""
+    parser = ToolParser(
+        "publish",
+        "Make a model the next version of a model in a repository. It appears as a whole: a server that polls the "
+        "repository never sees a part of it.",
+        page_flags=("--page",),
+        epilog="Exit status: 0 published, 1 the repository cannot be written, 2 wrong arguments or models.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=f"{MODEL_FILE}, or REPOSITORY/name[/version]; its files are copied")
+    add("target", metavar="REPOSITORY/name", help="the model that gets the version; it is made if it is new")
+    add("--options", type=Path, metavar="MODEL.yaml", help="Also replace the model.yaml of the target by this file.")
+    text = "Publish although inputs or outputs differ from those of the version that is served."
+    add("--allow-changed-interface", action="store_true", help=text)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. Returns the exit status."""
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())
+    parsed = build_parser().parse_args(arguments)
+    parsed.command_line = ("publish", *arguments)
+    return run_tool("publish", publish, parsed)
+
+
+def publish(arguments: argparse.Namespace) -> Outcome:
+    """Publish a model.
+
+    Raises:
+        ServeError: invalid_input: as ``publish_version``.
+        OSError: The repository cannot be written.
+    """
+    source = find_model(arguments.model)
+    find_place(arguments.target)
+    provenance, notes = trace(source, arguments.command_line)
+    published = publish_version(
+        source.path,
+        arguments.target,
+        provenance,
+        _read_options(arguments.options),
+        allow_changed_interface=arguments.allow_changed_interface,
+    )
+    result = PublishResult(
+        model=published.name,
+        version=published.version,
+        folder=str(Path(arguments.target) / str(published.version)),
+        digest=provenance.model.digest,
+        nbytes=provenance.model.nbytes,
+        provenance=provenance.summary,
+        notes=(*notes, *published.notes),
+    )
+    facts = facts_of("Version", result, without=("schema", "notes"))
+    title = f"Published version {published.version} of {published.name}"
+    return Outcome(result, Report(title, (facts, *map(Text, result.notes))))
+
+
+def trace(source: Subject, command: Sequence[str]) -> tuple[Provenance, list[str]]:
+    """The provenance of a model with this command added, and notes. Without one, it is its own source."""
+    before = read_provenance(source.path)
+    model = describe_model(source.path, source.path.name, None)
+    if before is not None and before.model.digest == model.digest:
+        return with_summary(replace(before, commands=(*before.commands, command_line(command)))), []
+    notes = [] if before is None else [f"the provenance of {source.path.name} is that of another file: left out"]
+    return make_provenance(source, source.path, arguments=command), notes
+
+
+def _read_options(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise invalid_input(f"--options {file}: expected a file in UTF-8, got: {error}") from None

@@ -1,0 +1,208 @@
+"""How fast models run, compared in turns.
+
+Each model has processes of its own, because several spinning sessions in one process disturb each other.
+"""
+
+import ctypes
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import psutil
+
+from ortserve.errors import invalid_input
+from ortserve.tools.apart import ObjectApart
+from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.console import progress
+from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.subject import Subject
+
+Feeds = Mapping[str, np.ndarray]
+"""Inputs of one run by name, with their rows on axis 0."""
+
+_BLOCK_S: Final = 0.05
+"""Of runs without a change of the model: long against a change of processes, short against changes of the machine."""
+_MOST_RUNS: Final = 2000
+_LEAST_ROUNDS: Final = 4
+"""In a process."""
+_MOST_ROUNDS: Final = 400
+_WARM_S: Final = 1.0
+"""Enough for runs that precede the measurement in a process; one is made in any case."""
+_PROCESSES: Final = 5
+"""Per model. Two processes with one model differ as long as they live, by up to 8 % if a run takes 17 µs, because their
+memory is laid out differently."""
+_STUDENT: Final = 2.776
+"""The 97.5th percentile of Student's distribution for the mean of five values."""
+_LIMIT_S: Final = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A model and how to open it; the parameters of ``open_model``."""
+
+    subject: Subject
+    provider: str | None = None
+    threads: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def open(self) -> OpenModel:
+        """Open it in this process.
+
+        Raises:
+            ServeError: As ``open_model``.
+        """
+        return open_model(self.subject, provider=self.provider, threads=self.threads, settings=dict(self.settings))
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a model runs.
+
+    Attributes:
+        median_ms: Time of a run, the median of blocks of runs.
+        cpu_ms: Processor time of a run, all threads together.
+        runs: That were measured.
+        ratio: Time of the first model divided by that of this one: 2 is twice as fast. An interval that contains 1
+            is no difference that could be measured. It is that of the mean over pairs of processes, each with the
+            median of its pairs of blocks.
+        rss_nbytes: Memory that a process took to open the model and to run it.
+        opening_s: How long ONNX Runtime took to open it.
+    """
+
+    median_ms: float
+    cpu_ms: float
+    runs: int
+    ratio: Estimate
+    rss_nbytes: int
+    opening_s: float
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it is faster than the first model, beyond the noise."""
+        return self.ratio.low is not None and self.ratio.low > 1
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether it is slower than the first model, beyond the noise."""
+        return self.ratio.high is not None and self.ratio.high < 1
+
+
+def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: float = 4.0) -> tuple[Speed, ...]:
+    """Measure models in turns: A B, B A, A B, and so on, in short blocks of runs, in several processes per model.
+
+    Args:
+        models: The first is what the others are compared with.
+        feeds: Inputs of runs, used in turn; the models may order them in different ways.
+        seconds: For all runs together; slow models get a few blocks in any case.
+
+    Raises:
+        ServeError: invalid_input: a model cannot be opened or run, or its process ended.
+    """
+    rounds: list[list[_Trial]] = []
+    with progress("measuring speed", _PROCESSES) as step:
+        for number in range(_PROCESSES):
+            rounds.append(_measure_turns(models, feeds, seconds / _PROCESSES))
+            step(number + 1, "measuring speed")
+    first = [turn[0] for turn in rounds]
+    return tuple(_speed(first, own) for own in zip(*rounds, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Runs one after the other: their number, and time and processor time of one."""
+
+    runs: int
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The blocks of a model in one process."""
+
+    blocks: list[_Block]
+    rss_nbytes: int
+    opening_s: float
+
+    def ratio(self, first: "_Trial") -> float:
+        """Time of the first model divided by that of this one: the median of pairs of blocks."""
+        return float(np.median([one.wall_s / own.wall_s for one, own in zip(first.blocks, self.blocks, strict=True)]))
+
+
+def _measure_turns(models: Sequence[Timed], feeds: Sequence[Feeds], seconds: float) -> list[_Trial]:
+    with ExitStack() as stack:
+        runners = [stack.enter_context(ObjectApart(_LIMIT_S, _Runner, model, feeds)) for model in models]
+        runs = [runner.call(_Runner.runs_of, _BLOCK_S) for runner in runners]
+        order = list(range(len(models)))
+        blocks: list[list[_Block]] = [[] for _ in models]
+        deadline = time.monotonic() + seconds
+        while len(blocks[0]) < _LEAST_ROUNDS or (len(blocks[0]) < _MOST_ROUNDS and time.monotonic() < deadline):
+            for number in order:
+                blocks[number].append(runners[number].call(_Runner.run, runs[number]))
+            order.reverse()
+        memory = [runner.call(_Runner.memory) for runner in runners]
+    return [_Trial(own, *measured) for own, measured in zip(blocks, memory, strict=True)]
+
+
+def _speed(first: Sequence[_Trial], own: Sequence[_Trial]) -> Speed:
+    blocks = [block for trial in own for block in trial.blocks]
+    ratios = np.log([trial.ratio(reference) for reference, trial in zip(first, own, strict=True)])
+    mean, reach = float(ratios.mean()), _STUDENT * float(ratios.std(ddof=1)) / math.sqrt(_PROCESSES)
+    return Speed(
+        median_ms=float(np.median([block.wall_s for block in blocks])) * 1e3,
+        cpu_ms=float(np.median([block.cpu_s for block in blocks])) * 1e3,
+        runs=sum(block.runs for block in blocks),
+        ratio=Estimate(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)),
+        rss_nbytes=max(trial.rss_nbytes for trial in own),
+        opening_s=min(trial.opening_s for trial in own),
+    )
+
+
+class _Runner:
+    """An open model in its process."""
+
+    def __init__(self, model: Timed, feeds: Sequence[Feeds]) -> None:
+        self._process: Final = psutil.Process()
+        self._before: Final = self._process.memory_info().rss
+        opened = model.open()
+        # Opening freed memory, which would hide the growth of the first runs; only glibc has this function.
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        self._opening_s: Final = opened.opening_s
+        self._run: Final = opened.runner().run
+        if missing := {spec.name for spec in opened.signature.inputs} - {*feeds[0]}:
+            raise invalid_input(f"{model.subject.path.name}: no input is given for {', '.join(sorted(missing))}")
+        self._inputs: Final = [opened.for_model([one[spec.name] for spec in opened.signature.inputs]) for one in feeds]
+        self._number = 0
+        deadline = time.monotonic() + _WARM_S
+        for inputs in self._inputs:  # also the plans of memory, which ONNX Runtime makes for each shape
+            self._run(inputs)
+            if time.monotonic() > deadline:
+                break
+
+    def runs_of(self, block_s: float) -> int:
+        """How many runs take about this time."""
+        run_s = self.run(1).wall_s
+        if run_s < block_s / 8:
+            run_s = self.run(8).wall_s
+        return max(1, min(_MOST_RUNS, round(block_s / run_s)))
+
+    def run(self, count: int) -> _Block:
+        """Run so often, after a first run that wakes the threads and fills the caches if it is a short one."""
+        if count > 1:
+            self._run(self._inputs[self._number % len(self._inputs)])
+        cpu_s, times = time.process_time(), [time.perf_counter()]
+        for _ in range(count):
+            self._run(self._inputs[self._number % len(self._inputs)])
+            self._number += 1
+            times.append(time.perf_counter())
+        wall_s = float(np.median(np.diff(times)))
+        return _Block(count, wall_s, (time.process_time() - cpu_s) / count)
+
+    def memory(self) -> tuple[int, float]:
+        """The memory that this process has taken since before it opened the model, and the time of opening."""
+        return max(0, self._process.memory_info().rss - self._before), self._opening_s

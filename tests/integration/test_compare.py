@@ -1,0 +1,187 @@
+"""``ortserve compare`` on real models, against what ONNX Runtime and numpy compute alone."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+from sklearn.datasets import load_digits
+
+from models import builders
+from ortserve.cli.main import main
+from ortserve.tools.compare import measure
+from pages import DOCS, commands
+
+EXAMPLE = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
+CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
+DIGITS = EXAMPLE / "digits" / "1" / "model.onnx"
+
+
+@pytest.fixture(autouse=True)
+def compared_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are compared in this process, which saves a second each, except in tests with ``compared_apart``."""
+    if "compared_apart" not in request.fixturenames:
+        monkeypatch.setattr(measure, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
+
+
+@pytest.fixture
+def compared_apart() -> None:
+    """Outputs are compared in a process of its own, as users have it."""
+
+
+def compared(
+    capsys: pytest.CaptureFixture[str], *arguments: str | Path, seconds: str = "0", status: int = 0
+) -> dict[str, Any]:
+    assert main(["compare", *map(str, arguments), "--seconds", seconds, "--json"]) == status, capsys.readouterr().err
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main(["compare", *map(str, arguments), "--seconds", "0"]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.count("\n") == 1, shown.err
+    return shown.err
+
+
+@pytest.fixture
+def noisy(tmp_path: Path) -> Path:
+    """The classifier of digits with other weights in its last layer."""
+    model = onnx.load(DIGITS)
+    weight = next(one for one in model.graph.initializer if one.name == model.graph.node[-3].input[1])
+    values = numpy_helper.to_array(weight)
+    noise = np.random.default_rng(0).normal(scale=1.5 * values.std(), size=values.shape).astype(np.float32)
+    weight.CopyFrom(numpy_helper.from_array(values + noise, weight.name))
+    path = tmp_path / "noisy.onnx"
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> tuple[Path, Path]:
+    """Images, and the digits that they show."""
+    data = load_digits()
+    np.savez(tmp_path / "data.npz", image=data.images[:301, None].astype(np.float32))
+    np.save(tmp_path / "labels.npy", data.target[:301])
+    return tmp_path / "data.npz", tmp_path / "labels.npy"
+
+
+def test_errors_and_accuracy_are_those_that_numpy_computes(
+    noisy: Path, samples: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, labels = samples
+    result = compared(capsys, EXAMPLE / "digits", noisy, "--inputs", data, "--labels", labels)
+
+    image, digits = np.load(data)["image"], np.load(labels)
+    first, second = (ort.InferenceSession(path).run(None, {"image": image}) for path in (DIGITS, noisy))
+    agreement = result["agreement"]
+    errors = {error["name"]: error for error in agreement["outputs"]}
+    assert agreement["samples"] == 301
+    assert errors["probabilities"]["max"] == pytest.approx(np.abs(first[0] - second[0]).max(), rel=1e-4)
+    assert errors["label"]["top1"] == pytest.approx((first[1] != second[1]).mean())
+    assert 0 < errors["label"]["top1"] < 0.5
+    assert agreement["reference_accuracy"] == pytest.approx((first[0].argmax(1) == digits).mean())
+    assert agreement["reference_accuracy"] > 0.95
+    assert agreement["accuracy"] == pytest.approx((second[0].argmax(1) == digits).mean())
+    assert result["inputs"] == "data.npz: 301 samples"
+    assert (result["reference"]["version"], result["candidate"]["version"]) == (1, None)
+    assert result["candidate"]["nbytes"] == noisy.stat().st_size
+    assert result["speed"] is None
+
+
+def test_exceeded_bounds_are_named_and_are_the_exit_status(
+    noisy: Path, samples: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, labels = samples
+    models = (DIGITS, noisy, "--inputs", data, "--labels", labels)
+    loose = ("--max-error", "9", "--max-error", "top1=0.5", "--max-error", "accuracy=0.5")
+    assert compared(capsys, *models, *loose)["exceeded"] == []
+    exceeded = compared(capsys, *models, *loose, "--max-error", "cosine=1e-6", status=1)["exceeded"]
+    assert len(exceeded) == 1
+    assert exceeded[0].startswith("cosine error ")
+    assert exceeded[0].endswith(" exceeds 1e-06")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        EXAMPLE / "text_stats",
+        CORPUS / "sklearn_random_forest_with_zipmap.onnx",
+        CORPUS / "torch_greedy_decoder.onnx",
+        CORPUS / "torch_lstm_time_first.onnx",
+        CORPUS / "half_cnn.onnx",
+        "counting",
+        "fixed_batch",
+        "sequence_output",
+        "scalar_sum",
+    ],
+    ids=lambda model: Path(model).stem,
+)
+def test_a_model_agrees_with_itself(model: Path | str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = model if isinstance(model, Path) else getattr(builders, model)(tmp_path / "model.onnx")
+    result = compared(capsys, path, path, "--max-error", "0", "--max-error", "top1=0")
+    assert result["agreement"]["outputs"]
+    assert result["agreement"]["samples"] == 32
+    assert "real ones" in result["notes"][0]
+
+
+def test_a_model_that_reads_rows_on_another_axis_is_compared_sample_by_sample(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.copy(CORPUS / "torch_lstm_time_first.onnx", tmp_path / "model.onnx")
+    assert compared(capsys, tmp_path / "model.onnx", tmp_path / "model.onnx", "--batch", "5")["rows"] == 5
+
+
+def test_what_cannot_be_compared_is_refused_with_one_line(
+    noisy: Path, samples: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, labels = samples
+    problem = refused(capsys, EXAMPLE / "text_stats", noisy)
+    assert "its interface is not that of the first model: input 'text': expected BYTES[-1,1], got none" in problem
+    assert "expected an ONNX model" in refused(capsys, DIGITS, builders.not_onnx(tmp_path / "bad.onnx"))
+    assert "expected --inputs, too" in refused(capsys, DIGITS, noisy, "--labels", labels)
+    assert "expected --labels, too" in refused(capsys, DIGITS, noisy, "--max-error", "accuracy=0")
+    assert "expected a number from 0" in refused(capsys, DIGITS, noisy, "--max-error", "most=1")
+    assert "--seconds above 0" in refused(capsys, DIGITS, noisy, "--min-speedup", "1")
+    np.save(tmp_path / "few.npy", np.zeros(3, int))
+    problem = refused(capsys, DIGITS, noisy, "--inputs", data, "--labels", tmp_path / "few.npy")
+    assert "expected 301 integers or texts, one per sample, got int64 [3]" in problem
+    assert "numpy.save" in refused(capsys, DIGITS, noisy, "--inputs", data, "--labels", tmp_path / "none.npy")
+
+
+@pytest.mark.usefixtures("compared_apart")
+def test_speed_is_compared_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ortserve.tools.speed._PROCESSES", 2)  # each takes a second to start
+    long = builders.heavy(tmp_path / "long.onnx", steps=64)
+    short = builders.heavy(tmp_path / "short.onnx", steps=4)
+    page = tmp_path / "page.html"
+    bounds = ("--min-speedup", "2", "--page", page, "--batch", "1")
+    result = compared(capsys, long, short, *bounds, seconds="1")
+    assert result["speed"]["ratio"]["low"] > 2
+    assert result["speed"]["ratio"]["value"] == pytest.approx(
+        result["reference_speed"]["median_ms"] / result["speed"]["median_ms"], rel=0.7
+    )
+    assert result["speed"]["rss_nbytes"] > 1024 * 1024 * 4  # the weights of one step
+    assert "times as fast" in page.read_text()
+
+
+def test_the_page_shows_what_the_command_prints(
+    noisy: Path, samples: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (command,) = (one for one in commands(DOCS / "tools" / "compare.md") if one.output)
+    monkeypatch.chdir(noisy.parent)
+    shutil.copytree(EXAMPLE / "digits", "models/digits")
+    shutil.copy(noisy, "out.onnx")
+    assert main([*command.words[1:], "--seconds", "0"]) in (0, 1)
+    shown = {line.split("  ")[0].strip() for line in capsys.readouterr().out.splitlines()}
+    timed = ("time of a run, ms", "processor time of a run, ms", "time of opening, s", "memory of the process")
+    documented = {line.split("  ")[0].strip() for line in command.output.splitlines()}
+    assert {line for line in documented if not line.startswith((*timed, "─")) and "times as fast" not in line} <= shown

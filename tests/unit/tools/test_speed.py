@@ -1,0 +1,75 @@
+import os
+
+import numpy as np
+import pytest
+
+from ortserve.errors import ServeError, invalid_input
+from ortserve.tools.apart import ObjectApart
+from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.speed import _Block, _speed, _Trial
+
+
+def trial(seconds: np.ndarray) -> _Trial:
+    return _Trial([_Block(10, float(one), 2 * float(one)) for one in seconds], 1000, 0.5)
+
+
+def test_the_ratio_comes_from_pairs_of_blocks() -> None:
+    """The machine slows down by a factor of ten meanwhile, which both models share."""
+    drift = np.geomspace(0.001, 0.01, 30)
+    noise = np.random.default_rng(0).normal(1, 0.01, (5, 30))
+    speed = _speed([trial(drift * one) for one in noise], [trial(drift / 2)] * 5)
+    assert speed.ratio.value == pytest.approx(2, rel=0.01)
+    assert 1.95 < (speed.ratio.low or 0) < 2 < (speed.ratio.high or 0) < 2.05
+    assert speed.is_faster
+    assert not speed.is_slower
+    assert speed.cpu_ms == pytest.approx(2 * speed.median_ms)
+    assert speed.runs == 1500
+
+
+def test_intervals_cover_the_truth_although_processes_of_one_model_differ() -> None:
+    """The layout of memory makes a process slower for as long as it lives, which more blocks do not average out."""
+    random = np.random.default_rng(1)
+    found = 0
+    for _ in range(400):
+        first, second = (
+            [trial(0.001 * random.normal(1, 0.04) * random.normal(1, 0.002, 8)) for _ in range(5)] for _ in range(2)
+        )
+        speed = _speed(first, second)
+        found += speed.is_faster or speed.is_slower
+    assert found / 400 == pytest.approx(0.05, abs=0.03)
+
+
+def test_the_first_model_is_as_fast_as_itself() -> None:
+    first = [trial(np.array([0.001, 0.002])) for _ in range(5)]
+    assert _speed(first, first).ratio == Estimate(1.0, 1.0, 1.0)
+
+
+class Counter:
+    def __init__(self, value: int) -> None:
+        if value < 0:
+            raise invalid_input("expected a value from 0")
+        self.value = value
+
+    def add(self, more: int, *, times: int = 1) -> int:
+        self.value += more * times
+        return self.value
+
+    def end(self) -> None:
+        os._exit(3)
+
+
+def test_an_object_in_another_process_keeps_its_state() -> None:
+    with ObjectApart(60, Counter, 3) as counter, ObjectApart(60, Counter, 10) as other:
+        assert counter.call(Counter.add, 4) == 7
+        assert other.call(Counter.add, 1) == 11
+        assert counter.call(Counter.add, 4, times=2) == 15
+        with pytest.raises(ServeError, match="exit status 3"):
+            counter.call(Counter.end)
+        with pytest.raises(ServeError, match="has ended"):
+            counter.call(Counter.add, 1)
+        assert other.call(Counter.add, 1) == 12
+
+
+def test_an_object_that_cannot_be_made_is_an_error() -> None:
+    with pytest.raises(ServeError, match="expected a value from 0"):
+        ObjectApart(60, Counter, -1)
