@@ -22,8 +22,8 @@ class OutputError:
         max: Largest absolute difference of two elements; for texts and booleans, 1 if any differ.
         relative: ``max`` divided by the largest absolute element of the reference.
         cosine: 1 minus the cosine between a sample's output and the reference, for the worst sample.
-        top1: Share of positions whose largest element along the last axis is another one; for integers, texts and
-            booleans, the share of elements that differ.
+        top1: Share of positions whose largest element along the last axis is another one. For integers, texts and
+            booleans, both ``cosine`` and ``top1`` are the share of elements that differ.
     """
 
     name: str
@@ -168,6 +168,7 @@ class _OutputMeter:
         self._name: Final = name
         self._max = self._largest = self._cosine = 0.0
         self._positions = self._elsewhere = 0
+        self._is_discrete = True
 
     def add(self, reference: np.ndarray, candidate: np.ndarray, samples: int) -> None:
         if reference.shape != candidate.shape or (reference.dtype.kind in "OSU") != (candidate.dtype.kind in "OSU"):
@@ -183,7 +184,6 @@ class _OutputMeter:
         differ = int((reference != candidate).sum())
         self._count(differ, reference.size)
         self._max, self._largest = max(self._max, float(differ > 0)), 1.0
-        self._cosine = max(self._cosine, float(differ > 0))
 
     def _add_numbers(self, reference: np.ndarray, candidate: np.ndarray, samples: int) -> None:
         expected, found = reference.astype(np.float64), candidate.astype(np.float64)
@@ -198,11 +198,13 @@ class _OutputMeter:
         difference = np.abs(expected - found)
         self._max = max(self._max, float(difference.max()))
         self._largest = max(self._largest, float(np.abs(expected).max()))
-        rows = samples if expected.ndim and len(expected) == samples else 1
-        self._cosine = max(self._cosine, _cosine_error(expected.reshape(rows, -1), found.reshape(rows, -1)))
         if reference.dtype.kind in "iu":
             self._count(int((difference != 0).sum()), difference.size)
-        elif reference.dtype.kind == "f" and reference.ndim and reference.shape[-1] > 1:
+            return
+        self._is_discrete = False
+        rows = samples if expected.ndim and len(expected) == samples else 1
+        self._cosine = max(self._cosine, _cosine_error(expected.reshape(rows, -1), found.reshape(rows, -1)))
+        if reference.dtype.kind == "f" and reference.ndim and reference.shape[-1] > 1:
             elsewhere = expected.argmax(axis=-1) != found.argmax(axis=-1)
             self._count(int(elsewhere.sum()), elsewhere.size)
 
@@ -213,7 +215,8 @@ class _OutputMeter:
     def result(self) -> OutputError:
         relative = 0.0 if not self._max else self._max / self._largest if self._largest else math.inf
         top1 = 1.0 if math.isinf(self._max) else self._elsewhere / max(1, self._positions)
-        return OutputError(self._name, self._max, relative, self._cosine, top1)
+        cosine = max(self._cosine, top1) if self._is_discrete else self._cosine
+        return OutputError(self._name, self._max, relative, cosine, top1)
 
 
 def _cosine_error(expected: np.ndarray, found: np.ndarray) -> float:

@@ -21,6 +21,7 @@ RESULTS: Final[Mapping[str, str]] = {
     "doctor": "DoctorResult",
     "compare": "CompareResult",
     "publish": "PublishResult",
+    "quantize": "QuantizeResult",
 }
 """The dataclass in the module ``result`` of each command."""
 

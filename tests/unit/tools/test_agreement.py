@@ -71,6 +71,7 @@ def test_texts_and_integers_count_elements_that_differ() -> None:
     assert (texts.max, texts.top1) == (1, 0.5)
     (numbers,) = compare(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 9]), 4).outputs
     assert (numbers.max, numbers.top1) == (5, 0.25)
+    assert (texts.cosine, numbers.cosine) == (0.5, 0.25)
 
 
 def test_accuracy_is_what_the_model_loses() -> None:

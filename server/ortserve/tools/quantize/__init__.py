@@ -1,0 +1,1 @@
+"""``ortserve quantize``."""

@@ -1,0 +1,287 @@
+"""Quantized models, made by ``onnxruntime.quantization``.
+
+Runs in a process of its own: the library prints, writes to the root logger, and takes three times the memory ofweights.
+"""
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import chdir
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, version_converter
+from onnxruntime.quantization import (
+    CalibrationMethod,
+    QuantFormat,
+    QuantType,
+    create_calibrator,
+    quant_pre_process,
+    quantize_dynamic,
+    quantize_static,
+    save_tensors_data,
+)
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+from onnxruntime.quantization.onnx_model import ONNXModel
+
+from ortserve.errors import invalid_input
+from ortserve.tools.quantize.result import Settings
+
+LARGE_NBYTES: Final = 1 << 30
+"""From this size weights have a file of their own: protobuf ends at 2 GiB, and some steps add to a model."""
+
+_TYPES: Final = {
+    "int8": QuantType.QInt8,
+    "uint8": QuantType.QUInt8,
+    "int16": QuantType.QInt16,
+    "uint16": QuantType.QUInt16,
+}
+_METHODS: Final = {
+    "minmax": CalibrationMethod.MinMax,
+    "entropy": CalibrationMethod.Entropy,
+    "percentile": CalibrationMethod.Percentile,
+}
+_ENTROPY_BINS: Final = 512
+"""ONNX Runtime's 128 are as many as it merges them into, so that the only range to choose is the whole one. The search
+takes time in proportion to the square of the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that is ready for quantization.
+
+    Attributes:
+        path: The file.
+        is_large: Whether its weights are in a file of their own.
+        dtypes: Element types of the values of the main graph that are known.
+        notes: What was changed that the user should know.
+    """
+
+    path: Path
+    is_large: bool
+    dtypes: Mapping[str, int]
+    notes: tuple[str, ...]
+
+
+def prepare(source: Path, folder: Path, settings: Settings, opset: int, nbytes: int) -> Prepared:
+    """Bring a model into the form that the library expects: names for all nodes, constants folded, shapes inferred.
+
+    Args:
+        source: The model.
+        folder: Empty and absolute; gets the prepared model.
+        settings: Gemm becomes MatMul and Add, except in mode ``static``.
+        opset: Older models are converted to it.
+        nbytes: Of the weights.
+
+    Raises:
+        ServeError: invalid_input: the model cannot be converted.
+    """
+    tempfile.tempdir = str(folder)  # the library writes whole models there, which must vanish with the rest
+    is_large = nbytes >= LARGE_NBYTES
+    notes: list[str] = []
+    model = onnx.load(source)
+    own = next((one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), opset)
+    if own < opset:
+        model = _converted(model, own, opset)
+        notes.append(f"converted from opset {own} to {opset}")
+    for graph in _graphs(model.graph):
+        del graph.value_info[:]  # exporters leave wrong shapes behind, which break the inference of others
+    _name_nodes(model)
+    ends = {value.name: deepcopy(value) for value in (*model.graph.input, *model.graph.output)}
+    path = folder / "prepared.onnx"
+    named = folder / "named.onnx"
+    _save(model, named, is_large=is_large)
+    del model
+    steps: tuple[dict[str, bool], ...] = ({}, {"skip_symbolic_shape": True})
+    for options in steps[is_large:]:  # the symbolic inference fails on many newer exports, and takes memory
+        try:
+            with chdir(folder):  # a failed inference leaves its model in the current folder
+                quant_pre_process(named, path, save_as_external_data=is_large, **options)
+            break
+        except Exception:  # noqa: BLE001 - it raises whatever its parsing of the graph runs into
+            path.unlink(missing_ok=True)
+    else:
+        notes.append("quantized without inference of shapes, which failed")
+        path = named
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        value.CopyFrom(ends[value.name])  # the inference renames free dimensions, by which the server finds the rows
+    if settings.mode != "static":
+        ONNXModel(model).replace_gemm_with_matmul()
+    _name_nodes(model)
+    used = {node.domain for graph in _graphs(model.graph) for node in graph.node} | {""}
+    used |= {node.domain for function in model.functions for node in function.node}
+    kept = [one for one in model.opset_import if one.domain in used or one.domain == "ai.onnx"]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+    ready = folder / "ready" / "prepared.onnx"
+    ready.parent.mkdir()
+    _save(model, ready, is_large=is_large)
+    for file in folder.iterdir():
+        if file.is_file():
+            file.unlink()
+    values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
+    dtypes = {value.name: value.type.tensor_type.elem_type for value in values}
+    return Prepared(ready, is_large, dtypes, tuple(notes))
+
+
+def calibrate(
+    prepared: Prepared,
+    settings: Settings,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    cache: Path,
+) -> None:
+    """Run the model and write the ranges of its activations. Holds the activations of one batch at a time.
+
+    Raises:
+        ServeError: invalid_input: the model rejects the inputs.
+    """
+    tempfile.tempdir = str(cache.parent)
+    method = _METHODS[settings.calibrator]
+    calibrator = create_calibrator(
+        prepared.path,
+        list(settings.operators),
+        augmented_model_path=str(cache.parent / "augmented.onnx"),
+        calibrate_method=method,
+        use_external_data_format=prepared.is_large,
+        extra_options={"num_bins": _ENTROPY_BINS} if settings.calibrator == "entropy" else {},
+    )
+    for batch in batches:
+        calibrator.collect_data(_OneBatch(batch))
+    save_tensors_data(calibrator.compute_data(), cache)
+
+
+class _OneBatch:
+    """What the library reads inputs from."""
+
+    def __init__(self, batch: Mapping[str, np.ndarray]) -> None:
+        self._batches: Final = [dict(batch)]
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return self._batches.pop() if self._batches else None
+
+
+def make(
+    prepared: Prepared,
+    target: Path,
+    settings: Settings,
+    nodes: Mapping[str, str],
+    passing: Iterable[str] = (),
+    cache: Path | None = None,
+) -> None:
+    """Write a quantized model.
+
+    Args:
+        prepared: The model.
+        target: Its weights go to a file beside it, if it is large.
+        settings: How to quantize.
+        nodes: Operators of the nodes to quantize by their names; at least one.
+        passing: Names of more nodes, which are quantized where their inputs are.
+        cache: Ranges of activations, for mode ``static``.
+    """
+    tempfile.tempdir = str(target.parent)
+    if settings.mode == "weights":
+        _make_weights(prepared, target, settings, nodes)
+        return
+    types = {"weight_type": _TYPES[settings.weights], "per_channel": settings.per_channel}
+    chosen = {
+        "op_types_to_quantize": list(settings.operators),
+        "nodes_to_quantize": [*nodes, *passing],
+        "reduce_range": settings.reduce_range,
+        "use_external_data_format": prepared.is_large,
+    }
+    if settings.mode == "dynamic":
+        quantize_dynamic(prepared.path, target, **types, **chosen)
+        return
+    quantize_static(
+        prepared.path,
+        target,
+        None,
+        activation_type=_TYPES[settings.activations],
+        calibrate_method=_METHODS[settings.calibrator],
+        calibration_cache_path=cache,
+        extra_options={"ActivationSymmetric": settings.activations.startswith("int")},
+        **types,
+        **chosen,
+    )
+
+
+def _make_weights(prepared: Prepared, target: Path, settings: Settings, nodes: Mapping[str, str]) -> None:
+    path = prepared.path
+    gathers = [name for name, operator in nodes.items() if operator == "Gather"]
+    if settings.bits == 8 and gathers:  # the quantizer for blocks has 8 bits for MatMul only
+        path = target.with_name(f"gathers-{target.name}")
+        quantize_dynamic(
+            prepared.path,
+            path,
+            op_types_to_quantize=["Gather"],
+            nodes_to_quantize=gathers,
+            use_external_data_format=prepared.is_large,
+        )
+    model = onnx.load(path)
+    operators = ("MatMul", "Gather") if settings.bits == 4 else ("MatMul",)
+    others = [
+        node.name
+        for graph in _graphs(model.graph)
+        for node in graph.node
+        if node.op_type in operators and node.name not in nodes
+    ]
+    quantizer = MatMulNBitsQuantizer(
+        model,
+        bits=settings.bits,
+        block_size=settings.block,
+        accuracy_level=4 if settings.bits == 8 else None,  # 8 bits in fp32 ran at half the speed
+        nodes_to_exclude=others,
+        quant_format=QuantFormat.QOperator,
+        op_types_to_quantize=operators,
+    )
+    quantizer.process()
+    quantizer.model.save_model_to_file(str(target), prepared.is_large)
+
+
+def _converted(model: ModelProto, own: int, opset: int) -> ModelProto:
+    try:
+        return version_converter.convert_version(model, opset)
+    except Exception as error:  # noqa: BLE001 - the converter has no class of errors
+        reason = str(error).strip().splitlines()
+        raise invalid_input(
+            f"expected opset {opset} for these settings, the model has {own}, and cannot be converted: "
+            f"{reason[0] if reason else type(error).__name__}; export it again, or give --per-tensor or --ops MatMul"
+        ) from None
+
+
+def _name_nodes(model: ModelProto) -> None:
+    """Give every node a name of its own, as ONNX Runtime names them: the operator and a number."""
+    nodes = [node for graph in _graphs(model.graph) for node in graph.node]
+    taken: set[str] = {node.name for node in nodes}
+    seen: set[str] = set()
+    for number, node in enumerate(nodes):
+        if not node.name or node.name in seen:
+            node.name = _free_name(node, number, taken)
+            taken.add(node.name)
+        seen.add(node.name)
+
+
+def _free_name(node: NodeProto, number: int, taken: set[str]) -> str:
+    name = f"{node.name or node.op_type}_{number}"
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _graphs(graph: GraphProto) -> Iterable[GraphProto]:
+    """A graph and all that its nodes run."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                yield from _graphs(attribute.g)
+            for inner in attribute.graphs:
+                yield from _graphs(inner)
+
+
+def _save(model: ModelProto, path: Path, *, is_large: bool) -> None:
+    onnx.save_model(model, path, save_as_external_data=is_large, location=f"{path.name}.data", convert_attribute=False)
