@@ -29,6 +29,7 @@ commands:
   profile   show what each operator of a model costs
   bench     measure latency and throughput of a server or a model
   doctor    check what this machine, its ONNX Runtime and a server can do
+  optimize  make a model faster or smaller, checked against it at each step
   version   print the versions of ortserve, Python and ONNX Runtime
 
 Run ortserve COMMAND --help for the options of a command.
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return serve.main(arguments)
             case "health":
                 return health.main(arguments)
-            case "inspect" | "profile" | "bench" | "doctor":
+            case "inspect" | "profile" | "bench" | "doctor" | "optimize":
                 return run_tool(command, arguments)
             case "version" | "--version":
                 return print_versions(arguments)

@@ -19,6 +19,7 @@ RESULTS: Final[Mapping[str, str]] = {
     "profile": "ProfileResult",
     "bench": "BenchResult",
     "doctor": "DoctorResult",
+    "optimize": "OptimizeResult",
 }
 """The dataclass in the module ``result`` of each command."""
 

@@ -1,1 +1,3 @@
 """``ortserve inspect``."""
+
+__all__ = ["content", "patterns", "placement"]
