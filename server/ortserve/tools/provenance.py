@@ -8,7 +8,7 @@ import importlib.metadata
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -114,6 +114,7 @@ def make_provenance(
     inputs: str = "",
     speed: Speed | None = None,
     figures: Mapping[str, float | str] | None = None,
+    libraries: Collection[str] = (),
 ) -> Provenance:
     """Describe how a model was made. Reads both models whole.
 
@@ -126,6 +127,7 @@ def make_provenance(
         inputs: For ``agreement``: their ``origin``.
         speed: Compared with the source.
         figures: More figures of the command.
+        libraries: That other processes of the command have loaded.
     """
     before = read_provenance(source.path)
     name = source.path.name if source.version is None else source.name
@@ -138,7 +140,7 @@ def make_provenance(
             model=describe_model(model, model.name, None),
             commands=(*earlier, command_line(arguments)),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=_versions(),
+            versions=_versions(libraries),
             machine=_machine(),
             notes=tuple(notes),
             inputs=inputs,
@@ -227,14 +229,15 @@ def _without_folder(argument: str) -> str:
     return f"{flag}{equals}{'/'.join(kept)}"
 
 
-def _versions() -> dict[str, str]:
+def _versions(libraries: Collection[str]) -> dict[str, str]:
     versions = {
         "ortserve": __version__,
         "Python": platform.python_version(),
         "onnxruntime": ort.__version__,
         "onnx": onnx.__version__,
     }
-    return versions | {name: importlib.metadata.version(name) for name in _LIBRARIES if name in sys.modules}
+    used = {*libraries, *sys.modules}
+    return versions | {name: importlib.metadata.version(name) for name in _LIBRARIES if name in used}
 
 
 def _machine() -> Machine:

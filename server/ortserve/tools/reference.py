@@ -22,6 +22,7 @@ RESULTS: Final[Mapping[str, str]] = {
     "compare": "CompareResult",
     "publish": "PublishResult",
     "quantize": "QuantizeResult",
+    "optimize": "OptimizeResult",
 }
 """The dataclass in the module ``result`` of each command."""
 

@@ -1,8 +1,8 @@
 """Writing results as a whole: in a hidden folder beside their place, which they enter at the end or not at all."""
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +17,9 @@ def staging_folder(beside: Path) -> Iterator[Path]:
     Raises:
         OSError: The folder of ``beside`` does not exist or cannot be written.
     """
-    folder = Path(tempfile.mkdtemp(prefix=".ortserve-", dir=beside.absolute().parent))
-    try:
+    folder = beside.absolute().parent / f".ortserve-{secrets.token_hex(8)}"
+    try:  # an interruption between the two lines below leaves nothing either
+        folder.mkdir(mode=0o700)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,3 +1,3 @@
 """``ortserve compare``: two models side by side."""
 
-__all__ = ["measure"]
+__all__ = ["measure", "result"]

@@ -1,3 +1,3 @@
 """``ortserve inspect``."""
 
-__all__ = ["content"]
+__all__ = ["content", "patterns", "placement"]

@@ -1,0 +1,82 @@
+"""What limits the use of an optimized model. Pure."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from ortserve.engine.provider_options import CPU
+from ortserve.tools.compare.measure import SYNTHETIC_NOTE
+from ortserve.tools.compare.result import CompareResult
+from ortserve.tools.optimize.checking import SourceLook
+from ortserve.tools.optimize.pipeline import Work
+from ortserve.tools.provenance import speed_text
+from ortserve.tools.report import Finding
+from ortserve.tools.subject import Subject
+
+_RUNTIME: Final = frozenset({"com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
+
+
+def find(
+    before: SourceLook, work: Work, compared: CompareResult, level: str | None, precision: str | None, source: Subject
+) -> tuple[Finding, ...]:
+    """All findings."""
+    return tuple(_find(before, work, compared, level, precision, source))
+
+
+def _find(
+    before: SourceLook, work: Work, compared: CompareResult, level: str | None, precision: str | None, source: Subject
+) -> Iterator[Finding]:
+    if old := _RUNTIME & {*before.look.domains}:
+        yield Finding(
+            "optimized_source",
+            "warning",
+            f"the source has operators of {', '.join(sorted(old))}: it was optimized or quantized before",
+            "Other tools do not know these operators, so most steps find nothing to do.",
+            "optimize the model that the exporter wrote",
+        )
+    new = sorted(_RUNTIME & {*work.look.domains} - {*before.look.domains})
+    if level is not None and ("com.microsoft.nchwc" in new or level in ("layout", "all")):
+        yield Finding(
+            "not_portable",
+            "warning",
+            f"saved at level {level}: only for this version of ONNX Runtime and processors with these instruction sets",
+            "Layouts of weights follow the instruction set; elsewhere the model fails or is slow.",
+            "session.graph_optimization: none in model.yaml loads it without repeating the work",
+        )
+    elif new:
+        yield Finding(
+            "runtime_operators",
+            "advice",
+            f"only for ONNX Runtime: operators of {', '.join(new)}",
+            "Other runtimes do not have these operators. Opset converters and quantizers do not know them either.",
+            "keep the source for other uses; quantize it rather than this model",
+        )
+    sizes = next((step for step in work.steps if step.name == "dimensions"), None)
+    if sizes and sizes.nodes_run and before.look.shape.nodes_run and sizes.nodes_run > before.look.shape.nodes_run:
+        yield Finding(
+            "lost_fusions",
+            "warning",
+            f"with these dimensions {sizes.nodes_run:,} nodes run instead of {before.look.shape.nodes_run:,}",
+            "Known sizes let ONNX Runtime rewrite multiplications before other fusions can use them.",
+            "leave the dimensions free, or compare both: the source and this model",
+        )
+    speed = compared.speed
+    if speed is not None and precision and before.provider == CPU and not speed.is_faster:
+        yield Finding(
+            "half_on_cpu",
+            "warning",
+            f"{precision} gains no time on a CPU: {speed_text(speed)}",
+            "ONNX Runtime converts to fp32 and back around most operators there.",
+            "use it on GPUs, or only to save space",
+        )
+    elif speed is not None and speed.is_slower:
+        yield Finding(
+            "slower", "warning", f"slower than the source: {speed_text(speed)}", "It was asked for.", "use the source"
+        )
+    if compared.notes:
+        yield Finding(
+            "synthetic_inputs",
+            "advice",
+            f"{compared.agreement.samples} synthetic samples were compared",
+            f"{SYNTHETIC_NOTE[:1].upper()}{SYNTHETIC_NOTE[1:]}.",
+            "--inputs DATA.npz with an array of samples for each input",
+        )

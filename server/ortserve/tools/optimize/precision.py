@@ -1,0 +1,221 @@
+"""The step that computes with numbers of 16 bits, but for the nodes whose error that would make too large."""
+
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from ortserve.errors import ServeError, invalid_input
+from ortserve.tools.agreement import ErrorBound
+from ortserve.tools.compare.measure import measure_agreement
+from ortserve.tools.inputs import choose_inputs
+from ortserve.tools.opening import OpenModel
+from ortserve.tools.optimize.files import Made, save
+from ortserve.tools.speed import Timed
+
+PRECISIONS: Final = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+_LARGEST_HALF: Final = 65504.0
+_MOST_TRIALS: Final = 40
+_MOST_NAMED: Final = 10
+"""Nodes in notes."""
+_DELICATE: Final = frozenset(
+    {
+        *("Exp", "Log", "Pow", "Sqrt", "Reciprocal", "Softmax", "LogSoftmax", "ReduceMean", "ReduceSum", "ReduceL2"),
+        *("LayerNormalization", "SkipLayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"),
+        *("SkipSimplifiedLayerNormalization", "EmbedLayerNormalization", "InstanceNormalization", "CumSum"),
+    }
+)
+"""Operators that amplify small errors or sum many numbers: the first that are tried in fp32."""
+
+
+def convert(source: Path, target: Path, name: str, bound: ErrorBound, opening: Timed, inputs: Path | None) -> Made:
+    """Convert a model to 16 bits, keeping as few nodes in fp32 as the search finds.
+
+    Args:
+        source: The model.
+        target: The new one.
+        name: One of ``PRECISIONS``.
+        bound: Of the error.
+        opening: How to open models; its model has no effect.
+        inputs: Samples; None for synthetic ones.
+
+    Raises:
+        ServeError: invalid_input: ONNX Runtime cannot run such a model here, or no node can be converted.
+    """
+    from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST  # only this process needs it
+
+    first = replace(opening, subject=replace(opening.subject, path=source)).open()
+    samples = choose_inputs(first, inputs)
+    folder = target.with_name("trials")
+    folder.mkdir()
+    model = _with_names(onnx.load(source))
+    types, largest = _observe(model, folder / "observed.onnx", source, opening, first, samples.take(1, 0))
+    too_large = {
+        node.name: max(largest.get(value, 0.0) for value in (*node.input, *node.output)) for node in model.graph.node
+    }
+    is_half = name == "fp16"
+    overflowing = {node: value for node, value in too_large.items() if is_half and not value <= _LARGEST_HALF}
+    blocked_always = {node.name for node in model.graph.node if node.op_type in DEFAULT_OP_BLOCK_LIST}
+    candidates = [
+        node for node in model.graph.node if types & {*node.input, *node.output} and node.name not in blocked_always
+    ]
+    names = [node.name for node in candidates if node.name not in overflowing]
+    if not names:
+        raise invalid_input(f"--precision {name}: no node computes with fp32 numbers that {name} can hold")
+    trial = folder / target.name
+
+    def error_of(half: Collection[str]) -> float:
+        kept = {node.name for node in model.graph.node} - {*half}
+        save(_converted(model, kept, types, name), trial, source)
+        converted = replace(opening, subject=replace(opening.subject, path=trial)).open()
+        return measure_agreement(first, converted, samples).error(bound.measure)
+
+    try:
+        delicate = {node.name for node in candidates if node.op_type in _DELICATE}
+        half, reasons = search(names, delicate, error_of, bound.most, _MOST_TRIALS)
+    except ServeError as error:
+        text = error.message.removeprefix(f"{trial}: ")
+        raise invalid_input(f"--precision {name}: cannot be run here, so not be checked: {text}") from None
+    if not half:
+        raise invalid_input(f"--precision {name}: no node can be converted within {bound}")
+    save(_converted(model, {node.name for node in model.graph.node} - half, types, name), target, source)
+    shutil.rmtree(folder)
+    operators = {node.name: node.op_type for node in candidates}
+    kept = {node: f"values up to {value:.3g}, {name} ends at 65,504" for node, value in overflowing.items()}
+    kept |= {node: f"error {error:.2g} with it" for node, error in reasons.items()}
+    notes = [f"{len(half)} nodes in {name}, {len(kept)} kept in fp32"]
+    notes += [f"fp32: {operators.get(node, '')} '{node}', {why}" for node, why in list(kept.items())[:_MOST_NAMED]]
+    return Made((*notes, *([f"and {len(kept) - _MOST_NAMED} more in fp32"] if len(kept) > _MOST_NAMED else ())))
+
+
+def search(
+    names: Sequence[str],
+    delicate: Collection[str],
+    error_of: Callable[[Collection[str]], float],
+    most: float,
+    trials: int,
+) -> tuple[set[str], dict[str, float]]:
+    """Find nodes that can be converted together within the bound.
+
+    First all, then all but the delicate ones; what fails is halved in the order of the graph. Each set that is
+    accepted was measured together with those accepted before, so the result is within the bound.
+
+    Args:
+        names: The nodes, in the order of the graph.
+        delicate: Of these, those that are likely to need fp32.
+        error_of: The error with a set of nodes converted.
+        most: The bound.
+        trials: The most calls of ``error_of``.
+
+    Returns:
+        The nodes to convert, and for each other one the error with the smallest set that had it.
+    """
+    half: set[str] = set()
+    reasons: dict[str, float] = {}
+    robust, rest = ([name for name in names if (name in delicate) is wanted] for wanted in (False, True))
+    waiting = [list(names)]
+    is_first = True
+    while waiting and trials:
+        part = waiting.pop(0)
+        trials -= 1
+        error = error_of(half.union(part))
+        if error <= most:
+            half.update(part)
+        else:
+            reasons |= dict.fromkeys(part, error)
+            if is_first and robust and rest:
+                waiting = [robust, rest]
+            elif len(part) > 1:
+                waiting[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
+        is_first = False
+    return half, {name: error for name, error in reasons.items() if name not in half}
+
+
+def _with_names(model: ModelProto) -> ModelProto:
+    """Nodes are chosen by name: give each one of its own."""
+    taken: set[str] = set()
+    for number, node in enumerate(model.graph.node):
+        if not node.name or node.name in taken:
+            node.name = f"{node.op_type}_{number}_{node.name}"
+        taken.add(node.name)
+    return model
+
+
+def _observe(
+    model: ModelProto, path: Path, source: Path, opening: Timed, first: OpenModel, arrays: Sequence[np.ndarray]
+) -> tuple[set[str], dict[str, float]]:
+    """The fp32 values of a model, as ONNX Runtime types them, and their largest absolute numbers for some inputs."""
+    observed = ModelProto()
+    observed.CopyFrom(model)
+    outputs = {output.name for output in model.graph.output}
+    values = dict.fromkeys(name for node in model.graph.node for name in node.output if name and name not in outputs)
+    observed.graph.output.extend(ValueInfoProto(name=name) for name in values)
+    save(observed, path, source)
+    settings = {"graph_optimization": "none"}
+    session = replace(opening, subject=replace(opening.subject, path=path), settings=settings).open().session
+    feeds = dict(zip((spec.name for spec in first.signature.inputs), first.for_model(arrays), strict=True))
+    floats = [output.name for output in session.get_outputs() if output.type == "tensor(float)"]
+    results = session.run(floats, {one.name: feeds[one.name] for one in session.get_inputs()})
+    largest = {name: float(np.abs(result).max(initial=0)) for name, result in zip(floats, results, strict=True)}
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            largest[tensor.name] = float(np.abs(numpy_helper.to_array(tensor)).max(initial=0))
+    known = {*largest} | {one.name for one in session.get_inputs() if one.type == "tensor(float)"}
+    return known, largest
+
+
+def _converted(model: ModelProto, kept: Collection[str], types: Collection[str], name: str) -> ModelProto:
+    """A copy with all nodes but some computing with 16 bits; inputs and outputs of the model stay as they are."""
+    import onnx_ir
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    ends = {value.name for value in (*copy.graph.input, *copy.graph.output)}
+    weights = {tensor.name for tensor in copy.graph.initializer}
+    del copy.graph.value_info[:]  # the converter puts casts where it knows types; onnx knows fewer operators
+    copy.graph.value_info.extend(
+        helper.make_tensor_value_info(one, TensorProto.FLOAT, None) for one in sorted({*types} - ends - weights)
+    )
+    copy = convert_float_to_float16(copy, keep_io_types=True, disable_shape_infer=True, node_block_list=[*kept])
+    made: set[str] = set()
+    nodes = []
+    for node in copy.graph.node:  # nodes that share an input each get a cast, all with one name
+        if not made.intersection(node.output):
+            nodes.append(node)
+        made.update(node.output)
+    del copy.graph.node[:]
+    copy.graph.node.extend(nodes)
+    del copy.graph.value_info[:]
+    if name == "bf16":
+        _to_bfloat16(copy, model)
+    graph = onnx_ir.from_proto(copy)
+    graph.graph.sort()
+    converted: ModelProto = onnx_ir.to_proto(graph)
+    return converted
+
+
+def _to_bfloat16(model: ModelProto, source: ModelProto) -> None:
+    """Replace FP16 by BF16, with weights rounded from the source's."""
+    originals = {tensor.name: tensor for tensor in source.graph.initializer}
+    for node in source.graph.node:
+        originals |= {f"{node.name}:{one.name}": one.t for one in node.attribute if one.HasField("t")}
+    for tensor in model.graph.initializer:
+        _round(tensor, originals.get(tensor.name))
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                _round(attribute.t, originals.get(f"{node.name}:{attribute.name}"))
+            if attribute.name in ("to", "dtype") and attribute.i == TensorProto.FLOAT16:
+                attribute.i = TensorProto.BFLOAT16
+
+
+def _round(tensor: TensorProto, original: TensorProto | None) -> None:
+    if tensor.data_type == TensorProto.FLOAT16:
+        values = numpy_helper.to_array(original if original is not None else tensor).astype(np.float32)
+        tensor.CopyFrom(helper.make_tensor(tensor.name, TensorProto.BFLOAT16, values.shape, values.ravel()))

@@ -1,0 +1,113 @@
+"""Which fusions a model has, which could be tried, and what they leave in pieces. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+from ortserve.model_file.graph import Model, Node
+from ortserve.tools.inspect import patterns
+from ortserve.tools.inspect.content import all_graphs, count_operators, described
+from ortserve.tools.inspect.patterns import Wiring
+from ortserve.tools.inspect.placement import Optimized
+from ortserve.tools.optimize.result import AlmostFused
+
+_FUSED: Final = frozenset(
+    {"Attention", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "Gelu"}
+)
+"""Operators of ONNX's own domain that stand for several others; those of ``com.microsoft`` do."""
+_PREFIX: Final = "com.microsoft."
+_MASK: Final = frozenset({"Add", "Where"})
+_SCALE: Final = frozenset({"Div", "Mul"})
+_PRODUCT: Final = frozenset({"MatMul", "FusedMatMul"})
+_SPLIT_HEADS: Final = (frozenset({"Transpose"}), frozenset({"Reshape"}), frozenset({"Add", "MatMul", "Gemm"}))
+
+
+def types_of(model: Model) -> tuple[str, ...]:
+    """The model types to try, from the operators."""
+    operators = count_operators(model)
+    return ("vit", "bert") if "Conv" in operators else ("bert",)
+
+
+def sizes_of(simplified: Optimized) -> tuple[int, int]:
+    """Heads and hidden size, if all attentions have the same; else 0 and 0, with which nothing is assumed.
+
+    Args:
+        simplified: The graph before fusions.
+    """
+    wirings = [Wiring.of(graph) for graph in all_graphs(simplified.model)]
+    found = {
+        patterns.heads_and_width(wiring, product, simplified.values)
+        for wiring in wirings
+        for _, product in patterns.attentions(wiring)
+    }
+    known = found.pop() if len(found) == 1 else None
+    return known if known and known[0] > 0 and known[1] % known[0] == 0 else (0, 0)
+
+
+def fused_operators(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Which operators that stand for several others a model has gained, with their numbers."""
+    gained = Counter(after) - Counter(before)
+    return {
+        name.removeprefix(_PREFIX): count
+        for name, count in gained.items()
+        if name in _FUSED or (name.startswith(_PREFIX) and "." not in name.removeprefix(_PREFIX))
+    }
+
+
+def almost_fused(run: Model, file: Model) -> list[AlmostFused]:
+    """What is left in pieces in the graph that runs, with the first edge that differs from what fusions expect.
+
+    Args:
+        run: The graph as ONNX Runtime optimized it.
+        file: The same model as it is in its file, which is what fusions saw.
+    """
+    differences = {
+        softmax.outputs[0]: _first_difference(wiring, softmax, product)
+        for wiring in map(Wiring.of, all_graphs(file))
+        for softmax, product in patterns.attentions(wiring)
+    }
+    found: list[AlmostFused] = []
+    for wiring in map(Wiring.of, all_graphs(run)):
+        for softmax, _ in patterns.attentions(wiring):
+            found.append(AlmostFused("attention", described(softmax), differences.get(softmax.outputs[0], "")))
+        for kind, node in (*patterns.norms(wiring), *patterns.gelus(wiring)):
+            found.append(AlmostFused(kind, described(node), ""))
+    return found
+
+
+def _first_difference(wiring: Wiring, softmax: Node, product: Node) -> str:
+    """Where an attention differs from softmax(scale · q kᵀ + mask) v with heads split by Reshape and Transpose.
+
+    Empty if it does not: then the difference is in the mask, in the sizes, or in a value that others read, too.
+    """
+    node, allowed = softmax, [_MASK, _SCALE]
+    while (maker := _maker(wiring, node, 0)) is not None and maker.op not in _PRODUCT:
+        while allowed and maker.op not in allowed[0]:
+            allowed.pop(0)
+        if not allowed:
+            return _edge(node, maker, "MatMul")
+        allowed.pop(0)
+        node = maker
+    if maker is None:
+        return _edge(node, None, "MatMul")
+    for start, index, role in ((maker, 0, "queries"), (maker, 1, "keys"), (product, 1, "values")):
+        node = start
+        for wanted in _SPLIT_HEADS:
+            before = _maker(wiring, node, index)
+            if before is None or before.op not in wanted:
+                return f"{role}: {_edge(node, before, ' or '.join(sorted(wanted)))}"
+            node, index = before, 0
+    return ""
+
+
+def _maker(wiring: Wiring, node: Node, index: int) -> Node | None:
+    """The node whose result an input is; for masks and scales, the one that leads to the product."""
+    if node.op not in _MASK | _SCALE:
+        return wiring.makers.get(node.inputs[index]) if index < len(node.inputs) else None
+    makers = [wiring.makers[name] for name in node.inputs[node.op == "Where" :] if name in wiring.makers]
+    return min(makers, key=lambda maker: maker.op not in _MASK | _SCALE | _PRODUCT, default=None)
+
+
+def _edge(node: Node, maker: Node | None, expected: str) -> str:
+    got = "an input or a constant" if maker is None else described(maker)
+    return f"{described(node)} reads {got}, expected {expected}"

@@ -1,0 +1,130 @@
+"""``ortserve optimize`` as a process: real models, a repository, refusals, and what is left behind."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from models import builders
+
+CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
+FAST = ("--seconds", "0", "--skip", "fold", "--skip", "slim", "--skip", "share")
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "ortserve", "optimize", *map(str, arguments)]
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300, check=False)
+
+
+def outputs(path: Path, feeds: dict[str, np.ndarray], level: str = "ORT_ENABLE_ALL") -> list[Any]:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    options.log_severity_level = 4
+    return list(ort.InferenceSession(str(path), options).run(None, feeds))
+
+
+def test_attentions_of_a_real_exporter_are_fused_and_equal(tmp_path: Path) -> None:
+    out = tmp_path / "out.onnx"
+
+    done = run(
+        CORPUS / "transformers_bert.onnx", "-o", out, "--json", "--seconds", "1", "--skip", "slim", "--skip", "share"
+    )
+
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["schema"] == "ortserve.optimize/1"
+    assert result["fused"]["SkipLayerNormalization"] == 2
+    assert result["after"]["nodes_run"] < result["before"]["nodes_run"] / 1.2
+    steps = {step["name"]: step for step in result["steps"]}
+    assert steps["fusions"]["is_kept"]
+    assert steps["fusions"]["error"] < 1e-4
+    assert result["speed"]["ratio"]["value"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.onnx", "out.provenance.json"]
+    provenance = json.loads((tmp_path / "out.provenance.json").read_text())
+    assert provenance["model"]["nbytes"] == out.stat().st_size
+    assert provenance["figures"]["steps"].startswith("fusions")
+    model = onnx.load(out)
+    assert sum(node.op_type == "SkipLayerNormalization" for node in model.graph.node) == 2
+    random = np.random.default_rng(0)
+    for session_input in ort.InferenceSession(str(out)).get_inputs():
+        assert session_input.type == "tensor(int64)"
+    names = [one.name for one in model.graph.input]
+    feeds = {name: random.integers(0, 2, (3, 7)) for name in names}
+    for expected, got in zip(outputs(CORPUS / "transformers_bert.onnx", feeds), outputs(out, feeds), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_half_precision_model_saved_for_this_machine_becomes_a_version(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "cnn" / "1"
+    folder.mkdir(parents=True)
+    source = Path(shutil.copy(CORPUS / "torch_cnn.onnx", folder / "model.onnx"))
+
+    done = run(tmp_path / "models" / "cnn", "--publish", "--precision", "fp16", "--level", "all", "--json", *FAST)
+
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [step["name"] for step in result["steps"]] == ["precision", "level"]
+    assert result["delivered"]["version"] == 2
+    assert {finding["kind"] for finding in result["findings"]} >= {"not_portable"}
+    made = folder.parent / "2" / "model.onnx"
+    assert "only for this version of ONNX Runtime" in (made.parent / "provenance.json").read_text()
+    (value,) = onnx.load(source).graph.input
+    shape = [dim.dim_value or 3 for dim in value.type.tensor_type.shape.dim]
+    feeds = {value.name: np.random.default_rng(0).standard_normal(shape, np.float32)}
+    again, plain = outputs(made, feeds), outputs(made, feeds, "ORT_DISABLE_ALL")
+    for expected, repeated, loaded in zip(outputs(source, feeds), again, plain, strict=True):
+        np.testing.assert_array_equal(repeated, loaded)
+        assert 0 < np.abs(loaded - expected).max() <= 0.01 * np.abs(expected).max()
+
+
+def broken(path: Path) -> Path:
+    """A node reads a value that nothing makes."""
+    model = onnx.load(CORPUS / "torch_cnn.onnx")
+    model.graph.node[0].input[0] = "nowhere"
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "status", "problem"),
+    [
+        (broken, (), 2, "the model fails the checker of onnx"),
+        (builders.not_onnx, (), 2, "expected an ONNX model"),
+        (builders.scalar_sum, ("--outputs", "z"), 2, "expected outputs out of "),
+        (builders.scalar_sum, ("--precision", "bf16"), 1, "cannot be run here, so not be checked"),
+    ],
+)
+def test_refusals_leave_nothing(
+    tmp_path: Path, make: Any, arguments: tuple[str, ...], status: int, problem: str
+) -> None:
+    source = make(tmp_path / "source.onnx")
+    done = run(source, "-o", tmp_path / "out.onnx", *FAST, *arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert problem in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+    source = shutil.copy(CORPUS / "torch_cnn.onnx", tmp_path)
+    process = subprocess.Popen(command(source, "-o", tmp_path / "out.onnx"), stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2:
+        assert time.monotonic() < until
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "ortserve optimize: interrupted\n"
+    assert process.returncode == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["torch_cnn.onnx"]

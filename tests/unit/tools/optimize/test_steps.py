@@ -1,0 +1,154 @@
+"""Steps from file to file, against plain runs of ONNX Runtime."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from models import builders
+from ortserve.errors import ServeError
+from ortserve.tools.optimize import cleanup, interface
+from ortserve.tools.optimize.files import LEAST_EXTERNAL_BYTES, data_file, edit, pack
+
+BIG = np.arange(LEAST_EXTERNAL_BYTES, dtype=np.float32).reshape(32, 32) / 1000
+
+
+def two_branches(path: Path) -> Path:
+    """Outputs a = x·W and b = z·V with equal W and V, and the branches of an If that read V, too."""
+    branch = helper.make_graph(
+        [helper.make_node("MatMul", ["z", "V"], ["inner"])],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("inner", TensorProto.FLOAT, ["batch", 32])],
+    )
+    nodes = [
+        helper.make_node("MatMul", ["x", "W"], ["a"]),
+        helper.make_node("MatMul", ["z", "V"], ["b"]),
+        helper.make_node("If", ["yes"], ["c"], then_branch=branch, else_branch=branch),
+    ]
+    ends = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 32]) for name in "xzabc"}
+    weights = [numpy_helper.from_array(BIG, "W"), numpy_helper.from_array(BIG, "V")]
+    weights.append(numpy_helper.from_array(np.array(True), "yes"))
+    graph = helper.make_graph(nodes, "two", [ends["x"], ends["z"]], [ends[name] for name in "abc"], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+def run(path: Path, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    session = ort.InferenceSession(path)
+    return dict(zip((one.name for one in session.get_outputs()), session.run(None, dict(feeds)), strict=True))
+
+
+def feeds(rows: int = 3) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {name: random.standard_normal((rows, 32), np.float32) for name in "xz"}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    return two_branches(tmp_path / "in" / "m.onnx")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "m.onnx"
+
+
+def assert_same(source: Path, target: Path) -> None:
+    expected, got = run(source, feeds()), run(target, feeds())
+    for name, value in got.items():
+        np.testing.assert_array_equal(value, expected[name])
+
+
+def test_equal_weights_are_kept_once(source: Path, target: Path) -> None:
+    made = cleanup.share_weights(source, target)
+    assert made.notes == (f"1 weights that were there twice, {BIG.nbytes:,} bytes",)
+    assert {one.name for one in onnx.load(target).graph.initializer} == {"W", "yes"}
+    assert_same(source, target)
+
+
+def test_external_data_shrink_with_their_weights(source: Path, target: Path) -> None:
+    packed = source.with_name("packed") / "m.onnx"
+    packed.parent.mkdir()
+    pack(source, packed)
+    assert data_file(packed).stat().st_size >= 2 * BIG.nbytes
+    cleanup.share_weights(packed, target)
+    assert data_file(target).stat().st_size == BIG.nbytes
+    assert_same(source, target)
+
+
+def test_packing_takes_weights_out_of_any_external_file(tmp_path: Path, source: Path, target: Path) -> None:
+    other = tmp_path / "in" / "other.onnx"
+    onnx.save(onnx.load(source), other, save_as_external_data=True, location="strange.bin", size_threshold=0)
+    pack(other, target)
+    (tmp_path / "in" / "strange.bin").unlink()
+    assert_same(source, target)
+
+
+def test_a_model_without_large_weights_has_no_data_file(tmp_path: Path, target: Path) -> None:
+    target.parent.mkdir()
+    pack(builders.scalar_sum(tmp_path / "small.onnx"), target)
+    assert not data_file(target).exists()
+
+
+def test_edits_share_the_data(source: Path, target: Path) -> None:
+    packed = source.with_name("packed") / "m.onnx"
+    packed.parent.mkdir()
+    pack(source, packed)
+    edit(packed, target, lambda model: model.graph.node[0].ClearField("name"))
+    assert data_file(target).stat().st_ino == data_file(packed).stat().st_ino
+    assert_same(source, target)
+
+
+def test_outputs_are_kept_with_what_they_need(source: Path, target: Path) -> None:
+    made = interface.keep_outputs(source, target, ("a",))
+    graph = onnx.load(target).graph
+    assert [one.name for one in graph.input] == ["x"]
+    assert [one.name for one in graph.initializer] == ["W"]
+    assert made.notes == ("inputs that nothing needs any more are removed: z",)
+    np.testing.assert_array_equal(run(target, {"x": feeds()["x"]})["a"], run(source, feeds())["a"])
+
+
+def test_what_inner_graphs_read_is_needed(source: Path, target: Path) -> None:
+    interface.keep_outputs(source, target, ("c",))
+    assert {one.name for one in onnx.load(target).graph.initializer} == {"V", "yes"}
+    np.testing.assert_array_equal(run(target, {"z": feeds()["z"]})["c"], run(source, feeds())["c"])
+
+
+def test_dimensions_are_named_and_fixed(source: Path, target: Path) -> None:
+    interface.set_dimensions(source, target, {"rows": 3}, {("x", 0): "rows"})
+    session = ort.InferenceSession(target)
+    assert [one.shape for one in (*session.get_inputs(), *session.get_outputs())] == [[3, 32]] * 5
+    assert_same(source, target)
+
+
+def test_opsets_are_converted(source: Path, target: Path) -> None:
+    interface.set_opset(source, target, 21)
+    assert onnx.load(target).opset_import[0].version == 21
+    assert_same(source, target)
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments", "problem"),
+    [
+        (interface.keep_outputs, (("d",),), "expected outputs out of a, b, c, got d"),
+        (interface.set_dimensions, ({"rows": 2}, {}), "expected dimensions out of batch, got rows"),
+        (interface.set_dimensions, ({}, {("y", 0): "n"}), "expected an input or output out of x, z, a, b, c"),
+        (interface.set_dimensions, ({}, {("x", 2): "n"}), "expected an axis below 2"),
+        (interface.set_dimensions, ({}, {("x", 1): "n"}), "expected a free dimension, its size is 32"),
+        (interface.set_opset, (999,), "--opset 999"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    source: Path, target: Path, step: object, arguments: tuple[object, ...], problem: str
+) -> None:
+    assert callable(step)
+    with pytest.raises(ServeError) as error:
+        step(source, target, *arguments)
+    assert problem in error.value.message
