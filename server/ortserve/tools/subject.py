@@ -1,11 +1,12 @@
 """The model that a tool looks at: a file, or a model of a repository with its configuration."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ortserve.config.model import LoadOptions, ModelOptions
+from ortserve.config.model import LoadOptions, ModelOptions, SpecificVersions
 from ortserve.errors import invalid_input
-from ortserve.registry.repository.source import ModelSource, read_source
+from ortserve.registry.repository.model_files import read_repositories
+from ortserve.registry.repository.source import ModelSource, VersionSource, make_source, read_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ def is_url(text: str) -> bool:
 def find_model(text: str) -> Subject:
     """Find a model: ``model.onnx``, ``REPOSITORY/name`` or ``REPOSITORY/name/version``. Blocks on the disk.
 
-    A model of a repository has its configuration, and without a version the highest one that would serve.
+    A model of a repository has its configuration. Without a version, it is the highest one that would serve; with one,
+    it may be any that is there.
 
     Raises:
         ServeError: invalid_input, if there is no such model, or its configuration is wrong.
@@ -49,18 +51,23 @@ def find_model(text: str) -> Subject:
     source = read_source(folder.name, [folder.parent], LoadOptions()) if folder.parent.is_dir() else None
     if source is None:
         raise invalid_input(f"{text}: expected a model file or REPOSITORY/name[/version], found neither")
-    return _version(source, version, text)
-
-
-def _version(source: ModelSource, version: int | None, text: str) -> Subject:
     if source.problem:
         raise invalid_input(f"{text}: {source.problem}")
     if not source.versions:
         raise invalid_input(f"{text}: expected a model with versions, it has none")
     number = max(source.versions) if version is None else version
-    found = source.versions.get(number)
-    if found is None:
-        raise invalid_input(f"{text}: expected a version out of {', '.join(map(str, source.versions))}, got {version}")
+    found = source.versions.get(number) or _other_version(source, folder, number, text)
     if found.problem:
         raise invalid_input(f"{text}: {found.problem}")
     return Subject(source.name, found.path, found.folder, found.configuration.options, number)
+
+
+def _other_version(source: ModelSource, folder: Path, version: int, text: str) -> VersionSource:
+    """A version of the folder that the version policy does not choose."""
+    files = next(files for files in read_repositories([folder.parent]) if files.name == source.name)
+    if version not in files.versions:
+        known = ", ".join(map(str, sorted(files.versions)))
+        raise invalid_input(f"{text}: expected a version out of {known}, got {version}")
+    chosen = next(iter(source.versions.values())).configuration
+    options = chosen.options.model_copy(update={"version_policy": SpecificVersions(specific=(version,))})
+    return make_source(files, replace(chosen, options=options)).versions[version]

@@ -32,6 +32,19 @@ def test_file_has_no_configuration() -> None:
     assert (found.name, found.path, found.folder, found.version) == ("model", path, None, None)
 
 
+def test_versions_that_the_policy_does_not_serve_are_found_by_their_number(tmp_path: Path) -> None:
+    for version in ("1", "2", "3"):
+        (tmp_path / "m" / version).mkdir(parents=True)
+        heavy(tmp_path / "m" / version / "model.onnx", 2, 8)
+    (tmp_path / "m" / "model.yaml").write_text("max_rows: 3\n")
+
+    assert find_model(str(tmp_path / "m")).version == 3
+    found = find_model(str(tmp_path / "m" / "1"))
+    assert (found.version, found.path, found.options.max_rows) == (1, tmp_path / "m" / "1" / "model.onnx", 3)
+    with pytest.raises(ServeError, match="expected a version out of 1, 2, 3, got 4"):
+        find_model(str(tmp_path / "m" / "4"))
+
+
 def test_single_file_of_a_repository_is_found_by_its_name(tmp_path: Path) -> None:
     heavy(tmp_path / "m.onnx", 2, 8)
 
