@@ -7,17 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ServeError, invalid_input
 
 _Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+_Kept = TypeVar("_Kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,59 @@ def call_apart(limit_s: float, function: Callable[..., _Result], *arguments: Any
             time.
     """
     (outcome,) = run_apart(_call, [(function, arguments)], limit_s)
+    result: _Result = _result_of(outcome)
+    return result
+
+
+class ObjectApart(Generic[_Kept]):
+    """An object in a process of its own, whose methods are called one at a time. Several such processes can take turns.
+
+    Use it as a context manager, which ends the process. Its methods raise ServeError as ``call_apart`` does; then the
+    process has ended or the object is as the call left it.
+    """
+
+    def __init__(self, limit_s: float, make: Callable[..., _Kept], *arguments: Any) -> None:
+        """Make the object in a new process.
+
+        Args:
+            limit_s: For the start of the process with the making of the object, and for each call.
+            make: A function or class of a module. What it gets is pickled; what it returns is not.
+            arguments: What it gets.
+        """
+        self._next: tuple[Callable[..., Any], tuple[Any, ...]] = (make, arguments)
+        self._outcomes: Final = _run_child(None, self._calls(), limit_s)
+        try:
+            _result_of(next(self._outcomes))
+        except BaseException:
+            self._outcomes.close()
+            raise
+
+    def call(
+        self,
+        method: Callable[Concatenate[_Kept, _Arguments], _Result],
+        *arguments: _Arguments.args,
+        **named: _Arguments.kwargs,
+    ) -> _Result:
+        """Call a method of the object, given as an attribute of its class: ``call(Runner.run, 3)``."""
+        self._next = (partial(method, **named) if named else method, arguments)
+        result: _Result = _result_of(next(self._outcomes, Failure("has ended")))
+        return result
+
+    def _calls(self) -> Iterator[Any]:
+        while True:
+            yield self._next
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._outcomes.close()
+
+
+def _result_of(outcome: Any) -> Any:
+    """What ``_call`` returned, or its problem as an error."""
     if isinstance(outcome, Failure):
         raise invalid_input(outcome.reason if outcome.is_late else f"the other process {outcome.reason}")
-    result: _Result
     result, problem = outcome
     if problem:
         raise invalid_input(problem)
@@ -74,8 +128,11 @@ def _call(item: tuple[Callable[..., _Result], tuple[Any, ...]]) -> tuple[_Result
         return None, without_paths(str(error))
 
 
-def _run_child(work: Callable[[Any], Any], items: Sequence[Any], limit_s: float) -> Iterator[Any]:
-    """The results up to the first ``Failure``."""
+def _run_child(work: Callable[[Any], Any] | None, items: Iterable[Any], limit_s: float) -> Generator[Any, None, None]:
+    """The results up to the first ``Failure``.
+
+    Without ``work``, the items are functions with arguments; the first one makes an object, which the others get first.
+    """
     errors = os.memfd_create("errors")  # what libraries write is shown only if the process ends
     ours, theirs = Pipe()
     child = subprocess.Popen(  # noqa: S603 - this interpreter and module
@@ -110,9 +167,18 @@ def _run_child(work: Callable[[Any], Any], items: Sequence[Any], limit_s: float)
 
 def main(connection: Connection) -> None:
     """Do what the other side sends, until it is killed."""
+    kept: list[Any] = []
     while True:
         work, item = connection.recv()
-        connection.send(work(item))
+        if work is not None:
+            connection.send(work(item))
+            continue
+        function, arguments = item
+        result, problem = _call((function, (*kept, *arguments)))
+        if not kept and not problem:
+            kept.append(result)
+            result = None
+        connection.send((result, problem))
 
 
 if __name__ == "__main__":

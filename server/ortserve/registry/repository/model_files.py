@@ -20,6 +20,9 @@ TRITON_OPTIONS_FILE: Final = "config.pbtxt"
 VERSION: Final = re.compile("[1-9][0-9]*")
 """The name of a version's folder. 01 is excluded: it would be version 1 a second time."""
 
+NO_VERSIONS: Final = "no version folder (1, 2, …)"
+"""The beginning of the problem of a model's folder that only lacks versions."""
+
 _LIKE_OPTIONS: Final = re.compile(r"model\.ya?ml", re.IGNORECASE)
 _LIKE_TRITON_OPTIONS: Final = re.compile(r"config\.(pb|pbtxt|pbtext|prototxt|textproto|txtpb)", re.IGNORECASE)
 _MAX_LISTED: Final = 5
@@ -183,7 +186,7 @@ def _read_model(folder: Path) -> ModelFiles:
         problem = misnamed
     elif not versions:
         present = _list_names(path.name for path in entries)
-        problem = f"no version folder (1, 2, …) with a file {MODEL_FILE}: it has {present}"
+        problem = f"{NO_VERSIONS} with a file {MODEL_FILE}: it has {present}"
         if VERSION.fullmatch(name) and (folder / MODEL_FILE).exists():
             problem += f"; a repository is a folder of models, but '{folder.parent.name}' seems to be a model itself"
     return ModelFiles(name, versions, options_files, problem, folder)

@@ -1,1 +1,3 @@
 """``ortserve bench``."""
+
+__all__ = ["statistics"]

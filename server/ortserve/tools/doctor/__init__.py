@@ -1,1 +1,3 @@
 """``ortserve doctor``."""
+
+__all__ = ["loading", "machine"]

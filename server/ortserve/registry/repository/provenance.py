@@ -1,0 +1,50 @@
+"""Where a version came from, for the model's metadata: the summary in the file that ``ortserve publish`` writes.
+
+The tools declare the other fields of the file (``tools/provenance``); the server needs only this one.
+"""
+
+import json
+from pathlib import Path
+from typing import Final
+
+PROVENANCE_FILE: Final = "provenance.json"
+"""In the folder of a version."""
+_MOST_BYTES: Final = 1 << 20
+_LONGEST: Final = 2000
+"""Characters of a summary that are shown."""
+
+
+def provenance_beside(model: Path) -> Path:
+    """The provenance of a model that is a single file: ``digits.provenance.json`` for ``digits.onnx``."""
+    return model.with_name(f"{model.stem}.{PROVENANCE_FILE}")
+
+
+def read_provenance(path: Path, folder: Path | None) -> str:
+    """The summary of a version; what is wrong with the file if it is malformed; empty if there is none. Blocks.
+
+    Args:
+        path: The model file of the version.
+        folder: Of the model; None for a model that is a single file.
+    """
+    if folder is None or not path.is_relative_to(folder):
+        file = provenance_beside(path)
+    else:
+        file = folder / path.relative_to(folder).parts[0] / PROVENANCE_FILE
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    if len(data) > _MOST_BYTES:
+        return f"{file.name}: expected at most {_MOST_BYTES} bytes, got more"
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return f"{file.name}: expected JSON, got something else"
+    summary = content.get("summary") if isinstance(content, dict) else None
+    if not isinstance(summary, str) or not summary:
+        return f"{file.name}: expected a text 'summary', got none"
+    shown = summary.encode(errors="replace").decode()
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"

@@ -1,0 +1,1 @@
+"""``ortserve compare``: two models side by side."""

@@ -1,0 +1,206 @@
+"""Compares two models: their outputs for the same inputs, in one process, and then their speed, each in its own."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ortserve.core.batch import Arrays
+from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.tools.agreement import Agreement, AgreementMeter
+from ortserve.tools.apart import call_apart
+from ortserve.tools.compare.result import ComparedModel, CompareResult
+from ortserve.tools.console import progress
+from ortserve.tools.inputs import FileInputs, Inputs, choose_inputs
+from ortserve.tools.opening import OpenModel
+from ortserve.tools.provenance import describe_model, read_provenance
+from ortserve.tools.signatures import signature_differences
+from ortserve.tools.speed import Feeds, Speed, Timed, compare_speed
+
+SYNTHETIC_SAMPLES: Final = 32
+"""Samples without a file of inputs."""
+BATCH: Final = 8
+"""Rows of a run."""
+SECONDS: Final = 4.0
+"""For the measurement of speed."""
+_MOST_FEEDS: Final = 4
+"""Different inputs for the measurement of speed."""
+_MOST_FEEDS_BYTES: Final = 1 << 28
+_LIMIT_S: Final = 3600.0
+SYNTHETIC_NOTE: Final = "synthetic inputs judge a model worse than real ones, so give real ones by --inputs"
+
+
+def compare_models(
+    reference: Timed,
+    candidate: Timed,
+    inputs: Path | None = None,
+    labels: Path | None = None,
+    *,
+    seconds: float = SECONDS,
+    batch: int = BATCH,
+    samples: int = SYNTHETIC_SAMPLES,
+) -> CompareResult:
+    """Compare a model with another one.
+
+    Args:
+        reference: What it is compared with.
+        candidate: The model.
+        inputs: Samples; None for synthetic ones.
+        labels: Of the samples, an ``.npy``; needs ``inputs``.
+        seconds: For the measurement of speed; 0 measures none.
+        batch: Rows of a run, if both models are batched.
+        samples: Number of synthetic samples.
+
+    Raises:
+        ServeError: invalid_input: a model cannot be opened or run, their interfaces differ, or the inputs do not fit.
+    """
+    if labels is not None and inputs is None:
+        raise invalid_input("--labels: expected --inputs, too, whose samples they belong to")
+    with progress("comparing outputs in another process"):
+        compared = call_apart(_LIMIT_S, _compare_outputs, reference, candidate, inputs, labels, batch, samples)
+    speeds: Sequence[Speed | None] = (None, None)
+    if seconds:
+        speeds = compare_speed([reference, candidate], compared.feeds, seconds=seconds)
+    notes = () if inputs is not None else (SYNTHETIC_NOTE,)
+    return CompareResult(
+        schema="ortserve.compare/1",
+        reference=compared.models[0],
+        candidate=compared.models[1],
+        inputs=compared.origin,
+        rows=compared.rows,
+        agreement=compared.agreement,
+        reference_speed=speeds[0],
+        speed=speeds[1],
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    models: tuple[ComparedModel, ComparedModel]
+    origin: str
+    rows: int
+    agreement: Agreement
+    feeds: list[Feeds]
+
+
+def _compare_outputs(
+    reference: Timed, candidate: Timed, file: Path | None, labels_file: Path | None, batch: int, samples: int
+) -> _Compared:
+    first, second = reference.open(), candidate.open()
+    if differences := signature_differences(first.signature, second.signature, may_narrow=True):
+        raise invalid_input(f"{second.subject.path}: its interface is not that of the first model: {differences[0]}")
+    rows = common_rows(first, second, batch)
+    inputs = choose_inputs(first, file)
+    labels = None if labels_file is None else read_labels(labels_file, inputs)
+    agreement = measure_agreement(first, second, inputs, samples, labels, rows=rows)
+    feeds: list[Feeds] = []
+    names = [spec.name for spec in first.signature.inputs]
+    for number in range(_MOST_FEEDS):
+        arrays = inputs.take(rows, number)
+        if feeds and (len(feeds) + 1) * sum(array.nbytes for array in arrays) > _MOST_FEEDS_BYTES:
+            break
+        feeds.append(dict(zip(names, arrays, strict=True)))
+    return _Compared((_describe(first), _describe(second)), inputs.origin, rows, agreement, feeds)
+
+
+def common_rows(reference: OpenModel, candidate: OpenModel, batch: int) -> int:
+    """Rows of a run: ``batch``, or the most that a configuration allows; 1 if one of the models is not batched."""
+    models = (reference, candidate)
+    if not all(model.signature.is_batched for model in models):
+        return 1
+    return min(batch, *(model.subject.options.max_rows or batch for model in models))
+
+
+def measure_agreement(
+    reference: OpenModel,
+    candidate: OpenModel,
+    inputs: Inputs,
+    samples: int = SYNTHETIC_SAMPLES,
+    labels: np.ndarray | None = None,
+    *,
+    rows: int | None = None,
+) -> Agreement:
+    """Run both models on all samples of a file, or on synthetic ones, and compare the outputs that the candidate has.
+
+    Args:
+        reference: Has all inputs and outputs of the candidate.
+        candidate: The model.
+        inputs: For the reference.
+        samples: Number of synthetic samples.
+        labels: Of the samples of a file, in their order.
+        rows: Of a run; None for a usual number.
+
+    Raises:
+        ServeError: invalid_input: one of the models rejects the inputs, or the labels fit no output.
+    """
+    rows = common_rows(reference, candidate, BATCH) if rows is None else rows
+    first, second = reference.runner(), candidate.runner()
+    chosen = [reference.signature.output_index[spec.name] for spec in candidate.signature.outputs]
+    order = [[spec.name for spec in reference.signature.inputs].index(spec.name) for spec in candidate.signature.inputs]
+    meter = AgreementMeter([spec.name for spec in candidate.signature.outputs])
+    for positions, arrays in _batches(inputs, rows, samples):
+        try:
+            expected = first.run(reference.for_model(arrays))
+            got = second.run(candidate.for_model([arrays[index] for index in order]))
+        except ORT_ERRORS as error:
+            raise ServeError(ErrorKind.INVALID_INPUT, f"a run failed: {without_paths(str(error))}") from None
+        wanted = [_rows_first(expected[index], reference.signature.outputs[index].batch_axis) for index in chosen]
+        found = [
+            _rows_first(array, spec.batch_axis) for array, spec in zip(got, candidate.signature.outputs, strict=True)
+        ]
+        meter.add(wanted, found, len(positions), None if labels is None else labels[positions])
+    return meter.result()
+
+
+def read_labels(file: Path, inputs: Inputs) -> np.ndarray:
+    """Read the labels of samples: an ``.npy`` with an integer or text for each.
+
+    Raises:
+        ServeError: invalid_input, with what is expected.
+    """
+    assert isinstance(inputs, FileInputs)
+    try:
+        labels = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise invalid_input(f"--labels {file}: expected a file written by numpy.save, got: {error}") from None
+    if not isinstance(labels, np.ndarray) or labels.shape != (inputs.samples,) or labels.dtype.kind not in "iuUS":
+        got = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, np.ndarray) else "several arrays"
+        raise invalid_input(f"--labels {file}: expected {inputs.samples} integers or texts, one per sample, got {got}")
+    return np.char.decode(labels, "utf-8") if labels.dtype.kind == "S" else labels
+
+
+def _batches(inputs: Inputs, rows: int, samples: int) -> Iterator[tuple[np.ndarray, Arrays]]:
+    """The positions of samples, and the samples: each of a file once, or so many synthetic ones."""
+    if isinstance(inputs, FileInputs):
+        for begin in range(0, inputs.samples, rows if inputs.is_batched else 1):
+            positions = np.arange(begin, min(begin + rows, inputs.samples) if inputs.is_batched else begin + 1)
+            chosen = positions if inputs.is_batched else begin
+            yield positions, tuple(array[chosen] for array in inputs.arrays)
+        return
+    for begin in range(0, samples, rows):
+        positions = np.arange(begin, min(begin + rows, samples))
+        yield positions, inputs.take(len(positions), begin // rows)
+
+
+def _rows_first(array: np.ndarray, axis: int | None) -> np.ndarray:
+    return array if axis in (None, 0) else np.moveaxis(array, axis, 0)
+
+
+def _describe(model: OpenModel) -> ComparedModel:
+    subject = model.subject
+    found, provenance = describe_model(subject.path, subject.name, subject.version), read_provenance(subject.path)
+    return ComparedModel(
+        name=subject.name,
+        version=subject.version,
+        path=str(subject.path),
+        digest=found.digest,
+        nbytes=found.nbytes,
+        nodes=len(model.graph.graph.nodes),
+        execution_provider=model.choice.name,
+        threads=model.threads,
+        provenance=None if provenance is None else provenance.summary,
+    )

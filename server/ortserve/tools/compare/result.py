@@ -1,0 +1,62 @@
+"""What ``ortserve compare --json`` prints."""
+
+from dataclasses import dataclass
+
+from ortserve.tools.agreement import Agreement
+from ortserve.tools.speed import Speed
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedModel:
+    """One of the models.
+
+    Attributes:
+        name: Of the model.
+        version: Of the model; null for a file that is in no repository.
+        path: Of the file.
+        digest: SHA-256 over the file and its external data.
+        nbytes: Size of the file and its external data.
+        nodes: Of the graph as it is in the file.
+        execution_provider: That ran it.
+        threads: Of a run.
+        provenance: Where it came from, if it has a provenance.
+    """
+
+    name: str
+    version: int | None
+    path: str
+    digest: str
+    nbytes: int
+    nodes: int
+    execution_provider: str
+    threads: int
+    provenance: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompareResult:
+    """Two models side by side.
+
+    Attributes:
+        schema: Of this result.
+        reference: The first model, which the other one is compared with.
+        candidate: The second model.
+        inputs: Where the inputs come from.
+        rows: Of a run; 1 if one of the models is not batched.
+        agreement: How the candidate agrees with the reference.
+        reference_speed: Of the reference; null if speed was not measured.
+        speed: Of the candidate, with its ratio to the reference; null if speed was not measured.
+        exceeded: Bounds of ``--max-error`` that are exceeded and the ``--min-speedup`` that is not reached.
+        notes: What limits the comparison.
+    """
+
+    schema: str
+    reference: ComparedModel
+    candidate: ComparedModel
+    inputs: str
+    rows: int
+    agreement: Agreement
+    reference_speed: Speed | None
+    speed: Speed | None
+    exceeded: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

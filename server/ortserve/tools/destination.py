@@ -1,0 +1,121 @@
+"""Where a command puts the model that it makes: a file, a version of a repository, or both."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ortserve.errors import invalid_input
+from ortserve.registry.repository.model_files import MODEL_FILE
+from ortserve.registry.repository.provenance import provenance_beside
+from ortserve.tools.command import ToolParser
+from ortserve.tools.provenance import Provenance, write_provenance
+from ortserve.tools.publish.folder import Published, publish_version
+from ortserve.tools.publish.place import find_place
+from ortserve.tools.staging import install_files, staging_folder
+from ortserve.tools.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Where the model is.
+
+    Attributes:
+        output: The file; null without ``--output``.
+        published: The model that has it as a version; null without ``--publish``.
+        version: Its number; null without ``--publish``.
+        notes: What may not be expected of the version.
+    """
+
+    output: str | None = None
+    published: str | None = None
+    version: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def add_destination(parser: ToolParser) -> None:
+    """Add ``--output`` and ``--publish``. The parser is one with ``page_flags=("--page",)``."""
+    add = parser.add_argument
+    add("-o", "--output", type=Path, metavar="OUT.onnx", help="Write the model to this file.")
+    text = "Make it the next version of this model; without a value, of the one that MODEL is a version of."
+    add("--publish", nargs="?", const="", metavar="REPOSITORY/name", help=text)
+    text = "Publish although inputs or outputs differ from those of the version that is served."
+    add("--allow-changed-interface", action="store_true", help=text)
+
+
+def check_destination(arguments: argparse.Namespace, source: Subject) -> None:
+    """Check the destination before the work begins. ``--dry-run``, if the command has it, needs none.
+
+    Raises:
+        ServeError: invalid_input: there is none, or it cannot be written.
+    """
+    output: Path | None = arguments.output
+    if output is None and arguments.publish is None:
+        if getattr(arguments, "dry_run", False):
+            return
+        raise invalid_input("expected -o OUT.onnx or --publish [REPOSITORY/name], got neither")
+    if output is not None:
+        if not output.absolute().parent.is_dir() or output.is_dir():
+            raise invalid_input(f"OUT.onnx: expected a file in an existing folder, got '{output}'")
+        if output.resolve() == source.path.resolve():
+            raise invalid_input(f"OUT.onnx: expected another file than the model itself, got '{output}'")
+    if arguments.publish is not None:
+        find_place(_target(arguments, source))
+
+
+@contextmanager
+def staged_model(arguments: argparse.Namespace, source: Subject) -> Iterator[Path]:
+    """The path to write the model to, in a new folder that disappears again.
+
+    The file already has its last name, so that external data, best named ``<name>.data``, keep theirs. Write nothing
+    else into its folder: with ``--output``, all files of the folder go to the folder of that file.
+    """
+    if arguments.output is not None:
+        beside, name = arguments.output, arguments.output.name
+    else:
+        beside, name = find_place(_target(arguments, source)).beside, MODEL_FILE
+    with staging_folder(beside) as folder:
+        yield folder / name
+
+
+def deliver(
+    staged: Path,
+    source: Subject,
+    provenance: Provenance,
+    arguments: argparse.Namespace,
+    options_text: str | None = None,
+) -> Delivered:
+    """Publish the model, move it to ``--output``, or both, with its provenance.
+
+    Args:
+        staged: The path of ``staged_model``.
+        source: What it was made from.
+        provenance: Of the model.
+        arguments: With what ``add_destination`` added.
+        options_text: As in ``publish_version``.
+
+    Raises:
+        ServeError: As ``publish_version``.
+        OSError: The disk is full or cannot be written.
+    """
+    published: Published | None = None
+    if arguments.output is not None:
+        write_provenance(provenance, provenance_beside(staged))
+    if arguments.publish is not None:
+        target, changed = _target(arguments, source), arguments.allow_changed_interface
+        published = publish_version(staged, target, provenance, options_text, allow_changed_interface=changed)
+    if arguments.output is not None:
+        install_files(staged.parent, arguments.output)
+    output = None if arguments.output is None else str(arguments.output)
+    if published is None:
+        return Delivered(output)
+    return Delivered(output, published.name, published.version, published.notes)
+
+
+def _target(arguments: argparse.Namespace, source: Subject) -> str:
+    if arguments.publish:
+        return str(arguments.publish)
+    if source.folder is None:
+        raise invalid_input(f"--publish: expected REPOSITORY/name, because {source.path} is no version of a model")
+    return str(source.folder)

@@ -1,0 +1,244 @@
+"""Where a model came from: the file that tools write beside each model that they make.
+
+``publish`` puts it into the version. The server shows its ``summary`` (``registry/repository/provenance``).
+"""
+
+import hashlib
+import importlib.metadata
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import onnx
+import onnxruntime as ort
+from pydantic import TypeAdapter, ValidationError
+
+from ortserve import __version__
+from ortserve.model_file.reading import read_model
+from ortserve.registry.repository.model_files import VERSION
+from ortserve.registry.repository.provenance import PROVENANCE_FILE, provenance_beside
+from ortserve.tools.agreement import Agreement
+from ortserve.tools.command import json_text
+from ortserve.tools.doctor.machine import Files, read_processors
+from ortserve.tools.report import number_text
+from ortserve.tools.speed import Speed
+from ortserve.tools.subject import Subject
+
+_LIBRARIES: Final = ("numpy", "onnxscript", "onnx_ir", "onnxslim", "onnxconverter_common", "sympy", "optuna")
+"""Their versions are written down if this process has loaded them."""
+_DIGITS: Final = 12
+"""Of a digest in a summary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A model file.
+
+    Attributes:
+        name: Of the model; for a file that is in no repository, of the file.
+        version: Of the model; null outside of repositories.
+        digest: SHA-256 over the file and then its external data by name, so that for a single file it is what
+            ``sha256sum`` prints.
+        nbytes: Their size.
+    """
+
+    name: str
+    version: int | None
+    digest: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine that made a model.
+
+    Attributes:
+        processor: As it names itself.
+        cores: Processors that the process could use.
+        instruction_sets: For which ONNX Runtime has kernels, and which the processor has.
+    """
+
+    processor: str
+    cores: int
+    instruction_sets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a model came from.
+
+    Attributes:
+        schema: Of this file.
+        summary: All that matters in one line, which the server shows in the model's metadata.
+        source: What the model was made from.
+        model: The digest and size of the model itself.
+        commands: Command lines that made it, the oldest first, with those that made its source. Of files they have
+            the names without folders.
+        created: When, in UTC.
+        versions: Of ortserve, Python, ONNX Runtime, onnx and the libraries that were loaded.
+        machine: The machine that made it.
+        notes: What must be known to use it, such as ``only for processors with AVX-512``.
+        inputs: The inputs with which it was compared with its source; empty if it was not.
+        agreement: How its outputs agree with those of its source; null if they were not compared.
+        speed: How fast it runs, compared with its source; null if that was not measured.
+        figures: More figures of the command that made it.
+    """
+
+    schema: str
+    summary: str
+    source: Origin
+    model: Origin
+    commands: tuple[str, ...]
+    created: str
+    versions: Mapping[str, str]
+    machine: Machine
+    notes: tuple[str, ...] = ()
+    inputs: str = ""
+    agreement: Agreement | None = None
+    speed: Speed | None = None
+    figures: Mapping[str, float | str] = field(default_factory=dict)
+
+
+def make_provenance(
+    source: Subject,
+    model: Path,
+    *,
+    arguments: Sequence[str],
+    notes: Sequence[str] = (),
+    agreement: Agreement | None = None,
+    inputs: str = "",
+    speed: Speed | None = None,
+    figures: Mapping[str, float | str] | None = None,
+) -> Provenance:
+    """Describe how a model was made. Reads both models whole.
+
+    Args:
+        source: What it was made from. If that has a provenance of its own, its commands come first.
+        model: The file, with its external data beside it.
+        arguments: The command line: ``("quantize", "in.onnx", "-o", "out.onnx")``.
+        notes: What must be known to use the model.
+        agreement: With the source.
+        inputs: For ``agreement``: their ``origin``.
+        speed: Compared with the source.
+        figures: More figures of the command.
+    """
+    before = read_provenance(source.path)
+    name = source.path.name if source.version is None else source.name
+    origin = describe_model(source.path, name, source.version)
+    earlier = before.commands if before is not None and before.model.digest == origin.digest else ()
+    return with_summary(
+        Provenance(
+            schema="ortserve.provenance/1",
+            summary="",
+            source=origin,
+            model=describe_model(model, model.name, None),
+            commands=(*earlier, command_line(arguments)),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            machine=_machine(),
+            notes=tuple(notes),
+            inputs=inputs,
+            agreement=agreement,
+            speed=speed,
+            figures=dict(figures or {}),
+        )
+    )
+
+
+def with_summary(provenance: Provenance) -> Provenance:
+    """The same with a summary of its present content."""
+    source, agreement, speed = provenance.source, provenance.agreement, provenance.speed
+    version = f" version {source.version}" if source.version is not None else ""
+    parts = [
+        f"from {source.name}{version} (sha256 {source.digest[:_DIGITS]})",
+        f"by {'; '.join(provenance.commands)}",
+        f"on {provenance.created}",
+    ]
+    if agreement is not None:
+        worst = f"largest error {number_text(agreement.error('max'))}, top-1 {number_text(agreement.error('top1'))}"
+        parts.append(f"{worst}, {agreement.samples} samples ({provenance.inputs})")
+        if agreement.accuracy is not None and agreement.reference_accuracy is not None:
+            parts.append(f"accuracy {agreement.accuracy:.2%}, source {agreement.reference_accuracy:.2%}")
+    if speed is not None:
+        parts.append(speed_text(speed))
+    return replace(provenance, summary=", ".join((*parts, *provenance.notes)))
+
+
+def speed_text(speed: Speed) -> str:
+    """The ratio in words: ``1.42 times as fast (1.38 to 1.47)``."""
+    ratio = speed.ratio
+    if ratio.low is None or ratio.high is None:
+        return f"{number_text(ratio.value)} times as fast (too few runs for an interval)"
+    interval = f"{number_text(ratio.low)} to {number_text(ratio.high)}"
+    if ratio.low <= 1 <= ratio.high:
+        return f"as fast as its source within the noise ({interval})"
+    return f"{number_text(ratio.value)} times as fast ({interval})"
+
+
+def read_provenance(model: Path) -> Provenance | None:
+    """The provenance of a model file; None if it has none that can be read."""
+    file = provenance_beside(model)
+    if not file.is_file() and VERSION.fullmatch(model.parent.name):
+        file = model.with_name(PROVENANCE_FILE)
+    try:
+        return TypeAdapter(Provenance).validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def write_provenance(provenance: Provenance, file: Path) -> None:
+    """Write the file."""
+    file.write_text(json_text(provenance), encoding="utf-8")
+
+
+def describe_model(path: Path, name: str, version: int | None) -> Origin:
+    """Digest and size of a model with its external data."""
+    digest, nbytes = hashlib.sha256(), 0
+    for file in (path, *external_files(path)):
+        with file.open("rb") as stream:
+            while part := stream.read(1 << 20):
+                digest.update(part)
+                nbytes += len(part)
+    return Origin(name, version, digest.hexdigest(), nbytes)
+
+
+def external_files(model: Path) -> list[Path]:
+    """The existing files with external data of a model, by name."""
+    files = (model.parent / name for name in sorted(read_model(model).external_files))
+    return [file for file in files if file.is_file()]
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """A command line without the folders of this machine."""
+    return shlex.join(("ortserve", *map(_without_folder, arguments)))
+
+
+def _without_folder(argument: str) -> str:
+    flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    path = Path(value)
+    is_path = "/" in value and (path.exists() or (path.parent.is_dir() and path.parent != Path("/")))
+    if not is_path:
+        return argument
+    kept = path.parts[-2:] if VERSION.fullmatch(path.name) else path.parts[-1:]
+    return f"{flag}{equals}{'/'.join(kept)}"
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "ortserve": __version__,
+        "Python": platform.python_version(),
+        "onnxruntime": ort.__version__,
+        "onnx": onnx.__version__,
+    }
+    return versions | {name: importlib.metadata.version(name) for name in _LIBRARIES if name in sys.modules}
+
+
+def _machine() -> Machine:
+    found = read_processors(Files())
+    sets = tuple(name for name, has_it in found.instruction_sets.items() if has_it)
+    return Machine(found.model or platform.machine(), found.budget or 1, sets)

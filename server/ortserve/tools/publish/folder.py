@@ -1,0 +1,249 @@
+"""Puts a new version into a repository: written in a hidden folder beside its place, which a rename makes a version.
+
+A server that polls the repository therefore sees the version as a whole or not at all, also if this process or the
+machine dies. Numbers are never used twice: the model's folder keeps the highest one, because the folder of a removed
+version no longer tells.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
+from ortserve.engine.providers import choose_provider
+from ortserve.errors import ServeError, invalid_input
+from ortserve.model_file.graph import UNREADABLE
+from ortserve.model_file.reading import read_model
+from ortserve.registry.repository.model_files import OPTIONS_FILE, VERSION
+from ortserve.registry.repository.provenance import PROVENANCE_FILE
+from ortserve.registry.repository.source import choose_versions
+from ortserve.tools.apart import call_apart
+from ortserve.tools.console import Step, progress
+from ortserve.tools.doctor.loading import without_files
+from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.provenance import Provenance, write_provenance
+from ortserve.tools.publish.place import Place, find_place
+from ortserve.tools.signatures import signature_differences
+from ortserve.tools.staging import staging_folder, sync
+from ortserve.tools.subject import Subject
+
+RECORD: Final = ".highest-version"
+"""In a model's folder: the highest number that a version of it ever had."""
+_LIMIT_S: Final = 1800.0
+"""For opening both models. Some execution providers compile for minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A new version.
+
+    Attributes:
+        name: Of the model.
+        version: Its number.
+        folder: Of the version.
+        notes: What may not be expected, such as a version policy that does not serve it.
+    """
+
+    name: str
+    version: int
+    folder: Path
+    notes: tuple[str, ...] = ()
+
+
+def publish_version(
+    model: Path,
+    target: str,
+    provenance: Provenance,
+    options_text: str | None = None,
+    *,
+    allow_changed_interface: bool = False,
+) -> Published:
+    """Make a model the next version of ``REPOSITORY/name``, which is made if it is new.
+
+    Args:
+        model: The file, with its external data beside it. It is copied.
+        target: The model in the repository.
+        provenance: Becomes the version's.
+        options_text: Replaces the model's ``model.yaml``; None to keep what it has.
+        allow_changed_interface: Whether inputs and outputs may differ from those of the version that is served.
+
+    Raises:
+        ServeError: invalid_input: the model does not open, its interface differs, or the target is no place for it.
+        OSError: The repository cannot be written. Nothing has changed then.
+    """
+    place = find_place(target)
+    with staging_folder(place.beside) as staging, progress("publishing") as step:
+        options = _stage_options(staging, options_text, place)
+        place = replace(place, options=options) if options_text is not None else place
+        version = staging / "version"
+        path = _stage_version(model, version, place, provenance, step)
+        step(0, "opening the model in another process")
+        subject = Subject(place.name, path, place.folder, without_files(place.options))
+        try:
+            differences, notes = call_apart(_LIMIT_S, _check, subject, place.newest())
+        except ServeError as error:
+            raise invalid_input(error.message.replace(str(path), str(model))) from None
+        if differences and not allow_changed_interface:
+            raise invalid_input(
+                f"{model}: its interface is not that of {place.name}, which clients use: {'; '.join(differences)}; "
+                "--allow-changed-interface publishes it nevertheless"
+            )
+        notes += [f"changed interface: {difference}" for difference in differences]
+        step(0, "writing to the disk")
+        _sync_all(version)
+        try:
+            number = _install_new(staging, place) if place.files is None else _install(staging, place)
+        except OSError as error:
+            if place.files is not None or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        else:
+            return Published(place.name, number, place.folder / str(number), (*notes, *_policy_notes(place, number)))
+    # Another process has made the model meanwhile, so that this is its next version.
+    return publish_version(model, target, provenance, options_text, allow_changed_interface=allow_changed_interface)
+
+
+def _stage_options(staging: Path, text: str | None, place: Place) -> ModelOptions:
+    if text is None:
+        return place.options
+    if place.files is not None and place.files.options is not None and place.files.options.name != OPTIONS_FILE:
+        raise invalid_input(f"{place.name}: expected a {OPTIONS_FILE} to replace, it has {place.files.options.name}")
+    file = staging / OPTIONS_FILE
+    file.write_text(text, encoding="utf-8")
+    sync(file)
+    return load_model_options(file, LoadOptions())
+
+
+def _stage_version(model: Path, version: Path, place: Place, provenance: Provenance, step: Step) -> Path:
+    """Copy all files of the version. Returns the path of its model."""
+    graph = read_model(model)
+    if graph is UNREADABLE:
+        raise invalid_input(f"{model}: expected an ONNX model, it is not one or is truncated")
+    name, companions = place.companions()
+    path = version / name
+    newest = place.newest()
+    copies = {path: model}
+    for other in graph.external_files:
+        if not (path.parent / other).resolve().is_relative_to(version.resolve()):
+            raise invalid_input(f"{model}: expected external data beside the model, got '{other}'")
+        copies[path.parent / other] = model.parent / other
+    if newest is not None:
+        before = place.folder / str(newest.version)
+        copies = {version / companion: before / companion for companion in companions} | copies
+    for place_of, file in copies.items():
+        step(0, f"copying {file.name}")
+        place_of.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(file, place_of)
+        except FileNotFoundError:
+            raise invalid_input(f"{model}: its file {file.name} is missing") from None
+    write_provenance(provenance, version / PROVENANCE_FILE)
+    return path
+
+
+def _check(subject: Subject, served: Subject | None) -> tuple[list[str], list[str]]:
+    """How the interface of a new version differs from that of the served one, and notes. In a process of its own."""
+    notes: list[str] = []
+    opened = _open(subject, notes)
+    signature, dependence = opened.signature, opened.rows.known_dependence
+    del opened  # its weights take memory
+    if served is None:
+        return [], notes
+    try:
+        before = _open(replace(served, options=without_files(served.options)), [])
+    except ServeError as error:
+        return [], [*notes, f"version {served.version} does not open, so its interface was not compared: {error}"]
+    if dependence and not before.rows.known_dependence:
+        notes.append(f"its requests run alone, those of version {served.version} shared batches: {dependence}")
+    return signature_differences(before.signature, signature), notes
+
+
+def _open(subject: Subject, notes: list[str]) -> OpenModel:
+    try:
+        choose_provider(subject.options.execution_providers)
+    except ServeError:
+        notes.append("none of the model's execution providers can be used here: it was opened on the CPU")
+        return open_model(subject, provider="cpu")
+    return open_model(subject)
+
+
+def _install(staging: Path, place: Place) -> int:
+    """Give the version its number and its place. Returns the number."""
+    with _locked(place.folder):
+        number = 1 + max((_recorded(place.folder), *_numbers(place.folder)))
+        _record(staging, number).replace(place.folder / RECORD)
+        (staging / "version").rename(place.folder / str(number))
+        if (staging / OPTIONS_FILE).is_file():
+            (staging / OPTIONS_FILE).replace(place.folder / OPTIONS_FILE)
+        sync(place.folder)
+    return number
+
+
+def _install_new(staging: Path, place: Place) -> int:
+    """Make the model with its first version. Returns its number."""
+    folder = staging / "model"
+    folder.mkdir()
+    _record(folder, 1)
+    (staging / "version").rename(folder / "1")
+    if (staging / OPTIONS_FILE).is_file():
+        (staging / OPTIONS_FILE).rename(folder / OPTIONS_FILE)
+    sync(folder)
+    try:
+        folder.rename(place.folder)
+    except OSError:
+        (folder / "1").rename(staging / "version")
+        raise
+    sync(place.folder.parent)
+    return 1
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other publishers of the model out. The system ends the lock with this process."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Some network file systems cannot lock folders. The rename fails nevertheless if the number is taken.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(entry.name) for entry in folder.iterdir() if VERSION.fullmatch(entry.name)]
+
+
+def _recorded(folder: Path) -> int:
+    try:
+        return int((folder / RECORD).read_text())
+    except FileNotFoundError:
+        return 0
+    except ValueError:
+        raise invalid_input(
+            f"{folder / RECORD}: expected the highest number of a version, got something else"
+        ) from None
+
+
+def _record(folder: Path, number: int) -> Path:
+    file = folder / RECORD
+    file.write_text(f"{number}\n")
+    sync(file)
+    return file
+
+
+def _sync_all(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def _policy_notes(place: Place, number: int) -> list[str]:
+    known = {number, *(place.files.versions if place.files else ())}
+    if number in choose_versions(place.options.version_policy, known):
+        return []
+    return [f"the version_policy of {place.name} does not serve version {number}"]
