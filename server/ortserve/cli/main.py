@@ -28,6 +28,7 @@ commands:
   inspect   show what a model contains, and what limits its speed
   profile   show what each operator of a model costs
   bench     measure latency and throughput of a server or a model
+  tune      search for the options of a model that serve a load best
   doctor    check what this machine, its ONNX Runtime and a server can do
   version   print the versions of ortserve, Python and ONNX Runtime
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return serve.main(arguments)
             case "health":
                 return health.main(arguments)
-            case "inspect" | "profile" | "bench" | "doctor":
+            case "inspect" | "profile" | "bench" | "doctor" | "tune":
                 return run_tool(command, arguments)
             case "version" | "--version":
                 return print_versions(arguments)

@@ -19,6 +19,7 @@ RESULTS: Final[Mapping[str, str]] = {
     "profile": "ProfileResult",
     "bench": "BenchResult",
     "doctor": "DoctorResult",
+    "tune": "TuneResult",
 }
 """The dataclass in the module ``result`` of each command."""
 

@@ -1,3 +1,3 @@
 """``ortserve bench``."""
 
-__all__ = ["statistics"]
+__all__ = ["generator", "generators", "prepare", "samples", "statistics", "target"]

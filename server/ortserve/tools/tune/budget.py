@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Final
 
-_SAFETY: Final = 1.25
+_SAFETY: Final = 1.15
 _SMOOTHING: Final = 0.3
 CONFIRMING_PAIRS: Final = 6
-"""At least, in two pairs of new processes."""
-KEEPING_PAIRS: Final = 3
+"""At least, if there is time: with two processes of each configuration, as memory lies elsewhere in the next one."""
+LEAST_PAIRS: Final = 4
+MOST_PAIRS: Final = 12
+KEEPING_PAIRS: Final = 4
 """To see what one decision gains."""
 
 
@@ -32,6 +34,10 @@ class Budget:
         """Until its end; negative afterwards."""
         return self._limit_s - self.spent_s
 
+    def is_mostly_spent(self, share: float) -> bool:
+        """Whether this share of the time is over."""
+        return self.spent_s > share * self._limit_s
+
     def opened(self, seconds: float) -> None:
         """A configuration was opened."""
         self._open_s += _SMOOTHING * (seconds - self._open_s)
@@ -46,11 +52,19 @@ class Budget:
         return _SAFETY * (processes * self._open_s + pairs * self._pair_s)
 
     def end_s(self, decisions: int) -> float:
-        """What the end of a search takes, with a winner of so many decisions: confirmations, and each left out."""
-        confirm = self.cost_s(4, CONFIRMING_PAIRS)
-        return confirm if decisions <= 1 else 2 * confirm + decisions * self.cost_s(1, KEEPING_PAIRS)
+        """What the end of a search takes, with a winner of so many decisions: its confirmation, and each left out.
 
-    def pairs_within(self, processes: int, least: int, most: int, share: float = 0.5) -> int:
-        """An even number of pairs for a share of the time that is left."""
-        pairs = (share * self.left_s - self.cost_s(processes, 0)) / self.cost_s(0, 1)
-        return int(max(least, min(most, pairs)) // 2 * 2)
+        At most 40 % of all the time: with little of it, the end has fewer processes and pairs.
+        """
+        leave_out = self.cost_s(1 + decisions, decisions * KEEPING_PAIRS) if decisions > 1 else 0.0
+        return min(leave_out + self.cost_s(4, CONFIRMING_PAIRS), 0.4 * self._limit_s)
+
+    def confirmation(self, wanted: int) -> tuple[int, int]:
+        """How many new processes of each configuration a confirmation has, and how many pairs with each.
+
+        As many pairs as are wanted, in the time that is left but a part for the constant rates.
+        """
+        processes = 2 if self.left_s >= self.cost_s(4, CONFIRMING_PAIRS) else 1
+        pairs = (0.75 * self.left_s - self.cost_s(2 * processes, 0)) / self.cost_s(0, processes)
+        least = -(-CONFIRMING_PAIRS // processes) if processes > 1 else LEAST_PAIRS
+        return processes, int(max(least, min(min(wanted, MOST_PAIRS) // processes, pairs)))

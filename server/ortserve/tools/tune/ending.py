@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.errors import ServeError
-from ortserve.tools.tune.budget import CONFIRMING_PAIRS, KEEPING_PAIRS
+from ortserve.tools.tune.budget import CONFIRMING_PAIRS
 from ortserve.tools.tune.loads import steady
-from ortserve.tools.tune.ratios import estimate_ratio, is_confirmed, is_worth_keeping
+from ortserve.tools.tune.ratios import LEAST_GAIN, estimate_ratio, is_confirmed, is_decided, is_worth_keeping
 from ortserve.tools.tune.result import Confirmation, KeyGain
 from ortserve.tools.tune.search import Bench, describe
 from ortserve.tools.tune.sides import Side
 from ortserve.tools.tune.space import Point, changes_of
 
-_PROCESSES: Final = 2
-"""New processes of each configuration in a confirmation: where its memory lies differs from one to the next."""
-_MOST_PAIRS: Final = 16
+_KEEPING_PAIRS: Final = 8
+"""Most, to see what one decision gains."""
+_LEAST_PAIRS: Final = 3
 _STEP: Final = 0.9
 _MOST_STEPS: Final = 6
 
@@ -27,7 +27,7 @@ class Ending:
 
     Attributes:
         point: The best configuration; empty if it was not confirmed.
-        confirmation: Of this point; of the winner, if it was not confirmed.
+        confirmation: Of this point, or of the one that was not confirmed.
         gains: Of each decision of the winner.
     """
 
@@ -37,7 +37,7 @@ class Ending:
 
 
 def end_search(bench: Bench, winner: Point, guess: float) -> Ending:
-    """Confirm the winner, leave out what gains nothing, and confirm what is left.
+    """Leave out the decisions of the winner that gain nothing, and confirm what is left.
 
     Args:
         bench: Of the search; no process of its own is open.
@@ -47,37 +47,35 @@ def end_search(bench: Bench, winner: Point, guess: float) -> Ending:
     Raises:
         ServeError: A configuration that worked in the search fails now.
     """
-    confirmation = confirm(bench, winner, guess)
+    kept, gains = leave_out(bench, winner, guess) if len(winner) > 1 else (winner, ())
+    confirmation = confirm(bench, kept, guess)
     if not is_confirmed(confirmation.ratio):
         return Ending({}, confirmation)
-    if len(winner) == 1:
-        gain = KeyGain(next(iter(winner)), changes_of(bench.space, winner), confirmation.ratio, is_kept=True)
-        return Ending(winner, confirmation, (gain,))
-    kept, gains = leave_out(bench, winner, confirmation.best.throughput_per_s or guess)
-    if kept and kept != winner:
-        again = confirm(bench, kept, guess)
-        if is_confirmed(again.ratio):
-            return Ending(kept, again, gains)
-    restored = tuple(KeyGain(gain.parameter, gain.changes, gain.ratio, is_kept=True) for gain in gains)
-    return Ending(winner, confirmation, restored)
+    if len(kept) == 1:  # the confirmation has left it out, too
+        (name,) = kept
+        gain = KeyGain(name, changes_of(bench.space, kept), confirmation.ratio, is_kept=True)
+        gains = (*(one for one in gains if one.parameter != name), gain)
+    return Ending(kept, confirmation, gains)
 
 
 def confirm(bench: Bench, point: Point, guess: float) -> Confirmation:
     """Compare a configuration with the current one in new processes, for a number of pairs that is set beforehand."""
     changes = changes_of(bench.space, point)
     bench.show(f"confirming {describe(changes)}")
-    pairs = bench.budget.pairs_within(2 * _PROCESSES, CONFIRMING_PAIRS, _MOST_PAIRS)
+    processes, pairs = bench.budget.confirmation(bench.noise.pairs_for(LEAST_GAIN))
     goal, logs, sides = bench.goal, list[float](), list[tuple[Side, Side]]()
     rates: list[float | None] = [None, None]
-    for number in range(_PROCESSES):
+    for number in range(processes):
         with ExitStack() as stack:
-            before, after = (
-                Side(stack.enter_context(closing(bench.open(one))), guess) for one in ({}, changes)
-            )
-            logs += bench.compare(before, after, pairs // _PROCESSES)
+            before = Side(stack.enter_context(closing(bench.open({}))), guess)
+            after = before.beside(stack.enter_context(closing(bench.open(changes))))
+            logs += bench.compare(before, after, pairs)
             sides.append((before, after))
-            is_last = number == _PROCESSES - 1
-            if is_last and goal.rate_per_s is None and bench.budget.left_s > bench.budget.cost_s(0, _MOST_STEPS):
+            if (
+                number == processes - 1
+                and goal.rate_per_s is None
+                and bench.budget.left_s > bench.budget.cost_s(0, _MOST_STEPS)
+            ):
                 bench.show("looking for the constant rates that both sustain")
                 rates = [sustain(bench, side) for side in (before, after)]
     current, best = (
@@ -91,7 +89,7 @@ def sustain(bench: Bench, side: Side) -> float | None:
     """The highest constant rate, stepwise downwards, that keeps the percentile within the bound; None if none did."""
     rate = side.guess
     for _ in range(_MOST_STEPS):
-        reading = side.contender.measure(steady(rate, bench.goal.percentile), len(side.readings))
+        reading = side.contender.measure(steady(rate), len(side.readings))
         if reading.late_share <= 1 - bench.goal.percentile / 100 + 1e-9:
             return rate
         rate *= _STEP
@@ -109,22 +107,24 @@ def leave_out(bench: Bench, winner: Point, guess: float) -> tuple[Point, tuple[K
     budget = bench.budget
     with ExitStack() as stack:
         full = Side(stack.enter_context(closing(bench.open(changes_of(bench.space, kept)))), guess)
-        for name in _least_first(bench, winner):
+        names = _least_first(bench, winner)
+        for number, name in enumerate(names):
             changes = changes_of(bench.space, {name: winner[name]})
             without = {other: number for other, number in kept.items() if other != name}
-            end_s = budget.cost_s(2 * _PROCESSES, CONFIRMING_PAIRS)
-            if not without or budget.left_s < end_s + budget.cost_s(1, KEEPING_PAIRS):
+            share_s = (budget.left_s - budget.cost_s(4, CONFIRMING_PAIRS)) / (len(names) - number)
+            pairs = min(_KEEPING_PAIRS, int((share_s - budget.cost_s(1, 0)) / budget.cost_s(0, 1)))
+            if not without or pairs < _LEAST_PAIRS:
                 gains.append(KeyGain(name, changes, None, is_kept=True))
                 continue
             bench.show(f"leaving out {describe(changes)}")
-            side = Side(stack.enter_context(closing(bench.open(changes_of(bench.space, without)))), guess)
+            side = full.beside(stack.enter_context(closing(bench.open(changes_of(bench.space, without)))))
             try:
-                logs = [-log for log in bench.compare(full, side, KEEPING_PAIRS)]
+                logs = bench.compare(side, full, pairs, is_decided)
             except ServeError:  # the others do not work without it
                 gains.append(KeyGain(name, changes, None, is_kept=True))
                 continue
             is_kept = is_worth_keeping(logs, bench.noise)
-            gains.append(KeyGain(name, changes, estimate_ratio(logs), is_kept))
+            gains.append(KeyGain(name, changes, bench.noise.estimate(logs), is_kept))
             if not is_kept:
                 kept, full = without, side
             else:

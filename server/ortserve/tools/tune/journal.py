@@ -45,7 +45,8 @@ class Journal:
 
     def enqueue(self, point: Point) -> None:
         """Have ``ask`` return this point next, after those that wait already."""
-        self._study.enqueue_trial({parameter.name: point.get(parameter.name, 0) for parameter in self._space})
+        params = {parameter.name: point.get(parameter.name, 0) for parameter in self._space}
+        self._study.enqueue_trial(params, skip_if_exists=not point)
 
     def ask(self) -> tuple[int, Point]:
         """The number of a new trial, and its point: an enqueued one, or what the sampler proposes."""
@@ -109,6 +110,9 @@ def open_journal(
         study = read_study(InMemoryStorage())
         yield Journal(study, space)
         return
+    none = invalid_input(f"--resume: expected the journal of a search in {file}, there is none")
+    if resume and not file.exists():
+        raise none
     with file.open("ab+") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,7 +127,7 @@ def open_journal(
             if resume and study.user_attrs:
                 raise invalid_input(f"--resume: {file} is of another search: model, options, machine or version differ")
             if resume:
-                raise invalid_input(f"--resume: expected the journal of a search in {file}, there is none")
+                raise none
             held.truncate(0)
             study = _load(file)
             study.set_user_attr(_SUBJECT, wanted)

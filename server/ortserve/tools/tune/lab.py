@@ -33,6 +33,10 @@ _WARMUP_S: Final = 0.1
 _PROBE_S: Final = 0.5
 _CALLERS: Final = 8
 _TIMEOUT_S: Final = 10.0
+_RAMP_TIMEOUT_S: Final = 1.0
+"""Or three bounds: what waits at the end of a ramp has been late for long."""
+_OVERLOAD: Final = {"timeout", ErrorKind.OVERLOADED.value, ErrorKind.DEADLINE.value}
+"""Kinds of failures under too high a rate."""
 _LOOK_EVERY: Final = 7
 _OPEN_LIMIT_S: Final = 600.0
 _GPU_BOUND: Final = ErrorBound("relative", 1e-2)
@@ -139,6 +143,7 @@ class ModelProcess:
         self._goal = goal
         self._bound = bound
         self._checks = checks
+        self._is_closed = False
         self._meter: Final = AgreementMeter(list(requests.datatypes))
         self._plan: Final = ModelPlan(subject.name, "batcher", None, None, requests.arrays, requests.rows, subject)
         self._errors: Final = os.memfd_create("errors")
@@ -150,12 +155,9 @@ class ModelProcess:
         try:
             seen = self._run(_CALLERS, None, _PROBE_S)
             answers = sum(chunk.answers for chunk in seen.chunks)
-            self.probed_per_s: Final = answers / _PROBE_S
+            self.probed_per_s: Final = answers / _PROBE_S or 1 / _TIMEOUT_S
             if problem := self._check(seen):
                 raise ServeError(ErrorKind.INTERNAL, problem)
-            if not answers:
-                examples = (text for chunk in seen.chunks for text in chunk.examples.values())
-                raise ServeError(ErrorKind.INTERNAL, next(examples, "no request was answered"))
         except BaseException:
             self.close()
             raise
@@ -166,29 +168,29 @@ class ModelProcess:
         times = np.concatenate([before, _WARMUP_S + offer.times_s(seed)])
         seen = self._run(None, np.asarray(times * 1e9, np.int64), offer.seconds, is_ramp=offer.high > offer.low)
         samples, finished = join(seen.chunks), seen.finished[0]
-        latencies = (samples.done_ns - samples.due_ns) / 1e9
         reading = read(
             offer,
             (samples.due_ns - finished.begin_ns) / 1e9,
-            np.where(samples.is_answered, latencies, np.inf),
+            (samples.done_ns - samples.due_ns) / 1e9,
+            samples.is_answered,
             slo_s=self._goal.slo_s,
             percentile=self._goal.percentile,
             cpu_s=finished.cpu_ns / 1e9,
             memory_nbytes=psutil.Process(self._generators.pids[0]).memory_info().rss,
         )
-        problem = self._check(seen) or reading.problem
-        error = self._meter.result().error("relative")
-        return replace(reading, problem=problem, error=error)
+        problem = self._check(seen)
+        return replace(reading, problem=problem, error=self._meter.result().error("relative"))
 
     def close(self) -> None:
         """As ``Contender.close``."""
-        self._generators.close()
-        os.close(self._errors)
+        if not self._is_closed:
+            self._is_closed = True
+            self._generators.close()
+            os.close(self._errors)
 
-    def _run(
-        self, callers: int | None, times_ns: np.ndarray | None, seconds: float, *, is_ramp: bool = False
-    ) -> Seen:
-        work = Work("model", self._plan, callers, times_ns, _WARMUP_S, seconds, _TIMEOUT_S, _LOOK_EVERY)
+    def _run(self, callers: int | None, times_ns: np.ndarray | None, seconds: float, *, is_ramp: bool = False) -> Seen:
+        timeout_s = max(_RAMP_TIMEOUT_S, 3 * (self._goal.slo_s or _TIMEOUT_S)) if is_ramp else _TIMEOUT_S
+        work = Work("model", self._plan, callers, times_ns, _WARMUP_S, seconds, timeout_s, _LOOK_EVERY)
         wants_more = self._wants_more if is_ramp else lambda seen, elapsed_s: True
         try:
             seen = self._generators.offer([work], wants_more, lambda: None)
@@ -196,7 +198,9 @@ class ModelProcess:
             said = os.pread(self._errors, 2000, max(0, os.fstat(self._errors).st_size - 2000)).decode(errors="replace")
             last = (said.strip().splitlines() or [""])[-1][:300]
             is_dead = error.message.startswith("a generator ended")
-            raise ServeError(error.kind, f"its process ended: {last or 'without a word'}" if is_dead else error.message) from None
+            raise ServeError(
+                error.kind, f"its process ended: {last or 'without a word'}" if is_dead else error.message
+            ) from None
         if seen.is_interrupted:
             raise KeyboardInterrupt
         return seen
@@ -210,8 +214,11 @@ class ModelProcess:
         return len(is_late) < _HOPELESS or not bool(is_late[-_HOPELESS:].all())
 
     def _check(self, seen: Seen) -> str:
-        """How the answers that were looked at differ from the right ones; empty if they do not."""
+        """How answers differ from the right ones, or what failed though there was time; empty if nothing did."""
         requests = self._requests
+        for chunk in seen.chunks:
+            for kind in chunk.failures.keys() - _OVERLOAD:
+                return f"{kind}: {chunk.examples[kind]}"
         for number, body in (one for chunk in seen.chunks for one in chunk.bodies):
             expected = requests.expected[number % len(requests.expected)]
             got = _arrays(body)
@@ -222,7 +229,7 @@ class ModelProcess:
             if self._bound is not None:
                 problem = self._bound.excess(self._meter.result())
             else:
-                problem = difference(self._tensors(expected.values()), self._tensors(got))
+                problem = difference(self._tensors(list(expected.values())), self._tensors(got))
             if problem:
                 return f"wrong outputs: {problem}"
         return ""

@@ -1,8 +1,8 @@
 """Loads of trials, and what a trial reads from them. Pure.
 
-The highest rate within a latency bound is found by one ramp: requests at random, ever faster, from half of the expected rate to
-twice as much. A search by constant rates takes ten loads; a ramp takes one, so that it can be repeated in turn with another
-configuration.
+The highest rate within a latency bound is found by one ramp: requests at random, ever faster, from half of the expected
+rate to twice as much. A search by constant rates takes ten loads; a ramp takes one, so that it can be repeated in turn
+with another configuration.
 """
 
 import math
@@ -63,10 +63,9 @@ def ramp(rate: float, slo_s: float) -> Offer:
     return Offer(rate / RAMP, high, seconds)
 
 
-def steady(rate: float, percentile: float) -> Offer:
-    """A constant rate for long enough to see the percentile, within limits."""
-    wanted = 400 if percentile >= 99 else 150
-    return Offer(rate, rate, min(5.0, max(0.8, wanted / rate)))
+def steady(rate: float) -> Offer:
+    """A constant rate for some hundred requests, within limits of time."""
+    return Offer(rate, rate, min(5.0, max(0.4, 200 / rate)))
 
 
 def sustained_rate(offer: Offer, due_s: np.ndarray, is_good: np.ndarray) -> float:
@@ -98,12 +97,12 @@ class Reading:
         requests: That were sent.
         late_share: Failed, or answered beyond the bound; only failed ones without a bound.
         rate_per_s: Sustained in a ramp; the offered one at a constant rate.
-        p50_ms: Of the answers; of a ramp, of its first half. Infinite without answers.
+        p50_ms: Of the answers; of a ramp, of its first half. Without answers, of the ages of what failed.
         tail_ms: The percentile that was asked for, likewise.
         cpu_ms: Processor time of the process for an answer.
         memory_nbytes: Of the process, after the load.
         error: The largest error of an output so far, relative to the largest element.
-        problem: What makes the configuration unusable: wrong outputs, or no answers; empty if nothing does.
+        problem: What makes the configuration unusable: wrong outputs, or failures; empty if nothing does.
     """
 
     requests: int
@@ -120,7 +119,8 @@ class Reading:
 def read(
     offer: Offer,
     due_s: np.ndarray,
-    latencies_s: np.ndarray,
+    ages_s: np.ndarray,
+    is_answered: np.ndarray,
     *,
     slo_s: float | None,
     percentile: float,
@@ -132,26 +132,25 @@ def read(
     Args:
         offer: The load.
         due_s: When each request was due, ascending.
-        latencies_s: From then to its answer; infinite for failures.
+        ages_s: From then to its answer, or to its failure.
+        is_answered: Whether it was.
         slo_s: The bound.
         percentile: That the bound is for.
         cpu_s: Of the process meanwhile.
         memory_nbytes: Of the process.
     """
-    is_answered = np.isfinite(latencies_s)
-    answers = int(is_answered.sum())
-    is_good = is_answered & (latencies_s <= (math.inf if slo_s is None else slo_s))
+    is_good = is_answered & (ages_s <= (math.inf if slo_s is None else slo_s))
     is_ramp = offer.high > offer.low
-    calm = latencies_s[is_answered & (due_s <= offer.seconds / 2)] if is_ramp else latencies_s[is_answered]
-    calm = calm if len(calm) else latencies_s[is_answered]
-    p50, tail = (np.percentile(calm, [50, percentile]) * 1e3).tolist() if len(calm) else (math.inf, math.inf)
+    answers = ages_s[is_answered]
+    calm = ages_s[is_answered & (due_s <= offer.seconds / 2)] if is_ramp else answers
+    seen = next((ages for ages in (calm, answers, ages_s) if len(ages)), np.zeros(1))
+    p50, tail = (np.percentile(seen, [50, percentile]) * 1e3).tolist()
     return Reading(
         len(due_s),
         1 - float(is_good.mean()) if len(due_s) else 1.0,
         sustained_rate(offer, due_s, is_good) if is_ramp else offer.low,
         p50,
         tail,
-        cpu_s / max(1, answers) * 1e3,
+        cpu_s / max(1, len(answers)) * 1e3,
         memory_nbytes,
-        problem="" if answers else "no request was answered",
     )

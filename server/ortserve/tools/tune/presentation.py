@@ -31,7 +31,7 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
         "rate": load,
         "inputs": result.inputs,
         "machine": result.machine,
-        "trials": len(result.trials),
+        "trials": len(result.trials) - 1,
         "took": f"{result.seconds:.0f} s",
         "current against itself": ratio_text(result.noise),
     }
@@ -58,12 +58,21 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
         note = "With the same configuration. model.yaml chooses versions by version_policy, such as {specific: [2]}."
         blocks.append(Table("Other versions", ["version", "ratio", "error", "made by"], versions, note))
     if has_pictures and (points := [one for one in result.trials if one.figures and one.ratio]):
-        blocks.append(Picture("Trials", _front(points, result), "The line joins those that no other one beats in both."))
+        blocks.append(
+            Picture("Trials", _front(points, result), "The line joins those that no other one beats in both.")
+        )
     rows = [
-        [one.number, describe(one.changes), ratio_text(one.ratio) or one.why, one.state, *_cells(one.figures), _mark(one)]
+        [
+            one.number,
+            describe(one.changes),
+            ratio_text(one.ratio) or one.why,
+            one.state if one.number else "",
+            *_cells(one.figures)[:-1],
+            _mark(one),
+        ]
         for one in result.trials
     ]
-    columns = ["trial", "changes", "ratio", "", "requests /s", "p50 ms", tail, "CPU ms", "memory", "error", "front"]
+    columns = ["trial", "changes", "ratio", "", "requests /s", "p50 ms", tail, "CPU ms", "memory", "front"]
     blocks.append(Table("Trials, against the current configuration in turn", columns, rows, most_rows=15))
     blocks.append(Findings(list(_findings(result))))
     return Report(f"ortserve tune {result.model}", [one for one in blocks if not isinstance(one, Table) or one.rows])

@@ -33,7 +33,7 @@ class Trial:
     """A configuration that was tried.
 
     Attributes:
-        number: In the order of trials.
+        number: In the order of trials; 0 for the current configuration.
         changes: Of keys of model.yaml, against the current configuration.
         state: ``measured``; ``pruned``, when it could be no gain any more; ``failed``, with wrong outputs, above the
             bound, or without a run.
@@ -111,7 +111,7 @@ class Variant:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
     """The best configuration that was found.
 
@@ -127,7 +127,8 @@ class TuneResult:
         machine: Where it ran.
         inputs: Origin of the inputs.
         seconds: That it took.
-        noise: The current configuration against itself, in two processes: what a difference must exceed.
+        noise: The current configuration against itself, in two processes: what a difference must exceed; null if
+            it answers nothing within the bound.
         is_too_noisy: Only large gains could be told from the noise.
         conclusion: In a sentence.
         has_gain: Whether a configuration was confirmed to be better.
@@ -140,7 +141,7 @@ class TuneResult:
         variants: Other versions, with ``--variants``.
     """
 
-    schema: Literal["ortserve.tune/1"]
+    schema: Literal["ortserve.tune/1"] = "ortserve.tune/1"
     version: str
     model: str
     model_version: int | None

@@ -14,11 +14,13 @@ from ortserve.tools.tune.journal import Journal, key_of, point_of
 from ortserve.tools.tune.ratios import LEAST_GAIN, Noise, estimate_ratio, is_hopeless
 from ortserve.tools.tune.result import Trial
 from ortserve.tools.tune.sides import Contender, Goal, Lab, Side, take_pairs
-from ortserve.tools.tune.space import Changes, Parameter, Point, changes_of, joint_points
+from ortserve.tools.tune.space import Changes, Parameter, Point, changes_of, default_point, joint_points
 
 _PAIRS: Final = 4
 """Most of a trial."""
-_FLOOR_PAIRS: Final = 4
+_FLOOR_PAIRS: Final = 3
+_FLOOR_SHARE: Final = 0.25
+"""Of the time: after it, two pairs are enough."""
 _MOST_REPEATED: Final = 30
 """Proposals in a row that were tried already: the sampler has nothing new."""
 _PATIENCE: Final = 20
@@ -36,6 +38,7 @@ class Bench:
         budget: Of time.
         noise: Of all pairs so far.
         show: Gets a line about now.
+        most_trials: In all, without that of the current configuration.
     """
 
     lab: Lab
@@ -44,6 +47,7 @@ class Bench:
     budget: Budget
     noise: Noise
     show: Callable[[str], object]
+    most_trials: int = 10_000
 
     def open(self, changes: Changes, version: int | None = None) -> Contender:
         """Open a configuration, and learn how long that takes. Raises ServeError."""
@@ -52,23 +56,36 @@ class Bench:
         self.budget.opened(self.budget.spent_s - began_s)
         return contender
 
-    def compare(self, one: Side, other: Side, count: int, *, stops_early: bool = False) -> list[float]:
-        """Pairs of two sides; their noise and duration are learned. Raises ServeError."""
+    def compare(
+        self, one: Side, other: Side, count: int, is_enough: Callable[[list[float], Noise], bool] | None = None
+    ) -> list[float]:
+        """Pairs of two sides, at most so many; their noise and duration are learned. Raises ServeError."""
         began_s, rounds = self.budget.spent_s, len(one.readings)
-        enough = (lambda logs: is_hopeless(logs, self.noise)) if stops_early else (lambda logs: False)
+        stop = (lambda logs: False) if is_enough is None else (lambda logs: is_enough(logs, self.noise))
         try:
-            logs = take_pairs(one, other, self.goal, count, enough)
+            logs = take_pairs(one, other, self.goal, count, stop)
         finally:
             self.budget.measured(self.budget.spent_s - began_s, len(one.readings) - rounds)
         self.noise.learn(logs)
         return logs
 
 
-def measure_floor(bench: Bench, current: Side) -> Estimate:
-    """The current configuration against itself, in another process: what a difference must exceed. Raises ServeError."""
+def measure_floor(bench: Bench, current: Side) -> Estimate | None:
+    """The current configuration against itself, in two processes: what a difference must exceed.
+
+    Returns:
+        The ratio; None if no request is answered within the bound, so that there is nothing to compare.
+
+    Raises:
+        ServeError: It does not run.
+    """
     bench.show("measuring the noise of this machine")
+    current.measure(bench.goal, 0, may_fall=True)
+    if current.readings.pop().late_share == 1:
+        return None
     with closing(bench.open({})) as twin:
-        return estimate_ratio(bench.compare(current, Side(twin, current.guess), _FLOOR_PAIRS))
+        is_enough = lambda logs, _: len(logs) > 1 and bench.budget.is_mostly_spent(_FLOOR_SHARE)  # noqa: E731
+        return estimate_ratio(bench.compare(current, current.beside(twin), _FLOOR_PAIRS, is_enough))
 
 
 class Search:
@@ -83,6 +100,7 @@ class Search:
 
     def run(self) -> Point | None:
         """Search; returns the best point, None if no trial was better than the current configuration."""
+        self._enter_current()
         for point in self._coordinates():
             if not self._has_time():
                 return self._winner()
@@ -92,10 +110,8 @@ class Search:
         while self._has_time() and repeated < _MOST_REPEATED and lost < _PATIENCE:
             _, point = self._journal.ask()
             known = self._journal.trials.get(key_of(point))
-            if known is not None or not point:
+            if known is not None:
                 repeated += 1
-                if known is None:
-                    known = Trial(0, {}, "measured", "", Estimate(1.0), 0, None)
                 self._journal.tell(point, known, math.log(known.ratio.value) if known.ratio else None)
                 continue
             repeated = 0
@@ -105,9 +121,21 @@ class Search:
                 lost += 1
         return self._winner()
 
+    def _enter_current(self) -> None:
+        """The current configuration is the first trial: what the sampler starts from, and a point of the picture."""
+        if key_of({}) not in self._journal.trials:
+            self._journal.enqueue({})
+            self._journal.ask()
+            readings = self._current.readings
+            figures = self._current.figures(self._bench.goal) if readings else None
+            trial = Trial(0, {}, "measured", "", Estimate(1.0, 1.0, 1.0), 0, figures)
+            self._journal.tell({}, trial, 0.0)
+
     def _coordinates(self) -> Iterator[Point]:
         """One changed parameter after the other, on top of what was better so far."""
         space = self._bench.space
+        if defaults := default_point(space):
+            yield defaults
         for parameter in space:
             for number in range(1, len(parameter.choices)):
                 yield {**self._best, parameter.name: number}
@@ -117,7 +145,9 @@ class Search:
 
     def _has_time(self) -> bool:
         budget = self._bench.budget
-        return budget.left_s > budget.end_s(len(self._best) + 1) + budget.cost_s(1, 2)
+        if len(self._journal.trials) > self._bench.most_trials:
+            return False
+        return budget.left_s > budget.end_s(len(self._winner() or ())) + budget.cost_s(1, 2)
 
     def _find(self, point: Point) -> Trial:
         """The trial of a point: from the journal, or new."""
@@ -135,24 +165,25 @@ class Search:
         """Try the point that was asked, and write what it is."""
         bench, current = self._bench, self._current
         changes = changes_of(bench.space, point)
-        number = len(self._journal.trials) + 1
+        number = len(self._journal.trials)
         bench.show(f"trial {number}: {describe(changes)}")
         before = len(current.readings)
         logs: list[float] = []
         figures = None
         try:
             with closing(bench.open(changes)) as contender:
-                side = Side(contender, current.guess)
-                logs = bench.compare(current, side, _PAIRS, stops_early=True)
+                side = current.beside(contender)
+                logs = bench.compare(current, side, _PAIRS, is_hopeless)
                 figures = side.figures(bench.goal)
                 why = bench.goal.misses(side.readings, current.readings[before:])
         except ServeError as error:
             why = error.message
         if why:
             trial = Trial(number, changes, "failed", why, None, len(logs), figures)
+        elif len(logs) < _PAIRS:
+            trial = Trial(number, changes, "pruned", "", bench.noise.estimate(logs), len(logs), figures)
         else:
-            state = "pruned" if len(logs) < _PAIRS else "measured"
-            trial = Trial(number, changes, state, "", estimate_ratio(logs), len(logs), figures)
+            trial = Trial(number, changes, "measured", "", bench.noise.estimate(logs), len(logs), figures)
         self._journal.tell(point, trial, None if why else sum(logs) / len(logs))
         return trial
 
@@ -169,10 +200,13 @@ class Search:
         return math.log(trial.ratio.value) - self._bench.noise.spread / math.sqrt(max(1, trial.pairs))
 
     def _winner(self) -> Point | None:
-        """The point of the best trial, with its noise counted against it."""
-        trials = self._journal.trials
-        key = max(trials, key=lambda one: self._low(trials[one]), default=None)
-        return point_of(key) if key is not None and self._low(trials[key]) > 0 else None
+        """The point of the best trial; of those that may be as good, of the one that changes least."""
+        good = {key: trial for key, trial in self._journal.trials.items() if self._low(trial) > 0}
+        if not good:
+            return None
+        least = max(map(self._low, good.values()))
+        equal = [key for key, trial in good.items() if trial.ratio and math.log(trial.ratio.value) >= least]
+        return point_of(min(equal, key=lambda key: (len(point_of(key)), -self._low(good[key]))))
 
 
 def describe(changes: Changes) -> str:

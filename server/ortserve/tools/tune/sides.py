@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final, Literal, Protocol, TypeAlias
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.tune.loads import EDGE, Offer, Reading, ramp, steady
+from ortserve.tools.tune.loads import EDGE, RAMP, Offer, Reading, ramp, steady
 from ortserve.tools.tune.result import Figures
 from ortserve.tools.tune.space import Changes
 
@@ -20,14 +20,23 @@ _LEAST_RATE: Final = 0.2
 
 
 class Contender(Protocol):
-    """A configuration of the model that is ready for loads, in a process of its own."""
+    """A configuration of the model that is ready for loads, in a process of its own.
+
+    Attributes:
+        probed_per_s: Answers per second to a few callers that wait for each, when it was opened.
+    """
+
+    @property
+    def probed_per_s(self) -> float:
+        """As above."""
+        ...
 
     def measure(self, offer: Offer, seed: int) -> Reading:
         """Offer a load and wait for its end. Raises ServeError if the process ended."""
         ...
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; nothing if it was."""
         ...
 
 
@@ -78,15 +87,17 @@ class Goal:
                 return 1 / max(1, reading.memory_nbytes)
 
     def misses(self, candidate: Sequence[Reading], current: Sequence[Reading]) -> str:
-        """How a candidate misses the bound at the constant rate, more than the current configuration does; or empty."""
+        """How a candidate misses the bound at the constant rate, more than the current configuration does; or empty.
+
+        Half of the rounds decide: one stall of the machine says nothing against a candidate.
+        """
         if self.slo_s is None or self.rate_per_s is None:
             return ""
-        requests = sum(reading.requests for reading in candidate)
-        late, usual = (sum(one.late_share * one.requests for one in side) for side in (candidate, current))
-        share = max(1 - self.percentile / 100, usual / max(1, sum(one.requests for one in current)))
-        if late / max(1, requests) <= share + 2 * math.sqrt(share / max(1, requests)):
+        late, usual = (median(reading.late_share for reading in side) for side in (candidate, current))
+        allowed = max(1 - self.percentile / 100, usual)
+        if late <= allowed + 2 * math.sqrt(allowed / max(1, sum(reading.requests for reading in candidate))):
             return ""
-        return f"{late / max(1, requests):.1%} of requests take longer than {self.slo_s * 1e3:g} ms"
+        return f"{late:.1%} of requests take longer than {self.slo_s * 1e3:g} ms"
 
 
 @dataclass(slots=True)
@@ -102,6 +113,11 @@ class Side:
     contender: Contender
     guess: float
     readings: list[Reading] = field(default_factory=list)
+
+    def beside(self, other: Contender) -> "Side":
+        """A side for another contender. If it is much faster or slower for few callers, so is the expected rate."""
+        factor = other.probed_per_s / self.contender.probed_per_s
+        return Side(other, self.guess * (1.0 if 1 / RAMP < factor < RAMP else factor))
 
     def measure(self, goal: Goal, seed: int, *, may_fall: bool = False) -> float:
         """One round: the logarithm of the figure.
@@ -132,7 +148,7 @@ class Side:
     def offer(self, goal: Goal) -> Offer:
         """The load of the next round."""
         if goal.rate_per_s is not None:
-            return steady(goal.rate_per_s, goal.percentile)
+            return steady(goal.rate_per_s)
         return ramp(self.guess, goal.slo_s or 0.0)
 
     def figures(self, goal: Goal) -> Figures:

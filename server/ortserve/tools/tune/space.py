@@ -70,11 +70,13 @@ Point: TypeAlias = Mapping[str, int]
 
 def make_space(options: ModelOptions, facts: Facts, objective: str) -> tuple[Parameter, ...]:
     """The parameters that have a choice, those that usually matter first."""
-    found = {
+    found: dict[str, Sequence[Changes]] = {
         "providers": _providers(facts),
         "replay": [{"graph_replay": value} for value in (True, False) if facts.offered],
         "threads": _threads(options, facts),
-        "spinning": _spinning() if facts.processors > 1 else [{"session.spinning": False, _SPIN_DURATION: _NO_DURATION}],
+        "spinning": _spinning()
+        if facts.processors > 1
+        else [{"session.spinning": False, _SPIN_DURATION: _NO_DURATION}],
         "instances": [{"instances": n} for n in dict.fromkeys((1, 2, min(facts.processors, _MOST_INSTANCES)))],
         "max_rows": [{"max_rows": rows} for rows in (None, *_ROWS) if facts.is_batched],
         "delay": [{"queue_delay_s": s} for s in (0.0, *_DELAYS_S) if facts.is_batched and _fits(s, facts.slo_s)],
@@ -99,6 +101,17 @@ def make_space(options: ModelOptions, facts: Facts, objective: str) -> tuple[Par
         Parameter(name, _choices(options, found[name])) for name in dict.fromkeys((*first, *found)) if found[name]
     )
     return tuple(parameter for parameter in parameters if len(parameter.choices) > 1)
+
+
+def default_point(space: Sequence[Parameter]) -> Point:
+    """The point that sets all to the defaults; empty if all are. A bad value is often one that was set."""
+    defaults = ModelOptions()
+    return {
+        parameter.name: number
+        for parameter in space
+        for number, choice in enumerate(parameter.choices)
+        if choice and all(value == value_of(defaults, key) for key, value in choice.items())
+    }
 
 
 def joint_points(space: Sequence[Parameter]) -> list[Point]:

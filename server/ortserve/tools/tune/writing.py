@@ -104,7 +104,9 @@ def write_options(file: Path, changes: Changes, comments: Mapping[str, str], exp
         staged = folder / target.name
         staged.write_text(edit_text(old, changes, comments), encoding="utf-8")
         if load_model_options(staged, LoadOptions()) != expected:
-            raise ServeError(ErrorKind.INTERNAL, f"{file.name}: the edited file would not have the options, so it stays")
+            raise ServeError(
+                ErrorKind.INTERNAL, f"{file.name}: the edited file would not have the options, so it stays"
+            )
         if target.exists():
             shutil.copymode(target, staged)
         else:
