@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ortserve.config.session import SessionSettings
-from ortserve.core.signature import ModelSignature
+from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.process_limits import cpu_budget, intra_op_threads
@@ -55,10 +55,15 @@ class OpenModel:
 
     def for_model(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Arrays with their rows on axis 0 in the model's own form: contiguous, with the rows where it has them."""
-        moved = (
-            array if spec.batch_axis in (None, 0) or is_absent(array) else np.moveaxis(array, 0, spec.batch_axis)
-            for spec, array in zip(self.signature.inputs, arrays, strict=True)
-        )
+        is_batched = self.signature.is_batched
+
+        def move(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
+            if is_absent(array) or not spec.batch_axis:
+                is_whole = is_batched and spec.batch_axis is None and not is_absent(array)
+                return array[0] if is_whole else array  # the same for all rows
+            return np.moveaxis(array, 0, spec.batch_axis)
+
+        moved = (move(*pair) for pair in zip(self.signature.inputs, arrays, strict=True))
         return [np.ascontiguousarray(array) if array.ndim else array for array in moved]
 
 

@@ -23,6 +23,7 @@ RESULTS: Final[Mapping[str, str]] = {
     "publish": "PublishResult",
     "quantize": "QuantizeResult",
     "optimize": "OptimizeResult",
+    "tune": "TuneResult",
 }
 """The dataclass in the module ``result`` of each command."""
 

@@ -6,6 +6,7 @@ __all__ = [
     "capture_trial",
     "coordination",
     "inputs",
+    "interface",
     "loaded_model",
     "pipeline",
     "row_axes",

@@ -1,3 +1,3 @@
 """``ortserve bench``."""
 
-__all__ = ["encoding", "statistics"]
+__all__ = ["encoding", "generator", "generators", "prepare", "samples", "statistics", "target"]

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _CHUNK_S: Final = 0.25
 _PAUSE_S: Final = 0.1
 """Of a caller whose connection failed, before it tries again."""
-_LOOK_EVERY: Final = 37
-"""Each so many answers one is looked at: coprime with the number of different inputs, so that all have their turn."""
+LOOK_EVERY: Final = 37
+"""Coprime with the number of different inputs, so that all have their turn."""
 STOP: Final = "stop"
 READY: Final = "ready"
 
@@ -50,6 +50,7 @@ class Work:
         warmup_s: Not measured.
         seconds: Measured afterwards.
         timeout_s: For an answer.
+        look_every: Each so many answers one is looked at.
     """
 
     key: str
@@ -59,6 +60,7 @@ class Work:
     warmup_s: float
     seconds: float
     timeout_s: float
+    look_every: int = LOOK_EVERY
 
     def times(self, start_ns: int) -> tuple[int, int, list[int]]:
         """When the measured time begins and ends, and when requests of an open loop are due."""
@@ -230,7 +232,7 @@ class LoopDriver:
         number = next(self._number)
         self._under_way += 1
         now_ns = due_ns if self._work.callers else monotonic_ns()
-        self._target.send(Ticket(number, due_ns, now_ns, number % _LOOK_EVERY == 0))
+        self._target.send(Ticket(number, due_ns, now_ns, number % self._work.look_every == 0))
 
     def _send_due(self) -> None:
         """Send all requests that are due, and set the timer for the next one."""
@@ -269,7 +271,7 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
             try:
                 read = run(number)
                 done_ns = monotonic_ns()
-                body = read() if number % _LOOK_EVERY == 0 else None
+                body = read() if number % work.look_every == 0 else None
             except ServeError as error:
                 with lock:
                     recorder.failed(ticket, monotonic_ns(), error.kind.value, error.message)

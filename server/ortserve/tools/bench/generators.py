@@ -41,23 +41,41 @@ class Seen:
 class Generators:
     """Processes that stay for several works. Use as a context manager."""
 
-    def __init__(self, count: int) -> None:
-        """``count`` is at least 1."""
+    def __init__(self, count: int, *, errors: int | None = None, open_limit_s: float | None = None) -> None:
+        """Start them.
+
+        Args:
+            count: At least 1.
+            errors: A file for what they and their libraries say; None for standard error.
+            open_limit_s: For targets to open; None for no limit.
+        """
         self.count: Final = count
+        self._open_limit_s = open_limit_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         for _ in range(count):
             ours, theirs = socket.socketpair()
             with theirs:
                 command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
-                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL)  # noqa: S603 - ours
+                process = subprocess.Popen(  # noqa: S603 - ours
+                    command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=errors
+                )
                 self._processes.append(process)
             self._pipes.append(Connection(ours.detach()))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes."""
+        return [process.pid for process in self._processes]
 
     def __enter__(self) -> "Generators":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes; a load that goes on is cut off."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -117,6 +135,9 @@ class Generators:
         for pipe, work in zip(self._pipes, works, strict=True):
             with _watching():
                 pipe.send(work)
+        for pipe in self._pipes if self._open_limit_s is not None else ():
+            if not pipe.poll(self._open_limit_s):
+                raise ServeError(ErrorKind.INTERNAL, f"it did not open within {self._open_limit_s:g} s")
         for answer in [_receive(pipe) for pipe in self._pipes]:
             if isinstance(answer, Problem):
                 self._tell(STOP)  # those that could open theirs wait for the start

@@ -94,7 +94,7 @@ class BatcherTarget(Target):
     async def open(self, count: int) -> None:
         """As ``Target.open``; loads and warms up the model."""
         if self._served is None:
-            plan, subject = self._plan, find_model(self._plan.model)
+            plan, subject = self._plan, self._plan.subject or find_model(self._plan.model)
             chosen = {"execution_providers": plan.provider and [plan.provider], "intra_op_threads": plan.threads}
             options = subject.options.model_copy(update={name: value for name, value in chosen.items() if value})
             load = partial(load_model, subject.path, subject.name, options, monotonic_ns, subject.folder)

@@ -13,11 +13,13 @@ import numpy as np
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor
 from ortserve.core.batch import Arrays
-from ortserve.core.signature import ModelSignature
-from ortserve.core.tensor import Tensor, agree, describe_difference
+from ortserve.core.conversion import Reshape
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import Tensor, agree, describe_difference, is_absent
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
+from ortserve.registry.load.interface import Interface, resolve_interface
 from ortserve.tools.address import Address
 from ortserve.tools.bench.encoding import (
     Encoded,
@@ -146,10 +148,16 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
         ServeError: The model, its inputs or the batch are wrong.
     """
     model = open_model(find_model(target), provider=settings.provider, threads=settings.threads)
-    inputs, arrays = _inputs(model.signature, target, batch, settings, lambda one: _bare_run(model, one))
+    inputs, arrays = _inputs(model.signature, target, batch, settings, lambda one: bare_run(model, one))
+    expected = [bare_run(model, one) for one in arrays]
+    signature = model.signature
+    if way == "batcher":
+        interface = resolve_interface(model.subject.options, signature)
+        signature = interface.client
+        arrays = tuple(as_clients_send(model, interface, one) for one in arrays)
+        expected = [as_clients_see(interface, outputs) for outputs in expected]
     plan = ModelPlan(target, way, settings.provider, settings.threads, arrays, batch)
-    expected = [_bare_run(model, one) for one in arrays]
-    read = lambda _, outputs: _named(model.signature, outputs)  # noqa: E731
+    read = lambda _, outputs: _named(signature, outputs)  # noqa: E731
     return Prepared(target, way, "", batch, plan, inputs.origin, expected, "bare runs", read)
 
 
@@ -183,7 +191,7 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
     if settings.compare_outputs:
         source = settings.compare_outputs
         reference = open_model(find_model(source))
-        expected = [_common(_bare_run(reference, one), came) for one, came in zip(arrays, answers, strict=True)]
+        expected = [_common(bare_run(reference, one), came) for one, came in zip(arrays, answers, strict=True)]
         for wanted, came in zip(expected, answers, strict=True):
             if problem := difference(wanted, came):
                 raise ServeError(ErrorKind.INTERNAL, f"{address.url}: not the outputs of {source}: {problem}")
@@ -205,7 +213,7 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
 def _inputs(
     signature: ModelSignature, name: str, batch: int, settings: Settings, run: Callable[[Arrays], Any]
 ) -> tuple[Inputs, tuple[Arrays, ...]]:
-    """Different inputs, as many as fit the memory."""
+    """The choice of inputs, and those of each request."""
     if batch > 1 and not signature.is_batched:
         raise invalid_input(f"--batch: expected 1 for '{name}', got {batch}: {signature.unbatched_because}")
     inputs: Inputs = (
@@ -213,12 +221,38 @@ def _inputs(
         if settings.free_dim is None or settings.inputs
         else SyntheticInputs(InputGenerator(signature, None, free_dim=settings.free_dim))
     )
+    return inputs, take_inputs(inputs, batch)
+
+
+def take_inputs(inputs: Inputs, batch: int) -> tuple[Arrays, ...]:
+    """Different inputs of so many rows, as many as fit the memory."""
     first = inputs.take(batch, 0)
     count = max(1, min(_MOST_INPUTS, _MOST_BYTES // max(1, sum(array.nbytes for array in first))))
-    return inputs, (first, *(inputs.take(batch, number) for number in range(1, count)))
+    return first, *(inputs.take(batch, number) for number in range(1, count))
 
 
-def _bare_run(model: OpenModel, arrays: Arrays) -> Outputs:
+def as_clients_send(model: OpenModel, interface: Interface, arrays: Arrays) -> Arrays:
+    """Inputs with their rows on axis 0 as a request has them: in the order and shapes of the interface."""
+    names = [spec.name for spec in model.signature.inputs]
+    own = dict(zip(names, model.for_model(arrays), strict=True))
+    pairs = zip(interface.model.inputs, interface.client.inputs, strict=True)
+    return tuple(_reshaped(own[spec.name], spec, seen) for spec, seen in pairs)
+
+
+def as_clients_see(interface: Interface, outputs: Outputs) -> Outputs:
+    """Outputs of a bare run as an answer has them."""
+    pairs = zip(interface.model.outputs, interface.client.outputs, strict=True)
+    arrays = {spec.name: _reshaped(outputs[spec.name].array, spec, seen) for spec, seen in pairs}
+    return {name: Tensor(name, outputs[name].datatype, array) for name, array in arrays.items()}
+
+
+def _reshaped(array: np.ndarray, own: TensorSpec, seen: TensorSpec) -> np.ndarray:
+    if own.shape == seen.shape or is_absent(array):
+        return array
+    return Reshape(own.shape[own.leading :], seen.shape[seen.leading :], own.leading).apply(array)
+
+
+def bare_run(model: OpenModel, arrays: Arrays) -> Outputs:
     try:
         return _named(model.signature, model.runner().run(model.for_model(arrays)))
     except ORT_ERRORS as error:

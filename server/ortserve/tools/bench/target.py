@@ -2,11 +2,14 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from ortserve.core.batch import Arrays
 from ortserve.tools.address import Address
 from ortserve.tools.bench.samples import Ticket
+
+if TYPE_CHECKING:
+    from ortserve.tools.subject import Subject
 
 WAYS: Final = ("run", "bound", "batcher")
 
@@ -37,8 +40,10 @@ class ModelPlan:
         way: One of ``WAYS``.
         provider: The only execution provider to use; None for the configured ones.
         threads: Of a run; None for the configured ones.
-        inputs: Of each run, in the order of the signature, with their rows on axis 0.
+        inputs: Of each run, in the order of the signature, with their rows on axis 0; for the batcher, as clients send
+            them.
         rows: Of each run.
+        subject: Measured instead of what ``model`` names: with other options, or a version that is not served.
     """
 
     model: str
@@ -47,6 +52,7 @@ class ModelPlan:
     threads: int | None
     inputs: tuple[Arrays, ...]
     rows: int
+    subject: "Subject | None" = None
 
 
 Plan: TypeAlias = ServerPlan | ModelPlan

@@ -1,0 +1,119 @@
+"""Does ``ortserve tune`` match or beat the defaults on unlike models?
+
+    python loadtests/tune_gains.py [--minutes 10] [--models digits,gru]
+
+Level: a model behind the server's batcher, in one process with its load. Expected: no model is worse than with the
+defaults; models whose operators are small gain from fewer threads or instances, large ones hardly anything.
+
+Each model begins without a ``model.yaml``. After the search, new processes with the defaults and with what was written
+take turns once more, apart from the search's own confirmation. Outputs are compared in every load. Run nothing else.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from gpu_models import encoder, residual
+from harness import circumstances, table
+from ortserve.tools.apart import call_apart
+from ortserve.tools.subject import find_model
+from ortserve.tools.tune.lab import ProcessLab, prepare_requests
+from ortserve.tools.tune.presentation import ratio_text
+from ortserve.tools.tune.ratios import estimate_ratio
+from ortserve.tools.tune.search import describe
+from ortserve.tools.tune.sides import Goal, Side, take_pairs
+
+ROOT: Final = Path(__file__).parents[1]
+CORPUS: Final = ROOT / "tests" / "rows" / "corpus"
+RESULTS: Final = Path(__file__).parent / "results" / "tune_gains.md"
+PAIRS: Final = 10
+SLO_MS: Final = {"digits": 20, "encoder": 100, "residual": 200, "gru": 20, "trees": 20, "words": 20}
+"""Each model with the bound of its 99th percentile."""
+
+
+def make_model(name: str, repository: Path) -> Path:
+    """Put a model into a repository; returns its folder."""
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    file = folder / "1" / "model.onnx"
+    match name:
+        case "digits":
+            shutil.copy(ROOT / "server" / "ortserve" / "example" / "repository" / "digits" / "1" / "model.onnx", file)
+        case "encoder":
+            encoder(file, layers=6, hidden=384, heads=12, length=32)
+        case "residual":
+            residual(file, blocks=(2, 2, 2, 2), width=32)
+        case _:
+            source = {"gru": "torch_gru_with_lengths", "trees": "xgboost_classifier", "words": "sklearn_words"}[name]
+            shutil.copy(CORPUS / f"{source}.onnx", file)
+    return folder
+
+
+def tune(folder: Path, slo_ms: float, minutes: float) -> dict[str, Any]:
+    """Run the command as a user would; returns its result."""
+    command = [sys.executable, "-m", "ortserve", "tune", str(folder), "--slo", f"{slo_ms}ms", "--json"]
+    limit_s = 90 * minutes + 120
+    done = subprocess.run(
+        [*command, "--max-minutes", str(minutes)], check=True, timeout=limit_s, stdout=subprocess.PIPE, text=True
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def check(default: Path, tuned: Path, slo_ms: float) -> str:
+    """New processes with the defaults and with the result, in turn: the ratio of their sustained rates."""
+    goal = Goal("throughput", slo_ms / 1e3, 99.0)
+    requests = call_apart(600, prepare_requests, find_model(str(default)), None, 1)
+    one, other = (ProcessLab(find_model(str(folder)), requests, goal, None).open({}) for folder in (default, tuned))
+    try:
+        before = Side(one, one.probed_per_s)
+        ratio = estimate_ratio(take_pairs(before, before.beside(other), goal, PAIRS))
+        return ratio_text(ratio) or ""
+    finally:
+        one.close()
+        other.close()
+
+
+def main() -> None:
+    """Write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="for each search")
+    parser.add_argument("--models", default=",".join(SLO_MS), help="of the names in this file")
+    given = parser.parse_args()
+    rows: list[list[str]] = []
+    for name in given.models.split(","):
+        with TemporaryDirectory() as scratch:
+            tuned = make_model(name, Path(scratch) / "tuned")
+            default = Path(shutil.copytree(tuned, Path(scratch) / "default" / name))
+            result = tune(tuned, SLO_MS[name], given.minutes)
+            kept = [gain for gain in result["gains"] if gain["is_kept"]]
+            keys = "; ".join(describe(gain["changes"]) for gain in kept) if result["written"] else "nothing"
+            found = result["confirmation"]["ratio"] if result["confirmation"] else None
+            confirmed = f"{found['value']:.2f} ({found['low']:.2f} to {found['high']:.2f})" if found else "-"
+            noise = result["noise"] or {"low": 0.0, "high": 0.0}
+            again = check(default, tuned, SLO_MS[name]) if result["written"] else "the same configuration"
+            floor = f"{noise['low']:.2f} to {noise['high']:.2f}"
+            rows.append([name, str(SLO_MS[name]), str(len(result["trials"])), floor, keys, confirmed, again])
+            print(" | ".join(rows[-1]), flush=True)
+    columns = ["model", "p99 within ms", "trials", "defaults against themselves", "written", "confirmed", "once more"]
+    text = [
+        "# What tune gains over the defaults",
+        "",
+        circumstances(),
+        "",
+        f"{given.minutes:g} minutes for each model. Ratios of the rates that are sustained within the bound, with 95 %",
+        "intervals: of the search's own confirmation, and of a run of new processes in turn afterwards.",
+        "",
+        table(columns, rows),
+        "",
+    ]
+    RESULTS.write_text("\n".join(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

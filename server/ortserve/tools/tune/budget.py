@@ -1,0 +1,70 @@
+"""The time of a search, and what must be left of it for the end."""
+
+from collections.abc import Callable
+from typing import Final
+
+_SAFETY: Final = 1.15
+_SMOOTHING: Final = 0.3
+CONFIRMING_PAIRS: Final = 6
+"""At least, if there is time: with two processes of each configuration, as memory lies elsewhere in the next one."""
+LEAST_PAIRS: Final = 4
+MOST_PAIRS: Final = 12
+KEEPING_PAIRS: Final = 4
+"""To see what one decision gains."""
+
+
+class Budget:
+    """Learns how long it takes to open a configuration and to measure a pair of rounds."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
+        """``clock`` counts seconds; the budget begins now."""
+        self._clock = clock
+        self._began_s = clock()
+        self._limit_s: Final = limit_s
+        self._open_s = 3.0
+        self._pair_s = 2.5
+
+    @property
+    def spent_s(self) -> float:
+        """Since it began."""
+        return self._clock() - self._began_s
+
+    @property
+    def left_s(self) -> float:
+        """Until its end; negative afterwards."""
+        return self._limit_s - self.spent_s
+
+    def is_mostly_spent(self, share: float) -> bool:
+        """Whether this share of the time is over."""
+        return self.spent_s > share * self._limit_s
+
+    def opened(self, seconds: float) -> None:
+        """A configuration was opened."""
+        self._open_s += _SMOOTHING * (seconds - self._open_s)
+
+    def measured(self, seconds: float, pairs: int) -> None:
+        """Pairs of rounds were measured."""
+        if pairs:
+            self._pair_s += _SMOOTHING * (seconds / pairs - self._pair_s)
+
+    def cost_s(self, processes: int, pairs: int) -> float:
+        """What so many new processes and pairs take, with some reserve."""
+        return _SAFETY * (processes * self._open_s + pairs * self._pair_s)
+
+    def end_s(self, decisions: int) -> float:
+        """What the end of a search takes, with a winner of so many decisions: its confirmation, and each left out.
+
+        At most 40 % of all the time: with little of it, the end has fewer processes and pairs.
+        """
+        leave_out = self.cost_s(1 + decisions, decisions * KEEPING_PAIRS) if decisions > 1 else 0.0
+        return min(leave_out + self.cost_s(4, CONFIRMING_PAIRS), 0.4 * self._limit_s)
+
+    def confirmation(self, wanted: int) -> tuple[int, int]:
+        """How many new processes of each configuration a confirmation has, and how many pairs with each.
+
+        As many pairs as are wanted, in the time that is left but a part for the constant rates.
+        """
+        processes = 2 if self.left_s >= self.cost_s(4, CONFIRMING_PAIRS) else 1
+        pairs = (0.75 * self.left_s - self.cost_s(2 * processes, 0)) / self.cost_s(0, processes)
+        least = -(-CONFIRMING_PAIRS // processes) if processes > 1 else LEAST_PAIRS
+        return processes, int(max(least, min(min(wanted, MOST_PAIRS) // processes, pairs)))

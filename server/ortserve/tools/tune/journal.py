@@ -1,0 +1,149 @@
+"""The journal of a search: all trials in a file, so that a search that was ended goes on where it was."""
+
+import fcntl
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import optuna
+from optuna.storages import InMemoryStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+from pydantic import TypeAdapter
+
+from ortserve.errors import invalid_input
+from ortserve.tools.tune.result import Trial
+from ortserve.tools.tune.space import Parameter, Point
+
+_SUBJECT: Final = "subject"
+_TRIAL: Final = "trial"
+_SEED: Final = 1
+_RANDOM_TRIALS: Final = 6
+"""Before the sampler learns from earlier ones; those that are chosen count, too."""
+
+
+class Journal:
+    """The trials of one search. Not for several processes at a time."""
+
+    def __init__(self, study: optuna.Study, space: Sequence[Parameter]) -> None:
+        """Go on with a study: trials that were cut off count as failed, and are asked again first."""
+        self._study = study
+        self._space = space
+        self._asked: optuna.Trial | None = None
+        self.trials: Final[dict[str, Trial]] = {}
+        """By the choices of their points, as ``key_of`` gives them."""
+        for one in study.get_trials(deepcopy=False):
+            if one.state is TrialState.RUNNING:
+                study.tell(one.number, state=TrialState.FAIL)
+                study.enqueue_trial(one.params, skip_if_exists=False)
+            elif text := one.user_attrs.get(_TRIAL):
+                self.trials[key_of(self._point(one.params))] = TypeAdapter(Trial).validate_json(text)
+
+    def enqueue(self, point: Point) -> None:
+        """Have ``ask`` return this point next, after those that wait already."""
+        params = {parameter.name: point.get(parameter.name, 0) for parameter in self._space}
+        self._study.enqueue_trial(params, skip_if_exists=not point)
+
+    def ask(self) -> tuple[int, Point]:
+        """The number of a new trial, and its point: an enqueued one, or what the sampler proposes."""
+        trial = self._asked = self._study.ask()
+        chosen = {one.name: trial.suggest_categorical(one.name, range(len(one.choices))) for one in self._space}
+        return trial.number, self._point(chosen)
+
+    def tell(self, point: Point, trial: Trial, value: float | None) -> None:
+        """Write the outcome of the trial that was asked; ``value`` is the better the larger, None if it failed."""
+        assert self._asked is not None
+        self.trials[key_of(point)] = trial
+        self._asked.set_user_attr(_TRIAL, TypeAdapter(Trial).dump_json(trial).decode())
+        if value is None:
+            self._study.tell(self._asked, state=TrialState.FAIL)
+        else:
+            self._study.tell(self._asked, value)
+
+    @staticmethod
+    def _point(params: Any) -> Point:
+        return {name: int(number) for name, number in params.items() if number}
+
+
+def key_of(point: Point) -> str:
+    """A text that is the same for the same point."""
+    return json.dumps(dict(sorted(point.items())))
+
+
+def point_of(key: str) -> Point:
+    """The point of a text of ``key_of``."""
+    return TypeAdapter(dict[str, int]).validate_json(key)
+
+
+def read_study(storage: optuna.storages.BaseStorage) -> optuna.Study:
+    """The study in a storage, or a new one."""
+    sampler = optuna.samplers.TPESampler(multivariate=True, n_startup_trials=_RANDOM_TRIALS, seed=_SEED)
+    return optuna.create_study(
+        storage=storage, study_name="tune", direction="maximize", sampler=sampler, load_if_exists=True
+    )
+
+
+@contextmanager
+def open_journal(
+    file: Path | None, subject: dict[str, Any], space: Sequence[Parameter], *, resume: bool | None
+) -> Iterator[Journal]:
+    """Open a journal, and go on with its search if it is of the same subject.
+
+    Args:
+        file: The journal; made if it does not exist. None to keep nothing.
+        subject: What decides the figures: model, options, objective, machine.
+        space: All parameters.
+        resume: True to insist on a search to go on with, False to begin anew, None to go on if possible.
+
+    Raises:
+        ServeError: invalid_input: another process uses the file, it is no journal, or there is nothing to go on with.
+    """
+    optuna.logging.disable_default_handler()
+    logging.getLogger("optuna").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", module="optuna")
+    wanted = json.dumps([subject, [[one.name, one.choices] for one in space]], sort_keys=True, default=str)
+    if file is None:
+        study = read_study(InMemoryStorage())
+        yield Journal(study, space)
+        return
+    none = invalid_input(f"--resume: expected the journal of a search in {file}, there is none")
+    if resume and not file.exists():
+        raise none
+    with file.open("ab+") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise invalid_input(f"{file}: expected a journal that is not in use, another search writes it") from None
+        file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # of a process that was killed
+        if resume is False:
+            held.truncate(0)
+        cut_partial_line(file)
+        study = _load(file)
+        if study.user_attrs.get(_SUBJECT) != wanted:
+            if resume and study.user_attrs:
+                raise invalid_input(f"--resume: {file} is of another search: model, options, machine or version differ")
+            if resume:
+                raise none
+            held.truncate(0)
+            study = _load(file)
+            study.set_user_attr(_SUBJECT, wanted)
+        yield Journal(study, space)
+
+
+def _load(file: Path) -> optuna.Study:
+    try:
+        return read_study(JournalStorage(JournalFileBackend(str(file))))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise invalid_input(f"{file}: expected a journal of ortserve tune, it is not one: {error}") from None
+
+
+def cut_partial_line(file: Path) -> None:
+    """Cut what a killed process left of its last line: it would make the whole journal unreadable."""
+    content = file.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with file.open("rb+") as opened:
+            opened.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,244 @@
+"""Configurations of a model in processes of their own, under loads through the server's own batcher."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import psutil
+
+from ortserve.core.batch import Arrays
+from ortserve.core.dtypes import DataType
+from ortserve.core.tensor import Tensor
+from ortserve.engine.provider_options import CPU
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.load.interface import resolve_interface
+from ortserve.tools.agreement import AgreementMeter, ErrorBound
+from ortserve.tools.bench.generator import Work
+from ortserve.tools.bench.generators import Generators, Seen
+from ortserve.tools.bench.prepare import as_clients_see, as_clients_send, bare_run, difference, take_inputs
+from ortserve.tools.bench.samples import join
+from ortserve.tools.bench.target import ModelPlan
+from ortserve.tools.inputs import choose_inputs
+from ortserve.tools.opening import open_model
+from ortserve.tools.subject import Subject
+from ortserve.tools.tune.loads import Offer, Reading, read
+from ortserve.tools.tune.sides import Goal
+from ortserve.tools.tune.space import Changes, apply_changes
+
+_WARMUP_S: Final = 0.1
+"""Before each load, at its first rate: the process has slept while the other one was measured."""
+_PROBE_S: Final = 0.5
+_CALLERS: Final = 8
+_TIMEOUT_S: Final = 10.0
+_RAMP_TIMEOUT_S: Final = 1.0
+"""Or three bounds: what waits at the end of a ramp has been late for long."""
+_OVERLOAD: Final = {"timeout", ErrorKind.OVERLOADED.value, ErrorKind.DEADLINE.value}
+"""Kinds of failures under too high a rate."""
+_LOOK_EVERY: Final = 7
+_OPEN_LIMIT_S: Final = 600.0
+_GPU_BOUND: Final = ErrorBound("relative", 1e-2)
+"""GPUs may compute with fewer bits than the datatype has."""
+_HOPELESS: Final = 30
+"""If so many requests in a row, all that ended lately, are too late, a ramp ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What is sent, and what must come back.
+
+    Attributes:
+        arrays: Of each request.
+        expected: Outputs of each, by name; the model's own, of bare runs.
+        datatypes: Of the outputs, in the order of answers.
+        origin: Of the inputs, in words.
+        is_batched: Whether requests share batches.
+        has_convolutions: Whether the model has any.
+        is_on_gpu: Whether the expected outputs come from one.
+        rows: Of a request.
+    """
+
+    arrays: tuple[Arrays, ...]
+    expected: tuple[Mapping[str, np.ndarray], ...]
+    datatypes: Mapping[str, DataType]
+    origin: str
+    is_batched: bool
+    has_convolutions: bool
+    is_on_gpu: bool
+    rows: int
+
+
+def prepare_requests(subject: Subject, file: Path | None, rows: int) -> Requests:
+    """Make requests and their right answers. Meant for ``call_apart``: the session does not stay.
+
+    Raises:
+        ServeError: The model cannot be opened or run, or the inputs do not fit it.
+    """
+    model = open_model(subject, settings={"spinning": False})
+    interface = resolve_interface(subject.options, model.signature)
+    inputs = choose_inputs(model, file)
+    rows = rows if model.signature.is_batched else 1
+    arrays = take_inputs(inputs, rows)
+    answers = [as_clients_see(interface, bare_run(model, one)) for one in arrays]
+    served = subject.options.served_outputs
+    names = [spec.name for spec in interface.client.outputs]
+    names = list(dict.fromkeys(served)) if served else names
+    return Requests(
+        tuple(as_clients_send(model, interface, one) for one in arrays),
+        tuple({name: answer[name].array for name in names} for answer in answers),
+        {name: answers[0][name].datatype for name in names},
+        inputs.origin,
+        model.signature.is_batched,
+        any(node.op in ("Conv", "ConvTranspose") for node in model.graph.graph.nodes),
+        model.choice.name != CPU,
+        rows,
+    )
+
+
+class ProcessLab:
+    """Opens configurations in processes. Their libraries' messages go to a file that has no name."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        requests: Requests,
+        goal: Goal,
+        bound: ErrorBound | None,
+        variants: Mapping[int, Path] | None = None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            subject: The model with its current configuration.
+            requests: As ``prepare_requests`` makes them.
+            goal: Decides what counts as late.
+            bound: Of the errors of outputs; None for the tolerances of datatypes.
+            variants: The model files of other versions.
+        """
+        self._subject = subject
+        self._requests = requests
+        self._bound = bound or (_GPU_BOUND if requests.is_on_gpu else None)
+        self._variants = variants or {}
+        self.goal = goal
+
+    def open(self, changes: Changes, version: int | None = None) -> "ModelProcess":
+        """As ``Lab.open``."""
+        subject = replace(self._subject, options=apply_changes(self._subject.options, changes))
+        if version is not None:
+            subject = replace(subject, path=self._variants[version], version=version)
+        checks = version is None
+        return ModelProcess(subject, self._requests, self.goal, self._bound, checks=checks)
+
+
+class ModelProcess:
+    """A configuration of a model in a process of its own; as ``Contender``."""
+
+    def __init__(
+        self, subject: Subject, requests: Requests, goal: Goal, bound: ErrorBound | None, *, checks: bool
+    ) -> None:
+        """Open it, and send a few requests. Raises ServeError."""
+        self._requests = requests
+        self._goal = goal
+        self._bound = bound
+        self._checks = checks
+        self._is_closed = False
+        self._meter: Final = AgreementMeter(list(requests.datatypes))
+        self._plan: Final = ModelPlan(subject.name, "batcher", None, None, requests.arrays, requests.rows, subject)
+        self._errors: Final = os.memfd_create("errors")
+        try:
+            self._generators: Final = Generators(1, errors=self._errors, open_limit_s=_OPEN_LIMIT_S)
+        except BaseException:
+            os.close(self._errors)
+            raise
+        try:
+            seen = self._run(_CALLERS, None, _PROBE_S)
+            answers = sum(chunk.answers for chunk in seen.chunks)
+            self.probed_per_s: Final = answers / _PROBE_S or 1 / _TIMEOUT_S
+            if problem := self._check(seen):
+                raise ServeError(ErrorKind.INTERNAL, problem)
+        except BaseException:
+            self.close()
+            raise
+
+    def measure(self, offer: Offer, seed: int) -> Reading:
+        """As ``Contender.measure``."""
+        before = np.arange(0, _WARMUP_S, 1 / offer.low)
+        times = np.concatenate([before, _WARMUP_S + offer.times_s(seed)])
+        seen = self._run(None, np.asarray(times * 1e9, np.int64), offer.seconds, is_ramp=offer.high > offer.low)
+        samples, finished = join(seen.chunks), seen.finished[0]
+        reading = read(
+            offer,
+            (samples.due_ns - finished.begin_ns) / 1e9,
+            (samples.done_ns - samples.due_ns) / 1e9,
+            samples.is_answered,
+            slo_s=self._goal.slo_s,
+            percentile=self._goal.percentile,
+            cpu_s=finished.cpu_ns / 1e9,
+            memory_nbytes=psutil.Process(self._generators.pids[0]).memory_info().rss,
+        )
+        problem = self._check(seen)
+        return replace(reading, problem=problem, error=self._meter.result().error("relative"))
+
+    def close(self) -> None:
+        """As ``Contender.close``."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._generators.close()
+            os.close(self._errors)
+
+    def _run(self, callers: int | None, times_ns: np.ndarray | None, seconds: float, *, is_ramp: bool = False) -> Seen:
+        timeout_s = max(_RAMP_TIMEOUT_S, 3 * (self._goal.slo_s or _TIMEOUT_S)) if is_ramp else _TIMEOUT_S
+        work = Work("model", self._plan, callers, times_ns, _WARMUP_S, seconds, timeout_s, _LOOK_EVERY)
+        wants_more = self._wants_more if is_ramp else lambda seen, elapsed_s: True
+        try:
+            seen = self._generators.offer([work], wants_more, lambda: None)
+        except ServeError as error:
+            said = os.pread(self._errors, 2000, max(0, os.fstat(self._errors).st_size - 2000)).decode(errors="replace")
+            last = (said.strip().splitlines() or [""])[-1][:300]
+            is_dead = error.message.startswith("a generator ended")
+            raise ServeError(
+                error.kind, f"its process ended: {last or 'without a word'}" if is_dead else error.message
+            ) from None
+        if seen.is_interrupted:
+            raise KeyboardInterrupt
+        return seen
+
+    def _wants_more(self, seen: Seen, elapsed_s: float) -> bool:
+        """Whether some of the last requests were in time."""
+        if not seen.chunks or self._goal.slo_s is None:
+            return True
+        samples = join(seen.chunks[-1:])
+        is_late = (samples.done_ns - samples.due_ns > self._goal.slo_s * 1e9) | ~samples.is_answered
+        return len(is_late) < _HOPELESS or not bool(is_late[-_HOPELESS:].all())
+
+    def _check(self, seen: Seen) -> str:
+        """How answers differ from the right ones, or what failed though there was time; empty if nothing did."""
+        requests = self._requests
+        for chunk in seen.chunks:
+            for kind in chunk.failures.keys() - _OVERLOAD:
+                return f"{kind}: {chunk.examples[kind]}"
+        for number, body in (one for chunk in seen.chunks for one in chunk.bodies):
+            expected = requests.expected[number % len(requests.expected)]
+            got = _arrays(body)
+            if len(got) == len(expected):
+                self._meter.add(list(expected.values()), got, requests.rows)
+            if not self._checks:
+                continue
+            if self._bound is not None:
+                problem = self._bound.excess(self._meter.result())
+            else:
+                problem = difference(self._tensors(list(expected.values())), self._tensors(got))
+            if problem:
+                return f"wrong outputs: {problem}"
+        return ""
+
+    def _tensors(self, arrays: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        pairs = zip(self._requests.datatypes.items(), arrays, strict=False)
+        return {name: Tensor(name, datatype, array) for (name, datatype), array in pairs}
+
+
+def _arrays(body: object) -> list[np.ndarray]:
+    assert isinstance(body, list)
+    return body

@@ -1,0 +1,103 @@
+"""Decisions about noisy figures: ratios of two configurations from pairs of measurements in turn. Pure."""
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from ortserve.tools.bench.statistics import Estimate
+
+_T: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""The 97.5th percentile of Student's distribution for 1 to 15 degrees of freedom."""
+_Z: Final = 1.96
+"""The 97.5th percentile of the normal distribution."""
+_Z_PRUNING: Final = 1.0
+"""The same for the end of a trial, where time is worth more than certainty: a gain of 5 % is missed once in eight times
+if pairs vary by 7 %."""
+
+_LOOK_AFTER: Final = 4
+"""Pairs."""
+LEAST_GAIN: Final = 0.02
+"""Smaller gains are not worth a key in a file: placement in memory changes from process to process by as much."""
+LEAST_SPREAD: Final = 0.01
+"""Of the logarithm of a pair's ratio: a few quiet pairs must not make the search believe that there is no noise."""
+MOST_SPREAD: Final = 0.2
+"""Of the same: six pairs then prove gains of more than about 20 %."""
+
+
+def estimate_ratio(logs: Sequence[float]) -> Estimate:
+    """The mean ratio and its 95 % interval, from logarithms of the ratio of each pair; at least one."""
+    mean, spread = _moments(logs)
+    if len(logs) < 2:
+        return Estimate(math.exp(mean))
+    degrees = len(logs) - 1
+    reach = (_T[degrees - 1] if degrees <= len(_T) else 1.96 + 2.4 / degrees) * spread / math.sqrt(len(logs))
+    return Estimate(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
+
+
+def _moments(logs: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation."""
+    mean = sum(logs) / len(logs)
+    return mean, math.sqrt(sum((log - mean) ** 2 for log in logs) / max(1, len(logs) - 1))
+
+
+class Noise:
+    """How much the logarithms of pairs vary: learned from all comparisons of a search."""
+
+    def __init__(self) -> None:
+        self._squares = 0.0
+        self._degrees = 0
+
+    def learn(self, logs: Sequence[float]) -> None:
+        """Add the pairs of one comparison."""
+        if len(logs) > 1:
+            self._squares += (len(logs) - 1) * _moments(logs)[1] ** 2
+            self._degrees += len(logs) - 1
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of one pair; before anything is learned, that of a busy machine."""
+        return max(LEAST_SPREAD, math.sqrt(self._squares / self._degrees) if self._degrees else 0.2)
+
+    def estimate(self, logs: Sequence[float]) -> Estimate:
+        """The ratio of a comparison of few pairs, with the 95 % interval that the noise of all pairs gives it."""
+        low, high = self._around(logs, _Z)
+        return Estimate(math.exp((low + high) / 2), math.exp(low), math.exp(high))
+
+    def pairs_for(self, gain: float) -> int:
+        """How many pairs can prove such a gain."""
+        return math.ceil((2 * self.spread / gain) ** 2)
+
+    def best_case(self, logs: Sequence[float]) -> float:
+        """The logarithm that the ratio may still have, if it was unlucky so far."""
+        return self._around(logs, _Z_PRUNING)[1]
+
+    def _around(self, logs: Sequence[float], z: float) -> tuple[float, float]:
+        reach = z * self.spread / math.sqrt(len(logs))
+        mean = sum(logs) / len(logs)
+        return mean - reach, mean + reach
+
+
+def is_hopeless(logs: Sequence[float], noise: Noise) -> bool:
+    """Whether a trial can end early, because it is no gain even if it was unlucky so far."""
+    return noise.best_case(logs) < math.log1p(LEAST_GAIN)
+
+
+def is_confirmed(ratio: Estimate) -> bool:
+    """Whether a ratio of fresh pairs is a gain beyond the noise."""
+    return ratio.value >= 1 + LEAST_GAIN and ratio.low is not None and ratio.low > 1
+
+
+def is_worth_keeping(logs: Sequence[float], noise: Noise) -> bool:
+    """Whether a configuration with a decision is better than without it beyond the noise."""
+    ratio = noise.estimate(logs)
+    return ratio.value >= 1 + LEAST_GAIN and ratio.low is not None and ratio.low > 1
+
+
+def is_decided(logs: Sequence[float], noise: Noise) -> bool:
+    """Whether it is clear that a decision is worth keeping, or that it is not. Looking often would keep too much."""
+    return is_worth_keeping(logs, noise) if len(logs) >= _LOOK_AFTER else is_hopeless(logs, noise) and len(logs) > 1
+
+
+def is_too_noisy(noise: Noise) -> bool:
+    """Whether pairs vary so much that a confirmation could prove nothing but large gains."""
+    return noise.spread > MOST_SPREAD

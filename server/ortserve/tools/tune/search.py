@@ -1,0 +1,215 @@
+"""The search: trials in turn with the current configuration, one parameter after the other, then by a sampler."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve.errors import ServeError
+from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.tune.budget import Budget
+from ortserve.tools.tune.journal import Journal, key_of, point_of
+from ortserve.tools.tune.ratios import LEAST_GAIN, Noise, estimate_ratio, is_hopeless
+from ortserve.tools.tune.result import Trial
+from ortserve.tools.tune.sides import Contender, Goal, Lab, Side, take_pairs
+from ortserve.tools.tune.space import Changes, Parameter, Point, changes_of, default_point, joint_points
+
+_PAIRS: Final = 4
+"""Most of a trial."""
+_FLOOR_PAIRS: Final = 3
+_FLOOR_SHARE: Final = 0.25
+"""Of the time: after it, two pairs are enough."""
+_MOST_REPEATED: Final = 30
+"""Proposals in a row that were tried already: the sampler has nothing new."""
+_PATIENCE: Final = 20
+"""Proposals in a row that were no better: it will hardly find more."""
+
+
+@dataclass(slots=True)
+class Bench:
+    """What a search works with.
+
+    Attributes:
+        lab: Opens configurations.
+        goal: What is made better.
+        space: All parameters.
+        budget: Of time.
+        noise: Of all pairs so far.
+        show: Gets a line about now.
+        most_trials: In all, without that of the current configuration.
+    """
+
+    lab: Lab
+    goal: Goal
+    space: tuple[Parameter, ...]
+    budget: Budget
+    noise: Noise
+    show: Callable[[str], object]
+    most_trials: int = 10_000
+
+    def open(self, changes: Changes, version: int | None = None) -> Contender:
+        """Open a configuration, and learn how long that takes. Raises ServeError."""
+        began_s = self.budget.spent_s
+        contender = self.lab.open(changes, version)
+        self.budget.opened(self.budget.spent_s - began_s)
+        return contender
+
+    def compare(
+        self, one: Side, other: Side, count: int, is_enough: Callable[[list[float], Noise], bool] | None = None
+    ) -> list[float]:
+        """Pairs of two sides, at most so many; their noise and duration are learned. Raises ServeError."""
+        began_s, rounds = self.budget.spent_s, len(one.readings)
+        stop = (lambda logs: False) if is_enough is None else (lambda logs: is_enough(logs, self.noise))
+        try:
+            logs = take_pairs(one, other, self.goal, count, stop)
+        finally:
+            self.budget.measured(self.budget.spent_s - began_s, len(one.readings) - rounds)
+        self.noise.learn(logs)
+        return logs
+
+
+def measure_floor(bench: Bench, current: Side) -> Estimate | None:
+    """The current configuration against itself, in two processes: what a difference must exceed.
+
+    Returns:
+        The ratio; None if no request is answered within the bound, so that there is nothing to compare.
+
+    Raises:
+        ServeError: It does not run.
+    """
+    bench.show("measuring the noise of this machine")
+    current.measure(bench.goal, 0, may_fall=True)
+    if current.readings.pop().late_share == 1:
+        return None
+    with closing(bench.open({})) as twin:
+        is_enough = lambda logs, _: len(logs) > 1 and bench.budget.is_mostly_spent(_FLOOR_SHARE)  # noqa: E731
+        return estimate_ratio(bench.compare(current, current.beside(twin), _FLOOR_PAIRS, is_enough))
+
+
+class Search:
+    """Trials against the current configuration until the time is over, or nothing better is found."""
+
+    def __init__(self, bench: Bench, journal: Journal, current: Side) -> None:
+        """``current`` stays open."""
+        self._bench = bench
+        self._journal = journal
+        self._current = current
+        self._best: Point = {}
+
+    def run(self) -> Point | None:
+        """Search; returns the best point, None if no trial was better than the current configuration."""
+        self._enter_current()
+        for point in self._coordinates():
+            if not self._has_time():
+                return self._winner()
+            if self._is_better(self._find(point), self._best):
+                self._best = point
+        repeated = lost = 0
+        while self._has_time() and repeated < _MOST_REPEATED and lost < _PATIENCE:
+            _, point = self._journal.ask()
+            known = self._journal.trials.get(key_of(point))
+            if known is not None:
+                repeated += 1
+                self._journal.tell(point, known, math.log(known.ratio.value) if known.ratio else None)
+                continue
+            repeated = 0
+            if self._is_better(self._measure(point), self._best):
+                self._best, lost = point, 0
+            else:
+                lost += 1
+        return self._winner()
+
+    def _enter_current(self) -> None:
+        """The current configuration is the first trial: what the sampler starts from, and a point of the picture."""
+        if key_of({}) not in self._journal.trials:
+            self._journal.enqueue({})
+            self._journal.ask()
+            readings = self._current.readings
+            figures = self._current.figures(self._bench.goal) if readings else None
+            trial = Trial(0, {}, "measured", "", Estimate(1.0, 1.0, 1.0), 0, figures)
+            self._journal.tell({}, trial, 0.0)
+
+    def _coordinates(self) -> Iterator[Point]:
+        """One changed parameter after the other, on top of what was better so far."""
+        space = self._bench.space
+        if defaults := default_point(space):
+            yield defaults
+        for parameter in space:
+            for number in range(1, len(parameter.choices)):
+                yield {**self._best, parameter.name: number}
+            if parameter.name == "instances":
+                for joint in joint_points(space):
+                    yield {**self._best, **joint}
+
+    def _has_time(self) -> bool:
+        budget = self._bench.budget
+        if len(self._journal.trials) > self._bench.most_trials:
+            return False
+        return budget.left_s > budget.end_s(len(self._winner() or ())) + budget.cost_s(1, 2)
+
+    def _find(self, point: Point) -> Trial:
+        """The trial of a point: from the journal, or new."""
+        known = self._journal.trials.get(key_of(point))
+        if known is not None:
+            return known
+        self._journal.enqueue(point)
+        while True:  # points of a search that was cut off come first
+            _, asked = self._journal.ask()
+            trial = self._measure(asked)
+            if key_of(asked) == key_of(point):
+                return trial
+
+    def _measure(self, point: Point) -> Trial:
+        """Try the point that was asked, and write what it is."""
+        bench, current = self._bench, self._current
+        changes = changes_of(bench.space, point)
+        number = len(self._journal.trials)
+        bench.show(f"trial {number}: {describe(changes)}")
+        before = len(current.readings)
+        logs: list[float] = []
+        figures = None
+        try:
+            with closing(bench.open(changes)) as contender:
+                side = current.beside(contender)
+                logs = bench.compare(current, side, _PAIRS, is_hopeless)
+                figures = side.figures(bench.goal)
+                why = bench.goal.misses(side.readings, current.readings[before:])
+        except ServeError as error:
+            why = error.message
+        if why:
+            trial = Trial(number, changes, "failed", why, None, len(logs), figures)
+        elif len(logs) < _PAIRS:
+            trial = Trial(number, changes, "pruned", "", bench.noise.estimate(logs), len(logs), figures)
+        else:
+            trial = Trial(number, changes, "measured", "", bench.noise.estimate(logs), len(logs), figures)
+        self._journal.tell(point, trial, None if why else sum(logs) / len(logs))
+        return trial
+
+    def _is_better(self, trial: Trial, than: Point) -> bool:
+        """Whether a trial is better than the best so far by more than a small gain, and than nothing by its noise."""
+        known = self._journal.trials.get(key_of(than))
+        best = known.ratio.value if known and known.ratio else 1.0
+        return self._low(trial) > 0 and trial.ratio is not None and trial.ratio.value > best * (1 + LEAST_GAIN)
+
+    def _low(self, trial: Trial) -> float:
+        """The logarithm of the ratio, less one standard error."""
+        if trial.ratio is None:
+            return -math.inf
+        return math.log(trial.ratio.value) - self._bench.noise.spread / math.sqrt(max(1, trial.pairs))
+
+    def _winner(self) -> Point | None:
+        """The point of the best trial; of those that may be as good, of the one that changes least."""
+        good = {key: trial for key, trial in self._journal.trials.items() if self._low(trial) > 0}
+        if not good:
+            return None
+        least = max(map(self._low, good.values()))
+        equal = [key for key, trial in good.items() if trial.ratio and math.log(trial.ratio.value) >= least]
+        return point_of(min(equal, key=lambda key: (len(point_of(key)), -self._low(good[key]))))
+
+
+def describe(changes: Changes) -> str:
+    """Changes in a line."""
+    texts = (f"{key.removeprefix('session.entries.')}: {json.dumps(value)}" for key, value in changes.items())
+    return ", ".join(texts) or "the current configuration"

@@ -1,0 +1,191 @@
+"""Two configurations that take turns under the same load."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final, Literal, Protocol, TypeAlias
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.tools.tune.loads import EDGE, RAMP, Offer, Reading, ramp, steady
+from ortserve.tools.tune.result import Figures
+from ortserve.tools.tune.space import Changes
+
+Objective: TypeAlias = Literal["throughput", "latency", "cost", "memory"]
+_SHIFT: Final = 2.5
+"""How far a ramp moves if the rate may lie outside."""
+_MOST_SHIFTS: Final = 6
+_LEAST_RATE: Final = 0.2
+"""Requests per second: slower configurations are measured as this slow."""
+
+
+class Contender(Protocol):
+    """A configuration of the model that is ready for loads, in a process of its own.
+
+    Attributes:
+        probed_per_s: Answers per second to a few callers that wait for each, when it was opened.
+    """
+
+    @property
+    def probed_per_s(self) -> float:
+        """As above."""
+        ...
+
+    def measure(self, offer: Offer, seed: int) -> Reading:
+        """Offer a load and wait for its end. Raises ServeError if the process ended."""
+        ...
+
+    def close(self) -> None:
+        """End the process; nothing if it was."""
+        ...
+
+
+class Lab(Protocol):
+    """Opens configurations."""
+
+    def open(self, changes: Changes, version: int | None = None) -> Contender:
+        """Open the model with changes of its configuration.
+
+        Args:
+            changes: Against the current configuration.
+            version: Another version of the model, whose outputs may differ; None for the one that is tuned.
+
+        Raises:
+            ServeError: The model cannot be opened so.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is made better, under which load.
+
+    Attributes:
+        objective: ``throughput``: requests per second within the bound. The others are measured at a constant rate
+            within the bound: the percentile of the ``latency``; ``cost``, processor time for an answer; ``memory`` of
+            the process.
+        slo_s: The bound; None for none.
+        percentile: That the bound is for.
+        rate_per_s: The constant rate; None for ``throughput``.
+    """
+
+    objective: Objective
+    slo_s: float | None
+    percentile: float
+    rate_per_s: float | None = None
+
+    def figure(self, reading: Reading) -> float:
+        """What is compared, the better the larger."""
+        match self.objective:
+            case "throughput":
+                return reading.rate_per_s
+            case "latency":
+                return 1 / max(1e-6, reading.tail_ms)
+            case "cost":
+                return 1 / max(1e-6, reading.cpu_ms)
+            case "memory":
+                return 1 / max(1, reading.memory_nbytes)
+
+    def misses(self, candidate: Sequence[Reading], current: Sequence[Reading]) -> str:
+        """How a candidate misses the bound at the constant rate, more than the current configuration does; or empty.
+
+        Half of the rounds decide: one stall of the machine says nothing against a candidate.
+        """
+        if self.slo_s is None or self.rate_per_s is None:
+            return ""
+        late, usual = (median(reading.late_share for reading in side) for side in (candidate, current))
+        allowed = max(1 - self.percentile / 100, usual)
+        if late <= allowed + 2 * math.sqrt(allowed / max(1, sum(reading.requests for reading in candidate))):
+            return ""
+        return f"{late:.1%} of requests take longer than {self.slo_s * 1e3:g} ms"
+
+
+@dataclass(slots=True)
+class Side:
+    """A contender in a comparison.
+
+    Attributes:
+        contender: Its process.
+        guess: The rate that it is expected to sustain.
+        readings: Of its rounds.
+    """
+
+    contender: Contender
+    guess: float
+    readings: list[Reading] = field(default_factory=list)
+
+    def beside(self, other: Contender) -> "Side":
+        """A side for another contender. If it is much faster or slower for few callers, so is the expected rate."""
+        factor = other.probed_per_s / self.contender.probed_per_s
+        return Side(other, self.guess * (1.0 if 1 / RAMP < factor < RAMP else factor))
+
+    def measure(self, goal: Goal, seed: int, *, may_fall: bool = False) -> float:
+        """One round: the logarithm of the figure.
+
+        A ramp is repeated at another rate if its result is at its end. Downwards this is only done with ``may_fall``:
+        that a candidate is much worse needs no figure.
+
+        Raises:
+            ServeError: The configuration is unusable.
+        """
+        for _ in range(_MOST_SHIFTS):
+            offer = self.offer(goal)
+            reading = self.contender.measure(offer, seed)
+            if reading.problem:
+                raise ServeError(ErrorKind.INTERNAL, reading.problem)
+            if goal.rate_per_s is not None:
+                break
+            if reading.rate_per_s >= offer.high / EDGE:
+                self.guess *= _SHIFT
+            elif may_fall and reading.rate_per_s <= offer.low * EDGE and offer.low > _LEAST_RATE:
+                self.guess /= _SHIFT
+            else:
+                self.guess = max(_LEAST_RATE, math.sqrt(self.guess * reading.rate_per_s))
+                break
+        self.readings.append(reading)
+        return math.log(goal.figure(reading))
+
+    def offer(self, goal: Goal) -> Offer:
+        """The load of the next round."""
+        if goal.rate_per_s is not None:
+            return steady(goal.rate_per_s)
+        return ramp(self.guess, goal.slo_s or 0.0)
+
+    def figures(self, goal: Goal) -> Figures:
+        """Medians of the rounds."""
+        readings = self.readings
+        return Figures(
+            median(one.rate_per_s for one in readings) if goal.rate_per_s is None else None,
+            median(one.p50_ms for one in readings),
+            median(one.tail_ms for one in readings),
+            median(one.cpu_ms for one in readings),
+            int(median(one.memory_nbytes for one in readings)),
+            max(one.error for one in readings),
+        )
+
+
+def take_pairs(
+    current: Side,
+    candidate: Side,
+    goal: Goal,
+    count: int,
+    is_enough: Callable[[list[float]], bool] = lambda logs: False,
+) -> list[float]:
+    """Measure both in turn, A B B A: what drifts with time is in both. The requests of a pair come in one pattern.
+
+    Returns:
+        Of each pair, the logarithm of the candidate's figure divided by the current one's.
+
+    Raises:
+        ServeError: One of them is unusable.
+    """
+    logs: list[float] = []
+    while len(logs) < count and not (logs and is_enough(logs)):
+        seed = len(current.readings)
+        if len(logs) % 2:
+            later = candidate.measure(goal, seed)
+            logs.append(later - current.measure(goal, seed, may_fall=True))
+        else:
+            first = current.measure(goal, seed, may_fall=True)
+            logs.append(candidate.measure(goal, seed) - first)
+    return logs

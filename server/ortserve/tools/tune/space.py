@@ -1,0 +1,212 @@
+"""What a search may change: keys of ``model.yaml`` and the values that may help on this machine. Pure.
+
+A parameter is one decision, with the keys that must change together.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
+
+Value: TypeAlias = Any
+"""A value of ``model.yaml``, as JSON has it."""
+Changes: TypeAlias = Mapping[str, Value]
+"""Values by key; ``.`` is between a key and those within it."""
+
+_ENTRIES: Final = "session.entries."
+_SPIN_DURATION: Final = f"{_ENTRIES}session.intra_op.spin_duration_us"
+_NO_DURATION: Final = -1
+"""ONNX Runtime's default: spin for a number of turns instead of a time."""
+_ROWS: Final = (1, 4, 8, 16, 32, 64, 128)
+_BUCKETS: Final = (1, 2, 4, 8, 16, 32)
+_DELAYS_S: Final = (0.001, 0.002, 0.005)
+_MOST_INSTANCES: Final = 8
+_ORDERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "memory": ("arena", "pattern", "providers", "instances", "max_rows", "threads"),
+    "cost": ("providers", "threads", "spinning", "max_rows", "delay"),
+    "": ("providers", "replay", "threads", "spinning", "instances", "max_rows", "delay", "execution", "graph"),
+}
+"""What usually matters first, by objective; the others follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the values depend on.
+
+    Attributes:
+        processors: That the process may keep busy.
+        nodes: The processors that it may use of each NUMA node, by their numbers.
+        is_batched: Whether requests share batches.
+        has_convolutions: Whether the model has any.
+        offered: Execution providers that can be used here, by their short names, without the CPU.
+        slo_s: The bound of the latency; None without one.
+    """
+
+    processors: int
+    nodes: tuple[tuple[int, ...], ...]
+    is_batched: bool
+    has_convolutions: bool = False
+    offered: tuple[str, ...] = ()
+    slo_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One decision.
+
+    Attributes:
+        name: In words.
+        choices: The changes that each value makes; the first makes none.
+    """
+
+    name: str
+    choices: tuple[Changes, ...]
+
+
+Point: TypeAlias = Mapping[str, int]
+"""The number of the choice of each parameter that is not 0, by the parameter's name."""
+
+
+def make_space(options: ModelOptions, facts: Facts, objective: str) -> tuple[Parameter, ...]:
+    """The parameters that have a choice, those that usually matter first."""
+    found: dict[str, Sequence[Changes]] = {
+        "providers": _providers(facts),
+        "replay": [{"graph_replay": value} for value in (True, False) if facts.offered],
+        "threads": _threads(options, facts),
+        "spinning": _spinning()
+        if facts.processors > 1
+        else [{"session.spinning": False, _SPIN_DURATION: _NO_DURATION}],
+        "instances": [{"instances": n} for n in dict.fromkeys((1, 2, min(facts.processors, _MOST_INSTANCES)))],
+        "max_rows": [{"max_rows": rows} for rows in (None, *_ROWS) if facts.is_batched],
+        "delay": [{"queue_delay_s": s} for s in (0.0, *_DELAYS_S) if facts.is_batched and _fits(s, facts.slo_s)],
+        "execution": [
+            {"session.execution_mode": "sequential", "session.inter_op_threads": 1},
+            *[
+                {"session.execution_mode": "parallel", "session.inter_op_threads": n}
+                for n in ([2, 4] if facts.processors >= 4 else [2] if facts.processors > 1 else [])
+            ],
+        ],
+        "graph": [{"session.graph_optimization": level} for level in ("all", "extended", "basic")],
+        "buckets": [{"buckets": list(sizes)} for sizes in ((), _BUCKETS) if facts.is_batched],
+        "arena": [
+            {"session.memory_arena": True, "session.shrink_arenas": []},
+            {"session.memory_arena": True, "session.shrink_arenas": ["cpu:0"]},
+            {"session.memory_arena": False, "session.shrink_arenas": []},
+        ],
+        "pattern": [{"session.memory_pattern": value} for value in (None, True, False)],
+    }
+    first = [*_ORDERS.get(objective, ()), *_ORDERS[""]]
+    parameters = (
+        Parameter(name, _choices(options, found[name])) for name in dict.fromkeys((*first, *found)) if found[name]
+    )
+    return tuple(parameter for parameter in parameters if len(parameter.choices) > 1)
+
+
+def default_point(space: Sequence[Parameter]) -> Point:
+    """The point that sets all to the defaults; empty if all are. A bad value is often one that was set."""
+    defaults = ModelOptions()
+    return {
+        parameter.name: number
+        for parameter in space
+        for number, choice in enumerate(parameter.choices)
+        if choice and all(value == value_of(defaults, key) for key, value in choice.items())
+    }
+
+
+def joint_points(space: Sequence[Parameter]) -> list[Point]:
+    """Points with two changes that help together and not alone: several instances of one thread."""
+    numbers: dict[str, int] = {}
+    for parameter in space:
+        for number, choice in enumerate(parameter.choices):
+            if parameter.name == "threads" and choice.get("intra_op_threads") == 1 and len(choice) == 1:
+                numbers["threads"] = number
+            if parameter.name == "instances" and choice.get("instances", 1) > 1:
+                numbers["instances"] = number
+    return [numbers] if len(numbers) == 2 else []
+
+
+def changes_of(space: Sequence[Parameter], point: Point) -> dict[str, Value]:
+    """The keys that a point changes, with their values."""
+    changes: dict[str, Value] = {}
+    for parameter in space:
+        changes |= parameter.choices[point.get(parameter.name, 0)]
+    return changes
+
+
+def apply_changes(options: ModelOptions, changes: Changes) -> ModelOptions:
+    """The options with other values.
+
+    Raises:
+        ServeError: invalid_input: values that contradict each other.
+    """
+    given: dict[str, Any] = options.model_dump(mode="json", exclude_unset=True)
+    for key, value in changes.items():
+        _set(given, key_path(key), value)
+    return make_model_options(given, LoadOptions(), "these options")
+
+
+def key_path(key: str) -> tuple[str, ...]:
+    """The names from the outside inwards. Names of session entries contain dots."""
+    if key.startswith(_ENTRIES):
+        return "session", "entries", key.removeprefix(_ENTRIES)
+    return tuple(key.split("."))
+
+
+def value_of(options: ModelOptions, key: str) -> Value:
+    """The value of a key, as JSON has it."""
+    value: Any = options.model_dump(mode="json", include={key_path(key)[0]})
+    for name in key_path(key):
+        value = value.get(name)
+    return _NO_DURATION if key == _SPIN_DURATION and value is None else value
+
+
+def _set(given: dict[str, Any], path: Sequence[str], value: Value) -> None:
+    *outer, last = path
+    for name in outer:
+        given = given.setdefault(name, {})
+    given[last] = value
+
+
+def _choices(options: ModelOptions, candidates: Sequence[Changes]) -> tuple[Changes, ...]:
+    """Each candidate without the keys that have its values already; nothing for those that change nothing."""
+    changed = ({key: value for key, value in one.items() if value != value_of(options, key)} for one in candidates)
+    return {}, *(one for one in changed if one)
+
+
+def _threads(options: ModelOptions, facts: Facts) -> list[Changes]:
+    counts = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < facts.processors]
+    free: dict[str, Value] = {"session.thread_affinities": None}
+    found: list[Changes] = [{"intra_op_threads": n, **free} for n in (None, *counts, facts.processors)]
+    places = [node for node in facts.nodes if len(node) > 1] if len(facts.nodes) > 1 else []
+    if facts.processors >= 4:
+        places.append(tuple(sorted(number for node in facts.nodes for number in node)))
+    for place in places:
+        count = min(len(place), facts.processors)
+        # The calling thread is not pinned; numbers begin with 1.
+        groups = ";".join(str(number + 1) for number in place[1:count])
+        found.append({"intra_op_threads": count, "session.thread_affinities": groups})
+    return found
+
+
+def _spinning() -> list[Changes]:
+    return [
+        {"session.spinning": False, _SPIN_DURATION: _NO_DURATION},
+        {"session.spinning": True, _SPIN_DURATION: _NO_DURATION},
+        {"session.spinning": True, _SPIN_DURATION: 200},
+    ]
+
+
+def _providers(facts: Facts) -> list[Changes]:
+    lists: list[list[Value]] = [["cpu"]] if facts.offered else []
+    for name in facts.offered:
+        lists.append([name, "cpu"])
+        if name == "cuda" and facts.has_convolutions:
+            lists += [[{name: {"cudnn_conv_algo_search": "EXHAUSTIVE"}}, "cpu"], [{name: {"prefer_nhwc": 1}}, "cpu"]]
+        if name == "tensorrt":
+            lists.append([{name: {"trt_fp16_enable": 1}}, "cuda", "cpu"])
+    return [{"execution_providers": one} for one in lists]
+
+
+def _fits(delay_s: float, slo_s: float | None) -> bool:
+    return slo_s is None or delay_s <= slo_s / 4

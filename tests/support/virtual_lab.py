@@ -1,0 +1,98 @@
+"""A lab without processes: configurations have known capacities, measurements noise and a duration in virtual time."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.tools.tune.budget import Budget
+from ortserve.tools.tune.ending import Ending, end_search
+from ortserve.tools.tune.journal import open_journal
+from ortserve.tools.tune.loads import Offer, Reading
+from ortserve.tools.tune.ratios import Noise
+from ortserve.tools.tune.search import Bench, Search, measure_floor
+from ortserve.tools.tune.sides import Goal, Side
+from ortserve.tools.tune.space import Changes, Parameter
+
+RATE = 500.0
+GOAL = Goal("throughput", 0.02, 99.0)
+SPACE = (
+    Parameter("threads", ({}, {"intra_op_threads": 1}, {"intra_op_threads": 2})),
+    Parameter("spinning", ({}, {"session.spinning": True})),
+    Parameter("instances", ({}, {"instances": 2}, {"instances": 4})),
+    Parameter("max_rows", ({}, {"max_rows": 1}, {"max_rows": 8}, {"max_rows": 32})),
+    Parameter("graph", ({}, {"session.graph_optimization": "basic"})),
+)
+
+
+class VirtualLab:
+    """Opens virtual configurations."""
+
+    def __init__(
+        self,
+        truth: Callable[[Changes], float],
+        *,
+        seed: int = 0,
+        spread: float = 0.05,
+        between: float = 0.005,
+        open_s: float = 1.5,
+    ) -> None:
+        """``truth`` gives the factor of the capacity, 0 for configurations that fail; spreads are of logarithms."""
+        self.truth = truth
+        self.random = np.random.default_rng(seed)
+        self.spread = spread
+        self.between = between
+        self.open_s = open_s
+        self.now_s = 0.0
+        self.opened: list[Changes] = []
+        self.running = 0
+        self.on_open: Callable[[Changes], None] = lambda changes: None
+
+    def open(self, changes: Changes, version: int | None = None) -> "VirtualContender":
+        self.now_s += self.open_s
+        self.on_open(changes)
+        self.opened.append(dict(changes))
+        factor = self.truth(changes)
+        if not factor:
+            raise ServeError(ErrorKind.INTERNAL, "wrong outputs: output 'y': off by 1")
+        self.running += 1
+        return VirtualContender(self, RATE * factor * math.exp(self.random.normal(0, self.between)))
+
+
+class VirtualContender:
+    """A configuration with a capacity."""
+
+    def __init__(self, lab: VirtualLab, rate: float) -> None:
+        self.lab = lab
+        self.rate = self.probed_per_s = rate
+        self.is_closed = False
+
+    def measure(self, offer: Offer, seed: int) -> Reading:
+        lab = self.lab
+        lab.now_s += offer.seconds + 0.3
+        factor = math.exp(lab.random.normal(0, lab.spread))
+        rate = min(offer.high, max(offer.low, self.rate * factor)) if offer.high > offer.low else offer.low
+        late = 0.0 if offer.high > offer.low or offer.low < self.rate else 0.5
+        return Reading(1000, late, rate, 1.0, 2e3 / self.rate / factor, 1.0, 10**8)
+
+    def close(self) -> None:
+        self.lab.running -= not self.is_closed
+        self.is_closed = True
+
+
+def search(lab: VirtualLab, *, minutes: float, journal: Path | None = None) -> tuple[Ending | None, int]:
+    """What a whole search ends with, and the number of trials."""
+    budget = Budget(minutes * 60, lambda: lab.now_s)
+    bench = Bench(lab, GOAL, SPACE, budget, Noise(), lambda line: None)
+    with open_journal(journal, {"model": "m"}, SPACE, resume=None) as opened:
+        contender = bench.open({})
+        try:
+            current = Side(contender, RATE / 3)
+            measure_floor(bench, current)
+            winner = Search(bench, opened, current).run()
+        finally:
+            contender.close()
+        ending = end_search(bench, winner, current.guess) if winner else None
+        return ending, len(opened.trials)

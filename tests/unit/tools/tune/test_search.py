@@ -1,0 +1,119 @@
+"""The search, its end and its journal, with virtual measurements."""
+
+from pathlib import Path
+
+import pytest
+
+from ortserve.errors import ServeError
+from ortserve.tools.tune.journal import open_journal
+from ortserve.tools.tune.space import Changes
+from virtual_lab import SPACE, VirtualLab, search
+
+
+def two_keys_help(changes: Changes) -> float:
+    return (1.5 if changes.get("max_rows") == 8 else 1.0) * (1.2 if changes.get("session.spinning") else 1.0)
+
+
+def test_finds_the_keys_that_help_and_their_gains() -> None:
+    lab = VirtualLab(two_keys_help)
+    ending, _ = search(lab, minutes=6)
+    assert ending is not None
+    assert ending.point == {"spinning": 1, "max_rows": 2}
+    ratio = ending.confirmation.ratio
+    assert ratio.low is not None
+    assert ratio.high is not None
+    assert ratio.low < 1.8 < ratio.high
+    gains = {gain.parameter: gain.ratio.value for gain in ending.gains if gain.ratio and gain.is_kept}
+    assert gains == {"spinning": pytest.approx(1.2, rel=0.15), "max_rows": pytest.approx(1.5, rel=0.15)}
+    assert lab.running == 0
+
+
+def test_leaves_out_a_key_that_gains_nothing_beside_another() -> None:
+    # Either of both is enough.
+    def truth(changes: Changes) -> float:
+        if changes.get("intra_op_threads") == 1 and changes.get("instances") == 2:
+            return 1.8
+        return 1.3 if changes.get("intra_op_threads") == 1 or changes.get("session.spinning") else 1.0
+
+    endings = [search(VirtualLab(truth, seed=seed), minutes=8)[0] for seed in range(6)]
+    points = [ending.point for ending in endings if ending is not None]
+    assert points.count({"threads": 1, "instances": 1}) >= 5
+    assert all(point.items() >= {"threads": 1, "instances": 1}.items() for point in points)
+
+
+def test_writes_nothing_in_95_percent_of_searches_where_nothing_helps() -> None:
+    confirmed = 0
+    for seed in range(100):
+        ending, trials = search(VirtualLab(lambda changes: 1.0, seed=seed, spread=0.1), minutes=2)
+        assert trials > 3
+        confirmed += ending is not None and bool(ending.point)
+    assert confirmed <= 5
+
+
+@pytest.mark.parametrize("minutes", [0.5, 1, 3, 10])
+@pytest.mark.parametrize("open_s", [0.8, 4.0])
+def test_keeps_the_time(minutes: float, open_s: float) -> None:
+    lab = VirtualLab(two_keys_help, open_s=open_s)
+    search(lab, minutes=minutes)
+    assert lab.now_s <= minutes * 60 * 1.1 + 4 * open_s * (minutes < 1)
+
+
+def test_never_chooses_a_configuration_with_wrong_outputs() -> None:
+    def truth(changes: Changes) -> float:
+        return 0.0 if changes.get("session.spinning") else two_keys_help(changes)
+
+    ending, _ = search(VirtualLab(truth), minutes=6)
+    assert ending is not None
+    assert ending.point == {"max_rows": 2}
+
+
+def test_measures_a_much_slower_configuration_for_one_pair_only() -> None:
+    lab = VirtualLab(lambda changes: 0.2 if changes else 1.0)
+    ending, trials = search(lab, minutes=2)
+    assert ending is None
+    assert trials > 7
+    assert lab.now_s / trials < 10
+
+
+def test_goes_on_after_it_was_killed(tmp_path: Path) -> None:
+    """A trial that was cut off is tried again; those that were finished are not."""
+    file = tmp_path / "journal"
+    lab = VirtualLab(two_keys_help)
+
+    def kill(changes: Changes) -> None:
+        if changes.get("max_rows") == 1:
+            raise KeyboardInterrupt
+
+    lab.on_open = kill
+    with pytest.raises(KeyboardInterrupt):
+        search(lab, minutes=6, journal=file)
+    tried = [changes for changes in lab.opened if changes]
+    assert len(tried) > 3
+    with file.open("ab") as journal:
+        journal.write(b'{"op_code": 6, "worker')  # as a process leaves it that dies while it writes
+    again = VirtualLab(two_keys_help, seed=3)
+    ending, trials = search(again, minutes=6, journal=file)
+    assert ending is not None
+    assert ending.point == {"spinning": 1, "max_rows": 2}
+    first = next(changes for changes in again.opened if changes)
+    assert first == {"session.spinning": True, "max_rows": 1}
+    assert trials >= len(tried) + 1
+    assert sum(changes == tried[0] for changes in again.opened) == 0
+
+
+def test_a_journal_of_another_search_is_not_gone_on_with(tmp_path: Path) -> None:
+    file = tmp_path / "journal"
+    with pytest.raises(ServeError, match="there is none"), open_journal(file, {"model": "m"}, SPACE, resume=True):
+        pass
+    search(VirtualLab(two_keys_help), minutes=1, journal=file)
+    with open_journal(file, {"model": "m"}, SPACE, resume=True) as journal:
+        assert journal.trials
+        with pytest.raises(ServeError, match="in use"), open_journal(file, {"model": "m"}, SPACE, resume=None):
+            pass
+    with pytest.raises(ServeError, match="of another search"), open_journal(file, {"model": "n"}, SPACE, resume=True):
+        pass
+    with open_journal(file, {"model": "n"}, SPACE, resume=None) as journal:
+        assert not journal.trials
+    file.write_text("no journal\n")
+    with pytest.raises(ServeError, match="not one"), open_journal(file, {"model": "m"}, SPACE, resume=None):
+        pass
