@@ -163,7 +163,7 @@ def _measure(given: argparse.Namespace) -> Outcome:
     if given.json:  # the report shows them, too
         sys.stderr.writelines(f"ortserve bench: {problem}\n" for problem in problems)
     status = INTERRUPTED if result.is_interrupted else FAILED if problems else OK
-    return Outcome(result, present(result, has_pictures=given.output is not None), status)
+    return Outcome(result, present(result, has_pictures=given.page is not None), status)
 
 
 def _compare(given: argparse.Namespace) -> Outcome:
