@@ -28,6 +28,8 @@ _WEIGHTS_FOLDER: Final = "session.model_external_initializers_file_folder_path"
 _LOCALE: Final = re.compile(r"Failed to construct locale with name:\s?([A-Za-z_]+(?:\.[A-Za-z0-9-]+)?):")
 
 _AFFINITIES: Final = "session.intra_op_thread_affinities"
+_DISABLED_OPTIMIZERS: Final = "optimization.disable_specified_optimizers"
+"""Names separated by semicolons. ONNX Runtime 1.31.1 and 1.32.0 ignore a list with commas, and say nothing."""
 
 _LEVELS: Final = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -139,6 +141,8 @@ def _check_settings(options: SessionOptions) -> None:
         raise invalid_input("session.shared_arena: expected memory_arena beside it, got memory_arena: false")
     if options.has_global_threads and (key := affinities_key(settings)):
         raise invalid_input(f"{key}: expected unset, as the server has global_threads")
+    if "," in (names := option_text(settings.entries.get(_DISABLED_OPTIMIZERS, ""))):
+        raise invalid_input(f"session.entries: {_DISABLED_OPTIMIZERS}: expected semicolons between names, got '{names}'")
     if settings.optimized_model_file is not None:
         _check_optimized_model_file(Path(settings.optimized_model_file))
     # No provider is attached behind the CPU. ONNX Runtime itself checks the arenas of GPU providers.

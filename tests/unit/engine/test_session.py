@@ -9,6 +9,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+import ortserve
 from models import builders
 from ortserve.config.session import GraphOptimization, SessionSettings
 from ortserve.engine.ort_errors import run_error, without_paths
@@ -370,6 +371,21 @@ def test_settings_that_exclude_each_other_fail_the_load(
     options = SessionOptions(ProviderChoice(CPU), 2, settings, has_global_threads=True)
     with pytest.raises(ServeError, match=problem):
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+
+
+def test_disabled_optimizers_are_separated_by_semicolons(tmp_path: Path) -> None:
+    """ONNX Runtime ignores a list with commas."""
+    digits = Path(ortserve.__file__).parent / "example" / "repository" / "digits" / "1" / "model.onnx"
+
+    def node_count(names: str) -> int:
+        entries = {"optimization.disable_specified_optimizers": names}
+        settings = SessionSettings(entries=entries, optimized_model_file=str(tmp_path / "saved.onnx"))
+        open_session(digits, "m", SessionOptions(ProviderChoice(CPU), 1, settings))
+        return len(onnx.load(tmp_path / "saved.onnx").graph.node)
+
+    assert node_count("NchwcTransformer;ConvActivationFusion") > node_count("")
+    with pytest.raises(ServeError, match="expected semicolons between names, got 'NchwcTransformer,ConvActivation"):
+        node_count("NchwcTransformer,ConvActivationFusion")
 
 
 def test_provider_that_runs_no_node_is_an_error(tmp_path: Path) -> None:
