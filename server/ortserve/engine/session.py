@@ -142,7 +142,8 @@ def _check_settings(options: SessionOptions) -> None:
     if options.has_global_threads and (key := affinities_key(settings)):
         raise invalid_input(f"{key}: expected unset, as the server has global_threads")
     if "," in (names := option_text(settings.entries.get(_DISABLED_OPTIMIZERS, ""))):
-        raise invalid_input(f"session.entries: {_DISABLED_OPTIMIZERS}: expected semicolons between names, got '{names}'")
+        expected = "expected semicolons between names"
+        raise invalid_input(f"session.entries: {_DISABLED_OPTIMIZERS}: {expected}, got '{names}'")
     if settings.optimized_model_file is not None:
         _check_optimized_model_file(Path(settings.optimized_model_file))
     # No provider is attached behind the CPU. ONNX Runtime itself checks the arenas of GPU providers.
