@@ -1,7 +1,7 @@
 """How much does each optional feature cost a REST JSON request?
 
 Level: server. Expected: load reports and traces that are left out 1 to 3 µs each of some 50; keys, an access log and
-TLS up to 10.
+TLS up to 10; a hit of the response cache no more than a request that runs the tiny model.
 
     python loadtests/feature_cost.py [--rounds 5] [--seconds 3] [--connections 32]
 
@@ -38,12 +38,13 @@ NO_COLLECTOR = "--otlp-endpoint=http://127.0.0.1:9"
 
 @dataclass(frozen=True)
 class Feature:
-    """``name`` is for the table; ``flags`` enable the feature, ``headers`` are sent with its requests."""
+    """``name`` is for the table; ``flags`` enable the feature, ``headers`` are sent with its requests to ``model``."""
 
     name: str
     flags: tuple[str, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     scheme: str = "http"
+    model: str = "mlp"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def features(folder: Path, secret: Secret) -> list[Feature]:
         Feature("traces, 1 of 100 sampled", (NO_COLLECTOR, "--otlp-sample-ratio=0.01")),
         Feature("access log, to nowhere", ("--access-log",)),
         Feature("TLS", secret.flags, scheme="https"),
+        Feature("response cache, all hits", model="cached"),
     ]
 
 
@@ -71,7 +73,7 @@ def start(stack: ExitStack, feature: Feature, repository: Path, port: int) -> Ar
     serve += [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
     quietly = ["sh", "-c", 'exec "$@" 2>/dev/null', "sh", *serve]
     pid = stack.enter_context(running(quietly, f"http://{HOST}:{port + 2}/v2/health/ready"))
-    return Arm(feature, pid, f"{feature.scheme}://{HOST}:{port}/v2/models/mlp/infer")
+    return Arm(feature, pid, f"{feature.scheme}://{HOST}:{port}/v2/models/{feature.model}/infer")
 
 
 def main() -> None:
@@ -87,8 +89,10 @@ def main() -> None:
     costs: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
         folder = Path(temporary)
-        (folder / "models" / "mlp" / "1").mkdir(parents=True)
-        file = mlp(folder / "models" / "mlp" / "1" / "model.onnx")
+        for name in ("mlp", "cached"):
+            (folder / "models" / name / "1").mkdir(parents=True)
+            file = mlp(folder / "models" / name / "1" / "model.onnx")
+        (folder / "models" / "cached" / "model.yaml").write_text("response_cache: true\n")
         session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         expected = session.run(None, {"x": row})[0].ravel()
         secret = Secret(folder / "tls")
