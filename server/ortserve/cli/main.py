@@ -69,6 +69,9 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
     if missing := [name for name in _TOOLS_NEED if find_spec(name) is None]:
         sys.stderr.write(f"ortserve {command} needs {', '.join(missing)}: pip install 'ortserve[tools]'\n")
         return 1
+    if strange := [text for text in arguments if text != text.encode(errors="replace").decode()]:
+        sys.stderr.write(f"ortserve {command}: expected arguments in the encoding of the locale, got {strange[0]!r}\n")
+        return 2
     # Imported here, because no other command needs it.
     try:
         tool = import_module(f"ortserve.tools.{command}.command")

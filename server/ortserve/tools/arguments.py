@@ -10,7 +10,7 @@ _Number = TypeVar("_Number", int, float)
 
 def number(kind: type[_Number], least: float, most: float = 999_999) -> Callable[[str], _Number]:
     """Reads a number from ``least`` to ``most``. ``kind`` is int or float."""
-    expected = f"expected {'an integer' if kind is int else 'a number'} from {least:,g} to {most:,g}"
+    expected = f"expected {'an integer' if kind is int else 'a number'} from {least:,} to {most:,}"
 
     def read(text: str) -> _Number:
         try:

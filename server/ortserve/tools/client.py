@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ class Answer:
 
 
 class Client:
-    """A connection, which is opened by the first call, and again after ``close``. Each wait ends after ``timeout_s``.
+    """A connection, which is opened by the first call, and again after ``close``. Each wait ends after ``timeout_s``,
+    and so does an answer that comes in many parts.
 
     All calls raise ServeError: not_ready, if no server answers, and unsupported, if what answers is not HTTP.
     """
@@ -97,6 +99,7 @@ class Client:
             on_message_complete=lambda: kept.append(parser.should_keep_alive()),
         )
         parser = httptools.HttpResponseParser(events)
+        latest = time.monotonic() + self._timeout_s
         try:
             connected = self.connect()
             connected.sendall(request)
@@ -107,6 +110,8 @@ class Client:
                 if not part:
                     break  # as servers of HTTP/1.0 end their answers
                 parser.feed_data(part)
+                if not kept and time.monotonic() > latest:
+                    raise TimeoutError
                 if len(body) > _MOST_BYTES:
                     raise another_kind(self.address, f"its answer has more than {_MOST_BYTES:,} bytes")
         except ssl.SSLCertVerificationError as error:

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.console import print_report
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.tools.console import print_report, printable
 from ortserve.tools.page import render_page
 from ortserve.tools.report import LEVELS, Finding, Report
 
@@ -79,27 +79,44 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
     """Run a tool and write its output. Returns the exit status; errors are one line on standard error."""
     page: Path | None = arguments.page
     try:
-        if page is not None and not page.absolute().parent.is_dir():
-            return _fail(name, f"PAGE.html: expected a file in an existing folder, got '{page}'", INVALID)
+        expect_writable("PAGE.html", page)
         with _ended_by_sigterm():
             outcome = run(arguments)
-        if page is not None:
-            page.write_text(render_page(outcome.report), encoding="utf-8")
-        if arguments.json:
-            sys.stdout.write(json_text(outcome.result))
-        else:
-            print_report(outcome.report)
-        sys.stdout.flush()
+        try:
+            if page is not None:
+                page.write_text(render_page(outcome.report), encoding="utf-8")
+        finally:  # a result that took minutes is not lost with its page
+            _print(outcome, as_json=arguments.json)
     except ServeError as error:
         return _fail(name, error.message, INVALID if error.kind is ErrorKind.INVALID_INPUT else FAILED)
     except KeyboardInterrupt:
         return _fail(name, "interrupted", INTERRUPTED)
-    except BrokenPipeError:  # the reader of the pipe has what it wants; nothing more can be written
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+    except MemoryError as error:
+        return _fail(name, f"too little memory: {error}", FAILED)
     except OSError as error:
         return _fail(name, f"{error.filename or 'output'}: {error.strerror or error}", FAILED)
     return outcome.status
+
+
+def expect_writable(option: str, path: Path | None) -> None:
+    """Raise ServeError: invalid_input, if a file cannot be written to a path that an option gives."""
+    if path is not None and (
+        path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+    ):
+        raise invalid_input(f"{option}: expected a file in an existing folder that can be written, got '{path}'")
+
+
+def _print(outcome: Outcome, *, as_json: bool) -> None:
+    try:
+        if as_json:
+            if hasattr(sys.stdout, "reconfigure"):
+                sys.stdout.reconfigure(encoding="utf-8")  # as all JSON, whatever the locale is
+            sys.stdout.write(json_text(outcome.result))
+        else:
+            print_report(outcome.report)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the pipe has what it wants; nothing more can be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -123,5 +140,5 @@ def json_schema(result: type) -> dict[str, Any]:
 
 
 def _fail(name: str, problem: str, status: int) -> int:
-    sys.stderr.write(f"ortserve {name}: {problem}\n")
+    sys.stderr.write(f"ortserve {name}: {printable(problem)}\n")
     return status

@@ -14,20 +14,21 @@ from rich.text import Text as RichText
 from ortserve.tools.report import Cell, Facts, Findings, Picture, Report, Table, Text, cell_text
 
 _PIPE_WIDTH: Final = 120
+_CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _STYLES: Final = {"problem": "bold red", "warning": "yellow", "advice": "cyan"}
 
 
 def print_report(report: Report) -> None:
     """Print a report to standard output."""
     console = _console(sys.stdout)
-    console.print(RichText(report.title, "bold"))
+    console.print(_text(report.title, "bold"))
     for block in report.blocks:
         if isinstance(block, Picture):
             continue
         console.print()
         match block:
             case Text():
-                console.print(RichText(block.text))
+                console.print(_text(block.text))
             case Facts():
                 console.print(_facts(block, console))
             case Table():
@@ -72,44 +73,53 @@ def _console(stream: TextIO) -> Console:
     )
 
 
+def printable(text: str) -> str:
+    """A text on one line without the control characters that names in models may have, and that terminals obey."""
+    return text.translate(_CONTROLS)
+
+
+def _text(text: str, style: str = "") -> RichText:
+    return RichText(printable(text), style)
+
+
 def _box(console: Console) -> box.Box:
     return box.SIMPLE_HEAD if console.encoding.lower().startswith("utf") else box.ASCII
 
 
 def _facts(block: Facts, console: Console) -> RichTable:
     table = RichTable(
-        title=RichText(block.title, "bold"), title_justify="left", box=None, show_header=False, pad_edge=False
+        title=_text(block.title, "bold"), title_justify="left", box=None, show_header=False, pad_edge=False
     )
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in block.entries.items():
-        table.add_row(RichText(name), RichText(cell_text(value)))
+        table.add_row(_text(name), _text(cell_text(value)))
     return table
 
 
 def _print_table(block: Table, console: Console) -> None:
-    table = RichTable(title=RichText(block.title, "bold"), title_justify="left", box=_box(console), pad_edge=False)
+    table = RichTable(title=_text(block.title, "bold"), title_justify="left", box=_box(console), pad_edge=False)
     for index, name in enumerate(block.columns):
         is_number = any(_is_number(row[index]) for row in block.rows)
-        table.add_column(RichText(name), justify="right" if is_number else "left", overflow="fold")
+        table.add_column(_text(name), justify="right" if is_number else "left", overflow="fold")
     shown = block.rows if block.most_rows is None else block.rows[: block.most_rows]
     for row in shown:
-        table.add_row(*(RichText(cell_text(cell)) for cell in row))
+        table.add_row(*(_text(cell_text(cell)) for cell in row))
     console.print(table)
     if len(shown) < len(block.rows):
-        console.print(RichText(f"and {len(block.rows) - len(shown):,} more rows, in --json and in pages (-o)", "dim"))
+        console.print(_text(f"and {len(block.rows) - len(shown):,} more rows, in --json and in pages (-o)", "dim"))
     if block.note:
-        console.print(RichText(block.note, "dim"))
+        console.print(_text(block.note, "dim"))
 
 
 def _print_findings(block: Findings, console: Console) -> None:
-    console.print(RichText(block.title, "bold"))
+    console.print(_text(block.title, "bold"))
     if not block.findings:
-        console.print(RichText("nothing to report"))
+        console.print(_text("nothing to report"))
     for finding in block.findings:
-        console.print(RichText.assemble((f"{finding.level}: ", _STYLES[finding.level]), finding.seen))
-        console.print(RichText(f"  {finding.matters}", "dim"))
-        console.print(RichText(f"  → {finding.remedy}"))
+        console.print(RichText.assemble((f"{finding.level}: ", _STYLES[finding.level]), printable(finding.seen)))
+        console.print(_text(f"  {finding.matters}", "dim"))
+        console.print(_text(f"  → {finding.remedy}"))
 
 
 def _is_number(cell: Cell) -> bool:

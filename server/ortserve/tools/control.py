@@ -28,6 +28,7 @@ _GRPC_OPTIONS: Final = (
 _CODES: Final = {
     grpc.StatusCode.UNAUTHENTICATED: ErrorKind.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED: ErrorKind.FORBIDDEN,
+    grpc.StatusCode.UNIMPLEMENTED: ErrorKind.UNSUPPORTED,
     grpc.StatusCode.NOT_FOUND: ErrorKind.NOT_FOUND,
     grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.REJECTED_BY_MODEL,
 }
@@ -133,7 +134,8 @@ class Control:
                 code, details = error.code(), error.details() or ""
         if code in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED):
             raise unreachable(address, details)
-        if code is codes.UNIMPLEMENTED or (code is codes.UNKNOWN and "HTTP" in details):
+        # All servers of the protocol have this call, and may lack extensions.
+        if (code is codes.UNIMPLEMENTED and rpc == "ServerMetadata") or (code is codes.UNKNOWN and "HTTP" in details):
             raise another_kind(address, details)
         hint = " (--key-file gives a key)" if code in (codes.UNAUTHENTICATED, codes.PERMISSION_DENIED) else ""
         raise ServeError(_CODES.get(code, ErrorKind.INTERNAL), f"{address.url}: {code.name}: {details}{hint}")

@@ -158,3 +158,11 @@ def test_unusable_environment_is_rejected_before_the_start(
     assert main(["serve", "--example"]) == 2
     assert "both installed" in capsys.readouterr().err
     assert not served
+
+
+def test_tools_refuse_arguments_that_are_no_text_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "model-\udcff.onnx"]) == 2
+
+    assert capsys.readouterr().err == (
+        "ortserve inspect: expected arguments in the encoding of the locale, got 'model-\\udcff.onnx'\n"
+    )

@@ -19,6 +19,12 @@ def test_others_are_refused_with_the_bounds(text: str) -> None:
         number(float, 0, 1)(text)
 
 
+def test_bounds_are_written_as_they_are() -> None:
+    for kind, most, bounds in ((int, 1 << 20, "1 to 1,048,576"), (float, 99.9999, "1 to 99.9999")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"from {bounds}, got '0'"):
+            number(kind, 1, most)("0")
+
+
 @pytest.mark.parametrize("text", ["0", "1,", "2.0", "1000000"])
 def test_lists_are_refused_for_any_of_their_numbers(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected an integer from 1 to 999,999, got"):

@@ -98,6 +98,28 @@ def test_silence_ends() -> None:
             client.ask("/v2")
 
 
+def test_answer_that_never_ends_ends() -> None:
+    has_left = threading.Event()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n")
+            for _ in range(500):
+                if not has_left.wait(0.02):
+                    connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        client = Client(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=0.2)
+        with pytest.raises(ServeError, match=r"waited 0\.2 s"):
+            client.ask("/v2")
+        has_left.set()
+        thread.join(30)
+
+
 @pytest.mark.parametrize(("head", "opened"), [("", 1), ("Connection: close\r\n", 2)])
 def test_connection_stays_open_unless_the_server_closes_it(head: str, opened: int) -> None:
     answer = f"HTTP/1.1 200 OK\r\n{head}Content-Length: 2\r\nServer-Timing: x\r\n\r\n{{}}".encode()

@@ -58,6 +58,16 @@ def test_terminal_shows_texts_as_they_are(capsys: pytest.CaptureFixture[str]) ->
     assert "\x1b" not in shown, "no codes for terminals in a pipe"
 
 
+def test_terminal_shows_no_control_characters_of_names(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\nb\x1b[31m\x9b0m"
+    finding = Finding("k", "advice", name, name, name)
+    print_report(
+        Report(name, [Text(name), Facts(name, {name: name}), Table(name, [name], [[name]]), Findings([finding])])
+    )
+
+    assert capsys.readouterr().out.replace("\n", "").isprintable()
+
+
 def test_findings_that_are_empty_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(Report("x", [Findings([])]))
 

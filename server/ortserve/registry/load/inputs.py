@@ -21,7 +21,7 @@ from ortserve.core.dtypes import DataType, narrow
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import absent
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import OutOfMemoryError, ServeError, invalid_input
 from ortserve.registry.load.interface import Interface
 from ortserve.registry.repository.model_files import read_model_file
 from ortserve.rows import sum_terms
@@ -95,7 +95,10 @@ class InputGenerator:
             if padded is not None:
                 length = padded.padded_length(self.free_dim)
                 shape = (*shape[: padded.axis], length, *shape[padded.axis + 1 :])
-            array = _draw(generator, spec.datatype, shape, spread)
+            try:
+                array = _draw(generator, spec.datatype, shape, spread)
+            except (MemoryError, ValueError):  # numpy's for shapes beyond all memory
+                raise OutOfMemoryError(f"too little memory for input '{spec.name}' of shape {list(shape)}") from None
             arrays.append(repeated(array, rows) if is_whole else array)
         return tuple(arrays)
 

@@ -16,7 +16,7 @@ from ortserve.config.session import SessionSettings
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
 from ortserve.tools.arguments import number
-from ortserve.tools.command import Outcome, ToolParser, run_tool
+from ortserve.tools.command import Outcome, ToolParser, expect_writable, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.profile.measure import WARM_UP, Variant, measure
 from ortserve.tools.profile.presentation import report
@@ -71,7 +71,7 @@ def _parser() -> ToolParser:
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    trace = _trace(given)
+    expect_writable("--trace", given.trace)
     variants = _variants(given)
     with (
         TemporaryDirectory(prefix="ortserve-profile-") as name,
@@ -80,7 +80,7 @@ def _run(given: argparse.Namespace) -> Outcome:
         folder = Path(name)
         asked = {"runs": given.runs, "rows": given.rows, "seconds": given.seconds, "inputs": given.inputs}
         runs = measure(variants, folder, **asked, step=step)
-        if trace is not None:
+        if (trace := given.trace) is not None:
             for number, kept in enumerate([trace, trace.with_name(f"{trace.stem}-2{trace.suffix}")][: len(runs)]):
                 shutil.copyfile(folder / f"{number}.json", kept)
     profiles = [profile_of(held) for held in runs]
@@ -92,18 +92,12 @@ def _run(given: argparse.Namespace) -> Outcome:
 
 def _run_on_server(given: argparse.Namespace) -> Outcome:
     address = address_of(given.target, given, needs_http=True)
+    expect_writable("--trace", given.trace)
     with progress(f"waiting for requests of {given.model}, and profiling them"):
         limits = {"requests": given.requests, "timeout_s": given.timeout}
-        runs, batches = profile_server(address, given.model, **limits, keep=_trace(given))
+        runs, batches = profile_server(address, given.model, **limits, keep=given.trace)
     result = ProfileResult(profile=profile_of(runs), server=batches)
     return Outcome(result, report(result, [runs]))
-
-
-def _trace(given: argparse.Namespace) -> Path | None:
-    trace: Path | None = given.trace
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise invalid_input(f"--trace: expected a file in an existing folder, got '{trace}'")
-    return trace
 
 
 def _variants(given: argparse.Namespace) -> list[Variant]:

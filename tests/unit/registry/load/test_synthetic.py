@@ -7,6 +7,7 @@ from ortserve.core.dtypes import DataType, widen
 from ortserve.core.padding import PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
+from ortserve.errors import OutOfMemoryError
 from ortserve.registry.load.inputs import FREE_DIM, ZEROS, InputGenerator, synthetic_inputs
 
 
@@ -45,6 +46,12 @@ def test_padded_axes_have_the_padded_length() -> None:
     )
     padding = Padding((PaddedAxis("ids", 1, FREE_DIM * 2 - 1, 0, "seq"), None))
     assert [array.shape for array in synthetic_inputs(tokens, 3, 0, padding)] == [(3, FREE_DIM * 2 - 1), (3, FREE_DIM)]
+
+
+@pytest.mark.parametrize("shape", [(10**6, 10**7), (2**40, 2**20)])
+def test_shapes_beyond_all_memory_are_an_error_about_memory(shape: tuple[int, int]) -> None:
+    with pytest.raises(OutOfMemoryError, match="input 'x' of shape"):
+        synthetic_inputs(signature(DataType.FP32, *shape, unbatched_because="fixed"), 1, seed=0)
 
 
 def test_seed_determines_the_values() -> None:

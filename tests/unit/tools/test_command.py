@@ -1,0 +1,81 @@
+"""What all tools do with their results and failures."""
+
+import argparse
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ortserve.errors import invalid_input
+from ortserve.tools.command import FAILED, INVALID, OK, Outcome, run_tool
+from ortserve.tools.report import Report, Text
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    schema: str = "ortserve.test/1"
+    name: str = "größe"
+
+
+def given(page: Path | None = None, *, as_json: bool = False) -> argparse.Namespace:
+    return argparse.Namespace(page=page, json=as_json)
+
+
+def outcome(_: argparse.Namespace) -> Outcome:
+    return Outcome(Result(), Report("title", [Text("the result")]))
+
+
+def test_json_is_utf_8_whatever_the_locale_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+
+    assert run_tool("test", outcome, given(as_json=True)) == OK
+
+    assert json.loads(written.getvalue().decode("utf-8")) == {"schema": "ortserve.test/1", "name": "größe"}
+
+
+def test_page_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for page in (tmp_path, tmp_path / "nowhere" / "page.html"):
+        assert run_tool("test", lambda _: pytest.fail("it ran"), given(page)) == INVALID
+        assert f"got '{page}'" in capsys.readouterr().err
+
+
+def test_result_is_printed_if_its_page_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+
+    def run(arguments: argparse.Namespace) -> Outcome:
+        page.mkdir()  # while the command runs
+        return outcome(arguments)
+
+    assert run_tool("test", run, given(page)) == FAILED
+
+    printed = capsys.readouterr()
+    assert "the result" in printed.out
+    assert printed.err == f"ortserve test: {page}: Is a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (MemoryError("Unable to allocate 74.5 GiB"), FAILED),
+        (BrokenPipeError(32, "Broken pipe"), FAILED),
+        (invalid_input("node 'a\nb\x1b[31m' is none"), INVALID),
+    ],
+)
+def test_failure_is_one_line_of_printable_text(
+    error: Exception, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: argparse.Namespace) -> Outcome:
+        raise error
+
+    assert run_tool("test", run, given()) == status
+
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.endswith("\n")
+    assert printed.err[:-1].isprintable()

@@ -1,0 +1,26 @@
+"""Calls about a model on a server."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.tools.address import parse_address
+from ortserve.tools.control import Control
+
+
+def test_grpc_server_that_lacks_an_extension_is_told_from_one_of_another_kind() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))  # it has no calls at all
+    control = Control(parse_address(f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"), "m")
+    server.start()
+    try:
+        with pytest.raises(ServeError) as extension:
+            control.register("region", 8)
+        with pytest.raises(ServeError, match="expected a server of the Open Inference Protocol v2") as another:
+            control.describe()
+    finally:
+        server.stop(None).wait()
+
+    assert extension.value.message == f"{control.address.url}: UNIMPLEMENTED: Method not found!"
+    assert extension.value.kind is another.value.kind is ErrorKind.UNSUPPORTED
