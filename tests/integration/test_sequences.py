@@ -28,16 +28,24 @@ INPUT = 'input { name: "INPUT" data_type: TYPE_INT32 dims: [ 1 ] }'
 OUTPUTS = """output [ { name: "OUTPUT" data_type: TYPE_INT32 dims: 1 }, { name: "STATE_SEEN" data_type: TYPE_INT32 dims: 1 },
   { name: "ID_SEEN" dims: 1 }, { name: "FLAGS_SEEN" data_type: TYPE_FP32 dims: 3 } ]"""
 IDLE = "max_sequence_idle_microseconds: 30000000"
-LATE = 'must specify the START flag on the first request of the sequence'
+LATE = "must specify the START flag on the first request of the sequence"
 
 
 def accumulator(
-    folder: Path, name: str, strategy: str = "oldest { }", rows: int = 4, initial: str = "", more: str = "", **traits: Any
+    folder: Path,
+    name: str,
+    strategy: str = "oldest { }",
+    rows: int = 4,
+    initial: str = "",
+    more: str = "",
+    **traits: Any,
 ) -> Path:
     model = add_model(folder, name, sequences.accumulate, **traits)
     controls = f"{START} {READY} {END} {CORRID}"
     if "flag" in traits:
-        controls = controls.replace("int32_false_true", {"float": "fp32", "bool": "bool"}[traits["flag"]] + "_false_true")
+        controls = controls.replace(
+            "int32_false_true", {"float": "fp32", "bool": "bool"}[traits["flag"]] + "_false_true"
+        )
     if "correlation" in traits:
         controls = controls.replace("TYPE_UINT64", f"TYPE_{traits['correlation'].upper()}")
     idle = "" if "max_sequence_idle" in more else IDLE
@@ -57,9 +65,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     accumulator(folder, "texts", flag="bool", correlation="string")
     accumulator(folder, "three", "oldest { max_candidate_sequences: 3 }")
     accumulator(folder, "forgetful", more="max_sequence_idle_microseconds: 500000")
-    accumulator(
-        folder, "file", initial='initial_state { name: "s" data_type: TYPE_INT32 dims: 1 data_file: "first" }'
-    )
+    accumulator(folder, "file", initial='initial_state { name: "s" data_type: TYPE_INT32 dims: 1 data_file: "first" }')
     (folder / "file" / "initial_state").mkdir()
     (folder / "file" / "initial_state" / "first").write_bytes(np.array([77, 1], np.int32).tobytes())
     growing = add_model(folder, "growing", sequences.growing)
@@ -87,7 +93,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[ServerProcess]:
-    with serving(repository, "--warmup-s", "0.1") as server:
+    with serving(repository, "--warmup-s", "0.1", "--drain-timeout-s", "1") as server:
         yield server
 
 
@@ -121,7 +127,13 @@ def over_grpc(server: ServerProcess, model: str, value: Any, **parameters: Any) 
         return {output.name: result.as_numpy(output.name).reshape(-1) for output in result.get_response().outputs}
 
 
-STATUSES = {"INVALID_ARGUMENT": 400, "UNIMPLEMENTED": 501, "UNAVAILABLE": 503, "CANCELLED": 499, "RESOURCE_EXHAUSTED": 429}
+STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "UNIMPLEMENTED": 501,
+    "UNAVAILABLE": 503,
+    "CANCELLED": 499,
+    "RESOURCE_EXHAUSTED": 429,
+}
 PROTOCOLS = pytest.mark.parametrize("infer", [rest, over_grpc])
 IDS = iter(range(1000, 1_000_000))
 
@@ -130,7 +142,11 @@ def sums(server: ServerProcess, infer: Any, model: str, values: list[int], seque
     """The outputs of one whole sequence."""
     last = len(values) - 1
     return [
-        int(infer(server, model, value, sequence_id=sequence_id, sequence_start=n == 0, sequence_end=n == last)["OUTPUT"][0])
+        int(
+            infer(server, model, value, sequence_id=sequence_id, sequence_start=n == 0, sequence_end=n == last)[
+                "OUTPUT"
+            ][0]
+        )
         for n, value in enumerate(values)
     ]
 
