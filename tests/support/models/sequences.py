@@ -110,6 +110,28 @@ def growing(path: Path) -> Path:
     )
 
 
+def slow(path: Path, steps: int = 50_000) -> Path:
+    """A running sum whose run takes about 0.1 s, in proportion to ``steps``; TOTAL begins at 0 with each sequence."""
+    model = parser.parse_model(
+        _HEAD
+        + """slow (int32[batch,1] INPUT, int32[batch,1] STATE) => (int32[batch,1] TOTAL, int32[batch,1] NEXT) {
+            zero_rows = Mul (INPUT, nothing)
+            first = ReduceSum <keepdims = 0> (zero_rows)
+            last = Loop (steps, , first) <body = step (int64 number, bool condition, int32 value)
+                => (bool again, int32 following) {
+                    again = Identity (condition)
+                    following = Mul (value, value)
+                }>
+            NEXT = Add (INPUT, STATE)
+            TOTAL = Add (NEXT, last)
+        }"""
+    )
+    model.graph.initializer.append(onnx.helper.make_tensor("steps", onnx.TensorProto.INT64, [], [steps]))
+    model.graph.initializer.append(_constant("nothing", [0]))
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
 def simple_sequence(path: Path) -> Path:
     """Triton's example of the same name: OUTPUT = (INPUT + START) · READY."""
     return _write(
