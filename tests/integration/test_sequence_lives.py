@@ -53,8 +53,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         ),
     ):
         (add_model(folder, name, build) / "config.pbtxt").write_text(EXAMPLE % batching)
-    for name in ("slow", "slow2"):
-        (add_model(folder, name, sequences.slow) / "model.yaml").write_text(SUM)
+    for name, steps in (("slow", 50_000), ("slower", 200_000)):
+        (add_model(folder, name, sequences.slow, steps=steps) / "model.yaml").write_text(SUM)
     (add_model(folder, "recorded", sequences.two_states) / "model.yaml").write_text(
         "record: {share: 1}\nsequences: {states: [{input: a_in, output: z_out}, {input: b_in, output: a_out}]}\n"
     )
@@ -196,7 +196,7 @@ def test_a_cancelled_queued_call_ends_the_sequence_and_a_running_one_does_not(se
 
     def send(client: Any, value: int, label: str, start: bool = False) -> Any:
         return client.async_infer(
-            "slow2",
+            "slower",
             tensors(triton_grpc, value),
             callback=lambda result, error: outcomes.put((label, error or int(result.as_numpy("TOTAL")[0, 0]))),
             sequence_id=name,
@@ -214,7 +214,7 @@ def test_a_cancelled_queued_call_ends_the_sequence_and_a_running_one_does_not(se
         send(client, 1, "first")
         queued = send(client, 1, "queued")
         send(client, 1, "later")
-        wait_for_waiting(server, "slow2", 2)
+        wait_for_waiting(server, "slower", 2)
         queued.cancel()
         found = dict([outcomes.get(timeout=LONG_S) for _ in range(3)])
         assert found["first"] == 7
