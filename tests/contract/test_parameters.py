@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
 from servers import LONG_S, ServerProcess, json_input, rest_url, triton_clients

@@ -1,6 +1,5 @@
 """Sequences of requests on both protocols: their order, their states, and what ends them."""
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +7,10 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import grpc
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from models import builders, sequences
@@ -97,7 +94,7 @@ def server(repository: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An answer with an error."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -111,7 +108,7 @@ def rest(server: ServerProcess, model: str, value: Any, **parameters: Any) -> di
     body = {"inputs": [json_input("INPUT", np.array([[value]], dtype))], "parameters": parameters}
     answer = httpx.post(rest_url(server, model), json=body, timeout=LONG_S)
     if answer.status_code != 200:
-        raise Refused(answer.status_code, answer.json()["error"])
+        raise RefusedError(answer.status_code, answer.json()["error"])
     return {output["name"]: np.array(output["data"]) for output in answer.json()["outputs"]}
 
 
@@ -123,7 +120,7 @@ def over_grpc(server: ServerProcess, model: str, value: Any, **parameters: Any) 
         try:
             result = client.infer(model, [tensor], **parameters)
         except InferenceServerException as error:
-            raise Refused(STATUSES[str(error.status()).removeprefix("StatusCode.")], error.message()) from None
+            raise RefusedError(STATUSES[str(error.status()).removeprefix("StatusCode.")], error.message()) from None
         return {output.name: result.as_numpy(output.name).reshape(-1) for output in result.get_response().outputs}
 
 
@@ -167,7 +164,7 @@ def test_texts_are_ids_too(server: ServerProcess, infer: Any) -> None:
 @PROTOCOLS
 @pytest.mark.parametrize("none", [{}, {"sequence_id": 0}, {"sequence_id": "", "sequence_start": True}])
 def test_a_request_needs_an_id(server: ServerProcess, infer: Any, none: dict[str, Any]) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedError) as caught:
         infer(server, "oldest", 1, **none)
     text = "inference request to model 'oldest' must specify a non-zero or non-empty correlation ID"
     assert (caught.value.status, caught.value.text) == (400, text)
@@ -177,7 +174,7 @@ def test_a_request_needs_an_id(server: ServerProcess, infer: Any, none: dict[str
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_sequence_needs_a_start(server: ServerProcess, infer: Any, ends: bool) -> None:
     one = next(IDS)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedError) as caught:
         infer(server, "oldest", 1, sequence_id=one, sequence_end=ends)
     assert caught.value.status == 400
     assert caught.value.text == f"inference request for sequence {one} to model 'oldest' {LATE}"
@@ -188,7 +185,7 @@ def test_a_sequence_may_be_one_request(server: ServerProcess, infer: Any) -> Non
     one = next(IDS)
     answer = infer(server, "oldest", 3, sequence_id=one, sequence_start=True, sequence_end=True)
     assert list(answer["FLAGS_SEEN"]) == [1, 1, 1]
-    with pytest.raises(Refused, match=LATE):
+    with pytest.raises(RefusedError, match=LATE):
         infer(server, "oldest", 3, sequence_id=one)
 
 
@@ -204,14 +201,14 @@ def test_a_second_start_begins_with_a_fresh_state(server: ServerProcess) -> None
 
 @pytest.mark.parametrize("odd", [-1, 1.5, True, None, [1], 2**64])
 def test_odd_ids_are_rejected(server: ServerProcess, odd: Any) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedError) as caught:
         rest(server, "oldest", 1, sequence_id=odd, sequence_start=True)
     assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("odd", ["true", 1])
 def test_odd_flags_are_rejected(server: ServerProcess, odd: Any) -> None:
-    with pytest.raises(Refused, match="Unable to parse 'sequence_start'") as caught:
+    with pytest.raises(RefusedError, match="Unable to parse 'sequence_start'") as caught:
         rest(server, "oldest", 1, sequence_id=1, sequence_start=odd)
     assert caught.value.status == 400
 
@@ -233,7 +230,7 @@ def test_rows_and_long_texts_are_rejected(server: ServerProcess) -> None:
     assert answer.status_code == 400
     assert "must specify batch-size 1 due to requirements of sequence batcher" in answer.json()["error"]
     for infer in (rest, over_grpc):
-        with pytest.raises(Refused, match="cannot be longer than 128 characters") as caught:
+        with pytest.raises(RefusedError, match="cannot be longer than 128 characters") as caught:
             infer(server, "texts", 1, sequence_id="x" * 129, sequence_start=True)
         assert caught.value.status == 501
 
@@ -245,9 +242,9 @@ def test_a_number_and_its_text_are_two_sequences(server: ServerProcess) -> None:
 
 
 def test_ids_must_fit_the_control(server: ServerProcess) -> None:
-    with pytest.raises(Refused, match=r"\[request id: <id_unknown>\] sequence batching control 'CORRID' data-type is"):
+    with pytest.raises(RefusedError, match=r"\[request id: <id_unknown>\] sequence batching control 'CORRID' data-type is"):
         rest(server, "oldest", 1, sequence_id="text", sequence_start=True)
-    with pytest.raises(Refused, match="data-type is 'UINT64', but model 'texts' expects 'BYTES'"):
+    with pytest.raises(RefusedError, match="data-type is 'UINT64', but model 'texts' expects 'BYTES'"):
         over_grpc(server, "texts", 1, sequence_id=5, sequence_start=True)
 
 
@@ -271,7 +268,8 @@ def test_a_stream_reports_the_bad_request_only(server: ServerProcess) -> None:
             )
         found = [answers.get(timeout=LONG_S) for _ in range(3)]
     (first, none), (_, error), (third, nothing) = found
-    assert none is None and nothing is None
+    assert none is None
+    assert nothing is None
     assert [result.get_response().id for result in (first, third)] == ["r0", "r2"]
     assert [int(result.as_numpy("OUTPUT")[0, 0]) for result in (first, third)] == [5, 11]
     assert LATE in str(error)
@@ -332,13 +330,13 @@ def test_a_failed_run_leaves_the_state(server: ServerProcess) -> None:
             rest(server, model, 5, sequence_id=sequence, sequence_start=True)
         with ThreadPoolExecutor(2) as pool:
             good = pool.submit(rest, server, model, 1, sequence_id=other)
-            with pytest.raises(Refused):
+            with pytest.raises(RefusedError):
                 rest(server, model, 5000, sequence_id=one)
             assert good.result()["OUTPUT"][0] == 6
         assert rest(server, model, 2, sequence_id=one, sequence_end=True)["OUTPUT"][0] == 7
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             rest(server, model, 5000, sequence_id=one, sequence_start=True)
-        with pytest.raises(Refused, match=LATE):  # nothing began
+        with pytest.raises(RefusedError, match=LATE):  # nothing began
             rest(server, model, 2, sequence_id=one)
 
 
@@ -348,10 +346,10 @@ def test_an_idle_sequence_ends(server: ServerProcess) -> None:
     for n in range(4):  # not idle
         rest(server, "forgetful", 1, sequence_id=other, sequence_start=n == 0)
         time.sleep(0.3)
-    with pytest.raises(Refused, match=LATE):
+    with pytest.raises(RefusedError, match=LATE):
         rest(server, "forgetful", 1, sequence_id=one)
     assert rest(server, "forgetful", 1, sequence_id=other)["OUTPUT"][0] == 5
-    ended = read_metrics(server).by_labels("ortserve_sequences_ended_total", "model", "reason")
+    ended = read_metrics(server).by_labels("ortserve_ended_sequences_total", "model", "reason")
     assert ended["forgetful expired"] >= 1
 
 
@@ -362,7 +360,7 @@ def test_sequences_wait_for_a_candidate_to_end(server: ServerProcess) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(rest, server, "three", 8, sequence_id=ids[3], sequence_start=True)
         late = pool.submit(rest, server, "three", 8, sequence_id=next(IDS), sequence_start=True, timeout=200_000)
-        with pytest.raises(Refused, match="timeout of the corresponding sequence has been expired") as caught:
+        with pytest.raises(RefusedError, match="timeout of the corresponding sequence has been expired") as caught:
             late.result()
         assert caught.value.status == 503
         assert not waiting.done()

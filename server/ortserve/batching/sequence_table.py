@@ -176,9 +176,10 @@ class SequenceTable:
         """A sequence has become idle."""
         self._idle[sequence] = now_ns
 
-    def resume(self, sequence: Sequence) -> None:
-        """A sequence is idle no more."""
-        self._idle.pop(sequence, None)
+    def resume(self, sequence: Sequence, now_ns: int) -> bool:
+        """A sequence is idle no more. Returns False if it has been idle for too long."""
+        since_ns = self._idle.pop(sequence, None)
+        return since_ns is None or now_ns - since_ns < self.max_idle_ns
 
     def expired(self, now_ns: int) -> list[Sequence]:
         """The sequences that have been idle for too long."""

@@ -138,15 +138,16 @@ class SequenceRuns:
         """
         self._check(request, part)
         now_ns = self._clock()
-        self._expire(now_ns)
         sequence = self._table.find(part.id)
+        if sequence is not None and not self._table.resume(sequence, now_ns):
+            self._remove_expired(sequence)  # the timer is late
+            sequence = None
         if sequence is None:
             sequence = self._begin(part)
         turn = Turn(request, sequence, part, terms, now_ns)
         if sequence.slot == NO_SLOT or not sequence.is_idle:
             self._wait(turn)
         else:
-            self._table.resume(sequence)
             sequence.waiting.append(turn)
         request.timing.queued_ns = now_ns
         request.withdraw = partial(self._on_cancelled, turn)
@@ -384,9 +385,12 @@ class SequenceRuns:
 
     def _expire(self, now_ns: int) -> None:
         for sequence in self._table.expired(now_ns):
-            self._table.close(sequence)
-            sequence.ended_because = EXPIRED
-            self._remove(sequence)
+            self._remove_expired(sequence)
+
+    def _remove_expired(self, sequence: Sequence) -> None:
+        self._table.close(sequence)
+        sequence.ended_because = EXPIRED
+        self._remove(sequence)
 
     def _set_timer(self) -> None:
         """Wake when the next sequence expires. A timer that is set stays: it wakes earlier than a later one would."""

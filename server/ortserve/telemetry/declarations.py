@@ -129,7 +129,7 @@ SEQUENCES: Final = Declaration(
     "Sequences of models with sequences. active: with a slot. waiting: for a slot.",
 )
 SEQUENCES_ENDED: Final = Declaration(
-    "ortserve_sequences_ended_total",
+    "ortserve_ended_sequences_total",
     "counter",
     ("model", "version", "reason"),
     "Sequences by why they ended. ended: after their last request. expired: no request for max_idle_s. evicted: the "

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,8 +30,10 @@ def one(value: float, dtype: Any = np.int64) -> np.ndarray:
 
 
 TENSORS = SequenceTensors(
-    tuple(ControlTensor(kind, DataType.INT32, one(0), one(1)) for kind in (START, READY, END))
-    + (ControlTensor(ID, DataType.UINT64, one(0, np.uint64), one(0, np.uint64)),),
+    (
+        *tuple(ControlTensor(kind, DataType.INT32, one(0), one(1)) for kind in (START, READY, END)),
+        ControlTensor(ID, DataType.UINT64, one(0, np.uint64), one(0, np.uint64)),
+    ),
     (one(0),),
     (1,),
     1,

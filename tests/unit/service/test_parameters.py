@@ -3,7 +3,7 @@
 import pytest
 
 from ortserve.core.request import Parameter
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, SequenceError, ServeError
 from ortserve.service.validation import Scheduling, read_scheduling, read_sequence_part
 
 

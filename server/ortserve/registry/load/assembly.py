@@ -149,7 +149,7 @@ class Assembly:
             batcher,
             metrics,
             configuration=configuration,
-            properties=describe_properties(loaded, batcher.max_rows),
+            properties=describe_properties(loaded, batcher.max_rows, options.sequences),
             cached=self._cached_runs(options, metrics),
             recording=self._begin_recording(loaded, options, metrics),
             sequences=sequences,
