@@ -1,4 +1,4 @@
-"""What do sequences cost: memory and p99 of 10,000 live ones, CPU of a request, and the gain of batching recurrent models?
+"""What do sequences cost: memory and p99 of 10,000 live ones, CPU of a request? What does batching them gain?
 
 Level: server for the CPU of a request, batching in process for the rest. Expected: the memory of the states and about
 2 KiB a sequence beside them; at most 1.3 times the CPU of a request without a sequence; a GRU over 64 sequences at
@@ -50,14 +50,19 @@ LIVE = 10_000
 RATE = 2_000
 BATCH = 64
 STEPS = 30
-SUMS = 'sequences: {max_idle_s: 600, states: [{input: STATE, output: NEXT}]}\nbatched: true\nmax_rows: 64\n'
+SUMS = "sequences: {max_idle_s: 600, states: [{input: STATE, output: NEXT}]}\nbatched: true\nmax_rows: 64\n"
 
 
 def running_sum(path: Path, *, is_plain: bool) -> None:
-    """y = x + STATE over 16 numbers; without a state, y = x + x."""
+    """Y = x + STATE over 16 numbers; without a state, y = x + x."""
     other = "x" if is_plain else "STATE"
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 16]) for name in dict.fromkeys(("x", other))]
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 16]) for name in ("y", *(() if is_plain else ("NEXT",)))]
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 16]) for name in dict.fromkeys(("x", other))
+    ]
+    outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 16])
+        for name in ("y", *(() if is_plain else ("NEXT",)))
+    ]
     nodes = [helper.make_node("Add", ["x", other], ["y"])]
     if not is_plain:
         nodes.append(helper.make_node("Add", ["x", other], ["NEXT"]))
@@ -87,7 +92,9 @@ def recurrent(path: Path, kind: str, width: int, hidden: int) -> None:
     nodes += [helper.make_node("Unsqueeze", [state, "first"], [f"{state}0"]) for state in states]
     ends = [f"{state}1" for state in states]
     nodes += [
-        helper.make_node(operator, ["steps", "w", "r", "", "", *[f"{state}0" for state in states]], ["", *ends], hidden_size=hidden),
+        helper.make_node(
+            operator, ["steps", "w", "r", "", "", *[f"{state}0" for state in states]], ["", *ends], hidden_size=hidden
+        ),
         *[helper.make_node("Squeeze", [end, "first"], [f"{end}_next"]) for end in ends],
     ]
     if kind == "vad":
@@ -117,15 +124,20 @@ def make_repository(folder: Path) -> None:
 
 def wrk_cpu_us(folder: Path, pid: int, model: str, seconds: int) -> float:
     """CPU of the server per request; requests of sequences take turns among many that stay alive."""
-    body = {"inputs": [{"name": "x", "shape": [1, 16], "datatype": "FP32", "data": [0.5] * 16}], "parameters": {"sequence_id": 7, "sequence_start": True}}
+    body = {
+        "inputs": [{"name": "x", "shape": [1, 16], "datatype": "FP32", "data": [0.5] * 16}],
+        "parameters": {"sequence_id": 7, "sequence_start": True},
+    }
     before, after = json.dumps(body).split('7, "sequence_start": true')
     script = folder / "sequences.lua"
-    # wrk makes one request that it does not send, so that each sequence begins twice. Both arms send the same bytes; the plain model ignores the parameters.
+    # wrk makes one request that it does not send, so each sequence begins twice. Both arms send the same bytes; the
+    # plain model ignores the parameters.
     script.write_text(
         "local number = 0\nrequest = function()\n number = number + 1\n"
         f" local id = number % {8 * CONNECTIONS} + 1\n"
         f" local flag = number <= {16 * CONNECTIONS} and 'true' or 'false'\n"
-        f" return wrk.format('POST', nil, {{['Content-Type'] = 'application/json'}}, {before!r} .. id .. ', \"sequence_start\": ' .. flag .. {after!r})\nend\n"
+        f" local body = {before!r} .. id .. ', \"sequence_start\": ' .. flag .. {after!r}\n"
+        " return wrk.format('POST', nil, {['Content-Type'] = 'application/json'}, body)\nend\n"
     )
     url = f"http://127.0.0.1:{PORT}/v2/models/{model}/infer"
     command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "-s", str(script), url]
@@ -146,7 +158,9 @@ def send(served: ServedModel, name: int, row: np.ndarray, *, start: bool) -> Inf
 
 
 async def open_models(folder: Path) -> Registry:
-    registry = Registry([folder], ServerOptions(warmup_s=1.0, max_queue_rows=100_000), Metrics(CollectorRegistry()), monotonic_ns)
+    registry = Registry(
+        [folder], ServerOptions(warmup_s=1.0, max_queue_rows=100_000), Metrics(CollectorRegistry()), monotonic_ns
+    )
     await registry.load_all()
     return registry
 
@@ -260,19 +274,26 @@ def main() -> None:
         (
             "# Sequences",
             circumstances(),
-            f"CPU of a REST JSON request, {CONNECTIONS} connections, µs. Both models get the same bytes; the plain one "
-            "ignores the parameters.",
+            f"CPU of a REST JSON request, {CONNECTIONS} connections, µs. The plain model ignores the parameters.",
             table(
                 ["plain", "of a sequence", "ratio (aim: at most 1.3)"],
                 [[spread(cpu["plain"]), spread(cpu["sums"]), spread(ratios)]],
             ),
             f"{live['live']:.0f} live sequences of a GRU with a state of 1 KiB, {RATE} requests/s over all of them:",
             table(
-                ["states, MiB", "resident memory grew by, MiB", "bytes a sequence beside its state", "p50, ms", "p99, ms"],
+                [
+                    "states, MiB",
+                    "resident memory grew by, MiB",
+                    "bytes a sequence beside its state",
+                    "p50, ms",
+                    "p99, ms",
+                ],
                 [[f"{live[key]:.2f}" for key in ("state_mib", "grown_mib", "other_bytes", "p50_ms", "p99_ms")]],
             ),
             f"Requests per second of {BATCH} sequences together against one at a time (aim: 8):",
-            table(["GRU, 1024 wide", "voice-activity-like, LSTM 512 wide"], [[spread(gain["gru"]), spread(gain["vad"])]]),
+            table(
+                ["GRU, 1024 wide", "voice-activity-like, LSTM 512 wide"], [[spread(gain["gru"]), spread(gain["vad"])]]
+            ),
         )
     )
     (HERE / "results").mkdir(exist_ok=True)

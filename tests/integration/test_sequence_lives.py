@@ -30,7 +30,10 @@ output { name: "OUTPUT" data_type: TYPE_INT32 dims: 1 } instance_group { count: 
 sequence_batching { %s }"""
 OLDEST = "max_sequence_idle_microseconds: 10000000 oldest { max_candidate_sequences: 1024 %s }"
 STATE = "state { input_name: 'STATE' output_name: 'NEXT' data_type: TYPE_INT32 dims: 1 }"
-SUM = "max_rows: 8\nsequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\nbatched: true\nrow_checks: false\n"
+SUM = (
+    "max_rows: 8\nbatched: true\nrow_checks: false\n"
+    "sequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\n"
+)
 VALUES = [11, 7, 5, 3, 2, 0, 1]
 IDS = iter(range(1, 1000))
 

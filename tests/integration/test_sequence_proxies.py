@@ -82,7 +82,9 @@ def by_grpc(client: triton_grpc.InferenceServerClient, name: str, *, start: bool
 def by_stream(proxy: Proxy, name: str, *, start: bool = False) -> int:
     answers: Queue[tuple[Any, Any]] = Queue()
     with triton_grpc.InferenceServerClient(proxy.grpc) as client:
-        client.start_stream(callback=lambda result, error: answers.put((result, error)), headers={"x-sequence-id": name})
+        client.start_stream(
+            callback=lambda result, error: answers.put((result, error)), headers={"x-sequence-id": name}
+        )
         client.async_stream_infer("m", tensor(), sequence_id=name, sequence_start=start)
         result, error = answers.get(timeout=LONG_S)
     assert error is None, error
@@ -109,7 +111,9 @@ def test_haproxy_keeps_sequences_on_a_server_that_is_drained(ports: tuple[Any, A
         def command(self) -> Any:
             words = super().command()
             file = self._folder / "haproxy.cfg"
-            file.write_text(file.read_text().replace("global\n", f"global\n    stats socket {self._folder}/admin level admin\n", 1))
+            file.write_text(
+                file.read_text().replace("global\n", f"global\n    stats socket {self._folder}/admin level admin\n", 1)
+            )
             return words
 
     try:

@@ -22,7 +22,8 @@ END = 'control_input { name: "END" control { kind: CONTROL_SEQUENCE_END int32_fa
 CORRID = 'control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }'
 STATE = 'state { input_name: "STATE" output_name: "NEXT" data_type: TYPE_INT32 dims: [ 1 ] %s }'
 INPUT = 'input { name: "INPUT" data_type: TYPE_INT32 dims: [ 1 ] }'
-OUTPUTS = """output [ { name: "OUTPUT" data_type: TYPE_INT32 dims: 1 }, { name: "STATE_SEEN" data_type: TYPE_INT32 dims: 1 },
+OUTPUTS = """output [ { name: "OUTPUT" data_type: TYPE_INT32 dims: 1 },
+  { name: "STATE_SEEN" data_type: TYPE_INT32 dims: 1 },
   { name: "ID_SEEN" dims: 1 }, { name: "FLAGS_SEEN" data_type: TYPE_FP32 dims: 3 } ]"""
 IDLE = "max_sequence_idle_microseconds: 30000000"
 LATE = "must specify the START flag on the first request of the sequence"
@@ -67,7 +68,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file" / "initial_state" / "first").write_bytes(np.array([77, 1], np.int32).tobytes())
     growing = add_model(folder, "growing", sequences.growing)
     (growing / "model.yaml").write_text(
-        "batched: true\nsequences: {max_idle_s: 30, states: [{input: PAST, output: PRESENT, dims: [-1], initial_dims: [0]}]}\n"
+        "batched: true\nsequences: {max_idle_s: 30, "
+        "states: [{input: PAST, output: PRESENT, dims: [-1], initial_dims: [0]}]}\n"
     )
     (add_model(folder, "two", sequences.two_states) / "model.yaml").write_text(
         "sequences: {states: [{input: a_in, output: z_out}, {input: b_in, output: a_out}]}\n"
@@ -242,7 +244,7 @@ def test_a_number_and_its_text_are_two_sequences(server: ServerProcess) -> None:
 
 
 def test_ids_must_fit_the_control(server: ServerProcess) -> None:
-    with pytest.raises(RefusedError, match=r"\[request id: <id_unknown>\] sequence batching control 'CORRID' data-type is"):
+    with pytest.raises(RefusedError, match=r"\[request id: <id_unknown>\] sequence batching control 'CORRID' data-"):
         rest(server, "oldest", 1, sequence_id="text", sequence_start=True)
     with pytest.raises(RefusedError, match="data-type is 'UINT64', but model 'texts' expects 'BYTES'"):
         over_grpc(server, "texts", 1, sequence_id=5, sequence_start=True)

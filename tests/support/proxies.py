@@ -243,9 +243,7 @@ def find_proxy(name: str) -> tuple[type[Proxy], Path]:
 
 
 @contextmanager
-def proxying(
-    name: str, folder: Path, a: Ports, b: Ports, kind: type[Proxy] | None = None
-) -> Iterator[Proxy]:
+def proxying(name: str, folder: Path, a: Ports, b: Ports, kind: type[Proxy] | None = None) -> Iterator[Proxy]:
     """Run a proxy without waiting for it; ``kind`` is a subclass of the usual one.
 
     Raises:

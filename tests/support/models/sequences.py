@@ -43,7 +43,7 @@ def accumulate(path: Path, flag: str = "int32", correlation: str = "uint64", row
 
 
 def whole_batch(path: Path) -> Path:
-    """Returns to each row the size of its batch, and READY and INPUT of all rows as digits: rows are not independent."""
+    """Returns to each row the size of its batch, and READY and INPUT of all rows as digits: rows are dependent."""
     return _write(
         path,
         """whole (int32[batch,1] INPUT, int32[batch,1] READY, int32[batch,1] STATE)

@@ -1,4 +1,4 @@
-"""``sequence_batching`` becomes the options of ``model.yaml``, with Triton's errors, and is shown as Triton shows it."""
+"""``sequence_batching`` becomes the options of ``model.yaml``, with Triton's errors; clients see it as from Triton."""
 
 from pathlib import Path
 
@@ -96,8 +96,8 @@ END = START.replace("_START", "_END").replace("START", "END")
         (
             f'control_input {{ name: "I" control {{ kind: CONTROL_SEQUENCE_CORRID {INT32} }} }}',
             (
-                "sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' for "
-                "CONTROL_SEQUENCE_CORRID for m"
+                "sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' "
+                "for CONTROL_SEQUENCE_CORRID for m"
             ),
         ),
         (
@@ -134,8 +134,8 @@ END = START.replace("_START", "_END").replace("START", "END")
         (
             STATE % (FIRST % "dims: [ 1, 1 ] zero_data: true"),
             (
-                "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state input 'S'. "
-                "2 != 1"
+                "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state input "
+                "'S'. 2 != 1"
             ),
         ),
         (
