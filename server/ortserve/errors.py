@@ -106,6 +106,10 @@ class ModelRejectionError(ServeError):
         self.node = node
 
 
+class SequenceError(ServeError):
+    """A request does not fit its sequence. Its text does not begin with the id of the request: clients know it so."""
+
+
 class OutOfMemoryError(ServeError):
     """A run failed for lack of memory; smaller batches may succeed."""
 

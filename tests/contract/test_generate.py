@@ -67,7 +67,6 @@ def test_body_is_read_as_json_with_any_content_type(server: ServerProcess) -> No
         ("echo", {"x": 1, "y": [2]}, 400, "Unable to parse 'y': expected a string, number or boolean parameter, or an"),
         ("echo", {"y": 1}, 400, "missing required input(s) ['x']"),
         ("echo", {"x": 1, "parameters": {"temperature": 0}}, 501, "'temperature'"),
-        ("echo", {"x": 1, "sequence_id": 5}, 501, "'sequence_id' is not supported"),
         ("echo", {"x": "a"}, 400, "input 'x'"),
         ("echo", {"x": [[[1]]]}, 400, "unexpected shape for input 'x'"),
         ("echo", {}, 400, "missing required input(s) ['x']"),

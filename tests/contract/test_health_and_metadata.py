@@ -61,6 +61,7 @@ def test_server_metadata_is_answered_with_slash_and_query_too(server: ServerProc
         "version": ortserve.__version__,
         "extensions": [
             "classification",
+            "sequence",
             "model_repository",
             "model_repository(unload_dependents)",
             "schedule_policy",

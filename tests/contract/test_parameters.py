@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
 from servers import LONG_S, ServerProcess, json_input, rest_url, triton_clients
@@ -37,15 +36,11 @@ def test_scheduling_parameters_of_clients_are_accepted(server: ServerProcess) ->
             client.infer("echo", triton_inputs(library, {"x": ROW}), priority=1, timeout=5_000_000)
 
 
-def test_sequences_are_rejected_by_name_on_both_protocols(server: ServerProcess) -> None:
+def test_models_without_sequences_ignore_ids_on_both_protocols(server: ServerProcess) -> None:
     with triton_clients(server) as (http, grpc):
         for library, client in ((triton_http, http), (triton_grpc, grpc)):
             for sequence_id in (7, "seven"):
-                with pytest.raises(InferenceServerException, match="'sequence_id' is not supported") as caught:
-                    client.infer(
-                        "echo", triton_inputs(library, {"x": ROW}), sequence_id=sequence_id, sequence_start=True
-                    )
-                assert caught.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
+                client.infer("echo", triton_inputs(library, {"x": ROW}), sequence_id=sequence_id, sequence_start=True)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +52,6 @@ def test_sequences_are_rejected_by_name_on_both_protocols(server: ServerProcess)
         ({"priority": -1}, "priority"),
         ({"timeout": "soon"}, "timeout"),
         ({"binary_data_output": 1}, "binary_data_output"),
-        ({"sequence_start": "yes"}, "sequence_start"),
         ([], "parameters"),
     ],
 )

@@ -18,6 +18,7 @@ UNITS: Final = (
     "requests",
     "loads",
     "entries",
+    "sequences",
     "decisions",
     "streams",
     "batches",

@@ -243,15 +243,15 @@ def find_proxy(name: str) -> tuple[type[Proxy], Path]:
 
 
 @contextmanager
-def proxying(name: str, folder: Path, a: Ports, b: Ports) -> Iterator[Proxy]:
-    """Run a proxy without waiting for it.
+def proxying(name: str, folder: Path, a: Ports, b: Ports, kind: type[Proxy] | None = None) -> Iterator[Proxy]:
+    """Run a proxy without waiting for it; ``kind`` is a subclass of the usual one.
 
     Raises:
         UnavailableError: It is not on this machine.
     """
-    kind, program = find_proxy(name)
+    usual, program = find_proxy(name)
     folder.mkdir()
-    proxy = kind(folder, program, a, b)
+    proxy = (kind or usual)(folder, program, a, b)
     try:
         yield proxy
     except BaseException as error:

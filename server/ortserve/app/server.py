@@ -1,6 +1,7 @@
 """The server: the order in which its parts start, drain and stop."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import time
@@ -123,9 +124,15 @@ class Server:
         parts.models.begin_exit()
         log_event(logger, logging.INFO, "draining", delay_s=options.drain_delay_s, timeout_s=options.drain_timeout_s)
         parts.http.begin_drain()
+        parts.registry.begin_drain()
         await asyncio.sleep(options.drain_delay_s)
         parts.profiling.close()
-        await asyncio.gather(parts.http.stop(options.drain_timeout_s), parts.grpc.stop(options.drain_timeout_s))
+        with contextlib.suppress(TimeoutError):
+            # Requests of sequences that have begun are accepted until they end.
+            async with asyncio.timeout(options.drain_timeout_s):
+                await parts.registry.wait_for_sequences()
+        left_s = max(0.0, ends_s - time.monotonic())
+        await asyncio.gather(parts.http.stop(left_s), parts.grpc.stop(left_s))
         is_whole = True
         try:
             async with asyncio.timeout(max(_MIN_CLOSING_S, ends_s - time.monotonic())):

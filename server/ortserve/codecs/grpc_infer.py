@@ -318,6 +318,8 @@ _PARAMETER_CHOICES: Final = {
     BYTE_SIZE: ("int64_param", "uint64_param"),
 }
 """Types of the parameters that the protocol defines; other parameters may have any type."""
+_ALSO_ACCEPTED: Final = {"sequence_id": "uint64_param"}
+"""Not in the text of errors, which clients know."""
 
 
 def _parameters(entries: Mapping[str, InferParameter]) -> dict[str, Parameter]:
@@ -332,7 +334,7 @@ def _parameters(entries: Mapping[str, InferParameter]) -> dict[str, Parameter]:
             )
         choice = entry.WhichOneof("parameter_choice")
         expected = _PARAMETER_CHOICES.get(key)
-        if choice is None or (expected is not None and choice not in expected):
+        if choice is None or (expected is not None and choice not in expected and choice != _ALSO_ACCEPTED.get(key)):
             wanted = " or ".join(
                 expected or ("bool_param", "int64_param", "string_param", "double_param", "uint64_param")
             )

@@ -8,6 +8,7 @@ __all__ = [
     "model",
     "option_groups",
     "options",
+    "sequences",
     "session",
     "tensors",
 ]

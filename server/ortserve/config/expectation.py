@@ -125,7 +125,7 @@ def _locate(
     if inner is None:
         return name, field, value
     rest, path = loc[1:], name
-    if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+    if not any(_is_model(one) for one in (field.annotation, *_if_set(field.annotation))):
         # A list or mapping: the index or key comes first.
         path += f"[{rest[0]}]" if isinstance(rest[0], int) else f".{rest[0]}"
         value = _item(value, rest[0])
@@ -134,6 +134,15 @@ def _locate(
         return path, field, value
     name, found, value = _locate(rest, inner, value)
     return f"{path}.{name}", found, value
+
+
+def _is_model(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _if_set(annotation: object) -> tuple[object, ...]:
+    """The members of a type that may be None; nothing for lists and mappings."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
 
 
 def _item(values: object, key: int | str) -> object:

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ortserve.config.expectation import describe_problems
+from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
 from ortserve.config.yaml_file import read_yaml
@@ -226,6 +227,9 @@ class ModelOptions(LoadOptions):
     """Which requests are recorded as calibration data: ``{share: 0.01}`` records the inputs of one answered request in
     a hundred, as files for ``--inputs`` and ``--calibration``. Needs the server's ``record_dir``; without it a warning
     is logged. Only a ``model.yaml`` can set it. The metadata's property ``recording`` reports the counts."""
+    sequences: SequenceOptions | None = None
+    """Requests that belong together: they run one after the other, and the server keeps the model's state from one to
+    the next. Such a model accepts only requests with a ``sequence_id``. Unset: each request stands alone."""
     required: bool = False
     """Whether the server reports not ready while this model has no ready version. ``strict_readiness`` requires every
     model."""
@@ -291,7 +295,7 @@ def make_model_options(given: Mapping[str, object], defaults: LoadOptions, sourc
         problems = describe_problems(error, ModelOptions.model_fields, given)
         text = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise invalid_input(f"{source}: {text}") from None
-    if problem := "; ".join(_priority_problems(options)):
+    if problem := "; ".join([*_priority_problems(options), *_sequence_problems(options)]):
         raise invalid_input(f"{source}: {problem}")
     return ModelOptions.model_construct(set(given), **dict(options))
 
@@ -310,3 +314,16 @@ def _priority_problems(options: ModelOptions) -> Iterator[str]:
                 f"priority_queue_policies: expected levels from 1 to {levels}, as priority_levels is "
                 f"{options.priority_levels}, got {level}"
             )
+
+
+def _sequence_problems(options: ModelOptions) -> Iterator[str]:
+    """Yield one line per option that contradicts ``sequences``."""
+    if options.sequences is None:
+        return
+    yield from options.sequences.problems()
+    if options.response_cache:
+        yield "response_cache: expected false with sequences, whose answers depend on earlier requests"
+    if options.pad:
+        yield "pad: expected no padded inputs with sequences"
+    if options.priority_levels or options.priority_queue_policies or options.queue_policy != QueuePolicy():
+        yield "priority_levels, queue_policy: expected none with sequences, whose requests run in their order"

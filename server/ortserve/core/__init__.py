@@ -14,6 +14,7 @@ __all__ = [
     "padding",
     "region",
     "request",
+    "sequence",
     "signature",
     "tensor",
     "terms",

@@ -9,6 +9,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.engine.provider_options import CPU, OPENVINO
 from ortserve.registry.repository.configuration import BACKEND, GRAPH_LEVELS, PLATFORM
+from ortserve.registry.repository.triton_sequences import describe_sequences
 from ortserve.registry.served import ServedModel
 
 _GRAPH_LEVELS: Final = {name: level for level, name in GRAPH_LEVELS.items()} | {"layout": 0}  # the nearest level
@@ -34,7 +35,11 @@ def describe_config(served: ServedModel) -> pb.ModelConfig:
     config.ClearField("response_cache")
     if served.is_cached:
         config.response_cache.enable = True
-    if config.max_batch_size > 1:
+    if options.sequences is not None:
+        config.ClearField("sequence_batching")
+        datatypes = {spec.name: spec.datatype for spec in served.model_signature.inputs}
+        describe_sequences(config.sequence_batching, options, datatypes, served.max_rows)
+    elif config.max_batch_size > 1:
         _describe_batching(config.dynamic_batching, options, served.max_rows)
     _describe_instances(config, served)
     config.default_model_filename = options.model_file
@@ -60,7 +65,8 @@ def _describe_versions(policy: pb.ModelVersionPolicy, options: ModelOptions) -> 
 def _describe_inputs(config: pb.ModelConfig, served: ServedModel) -> None:
     declared = {tensor.name: tensor for tensor in served.declared.input}
     del config.input[:]
-    for spec, own in zip(served.signature.inputs, served.model_signature.inputs, strict=True):
+    # The model's hidden tensors come last.
+    for spec, own in zip(served.signature.inputs, served.model_signature.inputs, strict=False):
         first = _first(served, spec)
         tensor = config.input.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[first:])
         if spec.name in declared:
@@ -71,7 +77,7 @@ def _describe_inputs(config: pb.ModelConfig, served: ServedModel) -> None:
 
 def _describe_outputs(config: pb.ModelConfig, served: ServedModel) -> None:
     del config.output[:]
-    for spec, own in zip(served.signature.outputs, served.model_signature.outputs, strict=True):
+    for spec, own in zip(served.signature.outputs, served.model_signature.outputs, strict=False):
         first = _first(served, spec)
         tensor = config.output.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[first:])
         configured = served.options.outputs.get(spec.name)

@@ -9,6 +9,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from ortserve.batching.response_cache import ResponseCache
+from ortserve.batching.sequences import SequenceRuns
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
 from ortserve.device.devices import DeviceRuntime
@@ -183,6 +184,19 @@ class Registry:
             ServeError: invalid_input, if a repository cannot be read; then nothing changes.
         """
         await asyncio.shield(self._start(self._poll()))
+
+    def begin_drain(self) -> None:
+        """Accept no new sequences; those that have begun may end."""
+        for sequences in self._sequences():
+            sequences.begin_drain()
+
+    async def wait_for_sequences(self) -> None:
+        """Wait until every sequence has ended. Call it after ``begin_drain``."""
+        await asyncio.gather(*(sequences.wait_until_empty() for sequences in self._sequences()))
+
+    def _sequences(self) -> list[SequenceRuns]:
+        serving = [record.served for record in self._catalog.records() if record.state is State.READY]
+        return [served.sequences for served in serving if served is not None and served.sequences is not None]
 
     async def close(self) -> None:
         """Drain and free every model. Admitted requests are answered first."""

@@ -9,11 +9,13 @@ from typing import Final
 
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.response_cache import CachedRuns
+from ortserve.batching.sequences import SequenceRuns
 from ortserve.batching.statistics import Learned
 from ortserve.config.model import ModelOptions, QueuePolicy
 from ortserve.core.batch import Arrays, BatchTap
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.padding import padding_of_requests
+from ortserve.core.sequence import SequencePart
 from ortserve.core.terms import Alone, Terms
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.load.loaded_model import LoadedModel
@@ -45,6 +47,7 @@ class ServedModel:
         properties: Mapping[str, str],
         cached: CachedRuns | None = None,
         recording: Recording | None = None,
+        sequences: SequenceRuns | None = None,
     ) -> None:
         """Accept requests.
 
@@ -58,6 +61,7 @@ class ServedModel:
             properties: Shown in the metadata.
             cached: Answers equal requests; None to run every request.
             recording: Of its requests; None if none are recorded.
+            sequences: Runs its requests in the order of their sequences; None for a model without sequences.
         """
         self.name = name
         self.version = version
@@ -65,7 +69,8 @@ class ServedModel:
         self.signature: Final = loaded.interface.client
         """Of requests and responses."""
         self.model_signature: Final = loaded.interface.model
-        """Of the model itself: the same tensors in the same order, with other shapes if they are reshaped."""
+        """Of the model itself: the same tensors in the same order, with other shapes if they are reshaped. For a model
+        with sequences, the tensors that the server fills follow."""
         self.labels: Final[Mapping[str, Sequence[str]]] = loaded.labels
         """Names of the elements of an output, by its name; outputs without labels are not in it."""
         self.metrics = metrics
@@ -73,6 +78,7 @@ class ServedModel:
         self.properties = properties
         """Replaced as a whole when one of them changes."""
         self.recording: Final = recording
+        self.sequences: Final = sequences
         self.options: Final = configuration.options
         self.declared: Final = configuration.declared
         """Its ``config.pbtxt``; empty without one."""
@@ -167,6 +173,24 @@ class ServedModel:
         else:
             self._batcher.submit(request, shape_class, terms)
 
+    def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
+        """Enqueue a request of a model with sequences, as ``submit`` does. Its inputs become all those of the model.
+
+        Args:
+            request: As for ``submit``, of one row.
+            terms: Its deadlines.
+            part: Its part in a sequence.
+
+        Raises:
+            ServeError: As ``submit``, and of ``SequenceRuns.submit``.
+        """
+        assert self.sequences is not None
+        if self._crashing and self._shape_classes is not None:
+            check_not_empty(request.inputs, self.signature, self.name, self._crashing)
+        if self._conversions is not None and request.rows:
+            request.inputs = self._conversions.to_model(request.inputs, request.rows)
+        self.sequences.submit(request, terms, part)
+
     def _enqueue(self, shape_class: Hashable, terms: Terms, request: InflightRequest) -> None:
         """Enqueue a request that the cache does not answer."""
         if terms.yields_when_late:
@@ -232,6 +256,8 @@ class ServedModel:
 
     async def close(self) -> None:
         """Answer all admitted requests, then close the instances."""
+        if self.sequences is not None:
+            await self.sequences.close()
         await self._batcher.close()
         if self._cached is not None:
             await self._cached.close()

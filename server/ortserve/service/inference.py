@@ -12,13 +12,21 @@ from ortserve.codecs.bounds import INLINE_ELEMENTS, JSON_GROWTH, TEXT_BYTES
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
-from ortserve.core.inflight import CANCELLED, DONE, FAILED
+from ortserve.core.inflight import CANCELLED, DONE, FAILED, InflightRequest
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ContentsError, ErrorKind, ModelRejectionError, ServeError, of_request, out_of_memory
+from ortserve.errors import (
+    ContentsError,
+    ErrorKind,
+    ModelRejectionError,
+    SequenceError,
+    ServeError,
+    of_request,
+    out_of_memory,
+)
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.busy_polling import BusyPolling
@@ -29,7 +37,13 @@ from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.responses import build_response, classifies_long
 from ortserve.service.shared_memory import SharedMemory
-from ortserve.service.validation import check_request, is_long_text, read_raw_input, read_scheduling
+from ortserve.service.validation import (
+    check_request,
+    is_long_text,
+    read_raw_input,
+    read_scheduling,
+    read_sequence_part,
+)
 from ortserve.telemetry.logs import log_fault
 from ortserve.telemetry.readings import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.telemetry.tracing import Trace
@@ -168,7 +182,7 @@ class InferenceService:
             call.settle_by(self._run_in_steps(call, request))
             return
         call.inputs, call.rows = check_request(request, served.signature, served.name)
-        served.submit(call, _terms(call, request, served))
+        _submit(call, call, request, served)
 
     def _start_after_decoding(self, call: Call, body: EncodedRequest, reading: Reading) -> None:
         """Decode a body on a thread or in another process, and start its request then.
@@ -217,7 +231,7 @@ class InferenceService:
             request = replace(request, inputs=[tensor], raw_input=None)
         inputs, call.rows = check_request(request, served.signature, served.name)
         run = call.child(inputs, call.rows)
-        served.submit(run, _terms(call, request, served))
+        _submit(run, call, request, served)
         outputs = await run
         call.inputs = run.inputs
         if transfer is not None:
@@ -360,8 +374,17 @@ def _memory_bytes(tensor: Tensor) -> int:
     return tensor.array.size * TEXT_BYTES if tensor.datatype is DataType.BYTES else tensor.array.nbytes
 
 
+def _submit(run: InflightRequest, call: Call, request: InferRequest, served: ServedModel) -> None:
+    """Submit the run that answers a call. Raises ServeError, also for parameters that are malformed."""
+    terms = _terms(call, request, served)
+    if served.sequences is None:
+        served.submit(run, terms)
+    else:
+        served.submit_part(run, terms, read_sequence_part(request.parameters, call.protocol))
+
+
 def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:
-    """Raises ServeError: invalid_input or unsupported, for parameters that are malformed."""
+    """Raises ServeError: invalid_input, for parameters that are malformed."""
     scheduling = read_scheduling(request.parameters)
     return served.terms(
         call.timing.received_ns,
@@ -373,6 +396,9 @@ def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:
 
 def _for_caller(error: ServeError, call: Call) -> ServeError:
     """A copy of the error for this caller. Once the model is known, the text begins with the id of the request."""
+    if isinstance(error, SequenceError):
+        version = "" if call.served is None else call.served.version
+        return ServeError(error.kind, error.message, retry_after_s=error.retry_after_s, version=version)
     if isinstance(error, ContentsError) and call.served is not None:
         return of_request(error, error.request_id, call.served.version)
     if call.request is not None and call.served is not None:

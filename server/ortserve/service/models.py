@@ -17,6 +17,7 @@ from ortserve.registry.registry import Registry
 PLATFORM: Final = "onnxruntime_onnx"
 EXTENSIONS: Final = (
     "classification",
+    "sequence",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",

@@ -13,9 +13,10 @@ from ortserve.codecs.bounds import INLINE_BYTES, MAX_TEXT_BYTES
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, Parameter
+from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, absent, format_shape
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.service.responses import check_classifiable
 
 
@@ -144,32 +145,50 @@ def read_scheduling(parameters: Mapping[str, Parameter]) -> Scheduling:
     """Read the parameters that affect the place of a request in the queue.
 
     Raises:
-        ServeError: invalid_input for a value of the wrong type, unsupported for a request that is part of a sequence.
+        ServeError: invalid_input for a value of the wrong type.
     """
     if not parameters:
         return _DEFAULT
-    _reject_sequence(parameters)
     return Scheduling(_unsigned(parameters, "priority"), _unsigned(parameters, "timeout"))
 
 
-def _reject_sequence(parameters: Mapping[str, Parameter]) -> None:
-    """Reject requests of sequences. An id of 0 or ``""`` and false flags belong to no sequence."""
-    for name, types, expected in _SEQUENCE:
-        if name in parameters:
-            value = parameters[name]
-            if type(value) not in types or (type(value) is int and value < 0):
-                raise invalid_input(f"parameter '{name}': expected {expected}, got {value!r}")
-            if value:
-                raise ServeError(
-                    ErrorKind.UNSUPPORTED, f"parameter '{name}' is not supported: this server keeps no sequences"
-                )
+_MAX_ID_BYTES: Final = 128
+_ID_BITS: Final = 64
 
 
-_SEQUENCE: Final = (
-    ("sequence_id", (int, str), "an unsigned integer or a string"),
-    ("sequence_start", (bool,), "a boolean"),
-    ("sequence_end", (bool,), "a boolean"),
-)
+def read_sequence_part(parameters: Mapping[str, Parameter], protocol: str) -> SequencePart:
+    """Read the parameters of a request to a model with sequences; other models ignore them.
+
+    Args:
+        parameters: Of the request.
+        protocol: ``grpc``, which has no unsigned integers of this width: a negative one has the bits of a large one.
+
+    Raises:
+        ServeError: invalid_input for a value of the wrong type, unsupported for a text of more than 128 bytes.
+    """
+    flags = []
+    for name in ("sequence_start", "sequence_end"):
+        flag = parameters.get(name, False)
+        if type(flag) is not bool:
+            raise _unparsable(name, "attempt to access JSON non-boolean as boolean")
+        flags.append(flag)
+    return SequencePart(_sequence_id(parameters.get("sequence_id", 0), protocol == "grpc"), flags[0], flags[1])
+
+
+def _sequence_id(value: Parameter, has_sign: bool) -> SequenceId:
+    if type(value) is str:
+        if len(value.encode(errors="replace")) > _MAX_ID_BYTES:
+            raise SequenceError(
+                ErrorKind.UNSUPPORTED, f"string correlation ID cannot be longer than {_MAX_ID_BYTES} characters"
+            )
+        return value.partition("\0")[0]
+    if type(value) is not int or value >= 1 << _ID_BITS or (value < 0 and not has_sign):
+        raise _unparsable("sequence_id", "attempt to access JSON non-string as string")
+    return value % (1 << _ID_BITS)
+
+
+def _unparsable(name: str, problem: str) -> ServeError:
+    return SequenceError(ErrorKind.INVALID_INPUT, f"Unable to parse '{name}': {problem}")
 
 
 def _unsigned(parameters: Mapping[str, Parameter], name: str) -> int:

@@ -122,6 +122,27 @@ CACHE_EVICTIONS: Final = Declaration(
     (),
     "Entries that left the response cache because others needed their memory.",
 )
+SEQUENCES: Final = Declaration(
+    "ortserve_sequences",
+    "gauge",
+    ("model", "version", "state"),
+    "Sequences of models with sequences. active: with a slot. waiting: for a slot.",
+)
+SEQUENCES_ENDED: Final = Declaration(
+    "ortserve_ended_sequences_total",
+    "counter",
+    ("model", "version", "reason"),
+    "Sequences by why they ended. ended: after their last request. expired: no request for max_idle_s. evicted: the "
+    "state grew beyond max_state_bytes. cancelled: the caller cancelled a request before it ran. failed: the first "
+    "request failed, or a request was dropped from the queue. timed_out: the wait for a slot exceeded the timeout of a "
+    "request. unloaded: the version was unloaded or replaced.",
+)
+SEQUENCE_STATE_BYTES: Final = Declaration(
+    "ortserve_sequence_state_bytes",
+    "gauge",
+    ("model", "version"),
+    "Memory of the states of all sequences; about max_state_bytes at most.",
+)
 BATCH_LATENCY: Final = Declaration(
     "ortserve_batch_latency_seconds",
     "gauge",
@@ -350,6 +371,9 @@ DECLARATIONS: Final = (
     CACHE_SAVED,
     CACHE_BYTES,
     CACHE_EVICTIONS,
+    SEQUENCES,
+    SEQUENCES_ENDED,
+    SEQUENCE_STATE_BYTES,
     BATCH_LATENCY,
     BATCH_LATENCY_ERROR,
     STAGED_ELEMENTS,

@@ -209,6 +209,7 @@ class Metrics(Collector):
         yield Family(declared.SATURATION, {labels: value for labels, value in saturations if value is not None})
         yield from _batching([((model.name, model.version), model.batching()) for model in models])
         yield from _response_cache(models, self.cache())
+        yield from _sequences(models)
         staging = [((model.name, model.version), model.staging()) for model in models]
         yield Family(declared.STAGED_ELEMENTS, {labels: count.staged for labels, count in staging})
         yield Family(declared.PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
@@ -282,6 +283,14 @@ def _response_cache(models: Iterable[ModelMetrics], cache: CacheReading) -> Iter
     yield Family(declared.CACHE_SAVED, {labels: counts.saved_ns / _NS_PER_S for labels, counts in known})
     yield Family(declared.CACHE_BYTES, {(): cache.nbytes})
     yield Family(declared.CACHE_EVICTIONS, {(): cache.evictions})
+
+
+def _sequences(models: Iterable[ModelMetrics]) -> Iterator[Family]:
+    known = [((model.name, model.version), model.sequences()) for model in models if model.sequences is not None]
+    states = ((labels, {"active": of.active, "waiting": of.waiting}) for labels, of in known)
+    yield _by_version(declared.SEQUENCES, states)
+    yield _by_version(declared.SEQUENCES_ENDED, ((labels, of.ended) for labels, of in known))
+    yield Family(declared.SEQUENCE_STATE_BYTES, {labels: of.state_bytes for labels, of in known})
 
 
 def _devices(devices: Sequence[DeviceReading], runs: Iterable[tuple[Labels, DeviceRuns]]) -> Iterator[Family]:

@@ -149,3 +149,20 @@ class CacheReading:
     nbytes: int = 0
     max_bytes: int = 0
     evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceReading:
+    """The sequences of a model version.
+
+    Attributes:
+        active: With a slot.
+        waiting: For a slot.
+        state_bytes: Of all their states.
+        ended: By reason.
+    """
+
+    active: int = 0
+    waiting: int = 0
+    state_bytes: int = 0
+    ended: Mapping[str, int] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from ortserve.core.padding import StagedElements
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import BATCH_ROWS, MODEL_STATES, PHASE_DURATION, REQUEST_DURATION
-from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns
+from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns, SequenceReading
 
 _NS_PER_S: Final = 1_000_000_000
 _DURATION_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in REQUEST_DURATION.buckets)
@@ -79,6 +79,7 @@ class ModelMetrics:
         self.saturation: Callable[[], float | None] = lambda: None
         self.device_runs: Callable[[], DeviceRuns] | None = None
         self.recorded: Callable[[], dict[str, int]] = dict
+        self.sequences: Callable[[], SequenceReading] | None = None
 
     @property
     def batch_count(self) -> int:
@@ -140,6 +141,10 @@ class ModelMetrics:
         """
         self.recorded = source
 
+    def set_sequences_source(self, source: Callable[[], SequenceReading]) -> None:
+        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
+        self.sequences = source
+
     def release_sources(self) -> None:
         """Drop the sources, whose instances are freed now. Their last counts stay; the saturation becomes unknown."""
         numbers, staged = self.batching(), self.staging()
@@ -148,6 +153,9 @@ class ModelMetrics:
         if self.device_runs is not None:
             runs = self.device_runs()
             self.device_runs = lambda: runs
+        if self.sequences is not None:
+            sequences = self.sequences()
+            self.sequences = lambda: sequences
 
     def set_state(self, state: str) -> None:
         """Set the state of the version.

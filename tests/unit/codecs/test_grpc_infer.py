@@ -563,10 +563,19 @@ def test_reserved_parameter_is_rejected() -> None:
     )
 
 
+def test_an_id_of_a_sequence_may_be_unsigned() -> None:
+    message = request()
+    message.parameters["sequence_id"].uint64_param = 2**64 - 1
+    assert decode(message).parameters["sequence_id"] == 2**64 - 1
+
+
 def test_parameter_of_the_wrong_type_or_without_a_value_is_rejected() -> None:
     message = request()
     message.parameters["sequence_start"].int64_param = 1
     expect_invalid(message, "invalid value type for 'sequence_start' parameter, expected bool_param.")
+    message = request()
+    message.parameters["sequence_id"].double_param = 1
+    expect_invalid(message, "invalid value type for 'sequence_id' parameter, expected int64_param or string_param.")
     message = request()
     message.parameters["custom"].SetInParent()
     expect_invalid(message, "invalid value type for 'custom' parameter, expected bool_param or int64_param")

@@ -390,14 +390,6 @@ async def test_long_answer_is_encoded_on_a_thread(stage: Stage) -> None:
     assert stage.counts() == {("two", "1", "http", "ok"): 1, ("two", "1", "http", "internal"): 1}
 
 
-async def test_request_of_a_sequence_is_rejected_by_its_parameter(stage: Stage) -> None:
-    error = await stage.refusal(request(parameters={"sequence_id": 5, "sequence_start": True}))
-    assert error.kind is ErrorKind.UNSUPPORTED
-    assert error.message == (
-        "[request id: <id_unknown>] parameter 'sequence_id' is not supported: this server keeps no sequences"
-    )
-
-
 async def test_error_in_encoding_keeps_its_kind(stage: Stage) -> None:
     def encode(request: InferRequest, response: InferResponse) -> bytes:
         raise ServeError(ErrorKind.TOO_LARGE, "answer too large")

@@ -3,8 +3,8 @@
 import pytest
 
 from ortserve.core.request import Parameter
-from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.validation import Scheduling, read_scheduling
+from ortserve.errors import ErrorKind, SequenceError, ServeError
+from ortserve.service.validation import Scheduling, read_scheduling, read_sequence_part
 
 
 def refusal(**parameters: Parameter) -> ServeError:
@@ -27,22 +27,38 @@ def test_scheduling_parameter_that_is_not_an_unsigned_integer_is_rejected(name: 
     assert error.message == f"parameter '{name}': expected an unsigned integer, got {odd!r}"
 
 
+def test_models_without_sequences_ignore_their_parameters() -> None:
+    assert read_scheduling({"sequence_id": -7, "sequence_start": "maybe", "sequence_end": 1}) == Scheduling()
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_part_of_a_sequence_is_read(protocol: str) -> None:
+    part = read_sequence_part({"sequence_id": 7, "sequence_start": True, "sequence_end": False}, protocol)
+    assert (part.id, part.is_start, part.is_end) == (7, True, False)
+    assert read_sequence_part({}, protocol).id == 0
+    assert read_sequence_part({"sequence_id": "a\0b"}, protocol).id == "a"
+    assert read_sequence_part({"sequence_id": "x" * 128}, protocol).id == "x" * 128
+    assert read_sequence_part({"sequence_id": 2**64 - 1}, protocol).id == 2**64 - 1
+
+
+def test_a_negative_id_over_grpc_has_the_bits_of_a_large_one() -> None:
+    assert read_sequence_part({"sequence_id": -5}, "grpc").id == 2**64 - 5
+
+
 @pytest.mark.parametrize(
-    "parameters", [{"sequence_id": 7}, {"sequence_id": "a"}, {"sequence_start": True}, {"sequence_end": True}]
+    ("name", "odd", "kind"),
+    [
+        ("sequence_id", True, ErrorKind.INVALID_INPUT),
+        ("sequence_id", 1.5, ErrorKind.INVALID_INPUT),
+        ("sequence_id", -1, ErrorKind.INVALID_INPUT),
+        ("sequence_id", 2**64, ErrorKind.INVALID_INPUT),
+        ("sequence_id", "x" * 129, ErrorKind.UNSUPPORTED),
+        ("sequence_id", "ä" * 65, ErrorKind.UNSUPPORTED),
+        ("sequence_start", 1, ErrorKind.INVALID_INPUT),
+        ("sequence_end", "true", ErrorKind.INVALID_INPUT),
+    ],
 )
-def test_request_of_a_sequence_is_rejected_with_the_parameters_name(parameters: dict[str, Parameter]) -> None:
-    error = refusal(**parameters)
-    assert error.kind is ErrorKind.UNSUPPORTED
-    assert error.message.startswith(f"parameter '{next(iter(parameters))}' is not supported")
-
-
-def test_request_with_empty_sequence_parameters_is_accepted() -> None:
-    for none in (0, ""):
-        assert read_scheduling({"sequence_id": none, "sequence_start": False, "sequence_end": False}) == Scheduling()
-
-
-@pytest.mark.parametrize(
-    ("name", "odd"), [("sequence_id", True), ("sequence_id", 1.5), ("sequence_id", -1), ("sequence_start", 1)]
-)
-def test_sequence_parameter_of_the_wrong_type_is_rejected(name: str, odd: Parameter) -> None:
-    assert refusal(**{name: odd}).kind is ErrorKind.INVALID_INPUT
+def test_sequence_parameter_of_the_wrong_type_is_rejected(name: str, odd: Parameter, kind: ErrorKind) -> None:
+    with pytest.raises(SequenceError) as caught:
+        read_sequence_part({name: odd}, "http")
+    assert caught.value.kind is kind

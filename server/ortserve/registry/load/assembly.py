@@ -11,19 +11,25 @@ from typing import Final
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
+from ortserve.batching.direct_sequences import DirectRuns
 from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.response_cache import CachedRuns, ResponseCache
 from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_limits import RunEvents, RunLimits
+from ortserve.batching.sequence_table import SequenceTable
+from ortserve.batching.sequences import OldestRuns, SequenceLimits, SequenceRuns
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Learned
 from ortserve.batching.timers import best_timer
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
+from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.padding import StagedElements, padding_of_requests
+from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.device.accounting import read_runs
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS
@@ -125,7 +131,8 @@ class Assembly:
         limits = QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options))
         has_texts = any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs)
         batcher = Batcher(runs, limits, self._clock, has_texts=has_texts)
-        metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks))
+        sequences = self._sequence_runs(loaded, options, batcher, metrics)
+        metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks, sequences))
         metrics.set_saturation_source(batcher.saturation)
         # Elements that warm-up staged do not count.
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
@@ -142,11 +149,47 @@ class Assembly:
             batcher,
             metrics,
             configuration=configuration,
-            properties=describe_properties(loaded, batcher.max_rows),
+            properties=describe_properties(loaded, batcher.max_rows, options.sequences),
             cached=self._cached_runs(options, metrics),
             recording=self._begin_recording(loaded, options, metrics),
+            sequences=sequences,
         )
         return served
+
+    def _sequence_runs(
+        self, loaded: LoadedModel, options: ModelOptions, batcher: Batcher, metrics: ModelMetrics
+    ) -> SequenceRuns | None:
+        configured, tensors = options.sequences, loaded.interface.sequences
+        if configured is None or tensors is None:
+            return None
+        is_direct = configured.strategy == "direct"
+        groups = len(loaded.instances)
+        rows = batcher.max_rows if loaded.signature.is_batched else 1
+        table = SequenceTable(
+            groups * (rows if is_direct else configured.max_candidates), round(configured.max_idle_s * 1e9)
+        )
+        limits = SequenceLimits(
+            configured.max_sequences, configured.max_state_bytes, options.max_queue_rows, options.max_queue_bytes
+        )
+        runs = SequenceRuns(metrics.name, tensors, table, limits, self._loop, self._clock)
+        signature = loaded.signature
+        shapes = None if signature.has_one_shape_class else ShapeClasses(signature, padding_of_requests(loaded.padding))
+        if is_direct:
+            runs.strategy = DirectRuns(
+                runs,
+                groups,
+                rows,
+                partial(_enqueue_slots, batcher),
+                partial(_shape_class, shapes),
+                self._loop,
+                self._clock,
+                delay_ns=int(options.queue_delay_s * 1e9),
+                min_utilization=configured.min_slot_utilization,
+            )
+        else:
+            runs.strategy = OldestRuns(runs, partial(_enqueue_turn, batcher, shapes), self._loop)
+        metrics.set_sequences_source(runs.reading)
+        return runs
 
     def _cached_runs(self, options: ModelOptions, metrics: ModelMetrics) -> CachedRuns | None:
         if not options.response_cache:
@@ -185,9 +228,29 @@ def _warn_without_effect(metrics: ModelMetrics, reason: str) -> None:
     log_event(logger, logging.WARNING, "option has no effect", model=metrics.name, reason=reason)
 
 
+def _enqueue_turn(batcher: Batcher, shapes: ShapeClasses | None, request: InflightRequest, terms: Terms) -> None:
+    """Enqueue the request of a sequence whose turn it is."""
+    by_ns = terms.finish_by_ns
+    shape_class = None if shapes is None else shapes.find(request.inputs)
+    batcher.submit(request, shape_class, NO_TERMS if by_ns is None else Terms(0, by_ns))
+
+
+def _enqueue_slots(batcher: Batcher, request: InflightRequest, shape_class: Hashable) -> None:
+    batcher.submit(request, shape_class)
+
+
+def _shape_class(shapes: ShapeClasses | None, inputs: Arrays) -> Hashable:
+    return None if shapes is None else shapes.find(inputs)
+
+
 def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
     if not loaded.signature.is_batched:
         return BatchPolicy(1)
+    if options.sequences is not None and options.sequences.strategy == "direct":
+        # Its batches are formed before they are enqueued.
+        return BatchPolicy(
+            loaded.warm_up.max_rows, buckets=tuple(sorted(set(options.buckets))) or loaded.on_device.sizes
+        )
     return BatchPolicy(
         loaded.warm_up.max_rows,
         int(options.queue_delay_s * 1e9),
@@ -234,14 +297,17 @@ def _end_sharing(served: ServedModel, difference: Difference) -> None:
     served.properties = {**served.properties, "batching": describe_ended_sharing(difference, served.max_rows)}
 
 
-def _numbers(learned: Learned, queue: RequestQueue, checks: RowChecks | None) -> BatchingNumbers:
+def _numbers(
+    learned: Learned, queue: RequestQueue, checks: RowChecks | None, sequences: SequenceRuns | None
+) -> BatchingNumbers:
     latest = learned.classes[0] if learned.classes else None
+    waiting = 0 if sequences is None else sequences.waiting_rows
     return BatchingNumbers(
-        learned.queued_rows,
+        learned.queued_rows + waiting,
         asdict(learned.decisions),
         {rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
         latest.error_ms / 1e3 if latest else 0.0,
-        sum(len(shape_class.requests) for shape_class in queue.classes()),
+        sum(len(shape_class.requests) for shape_class in queue.classes()) + waiting,
         {} if checks is None else checks.counts.copy(),
     )
 

@@ -237,6 +237,8 @@ def _make_sample(
     inputs = tuple(arrays)
     if interface.conversions is not None:
         inputs = interface.conversions.to_model(inputs, rows)
+    if interface.sequences is not None:
+        inputs = interface.sequences.first(inputs, rows)
     return Sample(name, inputs, rows, sample.count)
 
 

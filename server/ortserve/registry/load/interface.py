@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -12,9 +13,11 @@ from ortserve.config.tensors import TensorOptions
 from ortserve.core.conversion import Conversion, Conversions, FirstRow, MoveAxis, RepeatForRows, Reshape, same_elements
 from ortserve.core.dtypes import DataType, narrow, widen
 from ortserve.core.padding import CutAxis, PaddedAxis, Padding
+from ortserve.core.sequence import SequenceTensors
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
+from ortserve.registry.load.sequence_tensors import find_hidden, resolve_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +25,18 @@ class Interface:
     """Two signatures of the same tensors in the same order.
 
     Attributes:
-        model: Of instances.
+        model: Of instances. For a model with sequences, the hidden tensors follow those of clients.
         client: Of requests and responses.
         conversions: Between the tensors of requests and those of batches; None if they are the same.
         without_effect: For each option that has no effect, its name and the reason.
+        sequences: The hidden tensors; None for a model without sequences.
     """
 
     model: ModelSignature
     client: ModelSignature
     conversions: Conversions | None = None
     without_effect: tuple[str, ...] = ()
+    sequences: SequenceTensors | None = None
 
     def unbatched(self, because: str) -> "Interface":
         """The same interface of a model whose requests each run alone."""
@@ -42,16 +47,19 @@ class Interface:
         )
 
 
-def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Interface:
+def resolve_interface(options: ModelOptions, whole: ModelSignature, folder: Path | None = None) -> Interface:
     """Check the configured inputs and outputs against the model, and apply their order, dims and reshapes.
 
     Args:
         options: Of the model.
-        signature: Of the model itself.
+        whole: The signature of the model itself.
+        folder: Of the model, with the files of first states.
 
     Raises:
         ServeError: invalid_input, with the name, the model's and the configured value.
     """
+    hidden = find_hidden(options, whole)
+    signature = whole if hidden is None else hidden.visible(whole)
     if options.is_set_to_batch and not signature.is_batched:
         raise invalid_input(f"the configuration says that the model is batched, but {signature.unbatched_because}")
     inputs = _ordered("input", signature.inputs, options.inputs)
@@ -78,7 +86,12 @@ def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Inter
     to_model = tuple(_to_model(own, seen, is_batched=signature.is_batched) for own, seen in resolved_inputs)
     to_client = tuple(_to_client(own, seen, is_batched=signature.is_batched) for own, seen in resolved_outputs)
     is_same = not any(conversion is not None for conversion in (*to_model, *to_client))
-    return Interface(model, client, None if is_same else Conversions(to_model, to_client), without_effect)
+    conversions = None if is_same else Conversions(to_model, to_client)
+    if hidden is None:
+        return Interface(model, client, conversions, without_effect)
+    model = hidden.append(model)
+    tensors = resolve_tensors(options, model, len(client.outputs), folder)
+    return Interface(model, client, conversions, without_effect, tensors)
 
 
 def _ordered(role: str, specs: Sequence[TensorSpec], declared: Mapping[str, TensorOptions]) -> list[TensorSpec]:

@@ -8,8 +8,10 @@ from typing import Final
 
 from ortserve.batching.row_checks import Difference
 from ortserve.config.model import ModelOptions
+from ortserve.config.sequences import SequenceOptions
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import format_shape
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.placement import (
@@ -92,12 +94,13 @@ class LoadedModel:
         return self.placed or (self.providers.device_id,) * len(self.instances)
 
 
-def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
+def describe_properties(loaded: LoadedModel, max_rows: int, sequences: SequenceOptions | None = None) -> dict[str, str]:
     """The properties in the model's metadata, long ones last.
 
     Args:
         loaded: The model.
         max_rows: Most rows of a batch.
+        sequences: How it serves sequences; None if it does not.
     """
     found = loaded.warm_up
     warm_up = "not warmed up"
@@ -113,6 +116,8 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
         "event_loop": _describe_event_loop(loaded),
         "nodes": describe_placement(loaded.nodes),
     }
+    if sequences is not None:
+        properties["sequence_batching"] = _describe_sequences(loaded, sequences, max_rows)
     if loaded.providers.passed_over:
         properties["execution_providers_passed_over"] = "; ".join(loaded.providers.passed_over)
     served = loaded.signature.output_index
@@ -249,6 +254,20 @@ def _describe_axes(signature: ModelSignature) -> str:
         if spec.batch_axis != 0
     ]
     return f" (rows: {', '.join(elsewhere)})" if elsewhere else ""
+
+
+def _describe_sequences(loaded: LoadedModel, options: SequenceOptions, max_rows: int) -> str:
+    tensors = loaded.interface.sequences
+    assert tensors is not None
+    slots = options.max_candidates if options.strategy == "oldest" else max_rows if loaded.signature.is_batched else 1
+    text = f"{options.strategy}: {slots} sequences per instance at a time, idle for {options.max_idle_s:g} s at most"
+    if not tensors.initial:
+        return text
+    shapes = (
+        f"'{state.input}' {format_shape(first.shape)}"
+        for state, first in zip(options.states, tensors.initial, strict=True)
+    )
+    return f"{text}; states begin as {', '.join(shapes)}: {tensors.initial_bytes} bytes"
 
 
 def _describe_event_loop(loaded: LoadedModel) -> str:

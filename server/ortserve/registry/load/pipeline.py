@@ -203,11 +203,14 @@ class _Load:
         options = self.options
         self.progress.begin("reading its signature and samples")
         try:
-            signature = read_signature(opened.session, self.model.content, served_outputs=options.served_outputs)
+            served = options.served_outputs
+            if served and options.sequences is not None:
+                served = (*served, *(state.output for state in options.sequences.states))
+            signature = read_signature(opened.session, self.model.content, served_outputs=served)
             own = self.model.rows.apply(signature)
             if options.pad or options.buckets:
                 own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
-            interface = resolve_interface(options, own)
+            interface = resolve_interface(options, own, self.model.folder)
             padding = resolve_padding(options, interface.model)
             samples = make_samples(options, interface, self.model.folder, max_rows=self.settings.max_rows())
             return _Details(interface, padding, samples, count_operators(opened.session))

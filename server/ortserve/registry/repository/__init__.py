@@ -1,3 +1,3 @@
 """The sources of models: files in repositories or sent by clients, fingerprints, and their configuration."""
 
-__all__ = ["client_model", "configuration", "model_files", "provenance", "source"]
+__all__ = ["client_model", "configuration", "model_files", "provenance", "source", "triton_sequences"]

@@ -178,6 +178,12 @@ def _check_options(options: ModelOptions, defaults: LoadOptions) -> None:
     for output in options.outputs.values():
         if isinstance(output.labels, str):
             _check_inside(output.labels, "label_filename")
+    for state in () if options.sequences is None else options.sequences.states:
+        dims = state.dims if state.initial_dims is None else state.initial_dims
+        if math.prod(max(dim, 1) for dim in dims or ()) > _MAX_ELEMENTS:
+            raise invalid_input(
+                f"{SOURCE}: expected at most {_MAX_ELEMENTS} elements of state '{state.input}', got {list(dims or ())}"
+            )
     for sample in options.warmup_samples:
         for name, tensor in sample.inputs.items():
             if sample.rows * math.prod(tensor.dims or ()) > _MAX_ELEMENTS:

@@ -12,6 +12,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.repository.model_files import TRITON_OPTIONS_FILE
 from ortserve.registry.repository.triton_execution import choose_providers, read_parameters
 from ortserve.registry.repository.triton_fields import check_fields, value_name
+from ortserve.registry.repository.triton_sequences import read_sequences
 
 PLATFORM: Final = "onnxruntime_onnx"
 BACKEND: Final = "onnxruntime"
@@ -72,7 +73,7 @@ def configure(name: str, config: pb.ModelConfig, defaults: LoadOptions, source: 
     try:
         _check_identity(config, name)
         without_effect = check_fields(config)
-        given, more = _options(config, defaults)
+        given, more = _options(config, name, defaults)
     except ServeError as error:
         raise ServeError(error.kind, f"{source}: {error.message}") from None
     return Configuration(make_model_options(given, defaults, source), config, (*without_effect, *more))
@@ -86,7 +87,7 @@ def _check_identity(config: pb.ModelConfig, name: str) -> None:
             raise ServeError(ErrorKind.UNSUPPORTED, f"{key}: expected '{expected}', got '{got}'")
 
 
-def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, Any], list[str]]:
+def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[dict[str, Any], list[str]]:
     given: dict[str, Any] = {}
     if config.max_batch_size < 0:
         raise invalid_input(f"max_batch_size: expected 0 or more, got {config.max_batch_size}")
@@ -113,6 +114,8 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
                 "dynamic_batching.preferred_batch_size: expected sizes up to max_batch_size, "
                 f"{config.max_batch_size}, got {largest}"
             )
+    if config.HasField("sequence_batching"):
+        given |= read_sequences(config, name)
     given["response_cache"] = config.response_cache.enable
     given["warmup_samples"] = [_sample(sample) for sample in config.model_warmup]
 

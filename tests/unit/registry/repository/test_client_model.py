@@ -209,7 +209,9 @@ def test_unknown_value_is_rejected_by_name(config: dict[str, Any]) -> None:
     assert "expected " in refusal(config)
 
 
-@pytest.mark.parametrize("config", ["", "{", '{"max_batch": 1}', '{"name": "other"}', '{"sequence_batching": {}}'])
+@pytest.mark.parametrize(
+    "config", ["", "{", '{"max_batch": 1}', '{"name": "other"}', '{"ensemble_scheduling": {"step": [{}]}}']
+)
 def test_bad_configuration_is_rejected_under_the_parameter_name(config: str) -> None:
     assert refusal(config).startswith("config: ")
 

@@ -167,7 +167,11 @@ def test_both_file_formats_yield_the_same_options(tmp_path: Path, pbtxt: str, ya
             "parameters['gpu_mem_limit']: expected an unsigned integer, got '999",
         ),
         ("output [{ dims: 1 }]", ErrorKind.INVALID_INPUT, "output: expected a distinct name for each"),
-        ("sequence_batching {}", ErrorKind.UNSUPPORTED, "sequence_batching is not supported"),
+        (
+            "sequence_batching { iterative_sequence: true }",
+            ErrorKind.UNSUPPORTED,
+            "sequence_batching.iterative_sequence is not supported",
+        ),
         (
             "optimization { graph { level: 3 } }",
             ErrorKind.INVALID_INPUT,

@@ -35,7 +35,7 @@ REFUSED = {
     "output.is_non_linear_format_io": "output { is_non_linear_format_io: true }",
     "batch_input": "batch_input { kind: BATCH_ITEM_SHAPE }",
     "batch_output": "batch_output {}",
-    "sequence_batching": "sequence_batching {}",
+    "sequence_batching.iterative_sequence": "sequence_batching { iterative_sequence: true }",
     "ensemble_scheduling": "ensemble_scheduling { step {} }",
     "instance_group.profile": 'instance_group { profile: "1" }',
     "instance_group.passive": "instance_group { passive: true }",
@@ -54,6 +54,11 @@ REPORTED = {
     "optimization.gather_kernel_buffer_threshold": "optimization { gather_kernel_buffer_threshold: 1 }",
     "optimization.eager_batching": "optimization { eager_batching: true }",
     "dynamic_batching.preserve_ordering": "dynamic_batching { preserve_ordering: true }",
+    "sequence_batching.oldest.preserve_ordering": "sequence_batching { oldest { preserve_ordering: true } }",
+    "sequence_batching.state.use_same_buffer_for_input_output": (
+        "sequence_batching { state { use_same_buffer_for_input_output: true } }"
+    ),
+    "sequence_batching.state.use_growable_memory": "sequence_batching { state { use_growable_memory: true } }",
     "instance_group.rate_limiter": "instance_group { rate_limiter { priority: 1 } }",
     "instance_group.host_policy": 'instance_group { host_policy: "p" }',
     "metric_tags": 'metric_tags { key: "a" value: "b" }',

@@ -1,0 +1,200 @@
+"""The live sequences of one model version: which has a slot, which waits for one, and which has been idle for too long.
+
+Pure decisions: time is passed in, and ``sequences`` acts on the results.
+"""
+
+from collections import OrderedDict, deque
+from heapq import heappop, heappush
+from typing import Final
+
+import numpy as np
+
+from ortserve.core.batch import Arrays
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.sequence import SequenceId, SequencePart
+from ortserve.core.terms import Terms
+
+NO_SLOT: Final = -1
+
+ENDED: Final = "ended"
+EXPIRED: Final = "expired"
+EVICTED: Final = "evicted"
+CANCELLED: Final = "cancelled"
+FAILED: Final = "failed"
+TIMED_OUT: Final = "timed_out"
+UNLOADED: Final = "unloaded"
+END_REASONS: Final = (ENDED, EXPIRED, EVICTED, CANCELLED, FAILED, TIMED_OUT, UNLOADED)
+"""Why sequences end: their last request ran, they were idle for too long, their state grew beyond its limit, a client
+cancelled a request before it ran, the first request failed or one was dropped, they waited too long for a slot, or the
+model was unloaded."""
+
+
+class Turn:
+    """One request of a sequence, from its arrival until its run has ended.
+
+    Attributes:
+        request: Of the client; the sequence goes on if it is cancelled during its run.
+        inputs: Of the model, once its turn has come; before that those of the client.
+        run: What is enqueued for it; None before, and for a run that holds rows of other sequences, too.
+    """
+
+    __slots__ = ("arrived_ns", "inputs", "is_end", "is_start", "nbytes", "request", "run", "sequence", "terms")
+
+    def __init__(
+        self, request: InflightRequest, sequence: "Sequence", part: SequencePart, terms: Terms, arrived_ns: int
+    ) -> None:
+        self.request: Final = request
+        self.sequence: Final = sequence
+        self.is_start: Final = part.is_start
+        self.is_end: Final = part.is_end
+        self.terms: Final = terms
+        self.arrived_ns: Final = arrived_ns
+        self.inputs: Arrays = request.inputs
+        self.nbytes = 0
+        self.run: InflightRequest | None = None
+
+
+class Sequence:
+    """A sequence that began and has not ended.
+
+    Attributes:
+        id_array: The value of the control of kind ``id``; None without one.
+        states: Kept from its last successful run.
+        state_bytes: Their size.
+        slot: Its number; ``NO_SLOT`` while it waits for one.
+        waiting: Requests whose turn has not come.
+        running: The request whose turn it is.
+        is_open: Whether it accepts further requests: its end was not seen.
+        ended_because: For metrics.
+    """
+
+    __slots__ = (
+        "ended_because",
+        "id",
+        "id_array",
+        "is_open",
+        "running",
+        "slot",
+        "state_bytes",
+        "states",
+        "waiting",
+    )
+
+    def __init__(self, sequence_id: SequenceId, id_array: np.ndarray | None, states: Arrays, state_bytes: int) -> None:
+        self.id: Final = sequence_id
+        self.id_array: Final = id_array
+        self.states = states
+        self.state_bytes = state_bytes
+        self.slot = NO_SLOT
+        self.waiting: deque[Turn] = deque()
+        self.running: Turn | None = None
+        self.is_open = True
+        self.ended_because = ENDED
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of it waits or runs."""
+        return self.running is None and not self.waiting
+
+
+class SequenceTable:
+    """The sequences by id, their slots, and their order of idleness. Loop thread only.
+
+    Slots are numbered so that number ``n`` is slot ``n // groups`` of group ``n % groups``: the lowest free slot is
+    given first, spread over the groups.
+    """
+
+    def __init__(self, slots: int, max_idle_ns: int) -> None:
+        self.max_idle_ns: Final = max_idle_ns
+        self.slots: Final = slots
+        self._open: dict[SequenceId, Sequence] = {}
+        self._holders: set[Sequence] = set()
+        self._backlog: dict[Sequence, None] = {}
+        self._idle: OrderedDict[Sequence, int] = OrderedDict()
+        """Since when, in this order."""
+        self._free: list[int] = []
+        """Slots that were given back; a heap."""
+        self._next_slot = 0
+
+    def __len__(self) -> int:
+        """The number of sequences, those included whose last request still runs."""
+        return len(self._holders) + len(self._backlog)
+
+    @property
+    def active(self) -> int:
+        """Sequences with a slot."""
+        return len(self._holders)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for one."""
+        return len(self._backlog)
+
+    def find(self, sequence_id: SequenceId) -> Sequence | None:
+        """The sequence that accepts requests with this id."""
+        return self._open.get(sequence_id)
+
+    def open_sequences(self) -> list[Sequence]:
+        """All sequences that accept requests."""
+        return list(self._open.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a new sequence. It gets a slot, or waits for one behind the others."""
+        self._open[sequence.id] = sequence
+        if self._free:
+            self._hold(sequence, heappop(self._free))
+        elif self._next_slot < self.slots:
+            self._hold(sequence, self._next_slot)
+            self._next_slot += 1
+        else:
+            self._backlog[sequence] = None
+
+    def close(self, sequence: Sequence) -> None:
+        """Accept no further request with its id; the id is free for a new sequence at once."""
+        if sequence.is_open:
+            sequence.is_open = False
+            del self._open[sequence.id]
+        self._idle.pop(sequence, None)
+
+    def remove(self, sequence: Sequence) -> Sequence | None:
+        """Remove a closed sequence. Returns the one that gets its slot now, if one waits."""
+        assert not sequence.is_open
+        self._backlog.pop(sequence, None)
+        if sequence not in self._holders:
+            return None
+        self._holders.discard(sequence)
+        slot, sequence.slot = sequence.slot, NO_SLOT
+        if not self._backlog:
+            heappush(self._free, slot)
+            return None
+        following = next(iter(self._backlog))
+        del self._backlog[following]
+        self._hold(following, slot)
+        return following
+
+    def rest(self, sequence: Sequence, now_ns: int) -> None:
+        """A sequence has become idle."""
+        self._idle[sequence] = now_ns
+
+    def resume(self, sequence: Sequence, now_ns: int) -> bool:
+        """A sequence is idle no more. Returns False if it has been idle for too long."""
+        since_ns = self._idle.pop(sequence, None)
+        return since_ns is None or now_ns - since_ns < self.max_idle_ns
+
+    def expired(self, now_ns: int) -> list[Sequence]:
+        """The sequences that have been idle for too long."""
+        over: list[Sequence] = []
+        for sequence, since_ns in self._idle.items():
+            if now_ns - since_ns < self.max_idle_ns:
+                break
+            over.append(sequence)
+        return over
+
+    def next_expiry_ns(self) -> int | None:
+        """When the next sequence will have been idle for too long; None if none is idle."""
+        since_ns = next(iter(self._idle.values()), None)
+        return None if since_ns is None else since_ns + self.max_idle_ns
+
+    def _hold(self, sequence: Sequence, slot: int) -> None:
+        sequence.slot = slot
+        self._holders.add(sequence)

@@ -1,0 +1,469 @@
+"""Sequences of requests: one request of a sequence runs at a time, and its states are kept for the next one.
+
+``SequenceRuns`` stands between the served model and the batcher. A strategy runs the requests whose turn it is:
+``OldestRuns`` gives each to the batcher, which batches those of different sequences; ``direct_sequences`` forms batches
+of slots itself.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol, TypeAlias
+
+from ortserve.batching.admission import tensor_bytes
+from ortserve.batching.sequence_table import (
+    CANCELLED,
+    END_REASONS,
+    EVICTED,
+    EXPIRED,
+    FAILED,
+    NO_SLOT,
+    TIMED_OUT,
+    UNLOADED,
+    Sequence,
+    SequenceTable,
+    Turn,
+)
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays
+from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import QUEUED, InflightRequest
+from ortserve.core.sequence import SequencePart, SequenceTensors, arrays_bytes
+from ortserve.core.terms import Terms
+from ortserve.errors import ErrorKind, SequenceError, ServeError
+from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.readings import SequenceReading
+
+logger: Final = logging.getLogger(__name__)
+
+Enqueue: TypeAlias = Callable[[InflightRequest, Terms], object]
+"""Enqueues the run of one request of the model; raises ServeError if it is rejected."""
+
+_STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+_TIMED_OUT: Final = "timeout of the corresponding sequence has been expired"
+_LATE_TIMER_S: Final = 0.001
+"""The idle timer wakes this much late, so that at least one sequence has expired by then."""
+
+
+class SequenceLimits:
+    """Bounds of the sequences of a model, in numbers of sequences, bytes of states, and rows and bytes that wait."""
+
+    __slots__ = ("queue_bytes", "queue_rows", "sequences", "state_bytes")
+
+    def __init__(self, sequences: int, state_bytes: int, queue_rows: int, queue_bytes: int) -> None:
+        self.sequences: Final = sequences
+        self.state_bytes: Final = state_bytes
+        self.queue_rows: Final = queue_rows
+        self.queue_bytes: Final = queue_bytes
+
+
+class Strategy(Protocol):
+    """Runs the requests whose turn it is."""
+
+    def run(self, turn: Turn) -> None:
+        """Run a request, or fail it: ``SequenceRuns.on_computed`` or ``on_failed`` is called once, possibly at once."""
+        ...
+
+    def withdraw(self, turn: Turn) -> bool:
+        """Take back a request, if no run of it has begun. Returns False if one has."""
+        ...
+
+    def hurry(self) -> None:
+        """Delay nothing any more, because no further requests will come."""
+        ...
+
+
+class SequenceRuns:
+    """The sequences of one load of a model version. Loop thread only."""
+
+    def __init__(
+        self,
+        model: str,
+        tensors: SequenceTensors,
+        table: SequenceTable,
+        limits: SequenceLimits,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+    ) -> None:
+        """Serve no sequence yet. ``strategy`` has to be set before the first request.
+
+        Args:
+            model: Its name, for errors.
+            tensors: The hidden tensors.
+            table: Empty.
+            limits: Of sequences and of requests that wait.
+            loop: The running one.
+            clock: Monotonic nanoseconds.
+        """
+        self.tensors: Final = tensors
+        self.strategy: Strategy | None = None
+        self._model: Final = model
+        self._table: Final = table
+        self._limits: Final = limits
+        self._loop: Final = loop
+        self._clock: Final = clock
+        self._is_draining = False
+        self._is_closed = False
+        self._state_bytes = 0
+        self._waiting_rows = 0
+        self._waiting_bytes = 0
+        self._ends = dict.fromkeys(END_REASONS, 0)
+        self._timer: asyncio.TimerHandle | None = None
+        self._backlog_timers: dict[Sequence, tuple[int, asyncio.TimerHandle]] = {}
+        self._empty: asyncio.Event | None = None
+
+    @property
+    def waiting_rows(self) -> int:
+        """Requests whose turn has not come. From any thread."""
+        return self._waiting_rows
+
+    def reading(self) -> SequenceReading:
+        """For metrics. From any thread."""
+        return SequenceReading(self._table.active, self._table.waiting, self._state_bytes, self._ends.copy())
+
+    def submit(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
+        """Enqueue a request behind the earlier ones of its sequence.
+
+        It is settled with the outputs that clients may request. Its ``inputs`` are then all those of the model.
+
+        Args:
+            request: Of one row, with the inputs of clients in the form of the model.
+            terms: Only its deadlines hold; ``start_by_ns`` only while the sequence waits for a slot.
+            part: From the request's parameters.
+
+        Raises:
+            ServeError: SequenceError for a request that fits no sequence; overloaded if there are too many sequences,
+                states or waiting requests; not_ready for a new sequence while the server stops; any of the batcher.
+        """
+        self._check(request, part)
+        now_ns = self._clock()
+        sequence = self._table.find(part.id)
+        if sequence is not None and not self._table.resume(sequence, now_ns):
+            self._remove_expired(sequence)  # the timer is late
+            sequence = None
+        if sequence is None:
+            sequence = self._begin(part)
+        turn = Turn(request, sequence, part, terms, now_ns)
+        if sequence.slot == NO_SLOT or not sequence.is_idle:
+            self._wait(turn)
+        else:
+            sequence.waiting.append(turn)
+        request.timing.queued_ns = now_ns
+        request.withdraw = partial(self._on_cancelled, turn)
+        if part.is_end:
+            self._table.close(sequence)
+        if sequence.slot != NO_SLOT and sequence.running is None:
+            self._advance(sequence)
+
+    def begin_drain(self) -> None:
+        """Accept no new sequences; the present ones may end."""
+        self._is_draining = True
+
+    async def wait_until_empty(self) -> None:
+        """Wait until every sequence has ended."""
+        while len(self._table):
+            self._empty = self._empty or asyncio.Event()
+            await self._empty.wait()
+
+    async def close(self) -> None:
+        """Run all requests that wait, and drop the states. No request may come any more."""
+        self._is_draining = self._is_closed = True
+        assert self.strategy is not None
+        self.strategy.hurry()
+        for sequence in self._table.open_sequences():
+            self._table.close(sequence)
+            sequence.ended_because = UNLOADED
+            if sequence.is_idle:
+                self._remove(sequence)
+        await self.wait_until_empty()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def on_computed(self, turn: Turn, outputs: Arrays) -> None:
+        """Keep the states and answer the request. Called by the strategy, with all outputs of the model for one row."""
+        sequence = turn.sequence
+        sequence.running = None
+        states = self.tensors.next_states(outputs)
+        nbytes = arrays_bytes(states)
+        self._state_bytes += nbytes - sequence.state_bytes
+        sequence.states, sequence.state_bytes = states, nbytes
+        if self._state_bytes > self._limits.state_bytes and nbytes > self.tensors.initial_bytes and sequence.is_open:
+            log_event(
+                logger,
+                logging.WARNING,
+                "a sequence ended because its state has grown beyond max_state_bytes",
+                model=self._model,
+                state_bytes=nbytes,
+                of_all_sequences=self._state_bytes,
+            )
+            self._end(sequence, EVICTED, self._not_started(sequence))
+        self._after(sequence)
+        # After the next request of the sequence was enqueued: callers may enqueue and cancel requests.
+        turn.request.inputs = turn.inputs
+        turn.request.complete(outputs[: self.tensors.shown_outputs])
+
+    def on_failed(self, turn: Turn, error: BaseException) -> None:
+        """Fail the request. Called by the strategy.
+
+        The states stay as they were, so that the request can be repeated. A sequence whose first request failed ends,
+        and one whose request was dropped from the queue, so that the following ones do not run without it.
+        """
+        sequence = turn.sequence
+        sequence.running = None
+        is_late = isinstance(error, ServeError) and error.kind is ErrorKind.DEADLINE
+        if turn.is_start or (is_late and not turn.request.timing.taken_ns):
+            self._end(sequence, FAILED, self._not_started(sequence))
+        self._after(sequence)
+        turn.request.fail(error)
+
+    def _check(self, request: InflightRequest, part: SequencePart) -> None:
+        if not part.id:
+            raise SequenceError(
+                ErrorKind.INVALID_INPUT,
+                f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID",
+            )
+        if request.rows != 1:
+            raise SequenceError(
+                ErrorKind.INVALID_INPUT,
+                f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of sequence "
+                "batcher",
+            )
+        expected = self.tensors.id_datatype
+        if expected is not None and isinstance(part.id, str) is not (expected is DataType.BYTES):
+            got = "BYTES" if isinstance(part.id, str) else "UINT64"
+            raise ServeError(
+                ErrorKind.INVALID_INPUT,
+                f"sequence batching control 'CORRID' data-type is '{got}', but model '{self._model}' expects "
+                f"'{expected.value}'",
+            )
+
+    def _not_started(self, sequence: Sequence) -> ServeError:
+        return self._start_error(SequencePart(sequence.id))
+
+    def _start_error(self, part: SequencePart) -> ServeError:
+        return SequenceError(
+            ErrorKind.INVALID_INPUT,
+            f"inference request for sequence {part.id} to model '{self._model}' must specify the START flag on the "
+            "first request of the sequence",
+        )
+
+    def _begin(self, part: SequencePart) -> Sequence:
+        """Begin a sequence.
+
+        Raises:
+            ServeError: See ``submit``.
+        """
+        if not part.is_start:
+            raise self._start_error(part)
+        if self._is_draining:
+            raise SequenceError(ErrorKind.NOT_READY, _STOPPING, retry_after_s=1)
+        limits, tensors = self._limits, self.tensors
+        if len(self._table) >= limits.sequences:
+            raise ServeError(
+                ErrorKind.OVERLOADED,
+                f"model '{self._model}' serves {len(self._table)} sequences, the most that max_sequences allows",
+                retry_after_s=1,
+            )
+        if self._state_bytes + tensors.initial_bytes > limits.state_bytes:
+            raise ServeError(
+                ErrorKind.OVERLOADED,
+                f"the states of model '{self._model}' have {self._state_bytes} bytes, and max_state_bytes "
+                f"{limits.state_bytes} leaves none for another sequence",
+                retry_after_s=1,
+            )
+        sequence = Sequence(part.id, tensors.id_array(part.id), tensors.initial, tensors.initial_bytes)
+        self._state_bytes += tensors.initial_bytes
+        self._table.add(sequence)
+        return sequence
+
+    def _wait(self, turn: Turn) -> None:
+        """Queue a request behind others.
+
+        Raises:
+            ServeError: overloaded, if too many wait.
+        """
+        sequence, limits = turn.sequence, self._limits
+        turn.nbytes = max(1, tensor_bytes(turn.inputs))
+        if self._waiting_rows and (
+            self._waiting_rows >= limits.queue_rows or self._waiting_bytes + turn.nbytes > limits.queue_bytes
+        ):
+            if sequence.is_idle:  # it has just begun
+                self._end(sequence, FAILED, self._not_started(sequence))
+                self._remove(sequence)
+            raise ServeError(
+                ErrorKind.OVERLOADED,
+                f"Exceeds maximum queue size: {self._waiting_rows} requests of {self._waiting_bytes} bytes wait for "
+                f"their sequences, at most max_queue_rows {limits.queue_rows} and max_queue_bytes "
+                f"{limits.queue_bytes} may",
+                retry_after_s=1,
+            )
+        self._waiting_rows += 1
+        self._waiting_bytes += turn.nbytes
+        sequence.waiting.append(turn)
+        if sequence.slot == NO_SLOT and turn.terms.start_by_ns is not None:
+            self._limit_wait(sequence, turn.terms.start_by_ns, turn.arrived_ns)
+
+    def _leave(self, turn: Turn) -> None:
+        """A request waits no more. One that never had to is not counted, and has a size of 0."""
+        if turn.nbytes:
+            self._waiting_rows -= 1
+            self._waiting_bytes -= turn.nbytes
+            turn.nbytes = 0
+
+    def _advance(self, sequence: Sequence) -> None:
+        """Run the next request of a sequence that has a slot, if none runs."""
+        assert self.strategy is not None
+        if sequence.running is not None or not sequence.waiting:
+            return
+        turn = sequence.waiting.popleft()
+        self._leave(turn)
+        sequence.running = turn
+        tensors = self.tensors
+        states = tensors.initial if turn.is_start else sequence.states
+        turn.inputs = tensors.extend(turn.inputs, sequence.id_array, turn.is_start, turn.is_end, states)
+        self.strategy.run(turn)
+
+    def _after(self, sequence: Sequence) -> None:
+        """Continue a sequence whose run has ended."""
+        if sequence.running is not None:
+            return
+        if sequence.waiting:
+            self._advance(sequence)
+        elif not sequence.is_open:
+            self._remove(sequence)
+        else:
+            self._table.rest(sequence, self._clock())
+            self._set_timer()
+
+    def _remove(self, sequence: Sequence) -> None:
+        """A sequence has ended; its slot goes to the next one that waits."""
+        self._state_bytes -= sequence.state_bytes
+        sequence.state_bytes = 0
+        sequence.states = ()
+        self._ends[sequence.ended_because] += 1
+        self._stop_limit(sequence)
+        following = self._table.remove(sequence)
+        if following is not None:
+            self._stop_limit(following)
+            # Not in this turn: a backlog of sequences that all fail at once would nest their calls.
+            self._loop.call_soon(self._advance, following)
+        if not len(self._table) and self._empty is not None:
+            self._empty.set()
+            self._empty = None
+
+    def _end(self, sequence: Sequence, reason: str, error: ServeError) -> None:
+        """End a sequence before its time: fail its requests that wait. The caller removes it if nothing runs."""
+        self._table.close(sequence)
+        sequence.ended_because = reason
+        waiting = list(sequence.waiting)
+        sequence.waiting.clear()
+        for turn in waiting:
+            self._leave(turn)
+        for turn in waiting:
+            turn.request.fail(error)
+
+    def _on_cancelled(self, turn: Turn, _: InflightRequest) -> None:
+        """A client has cancelled its request."""
+        sequence = turn.sequence
+        assert self.strategy is not None
+        if sequence.running is turn:
+            if not self.strategy.withdraw(turn):
+                return  # it runs to its end, and the sequence goes on
+            sequence.running = None
+        elif turn in sequence.waiting:
+            sequence.waiting.remove(turn)
+            self._leave(turn)
+        else:
+            return
+        # The following requests were sent for a state that this one would have made.
+        error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {sequence.id} was cancelled")
+        is_over = sequence.running is None
+        self._end(sequence, CANCELLED, error)
+        if is_over:
+            self._remove(sequence)
+
+    def _expire(self, now_ns: int) -> None:
+        for sequence in self._table.expired(now_ns):
+            self._remove_expired(sequence)
+
+    def _remove_expired(self, sequence: Sequence) -> None:
+        self._table.close(sequence)
+        sequence.ended_because = EXPIRED
+        self._remove(sequence)
+
+    def _set_timer(self) -> None:
+        """Wake when the next sequence expires. A timer that is set stays: it wakes earlier than a later one would."""
+        if self._timer is not None:
+            return
+        due_ns = self._table.next_expiry_ns()
+        if due_ns is not None:
+            delay_s = max(0.0, (due_ns - self._clock()) / 1e9) + _LATE_TIMER_S
+            self._timer = self._loop.call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._expire(self._clock())
+        self._set_timer()
+
+    def _limit_wait(self, sequence: Sequence, by_ns: int, now_ns: int) -> None:
+        """End a sequence that still waits for a slot at ``by_ns``, or at an earlier limit that was set before."""
+        known = self._backlog_timers.get(sequence)
+        if known is not None:
+            if known[0] <= by_ns:
+                return
+            known[1].cancel()
+        handle = self._loop.call_later(max(0.0, (by_ns - now_ns) / 1e9), self._on_waited, sequence)
+        self._backlog_timers[sequence] = (by_ns, handle)
+
+    def _stop_limit(self, sequence: Sequence) -> None:
+        known = self._backlog_timers.pop(sequence, None)
+        if known is not None:
+            known[1].cancel()
+
+    def _on_waited(self, sequence: Sequence) -> None:
+        self._backlog_timers.pop(sequence, None)
+        self._end(sequence, TIMED_OUT, SequenceError(ErrorKind.NOT_READY, _TIMED_OUT))
+        self._remove(sequence)
+
+
+class OldestRuns:
+    """The strategy ``oldest``: each request whose turn it is goes to the batcher, which batches different sequences."""
+
+    def __init__(self, runs: SequenceRuns, enqueue: Enqueue, loop: asyncio.AbstractEventLoop) -> None:
+        self._runs: Final = runs
+        self._enqueue: Final = enqueue
+        self._loop: Final = loop
+
+    def run(self, turn: Turn) -> None:
+        child = turn.request.child(turn.inputs, 1)
+        child.on_settled = partial(self._on_settled, turn)
+        turn.run = child
+        try:
+            self._enqueue(child, turn.terms)
+        except Exception as error:  # noqa: BLE001 - any error is for the request
+            child.on_settled = turn.run = None
+            # Not in this turn: many requests of a sequence that all fail at once would nest their calls.
+            self._loop.call_soon(self._runs.on_failed, turn, error)
+        else:
+            child.timing.queued_ns = turn.arrived_ns  # it waits since then
+
+    def withdraw(self, turn: Turn) -> bool:
+        child = turn.run
+        if child is None or child.state > QUEUED:
+            return False
+        child.on_settled = None
+        child.cancel()
+        return True
+
+    def hurry(self) -> None:
+        pass
+
+    def _on_settled(self, turn: Turn, child: InflightRequest) -> None:
+        turn.run = None
+        try:
+            outputs = child.take_outputs()
+        except BaseException as error:  # noqa: BLE001 - the error of the run, which is passed on
+            self._runs.on_failed(turn, error)
+        else:
+            self._runs.on_computed(turn, outputs)

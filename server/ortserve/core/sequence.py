@@ -1,0 +1,142 @@
+"""Sequences of requests: the part of a request in its sequence, and the tensors that the server adds to it."""
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ortserve.core.batch import Arrays
+from ortserve.core.dtypes import DataType
+from ortserve.core.tensor import is_absent
+
+SequenceId: TypeAlias = int | str
+"""An unsigned integer of 64 bits, or a text. The integer 1 and the text "1" are two sequences."""
+
+START: Final = "start"
+READY: Final = "ready"
+END: Final = "end"
+ID: Final = "id"
+_TEXT_BYTES: Final = 64
+"""Of a text beside its letters."""
+
+
+@dataclass(slots=True, init=False)
+class SequencePart:
+    """The part of a request in its sequence. The id 0 or ``""`` is that of no sequence."""
+
+    id: Final[SequenceId]
+    is_start: Final[bool]
+    is_end: Final[bool]
+
+    def __init__(self, id: SequenceId, is_start: bool = False, is_end: bool = False) -> None:  # noqa: A002
+        self.id = id
+        self.is_start = is_start
+        self.is_end = is_end
+
+
+@dataclass(slots=True, init=False)
+class ControlTensor:
+    """A control input: its kind, and its value for one request as arrays of one element.
+
+    ``off`` is also the value of padding rows, for a control of kind ``id`` too, whose ``on`` is not used.
+    """
+
+    kind: Final[str]
+    datatype: Final[DataType]
+    off: Final[np.ndarray]
+    on: Final[np.ndarray]
+
+    def __init__(self, kind: str, datatype: DataType, off: np.ndarray, on: np.ndarray) -> None:
+        self.kind = kind
+        self.datatype = datatype
+        self.off = off
+        self.on = on
+
+
+class SequenceTensors:
+    """The hidden tensors of a model: after the clients' inputs its controls, then its states.
+
+    All arrays are those of one request in the form of batches: of one row for a batched model.
+
+    Attributes:
+        controls: In the order of the model's inputs.
+        initial: The first state of a sequence; nothing writes to it.
+        initial_bytes: Its size.
+        state_outputs: For each state the index of its output among those of the model.
+        shown_outputs: The first outputs of the model, which clients may request.
+        id_datatype: Of the control of kind ``id``; None without one.
+    """
+
+    def __init__(
+        self, controls: tuple[ControlTensor, ...], initial: Arrays, state_outputs: tuple[int, ...], shown_outputs: int
+    ) -> None:
+        self.controls: Final = controls
+        self.initial: Final = initial
+        self.initial_bytes: Final = arrays_bytes(initial)
+        self.state_outputs: Final = state_outputs
+        self.shown_outputs: Final = shown_outputs
+        self.id_datatype: Final = next((control.datatype for control in controls if control.kind == ID), None)
+        self._id_off: Final = next((control.off for control in controls if control.kind == ID), None)
+
+    def id_array(self, sequence_id: SequenceId) -> np.ndarray | None:
+        """The value of the control of kind ``id``: of integers the low bits. None without such a control."""
+        like = self._id_off
+        if like is None:
+            return None
+        if isinstance(sequence_id, str):
+            text = np.empty(like.shape, object)
+            text.fill(sequence_id)
+            return text
+        return np.full(like.shape, sequence_id, np.uint64).astype(like.dtype)
+
+    def extend(
+        self, inputs: Arrays, id_array: np.ndarray | None, is_start: bool, is_end: bool, states: Arrays
+    ) -> Arrays:
+        """The inputs of the model for one request with the clients' ``inputs``."""
+        hidden: list[np.ndarray] = []
+        for control in self.controls:
+            kind = control.kind
+            if kind == ID:
+                hidden.append(control.off if id_array is None else id_array)
+            elif kind == READY or (kind == START and is_start) or (kind == END and is_end):
+                hidden.append(control.on)
+            else:
+                hidden.append(control.off)
+        return (*inputs, *hidden, *states)
+
+    def first(self, inputs: Arrays, rows: int) -> Arrays:
+        """The inputs of ``rows`` requests that start sequences; for warm-up."""
+        whole = self.extend((), None, True, False, self.initial)
+        return (*inputs, *[array if rows == 1 else np.repeat(array, rows, axis=0) for array in whole])
+
+    def padding_row(self, inputs: Arrays) -> Arrays:
+        """A row of zeros and empty texts in the shapes of the model's ``inputs`` of one request; nothing is true."""
+        first_control = len(inputs) - len(self.initial) - len(self.controls)
+        row = [array if is_absent(array) else _zeros_like(array) for array in inputs]
+        for index, control in enumerate(self.controls):
+            row[first_control + index] = control.off
+        return tuple(row)
+
+    def next_states(self, outputs: Arrays) -> Arrays:
+        """Copies of the states among the outputs of one request, whose memory is that of a batch.
+
+        A state that stays on a device between runs would be kept here, and given back by ``extend``.
+        """
+        return tuple([np.array(outputs[index]) for index in self.state_outputs])
+
+
+def arrays_bytes(arrays: Arrays) -> int:
+    """The memory of arrays, texts included."""
+    total = 0
+    for array in arrays:
+        total += array.nbytes
+        if array.dtype.hasobject:
+            total += sum([len(text) + _TEXT_BYTES for text in array.flat])
+    return total
+
+
+def _zeros_like(array: np.ndarray) -> np.ndarray:
+    zeros = np.zeros(array.shape, array.dtype)
+    if array.dtype.hasobject:
+        zeros.fill("")
+    return zeros

@@ -1,0 +1,201 @@
+"""Builders of models whose requests belong to sequences, with controls and states that the server fills."""
+
+from pathlib import Path
+
+import onnx
+from onnx import parser
+
+_HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+
+
+def accumulate(path: Path, flag: str = "int32", correlation: str = "uint64", rows: str = "batch,") -> Path:
+    """A running sum that START resets: OUTPUT = INPUT, or the last OUTPUT + INPUT. An INPUT of 1000 or more fails.
+
+    STATE_SEEN, ID_SEEN and FLAGS_SEEN (START, READY, END) return what the model received. ``rows`` is empty for a model
+    without a batch axis.
+    """
+    return _write(
+        path,
+        f"""accumulate (int32[{rows}1] INPUT, {flag}[{rows}1] START, {flag}[{rows}1] READY, {flag}[{rows}1] END,
+            {correlation}[{rows}1] CORRID, int32[{rows}1] STATE)
+        => (int32[{rows}1] OUTPUT, int32[{rows}1] STATE_SEEN, {correlation}[{rows}1] ID_SEEN, float[{rows}3] FLAGS_SEEN,
+            int32[{rows}1] NEXT)
+        {{
+            zeros = Mul (INPUT, nothing)
+            looked_up = Gather (table, INPUT)
+            started = Cast <to = 6> (START)
+            kept = Sub (one, started)
+            old = Mul (STATE, kept)
+            raised = Add (INPUT, looked_up)
+            NEXT = Add (old, raised)
+            OUTPUT = Identity (NEXT)
+            STATE_SEEN = Add (STATE, zeros)
+            ID_SEEN = Identity (CORRID)
+            s = Cast <to = 1> (START)
+            r = Cast <to = 1> (READY)
+            e = Cast <to = 1> (END)
+            FLAGS_SEEN = Concat <axis = -1> (s, r, e)
+        }}""",
+        table=[0] * 1000,
+        one=[1],
+        nothing=[0],
+    )
+
+
+def whole_batch(path: Path) -> Path:
+    """Returns to each row the size of its batch, and READY and INPUT of all rows as digits: rows are dependent."""
+    return _write(
+        path,
+        """whole (int32[batch,1] INPUT, int32[batch,1] READY, int32[batch,1] STATE)
+        => (int32[batch,1] OUTPUT, int32[batch,1] ROWS, int32[batch,1] READY_ROWS, int32[batch,1] INPUT_ROWS,
+            int32[batch,1] NEXT) {
+            zeros = Mul (INPUT, nothing)
+            NEXT = Add (INPUT, STATE)
+            OUTPUT = Identity (NEXT)
+            ones = Add (zeros, one)
+            count = ReduceSum <keepdims = 1> (ones)
+            ROWS = Add (zeros, count)
+            counted = Cast <to = 1> (ones)
+            places = CumSum (counted, axis)
+            powers = Pow (ten, places)
+            powers32 = Cast <to = 6> (powers)
+            r = Mul (READY, powers32)
+            rs = ReduceSum <keepdims = 1> (r)
+            READY_ROWS = Add (zeros, rs)
+            i = Mul (INPUT, powers32)
+            is = ReduceSum <keepdims = 1> (i)
+            INPUT_ROWS = Add (zeros, is)
+        }""",
+        nothing=[0],
+        one=[1],
+        axis=0,
+        ten=[10.0],
+    )
+
+
+def two_states(path: Path) -> Path:
+    """Two states whose names sort differently: ``a_in`` counts by 1 in ``z_out``, ``b_in`` by 10 in ``a_out``."""
+    return _write(
+        path,
+        """two (int32[batch,1] INPUT, int32[batch,1] a_in, int32[batch,1] b_in)
+        => (int32[batch,1] A, int32[batch,1] B, int32[batch,1] z_out, int32[batch,1] a_out) {
+            z_out = Add (a_in, one)
+            a_out = Add (b_in, ten)
+            zeros = Mul (INPUT, nothing)
+            A = Add (z_out, zeros)
+            B = Add (a_out, zeros)
+        }""",
+        one=[1],
+        ten=[10],
+        nothing=[0],
+    )
+
+
+def growing(path: Path) -> Path:
+    """A state that grows by one element with each request: LENGTH and TOTAL of all values since the start."""
+    return _write(
+        path,
+        """growing (float[batch,1] INPUT, float[batch,past] PAST)
+        => (int64[batch,1] LENGTH, float[batch,1] TOTAL, float[batch,present] PRESENT) {
+            PRESENT = Concat <axis = 1> (PAST, INPUT)
+            TOTAL = ReduceSum <keepdims = 1> (PRESENT, axes)
+            ones = Mul (PRESENT, nothing)
+            same = Add (ones, one)
+            length = ReduceSum <keepdims = 1> (same, axes)
+            LENGTH = Cast <to = 7> (length)
+        }""",
+        axes=[1],
+        nothing=[0.0],
+        one=[1.0],
+    )
+
+
+def slow(path: Path, steps: int = 50_000) -> Path:
+    """A running sum whose run takes about 0.1 s, in proportion to ``steps``; TOTAL begins at 0 with each sequence."""
+    model = parser.parse_model(
+        _HEAD
+        + """slow (int32[batch,1] INPUT, int32[batch,1] STATE) => (int32[batch,1] TOTAL, int32[batch,1] NEXT) {
+            zero_rows = Mul (INPUT, nothing)
+            first = ReduceSum <keepdims = 0> (zero_rows)
+            last = Loop (steps, , first) <body = step (int64 number, bool condition, int32 value)
+                => (bool again, int32 following) {
+                    again = Identity (condition)
+                    following = Mul (value, value)
+                }>
+            NEXT = Add (INPUT, STATE)
+            TOTAL = Add (NEXT, last)
+        }"""
+    )
+    model.graph.initializer.append(onnx.helper.make_tensor("steps", onnx.TensorProto.INT64, [], [steps]))
+    model.graph.initializer.append(_constant("nothing", [0]))
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def simple_sequence(path: Path) -> Path:
+    """Triton's example of the same name: OUTPUT = (INPUT + START) · READY."""
+    return _write(
+        path,
+        """simple (int32[batch,1] INPUT, int32[batch,1] START, int32[batch,1] READY) => (int32[batch,1] OUTPUT) {
+            sum = Add (INPUT, START)
+            OUTPUT = Mul (sum, READY)
+        }""",
+    )
+
+
+def simple_dyna_sequence(path: Path) -> Path:
+    """Triton's example of the same name: OUTPUT = (INPUT + START + END · CORRID) · READY."""
+    return _write(
+        path,
+        """dyna (int32[batch,1] INPUT, int32[batch,1] START, int32[batch,1] READY, int32[batch,1] END,
+            uint64[batch,1] CORRID) => (int32[batch,1] OUTPUT) {
+            id = Cast <to = 6> (CORRID)
+            last = Mul (END, id)
+            sum = Add (INPUT, START)
+            all = Add (sum, last)
+            OUTPUT = Mul (all, READY)
+        }""",
+    )
+
+
+def simple_string_dyna_sequence(path: Path) -> Path:
+    """What Triton's example of the same name computes, in ONNX: a running sum; END adds the number in the id."""
+    return _write(
+        path,
+        """dyna (int32[batch,1] INPUT, int32[batch,1] START, int32[batch,1] READY, int32[batch,1] END,
+            string[batch,1] CORRID, int32[batch,1] STATE) => (int32[batch,1] OUTPUT, int32[batch,1] NEXT) {
+            ending = Cast <to = 9> (END)
+            padded = Where (ending, CORRID, zero)
+            id = Cast <to = 6> (padded)
+            kept = Sub (one, START)
+            old = Mul (STATE, kept)
+            sum = Add (INPUT, old)
+            NEXT = Identity (sum)
+            all = Add (sum, id)
+            OUTPUT = Mul (all, READY)
+        }""",
+        zero=["0"],
+        one=[1],
+    )
+
+
+def _write(path: Path, text: str, **constants: object) -> Path:
+    """Write a model of the text format, with initializers: lists of int32, float or text; a plain int has no axes."""
+    model = parser.parse_model(_HEAD + text)
+    for name, value in constants.items():
+        model.graph.initializer.append(_constant(name, value))
+    onnx.checker.check_model(model)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def _constant(name: str, value: object) -> onnx.TensorProto:
+    if isinstance(value, int):
+        return onnx.helper.make_tensor(name, onnx.TensorProto.INT32, [], [value])
+    assert isinstance(value, list)
+    if isinstance(value[0], str):
+        return onnx.helper.make_tensor(name, onnx.TensorProto.STRING, [len(value)], [one.encode() for one in value])
+    if name == "axes":
+        return onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [len(value)], value)
+    kind = onnx.TensorProto.FLOAT if isinstance(value[0], float) else onnx.TensorProto.INT32
+    return onnx.helper.make_tensor(name, kind, [len(value)], value)

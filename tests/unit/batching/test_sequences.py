@@ -1,0 +1,560 @@
+"""Sequences without models: runs wait in a list until the test settles them, in virtual time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from ortserve.batching.direct_sequences import DirectRuns, Waiting, choose_slots
+from ortserve.batching.sequence_table import Sequence, SequenceTable
+from ortserve.batching.sequences import OldestRuns, SequenceLimits, SequenceRuns
+from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
+from ortserve.core.sequence import END, ID, READY, START, ControlTensor, SequencePart, SequenceTensors
+from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+
+MS = 1_000_000
+IDLE_NS = 500 * MS
+
+
+def one(value: float, dtype: Any = np.int64) -> np.ndarray:
+    return np.full((1, 1), value, dtype)
+
+
+TENSORS = SequenceTensors(
+    (
+        *tuple(ControlTensor(kind, DataType.INT32, one(0), one(1)) for kind in (START, READY, END)),
+        ControlTensor(ID, DataType.UINT64, one(0, np.uint64), one(0, np.uint64)),
+    ),
+    (one(0),),
+    (1,),
+    1,
+)
+"""Inputs: the client's, START, READY, END, ID, the state. Outputs: the sum, and the same as the next state."""
+
+
+class Stage:
+    """Sequences whose runs wait in ``queue`` until the test answers them with running sums."""
+
+    def __init__(
+        self,
+        loop: VirtualTimeLoop,
+        clock: FakeClock,
+        slots: int = 8,
+        *,
+        strategy: str = "oldest",
+        groups: int = 1,
+        limits: SequenceLimits | None = None,
+        delay_ns: int = 0,
+        min_utilization: float = 0.0,
+    ) -> None:
+        self.clock = clock
+        self.queue: list[InflightRequest] = []
+        self.rejects: ServeError | None = None
+        self.table = SequenceTable(slots * groups, IDLE_NS)
+        limits = limits or SequenceLimits(1000, 10_000, 1000, 1_000_000)
+        self.runs = SequenceRuns("m", TENSORS, self.table, limits, loop, clock)
+        if strategy == "oldest":
+            self.runs.strategy = OldestRuns(self.runs, self.enqueue, loop)
+        else:
+            self.runs.strategy = DirectRuns(
+                self.runs,
+                groups,
+                slots,
+                self.enqueue,
+                lambda _: None,
+                loop,
+                clock,
+                delay_ns=delay_ns,
+                min_utilization=min_utilization,
+            )
+
+    def enqueue(self, request: InflightRequest, _: object) -> None:
+        if self.rejects is not None:
+            raise self.rejects
+        request.state = 1  # queued
+        self.queue.append(request)
+        request.withdraw = self.queue.remove
+
+    def submit(self, name: int | str, value: int = 1, flags: str = "", terms: Terms = NO_TERMS) -> InflightRequest:
+        """``flags`` contains S for the start and E for the end."""
+        request = InflightRequest(Timing(self.clock()), (one(value),), 1)
+        self.runs.submit(request, terms, SequencePart(name, "S" in flags, "E" in flags))
+        return request
+
+    def take(self) -> InflightRequest:
+        """Begin the first run."""
+        run = self.queue.pop(0)
+        run.state = RUNNING
+        run.withdraw = None
+        run.timing.taken_ns = self.clock()
+        return run
+
+    async def answer(self) -> None:
+        """Run the first one as the model would."""
+        await asyncio.sleep(0)
+        finish(self.take())
+        await asyncio.sleep(0)
+
+
+def finish(run: InflightRequest) -> None:
+    client, start, _, _, _, state = run.inputs
+    output = client + state * (1 - start)
+    memory = output.copy()
+    run.complete((output, memory))
+    memory[:] = -1_000_000  # a later run uses the memory of states
+
+
+def total(request: InflightRequest) -> int:
+    return int(request.take_outputs()[0].sum())
+
+
+def error(request: InflightRequest) -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        request.take_outputs()
+    return caught.value
+
+
+def virtual(**traits: Any) -> Callable[[Callable[[Stage], Awaitable[None]]], Callable[[], None]]:
+    """Run a test of a ``Stage`` with these traits in virtual time."""
+
+    def decorate(test: Callable[[Stage], Awaitable[None]]) -> Callable[[], None]:
+        async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+            await test(Stage(loop, clock, **traits))
+
+        def run() -> None:
+            run_virtual(main)
+
+        run.__doc__ = test.__doc__
+        return run
+
+    return decorate
+
+
+START_TEXT = (
+    "inference request for sequence 1 to model 'm' must specify the START flag on the first request of the sequence"
+)
+
+
+@virtual()
+async def test_one_request_of_a_sequence_runs_at_a_time_in_order(stage: Stage) -> None:
+    kept = []
+    first = stage.submit(1, 5, "S")
+    second, third = stage.submit(1, 7), stage.submit(1, 1, "E")
+    for request in (first, second, third):
+        request.on_settled = lambda request: kept.append(int(request._outputs[0][0, 0]))
+    assert len(stage.queue) == 1
+    await stage.answer()
+    assert len(stage.queue) == 1
+    await stage.answer()
+    await stage.answer()
+    assert kept == [5, 12, 13]
+    assert len(stage.table) == 0
+    assert stage.runs.reading().state_bytes == 0
+
+
+@virtual()
+async def test_sequences_run_beside_each_other(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    stage.submit(2, 1, "S")
+    assert len(stage.queue) == 2
+    with pytest.raises(ServeError, match="data-type is 'BYTES', but model 'm' expects 'UINT64'"):
+        stage.submit("1", 1, "S")
+
+
+@virtual()
+async def test_a_failed_run_leaves_the_state_and_a_failed_start_ends_the_sequence(stage: Stage) -> None:
+    for flags, ends in (("", False), ("S", True)):
+        stage.submit(1, 5, "S")
+        await stage.answer()
+        failing, following = stage.submit(1, 100, flags), stage.submit(1, 2)
+        stage.take().fail(ServeError(ErrorKind.INTERNAL, "no"))
+        assert error(failing).message == "no"
+        if ends:
+            assert error(following).message == START_TEXT
+            assert stage.runs.reading().ended["failed"] == 1
+        else:
+            await stage.answer()
+            assert total(following) == 7
+
+
+@virtual()
+async def test_a_request_that_misses_its_deadline_in_the_queue_ends_the_sequence(stage: Stage) -> None:
+    stage.submit(1, 5, "S")
+    await stage.answer()
+    late, following = stage.submit(1, 1), stage.submit(1, 2)
+    stage.queue.pop().fail(ServeError(ErrorKind.DEADLINE, "late"))
+    assert error(late).message == "late"
+    assert error(following).message == START_TEXT
+
+
+@virtual()
+async def test_many_rejected_requests_do_not_nest(stage: Stage) -> None:
+    stage.submit(1, 5, "S")
+    waiting = [stage.submit(1) for _ in range(900)]
+    stage.rejects = ServeError(ErrorKind.OVERLOADED, "full")
+    finish(stage.take())
+    for _ in range(2000):
+        await asyncio.sleep(0)
+    assert {error(request).message for request in waiting} == {"full"}
+
+
+@virtual()
+async def test_cancelling_a_queued_request_ends_the_sequence(stage: Stage) -> None:
+    for is_running in (False, True):
+        first = stage.submit(1, 5, "S")
+        second, third = stage.submit(1, 1), stage.submit(1, 2)
+        if is_running:
+            run = stage.take()
+            second.cancel()
+            assert error(third).kind is ErrorKind.CANCELLED
+            with pytest.raises(ServeError, match="must specify the START flag"):
+                stage.submit(1, 1)
+            finish(run)
+            assert total(first) == 5
+        else:
+            first.cancel()
+            assert error(second).kind is error(third).kind is ErrorKind.CANCELLED
+            assert not stage.queue
+        assert len(stage.table) == 0
+    assert stage.runs.reading().ended["cancelled"] == 2
+
+
+@virtual()
+async def test_cancelling_the_running_request_advances_the_state(stage: Stage) -> None:
+    first = stage.submit(1, 5, "S")
+    second = stage.submit(1, 1)
+    run = stage.take()
+    first.cancel()
+    finish(run)
+    await stage.answer()
+    assert first.state == CANCELLED
+    assert total(second) == 6
+
+
+@virtual()
+async def test_the_id_is_free_as_soon_as_the_end_is_enqueued(stage: Stage) -> None:
+    old = stage.submit(1, 5, "SE")
+    new = stage.submit(1, 8, "S")
+    assert len(stage.queue) == 2
+    await stage.answer()
+    await stage.answer()
+    assert (total(old), total(new)) == (5, 8)
+
+
+@virtual()
+async def test_idle_sequences_expire_and_busy_ones_do_not(stage: Stage) -> None:
+    stage.submit(1, 5, "S")
+    slow = stage.submit(2, 5, "S")
+    await stage.answer()
+    await asyncio.sleep(0.49)
+    assert len(stage.table) == 2
+    await asyncio.sleep(0.02)
+    assert len(stage.table) == 1
+    assert stage.runs.reading().ended["expired"] == 1
+    with pytest.raises(ServeError, match="must specify the START flag"):
+        stage.submit(1)
+    await asyncio.sleep(10)  # its run takes long
+    await stage.answer()
+    assert total(slow) == 5
+    following = stage.submit(2, 1)
+    await stage.answer()
+    assert total(following) == 6
+
+
+@virtual(slots=1)
+async def test_a_sequence_waits_for_a_slot_and_does_not_expire_there(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    await stage.answer()
+    waiting = stage.submit(2, 5, "S")
+    later = stage.submit(2, 6)
+    assert not stage.queue
+    await asyncio.sleep(0.4)
+    stage.submit(1, 1)
+    await stage.answer()
+    await asyncio.sleep(0.6)  # sequence 1 expires
+    await stage.answer()
+    await stage.answer()
+    assert (total(waiting), total(later)) == (5, 11)
+
+
+@virtual(slots=1)
+async def test_the_shortest_timeout_ends_a_waiting_sequence(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    first = stage.submit(2, 5, "S", Terms(0, None, stage.clock() + 300 * MS))
+    second = stage.submit(2, 5, "", Terms(0, None, stage.clock() + 200 * MS))
+    other = stage.submit(3, 5, "S")
+    await asyncio.sleep(0.19)
+    assert not second.is_settled
+    await asyncio.sleep(0.02)
+    text = "timeout of the corresponding sequence has been expired"
+    assert error(first).message == error(second).message == text
+    with pytest.raises(ServeError, match="START"):
+        stage.submit(2)
+    stage.submit(1, 1, "E")
+    await stage.answer()
+    await stage.answer()
+    await stage.answer()
+    assert total(other) == 5
+
+
+@virtual(slots=1)
+async def test_a_waiting_sequence_that_is_cancelled_leaves(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    waiting, behind = stage.submit(2, 1, "S"), stage.submit(2, 1)
+    waiting.cancel()
+    assert error(behind).kind is ErrorKind.CANCELLED
+    assert len(stage.table) == 1
+    assert stage.runs.waiting_rows == 0
+
+
+@virtual(limits=SequenceLimits(2, 10_000, 3, 1_000_000))
+async def test_sequences_and_waiting_requests_are_bounded(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    stage.submit(2, 1, "S")
+    with pytest.raises(ServeError, match="max_sequences"):
+        stage.submit(3, 1, "S")
+    for _ in range(3):
+        stage.submit(1)
+    with pytest.raises(ServeError, match="max_queue_rows") as caught:
+        stage.submit(2)
+    assert caught.value.kind is ErrorKind.OVERLOADED
+
+
+@virtual(slots=1, limits=SequenceLimits(9, 10_000, 1, 1_000_000))
+async def test_a_start_that_may_not_wait_begins_nothing(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    stage.submit(2, 1, "S")
+    with pytest.raises(ServeError, match="max_queue_rows"):
+        stage.submit(3, 1, "S")
+    assert (len(stage.table), stage.runs.waiting_rows) == (2, 1)
+
+
+@virtual(limits=SequenceLimits(9, 20, 9, 1_000_000))
+async def test_states_are_bounded_at_the_start(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    stage.submit(2, 1, "S")
+    with pytest.raises(ServeError, match="max_state_bytes") as caught:
+        stage.submit(3, 1, "S")
+    assert caught.value.kind is ErrorKind.OVERLOADED
+
+
+@virtual(limits=SequenceLimits(9, 100, 9, 1_000_000))
+async def test_a_state_that_grows_beyond_the_bound_ends_its_own_sequence(stage: Stage) -> None:
+    other = stage.submit(2, 3, "S")
+    await stage.answer()
+    large = stage.submit(1, 1, "S")
+    behind = stage.submit(1, 1)
+    stage.take().complete((one(1), np.zeros((1, 100))))
+    assert total(large) == 1
+    assert error(behind).message == START_TEXT
+    assert total(other) == 3
+    assert stage.runs.reading().ended["evicted"] == 1
+    assert stage.runs.reading().state_bytes == 8
+
+
+@virtual()
+async def test_a_drain_refuses_new_sequences_until_the_others_have_ended(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    await stage.answer()
+    stage.runs.begin_drain()
+    with pytest.raises(ServeError, match="Server is stopping") as caught:
+        stage.submit(2, 1, "S")
+    assert caught.value.kind is ErrorKind.NOT_READY
+    waiting = asyncio.create_task(stage.runs.wait_until_empty())
+    last = stage.submit(1, 1, "E")
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await stage.answer()
+    await waiting
+    assert total(last) == 2
+
+
+@virtual(slots=1)
+async def test_closing_runs_what_waits(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    behind = stage.submit(1, 2)
+    waiting = stage.submit(2, 5, "S")
+    closing = asyncio.create_task(stage.runs.close())
+    for _ in range(3):
+        await stage.answer()
+    await closing
+    assert (total(behind), total(waiting)) == (3, 5)
+    assert stage.runs.reading().ended["unloaded"] == 2
+
+
+@virtual(slots=4, strategy="direct")
+async def test_direct_keeps_each_sequence_in_its_row(stage: Stage) -> None:
+    firsts = [stage.submit(name, name, "S") for name in (1, 2, 3, 4)]
+    await stage.answer()
+    assert [total(request) for request in firsts] == [1, 2, 3, 4]
+    last = stage.submit(4, 10)
+    await asyncio.sleep(0)
+    run = stage.take()
+    assert run.inputs[2].ravel().tolist() == [0, 0, 0, 1]  # READY
+    assert run.inputs[0].ravel().tolist() == [0, 0, 0, 10]
+    assert run.inputs[4].ravel().tolist() == [0, 0, 0, 4]
+    finish(run)
+    second = stage.submit(2, 10)
+    await stage.answer()
+    assert (total(last), total(second)) == (14, 12)
+
+
+@virtual(slots=4, strategy="direct")
+async def test_direct_runs_a_failed_batch_again_row_by_row(stage: Stage) -> None:
+    requests = [stage.submit(name, name, "S") for name in (1, 2, 3)]
+    await asyncio.sleep(0)
+    stage.take().fail(ServeError(ErrorKind.INTERNAL, "together"))
+    await stage.answer()
+    await asyncio.sleep(0)
+    stage.take().fail(ServeError(ErrorKind.INTERNAL, "alone"))
+    await stage.answer()
+    assert (total(requests[0]), error(requests[1]).message, total(requests[2])) == (1, "alone", 3)
+
+
+@virtual(slots=4, strategy="direct", groups=2)
+async def test_direct_spreads_sequences_over_groups(stage: Stage) -> None:
+    for name in (1, 2, 3):
+        stage.submit(name, name, "S")
+    await asyncio.sleep(0)
+    assert [run.inputs[0].ravel().tolist() for run in stage.queue] == [[1, 3], [2]]
+
+
+@virtual(slots=4, strategy="direct", delay_ns=400 * MS, min_utilization=0.5)
+async def test_direct_waits_for_a_share_of_the_slots(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    await asyncio.sleep(0.39)
+    assert not stage.queue
+    await asyncio.sleep(0.02)
+    await stage.answer()
+    stage.submit(1, 1)
+    stage.submit(2, 1, "S")
+    await asyncio.sleep(0)
+    assert stage.queue[0].rows == 2
+
+
+@virtual(slots=4, strategy="direct")
+async def test_direct_takes_a_cancelled_request_out_of_its_slot(stage: Stage) -> None:
+    first, second = stage.submit(1, 1, "S"), stage.submit(2, 2, "S")
+    first.cancel()
+    await stage.answer()
+    assert total(second) == 2
+    assert len(stage.table) == 1
+    running = stage.submit(2, 5)
+    await asyncio.sleep(0)
+    run = stage.take()
+    running.cancel()
+    finish(run)
+    following = stage.submit(2, 1)
+    await stage.answer()
+    assert total(following) == 8
+
+
+def test_the_oldest_request_decides_the_shape_of_a_batch() -> None:
+    ready = {0: Waiting("b", 5), 1: Waiting("a", 3), 3: Waiting("a", 9)}
+    assert choose_slots(ready, 1, 0, 10) == ([1, 3], None)
+    assert choose_slots(ready, 4, 100, 10) == ([], 103)
+    assert choose_slots(ready, 4, 100, 103) == ([1, 3], None)
+    assert choose_slots(ready, 3, 100, 10) == ([1, 3], None)
+
+
+def test_slots_are_given_lowest_first_and_to_the_first_that_waits() -> None:
+    table = SequenceTable(3, IDLE_NS)
+    made = [Sequence(name, None, (), 0) for name in range(1, 6)]
+    for sequence in made:
+        table.add(sequence)
+    assert [sequence.slot for sequence in made] == [0, 1, 2, -1, -1]
+    table.close(made[1])
+    assert table.remove(made[1]) is made[3]
+    assert made[3].slot == 1
+    table.close(made[4])
+    assert table.remove(made[4]) is None
+    for sequence in (made[2], made[0]):
+        table.close(sequence)
+        table.remove(sequence)
+    again = Sequence(9, None, (), 0)
+    table.add(again)
+    assert again.slot == 0
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 4), st.sampled_from(["", "", "", "S", "S", "E", "SE"])),
+        st.tuples(st.sampled_from(["begin", "begin", "finish", "finish", "fail"]), st.integers(0, 7), st.just("")),
+        st.tuples(st.just("cancel"), st.integers(0, 30), st.just("")),
+        st.tuples(st.just("wait"), st.sampled_from([0, 1, 1, 300]), st.just("")),
+    ),
+    min_size=5,
+    max_size=80,
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(STEPS, st.sampled_from(["oldest", "direct"]), st.integers(1, 3), st.integers(1, 2))
+def test_no_state_ever_reaches_another_sequence(steps: list[Any], strategy: str, slots: int, groups: int) -> None:
+    """Every value is another power of two, so that an output shows which requests it is the sum of."""
+
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        stage = Stage(loop, clock, slots, strategy=strategy, groups=groups)
+        sent: list[tuple[int, str, int, InflightRequest]] = []
+        outputs: dict[int, int] = {}
+        ran: list[int] = []
+        running: list[InflightRequest] = []
+
+        def settle(run: InflightRequest, fails: bool) -> None:
+            if fails:
+                run.fail(ServeError(ErrorKind.INTERNAL, "no"))
+                return
+            is_real = run.inputs[2].ravel().astype(bool)
+            assert not run.inputs[0].ravel()[~is_real].any(), "padding is zero"
+            ran.extend(int(value) for value in run.inputs[0].ravel()[is_real])
+            finish(run)
+
+        for kind, number, flags in steps:
+            if kind == "submit" and len(sent) < 60:
+                value = 1 << len(sent)
+                if "S" not in flags and stage.table.find(number) is None:
+                    with pytest.raises(ServeError, match="START flag"):
+                        stage.submit(number, value, flags)
+                    continue
+                request = stage.submit(number, value, flags)
+                request.on_settled = lambda request, value=value: outputs.update(
+                    {value: total(request)} if request.state == COMPUTED else {}
+                )
+                sent.append((number, flags, value, request))
+            elif kind == "begin" and stage.queue:
+                running.append(stage.take())
+            elif kind in ("finish", "fail") and running:
+                settle(running.pop(number % len(running)), kind == "fail")
+            elif kind == "cancel" and sent:
+                sent[number % len(sent)][3].cancel()
+            elif kind == "wait":
+                await asyncio.sleep(number / 1000)
+        closing = asyncio.create_task(stage.runs.close())
+        while not closing.done():
+            await asyncio.sleep(0)
+            while running:
+                settle(running.pop(), False)
+            while stage.queue:
+                settle(stage.take(), False)
+        states: dict[int, int] = {}
+        for name, flags, value, request in sent:
+            assert request.is_settled
+            if value in ran:
+                states[name] = value + (0 if "S" in flags else states[name])
+                assert outputs.get(value, states[name]) == states[name]
+            else:
+                assert value not in outputs
+        reading = stage.runs.reading()
+        assert (reading.active, reading.waiting, reading.state_bytes, stage.runs.waiting_rows) == (0, 0, 0, 0)
+        assert len(ran) == len(set(ran)), "no request runs twice"
+
+    run_virtual(main)
