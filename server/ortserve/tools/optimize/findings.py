@@ -10,21 +10,14 @@ from ortserve.tools.optimize.checking import SourceLook
 from ortserve.tools.optimize.pipeline import Work
 from ortserve.tools.provenance import speed_text
 from ortserve.tools.report import Finding
-from ortserve.tools.subject import Subject
 
 _RUNTIME: Final = frozenset({"com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
 
 
 def find(
-    before: SourceLook, work: Work, compared: CompareResult, level: str | None, precision: str | None, source: Subject
-) -> tuple[Finding, ...]:
-    """All findings."""
-    return tuple(_find(before, work, compared, level, precision, source))
-
-
-def _find(
-    before: SourceLook, work: Work, compared: CompareResult, level: str | None, precision: str | None, source: Subject
+    before: SourceLook, work: Work, compared: CompareResult, level: str | None, precision: str | None
 ) -> Iterator[Finding]:
+    """All findings. ``level`` and ``precision`` are what was asked for."""
     if old := _RUNTIME & {*before.look.domains}:
         yield Finding(
             "optimized_source",

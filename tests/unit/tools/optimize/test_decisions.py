@@ -10,18 +10,18 @@ from models import patterns
 from ortserve.model_file.reading import read_model
 from ortserve.tools.agreement import Agreement, ErrorBound, OutputError
 from ortserve.tools.optimize.checking import Checked, Look
-from ortserve.tools.optimize.pipeline import Attempt, Step, judge
+from ortserve.tools.optimize.pipeline import Step, judge
 from ortserve.tools.optimize.precision import search
 from ortserve.tools.optimize.recognition import almost_fused, fused_operators
 from ortserve.tools.optimize.result import Shape
 
 
 def look(nodes: int = 10, run: int | None = 10, nbytes: int = 100_000) -> Look:
-    return Look(Shape(nodes, run, nbytes), {}, {}, (), ())
+    return Look(Shape(nodes, run, nbytes), (), {}, {}, (), ())
 
 
 def step(*, is_requested: bool = False) -> Step:
-    return Step("step", (Attempt(print),), ErrorBound("relative", 1e-4), is_requested)  # type: ignore[arg-type]
+    return Step("step", {}, ErrorBound("relative", 1e-4), is_requested)
 
 
 def checked(after: Look, error: float = 0.0, ratio: float = 1.0) -> Checked:
