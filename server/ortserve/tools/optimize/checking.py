@@ -51,6 +51,9 @@ class Look:
         fused: Operators of the graph that runs that stand for several others.
         almost: What is left in pieces there.
         domains: Operator sets besides ONNX's own of operators in the file.
+        provider: The execution provider that runs it.
+        sizes: Of a source: heads and hidden size of its attentions; 0 and 0 if they are not known.
+        has_half: Of a source: whether it computes with numbers of 16 bits already.
     """
 
     shape: Shape
@@ -59,23 +62,9 @@ class Look:
     fused: dict[str, int]
     almost: tuple[AlmostFused, ...]
     domains: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLook:
-    """What plans need to know of the source.
-
-    Attributes:
-        look: What it is like.
-        sizes: Heads and hidden size of its attentions; 0 and 0 if they are not known.
-        has_half: Whether it computes with numbers of 16 bits already.
-        provider: The execution provider.
-    """
-
-    look: Look
-    sizes: tuple[int, int]
-    has_half: bool
     provider: str
+    sizes: tuple[int, int] = (0, 0)
+    has_half: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +82,7 @@ class Checked:
     ratio: float
 
 
-def look_at_source(model: Timed, inputs: Path | None, folder: Path, *, tries_inputs: bool) -> SourceLook:
+def look_at_source(model: Timed, inputs: Path | None, folder: Path, *, tries_inputs: bool) -> Look:
     """Check a model by ``onnx``, open it, and look at it.
 
     Args:
@@ -111,7 +100,7 @@ def look_at_source(model: Timed, inputs: Path | None, folder: Path, *, tries_inp
         choose_inputs(opened, inputs)
     _, simplified = open_optimized(model.subject, opened.choice.name, level="basic")
     has_half = any(value.dtype in _HALF for value in simplified.values.values())
-    return SourceLook(look, sizes_of(simplified), has_half, opened.choice.name)
+    return replace(look, sizes=sizes_of(simplified), has_half=has_half)
 
 
 def check(reference: Timed, path: Path, kind: Kind, file: Path | None) -> Checked:
@@ -160,6 +149,7 @@ def _open_and_look(model: Timed) -> tuple[OpenModel, Look]:
         fused_operators({}, count_operators(optimized.model)),
         tuple(almost_fused(optimized.model, opened.graph)),
         tuple(sorted({node.domain for node in all_nodes(opened.graph)} - _STANDARD)),
+        opened.choice.name,
     )
     return opened, look
 

@@ -23,7 +23,7 @@ from ortserve.tools.console import progress
 from ortserve.tools.destination import Delivered, add_destination, check_destination, deliver, staged_model
 from ortserve.tools.optimize import precision
 from ortserve.tools.optimize import steps as making
-from ortserve.tools.optimize.checking import SourceLook, look_at_source
+from ortserve.tools.optimize.checking import Look, look_at_source
 from ortserve.tools.optimize.files import data_file, nbytes_of, pack, prepare
 from ortserve.tools.optimize.findings import find
 from ortserve.tools.optimize.pipeline import ASKED_FOR, LIMIT_S, Make, Step, Work, run_steps
@@ -134,7 +134,7 @@ def optimize(
     look = partial(look_at_source, tries_inputs=not given.dim)  # sizes may be what makes inputs fit
     before = call_apart(LIMIT_S, look, start, given.inputs, folder)
     steps = list(plan(given, before, opening))
-    work = run_steps(Work(base, before.look, start, given.inputs), steps, files, progress)
+    work = run_steps(Work(base, before, start, given.inputs), steps, files, progress)
     progress(len(steps), "comparing with the source")
     compared = _compare(given, work)
     if not any(step.is_kept and step.reason == ASKED_FOR for step in work.steps):
@@ -143,7 +143,7 @@ def optimize(
         if _is_slower(compared):
             why = "the model as a whole is slower than the source"
             dropped = tuple(replace(step, is_kept=False, reason=why) if step.is_kept else step for step in work.steps)
-            work = Work(base, before.look, start, given.inputs, dropped)
+            work = Work(base, before, start, given.inputs, dropped)
             compared = _compare(given, work)
     if given.external_data or data_file(work.model).exists():
         call_apart(LIMIT_S, pack, work.model, staged)
@@ -154,10 +154,10 @@ def optimize(
         path=str(source.path),
         provider=before.provider,
         runtime=ort.__version__,
-        before=before.look.shape,
+        before=before.shape,
         after=replace(work.look.shape, nbytes=nbytes_of(staged)),
         steps=work.steps,
-        fused=fused_operators(before.look.operators, work.look.operators),
+        fused=fused_operators(before.operators, work.look.operators),
         run_fused=work.look.fused,
         almost_fused=work.look.almost,
         bound=str(given.max_error or (_HALF if before.has_half or given.precision else _FP32)),
@@ -171,7 +171,7 @@ def optimize(
     return replace(result, delivered=_deliver(given, source, staged, result, work))
 
 
-def plan(given: argparse.Namespace, source: SourceLook, opening: Timed) -> Iterator[Step]:
+def plan(given: argparse.Namespace, source: Look, opening: Timed) -> Iterator[Step]:
     """The steps in their order.
 
     Fusions come before the clean-up, which removes the shape computations by which they recognize attentions.
@@ -184,7 +184,7 @@ def plan(given: argparse.Namespace, source: SourceLook, opening: Timed) -> Itera
         yield Step("dimensions", {"": make}, bound, True, "sizes")
     if given.opset:
         yield Step("opset", {"": partial(making.set_opset, opset=given.opset)}, bound, True)
-    if "fusions" not in given.skip and _FUSABLE & source.look.operators.keys():
+    if "fusions" not in given.skip and _FUSABLE & source.operators.keys():
         yield Step("fusions", dict(_fusions(given, source)), bound)
     for name, clean in zip(_DEFAULTS[1:], (making.fold, making.slim, making.share_weights), strict=True):
         if name not in given.skip:
@@ -198,11 +198,9 @@ def plan(given: argparse.Namespace, source: SourceLook, opening: Timed) -> Itera
         yield Step("level", {"": save}, bound, True)
 
 
-def _fusions(given: argparse.Namespace, source: SourceLook) -> Iterator[tuple[str, Make]]:
+def _fusions(given: argparse.Namespace, source: Look) -> Iterator[tuple[str, Make]]:
     heads, hidden = given.heads or source.sizes[0], given.hidden or source.sizes[1]
-    types = (
-        (given.model_type,) if given.model_type else ("vit", "bert") if "Conv" in source.look.operators else ("bert",)
-    )
+    types = (given.model_type,) if given.model_type else ("vit", "bert") if "Conv" in source.operators else ("bert",)
     for kind in types:
         sizes = f", {heads} heads, hidden size {hidden}" if heads else ""
         make = partial(making.fuse_by_transformers, kind=kind, heads=heads, hidden=hidden)

@@ -183,7 +183,8 @@ def _converted(model: ModelProto, kept: Sequence[str], types: Collection[str], n
 
     copy = ModelProto()
     copy.CopyFrom(model)
-    known = {value.name for value in (*copy.graph.input, *copy.graph.output, *copy.graph.initializer)}
+    known = {value.name for value in (*copy.graph.input, *copy.graph.output)}
+    known.update(tensor.name for tensor in copy.graph.initializer)
     del copy.graph.value_info[:]  # the converter puts casts where it knows types; onnx knows fewer operators
     copy.graph.value_info.extend(
         helper.make_tensor_value_info(one, TensorProto.FLOAT, None) for one in sorted({*types} - known)
