@@ -127,6 +127,15 @@ def broken(path: Path) -> Path:
     return path
 
 
+def of_unknown_operators(path: Path) -> Path:
+    """A model for which ONNX Runtime lacks a library of operators."""
+    model = onnx.load(CORPUS / "torch_cnn.onnx")
+    model.graph.node[0].domain = "nowhere"
+    model.opset_import.append(onnx.helper.make_opsetid("nowhere", 1))
+    onnx.save(model, path)
+    return path
+
+
 def particular(path: Path) -> Path:
     """A model that rejects synthetic inputs."""
     return Path(shutil.copy(CORPUS / "torch_encoder.onnx", path))
@@ -135,7 +144,8 @@ def particular(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "arguments", "status", "problem"),
     [
-        (broken, (), 2, "the model fails the checker of onnx"),
+        (broken, (), 2, "/source.onnx: the model fails the checker of onnx"),
+        (of_unknown_operators, (), 2, "/source.onnx: ONNX Runtime cannot load the model"),
         (builders.not_onnx, (), 2, "expected an ONNX model"),
         (builders.scalar_sum, ("--outputs", "z"), 2, "optimize: --outputs: expected outputs out of "),
         (particular, ("--level", "basic"), 2, "optimize: the model rejects synthetic inputs"),
@@ -149,6 +159,7 @@ def test_refusals_leave_nothing(
     done = run(source, "-o", tmp_path / "out.onnx", *FAST, *arguments)
     assert (done.returncode, done.stdout) == (status, "")
     assert problem in done.stderr
+    assert ".ortserve-" not in done.stderr  # the hidden folder
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
 

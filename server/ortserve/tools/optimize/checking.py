@@ -160,7 +160,7 @@ def _check_file(path: Path) -> None:
     except (onnx.checker.ValidationError, OSError, ValueError, RuntimeError) as error:
         text = without_paths(str(error)).strip().splitlines() or [type(error).__name__]
         if _UNKNOWN not in text[0]:
-            raise invalid_input(f"{path.name}: the model fails the checker of onnx: {text[0][:300]}") from None
+            raise invalid_input(f"{path}: the model fails the checker of onnx: {text[0][:300]}") from None
 
 
 def _ratio(first: OpenModel, second: OpenModel, feeds: Sequence[Sequence[list[np.ndarray]]]) -> float:

@@ -11,7 +11,7 @@ from typing import Final
 
 import onnxruntime as ort
 
-from ortserve.errors import invalid_input
+from ortserve.errors import ServeError, invalid_input
 from ortserve.tools.agreement import ErrorBound, parse_bound
 from ortserve.tools.apart import call_apart
 from ortserve.tools.arguments import number, several
@@ -62,13 +62,8 @@ def build_parser() -> ToolParser:
     text = "Fix a named dimension; may be repeated."
     add("--dim", action="append", default=[], type=_fixed, metavar="NAME=SIZE", help=text)
     add("--opset", type=number(int, 1, _MOST), metavar="N", help="Convert the standard operators to this opset.")
-    text = "Type for onnxruntime.transformers, found from the operators if it is not given."
-    add(
-        "--model-type",
-        choices=making.MODEL_TYPES,
-        metavar="TYPE",
-        help=f"{text} One of {', '.join(making.MODEL_TYPES)}.",
-    )
+    text = f"Type for onnxruntime.transformers, found if not given. One of {', '.join(making.MODEL_TYPES)}."
+    add("--model-type", choices=making.MODEL_TYPES, metavar="TYPE", help=text)
     add("--heads", type=number(int, 1, _MOST), metavar="N", help="Heads of its attentions, found if not given.")
     add("--hidden", type=number(int, 1, _MOST), metavar="N", help="Width of its attentions, found if not given.")
     text = "Compute with 16 bits, but for the nodes that need fp32. Gains time on GPUs only."
@@ -132,15 +127,20 @@ def optimize(
     call_apart(LIMIT_S, prepare, source.path, base)
     start = replace(opening, subject=replace(source, path=base))
     look = partial(look_at_source, tries_inputs=not given.dim)  # sizes may be what makes inputs fit
-    before = call_apart(LIMIT_S, look, start, given.inputs, folder)
+    try:
+        before = call_apart(LIMIT_S, look, start, given.inputs, folder)
+    except ServeError as error:
+        raise invalid_input(error.message.replace(str(base), str(source.path))) from None
     steps = list(plan(given, before, opening))
     work = run_steps(Work(base, before, start, given.inputs), steps, files, progress)
     progress(len(steps), "comparing with the source")
     compared = _compare(given, work)
     if not any(step.is_kept and step.reason == ASKED_FOR for step in work.steps):
-        if _is_slower(compared):  # one of 40 intervals of equal models lies below 1: measure again
+        if (
+            compared.speed and compared.speed.is_slower
+        ):  # one of 40 intervals of equal models lies below 1: measure again
             compared = _compare(given, work)
-        if _is_slower(compared):
+        if compared.speed and compared.speed.is_slower:
             why = "the model as a whole is slower than the source"
             dropped = tuple(replace(step, is_kept=False, reason=why) if step.is_kept else step for step in work.steps)
             work = Work(base, before, start, given.inputs, dropped)
@@ -211,10 +211,6 @@ def _fusions(given: argparse.Namespace, source: Look) -> Iterator[tuple[str, Mak
 def _compare(given: argparse.Namespace, work: Work) -> CompareResult:
     candidate = replace(work.reference, subject=replace(work.reference.subject, path=work.model))
     return compare_models(work.reference, candidate, work.inputs, seconds=given.seconds)
-
-
-def _is_slower(compared: CompareResult) -> bool:
-    return compared.speed is not None and compared.speed.is_slower
 
 
 def _deliver(given: argparse.Namespace, source: Subject, staged: Path, result: OptimizeResult, work: Work) -> Delivered:

@@ -136,7 +136,7 @@ def _do(step: Step, work: Work, folder: Path) -> Work:
         try:
             tried[name] = call_apart(LIMIT_S, _try, step, make, work, target)
         except ServeError as problem:
-            tried[name] = _Tried(_failed(step, problem))
+            tried[name] = _Tried(_failed(step, problem, target))
     name, best = min(tried.items(), key=lambda one: one[1].rank())
     checked, verdict = best.checked, best.verdict
     if step.is_requested and not verdict.is_kept:
@@ -183,14 +183,15 @@ def _try(step: Step, make: Make, work: Work, target: Path) -> _Tried:
             return _Tried(Verdict(False, _NOTHING_GAINED), notes)
         checked = check(work.reference, target, step.kind, work.inputs)
     except Exception as error:  # noqa: BLE001 - libraries raise whatever their reading of a graph runs into
-        return _Tried(_failed(step, error), notes)
+        return _Tried(_failed(step, error, target), notes)
     libraries = frozenset(LIBRARIES) & {*sys.modules}
     return _Tried(judge(step, work.look, checked), notes, libraries, checked)
 
 
-def _failed(step: Step, error: Exception) -> Verdict:
+def _failed(step: Step, error: Exception, target: Path) -> Verdict:
     lines = without_paths(str(error)).strip().splitlines() or [""]
     text = error.message if isinstance(error, ServeError) else f"{type(error).__name__}: {lines[0][:300]}"
+    text = text.removeprefix(f"{target}: ")
     return Verdict(False, text if step.is_requested else f"failed: {text}")
 
 
