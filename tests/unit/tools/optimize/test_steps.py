@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from models import builders
 from ortserve.errors import ServeError
 from ortserve.tools.optimize import steps
-from ortserve.tools.optimize.files import LEAST_EXTERNAL_BYTES, data_file, pack
+from ortserve.tools.optimize.files import LEAST_EXTERNAL_BYTES, data_file, pack, prepare
 
 BIG = np.arange(LEAST_EXTERNAL_BYTES, dtype=np.float32).reshape(32, 32) / 1000
 
@@ -94,6 +94,34 @@ def test_a_model_without_large_weights_has_no_data_file(tmp_path: Path, target: 
     target.parent.mkdir()
     pack(builders.scalar_sum(tmp_path / "small.onnx"), target)
     assert not data_file(target).exists()
+
+
+CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
+
+
+def test_maps_which_onnx_ir_does_not_know_are_no_obstacle(target: Path, tmp_path: Path) -> None:
+    target.parent.mkdir()
+    classifier = CORPUS / "lightgbm_classifier.onnx"
+    prepare(classifier, target)
+    assert target.samefile(classifier)
+    pack(classifier, tmp_path / "packed.onnx")
+    onnx.checker.check_model(tmp_path / "packed.onnx")
+
+
+def test_nodes_are_put_in_order(target: Path) -> None:
+    target.parent.mkdir()
+    with pytest.raises(onnx.checker.ValidationError, match="topologically sorted"):
+        onnx.checker.check_model(CORPUS / "half_cnn.onnx")
+    prepare(CORPUS / "half_cnn.onnx", target)
+    onnx.checker.check_model(target)
+
+
+def test_missing_data_are_named(source: Path, target: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed.onnx"
+    pack(source, packed)
+    data_file(packed).unlink()
+    with pytest.raises(ServeError, match=r"its external data 'packed.onnx.data' are missing"):
+        prepare(packed, target)
 
 
 def test_sizes_are_written_without_a_copy_of_the_data(source: Path, target: Path) -> None:
