@@ -1,6 +1,7 @@
 """``ortserve optimize`` as a process: real models, a repository, refusals, and what is left behind."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -89,6 +90,35 @@ def test_a_half_precision_model_saved_for_this_machine_becomes_a_version(tmp_pat
         assert 0 < np.abs(loaded - expected).max() <= 0.01 * np.abs(expected).max()
 
 
+def test_a_copy_of_the_source_is_written_but_not_published(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "cnn" / "1"
+    folder.mkdir(parents=True)
+    source = Path(shutil.copy(CORPUS / "torch_mlp.onnx", folder / "model.onnx"))
+
+    done = run(tmp_path / "models" / "cnn", "--publish", "-o", tmp_path / "out.onnx", "--json", *FAST)
+
+    assert done.returncode == 0, done.stderr
+    assert not any(step["is_kept"] for step in json.loads(done.stdout)["steps"])
+    assert (tmp_path / "out.onnx").read_bytes() == source.read_bytes()
+    assert "nothing is published" in done.stdout
+    assert [path.name for path in folder.parent.iterdir()] == ["1"]
+
+
+def test_inputs_may_have_what_pruned_outputs_needed(tmp_path: Path) -> None:
+    nodes = [onnx.helper.make_node("Relu", ["x"], ["a"]), onnx.helper.make_node("Relu", ["z"], ["b"])]
+    ends = {name: onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 4]) for name in "xzab"}
+    graph = onnx.helper.make_graph(nodes, "two", [ends["x"], ends["z"]], [ends["a"], ends["b"]])
+    source, data = tmp_path / "two.onnx", tmp_path / "data.npz"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9), source)
+    np.savez(data, x=np.ones((5, 4), np.float32), z=np.ones((5, 4), np.float32))
+
+    done = run(source, "-o", tmp_path / "out.onnx", "--outputs", "a", "--inputs", data, "--json", *FAST)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["inputs"] == "data.npz: 5 samples"
+    assert [one.name for one in onnx.load(tmp_path / "out.onnx").graph.input] == ["x"]
+
+
 def broken(path: Path) -> Path:
     """A node reads a value that nothing makes."""
     model = onnx.load(CORPUS / "torch_cnn.onnx")
@@ -97,12 +127,28 @@ def broken(path: Path) -> Path:
     return path
 
 
+def of_unknown_operators(path: Path) -> Path:
+    """A model for which ONNX Runtime lacks a library of operators."""
+    model = onnx.load(CORPUS / "torch_cnn.onnx")
+    model.graph.node[0].domain = "nowhere"
+    model.opset_import.append(onnx.helper.make_opsetid("nowhere", 1))
+    onnx.save(model, path)
+    return path
+
+
+def particular(path: Path) -> Path:
+    """A model that rejects synthetic inputs."""
+    return Path(shutil.copy(CORPUS / "torch_encoder.onnx", path))
+
+
 @pytest.mark.parametrize(
     ("make", "arguments", "status", "problem"),
     [
-        (broken, (), 2, "the model fails the checker of onnx"),
+        (broken, (), 2, "/source.onnx: the model fails the checker of onnx"),
+        (of_unknown_operators, (), 2, "/source.onnx: ONNX Runtime cannot load the model"),
         (builders.not_onnx, (), 2, "expected an ONNX model"),
-        (builders.scalar_sum, ("--outputs", "z"), 2, "expected outputs out of "),
+        (builders.scalar_sum, ("--outputs", "z"), 2, "optimize: --outputs: expected outputs out of "),
+        (particular, ("--level", "basic"), 2, "optimize: the model rejects synthetic inputs"),
         (builders.scalar_sum, ("--precision", "bf16"), 1, "cannot be run here, so not be checked"),
     ],
 )
@@ -113,18 +159,23 @@ def test_refusals_leave_nothing(
     done = run(source, "-o", tmp_path / "out.onnx", *FAST, *arguments)
     assert (done.returncode, done.stdout) == (status, "")
     assert problem in done.stderr
+    assert ".ortserve-" not in done.stderr  # the hidden folder
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+    """Also none of the temporary files of the process that is killed while it opens the model."""
+    (tmp_path / "temporary").mkdir()
     source = shutil.copy(CORPUS / "torch_cnn.onnx", tmp_path)
-    process = subprocess.Popen(command(source, "-o", tmp_path / "out.onnx"), stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    arguments = command(source, "-o", tmp_path / "out.onnx")
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment)
     until = time.monotonic() + 60
-    while len(list(tmp_path.iterdir())) < 2:
+    while not list(tmp_path.rglob("ortserve-inspect-*")):
         assert time.monotonic() < until
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "ortserve optimize: interrupted\n"
     assert process.returncode == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["torch_cnn.onnx"]
+    assert {path.name for path in tmp_path.rglob("*")} == {"torch_cnn.onnx", "temporary"}

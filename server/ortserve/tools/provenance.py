@@ -29,7 +29,7 @@ from ortserve.tools.report import number_text
 from ortserve.tools.speed import Speed
 from ortserve.tools.subject import Subject
 
-_LIBRARIES: Final = ("numpy", "onnxscript", "onnx_ir", "onnxslim", "onnxconverter_common", "sympy", "optuna")
+LIBRARIES: Final = ("numpy", "onnxscript", "onnx_ir", "onnxslim", "onnxconverter_common", "sympy", "optuna")
 """Their versions are written down if this process has loaded them."""
 _DIGITS: Final = 12
 """Of a digest in a summary."""
@@ -237,7 +237,7 @@ def _versions(libraries: Collection[str]) -> dict[str, str]:
         "onnx": onnx.__version__,
     }
     used = {*libraries, *sys.modules}
-    return versions | {name: importlib.metadata.version(name) for name in _LIBRARIES if name in used}
+    return versions | {name: importlib.metadata.version(name) for name in LIBRARIES if name in used}
 
 
 def _machine() -> Machine:

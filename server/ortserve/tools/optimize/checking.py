@@ -1,8 +1,9 @@
-"""Looks at the models that steps have made, in a process of its own: its size, its errors, and roughly its speed."""
+"""Looks at models and compares them: size, errors, and roughly their speed. Runs in the process of a step."""
 
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -10,18 +11,18 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import invalid_input
-from ortserve.tools.agreement import Agreement, AgreementMeter
+from ortserve.tools.agreement import Agreement
 from ortserve.tools.compare.measure import BATCH, common_rows, measure_agreement
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.inspect.content import all_nodes, count_operators
 from ortserve.tools.inspect.placement import open_optimized
 from ortserve.tools.opening import OpenModel
 from ortserve.tools.optimize.files import nbytes_of
-from ortserve.tools.optimize.recognition import almost_fused, fused_operators, sizes_of, types_of
+from ortserve.tools.optimize.recognition import almost_fused, fused_operators, sizes_of
 from ortserve.tools.optimize.result import AlmostFused, Shape
 from ortserve.tools.signatures import signature_differences
 from ortserve.tools.speed import Timed
@@ -38,9 +39,6 @@ _STANDARD: Final = frozenset({"", "ai.onnx", "ai.onnx.ml"})
 Kind: TypeAlias = Literal["same", "outputs", "sizes"]
 """What a step may change for callers: nothing, which outputs there are, or the sizes of dimensions."""
 
-_Feeds: TypeAlias = tuple[list[np.ndarray], list[np.ndarray]]
-"""Inputs of a run of both models, each in its own form."""
-
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -48,36 +46,25 @@ class Look:
 
     Attributes:
         shape: Its size.
+        inputs: Their names.
         operators: Its operators in the file, with their numbers.
         fused: Operators of the graph that runs that stand for several others.
         almost: What is left in pieces there.
         domains: Operator sets besides ONNX's own of operators in the file.
+        provider: The execution provider that runs it.
+        sizes: Of a source: heads and hidden size of its attentions; 0 and 0 if they are not known.
+        has_half: Of a source: whether it computes with numbers of 16 bits already.
     """
 
     shape: Shape
+    inputs: tuple[str, ...]
     operators: dict[str, int]
     fused: dict[str, int]
     almost: tuple[AlmostFused, ...]
     domains: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLook:
-    """What plans need to know of the source.
-
-    Attributes:
-        look: What it is like.
-        types: Model types for fusions.
-        sizes: Heads and hidden size; 0 and 0 if they are not known.
-        has_half: Whether it computes with numbers of 16 bits already.
-        provider: The execution provider.
-    """
-
-    look: Look
-    types: tuple[str, ...]
-    sizes: tuple[int, int]
-    has_half: bool
     provider: str
+    sizes: tuple[int, int] = (0, 0)
+    has_half: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,62 +82,56 @@ class Checked:
     ratio: float
 
 
-def look_at_source(model: Timed) -> SourceLook:
+def look_at_source(model: Timed, inputs: Path | None, folder: Path, *, tries_inputs: bool) -> Look:
     """Check a model by ``onnx``, open it, and look at it.
 
+    Args:
+        model: The source.
+        inputs: Samples for the checks; None for synthetic ones.
+        folder: For temporary files, which may stay there.
+        tries_inputs: Whether the inputs must fit the source.
+
     Raises:
-        ServeError: invalid_input: the checker or ONNX Runtime refuses it.
+        ServeError: invalid_input: the checker or ONNX Runtime refuses it, or it rejects the inputs.
     """
+    tempfile.tempdir = str(folder)
     opened, look = _open_and_look(model)
+    if tries_inputs:
+        choose_inputs(opened, inputs)
     _, simplified = open_optimized(model.subject, opened.choice.name, level="basic")
     has_half = any(value.dtype in _HALF for value in simplified.values.values())
-    return SourceLook(look, types_of(opened.graph), sizes_of(simplified), has_half, opened.choice.name)
+    return replace(look, sizes=sizes_of(simplified), has_half=has_half)
 
 
-class Checker:
-    """Compares models with one that it keeps open."""
+def check(reference: Timed, path: Path, kind: Kind, file: Path | None) -> Checked:
+    """Compare a model with the one that it must agree with.
 
-    def __init__(self, reference: Timed, inputs: Path | None) -> None:
-        """Open the model that others must agree with.
+    Args:
+        reference: What it is compared with, and how to open both.
+        path: The model.
+        kind: What may differ for callers.
+        file: Samples, which fit the sizes of the model and have the inputs of the reference; None for synthetic ones.
 
-        Args:
-            reference: The model.
-            inputs: Samples; None for synthetic ones.
-
-        Raises:
-            ServeError: The model does not open, or the inputs do not fit.
-        """
-        ort.set_default_logger_severity(4)
-        self._first: Final = reference.open()
-        self._inputs: Final = choose_inputs(self._first, inputs)
-
-    def check(self, candidate: Timed, kind: Kind) -> Checked:
-        """Compare a model.
-
-        Args:
-            candidate: The model.
-            kind: What may differ for callers. If dimensions have other sizes, only synthetic inputs fit both.
-
-        Raises:
-            ServeError: The model is not valid, has another interface, or rejects the inputs.
-        """
-        first = self._first
-        opened, look = _open_and_look(candidate)
-        for problem in signature_differences(first.signature, opened.signature, may_narrow=kind == "sizes"):
-            if kind != "outputs" or not problem.endswith("got none"):
-                raise invalid_input(problem)
-        if kind == "sizes":
-            agreement, feeds = _compare_sizes(first, opened)
-            return Checked(look, agreement, _ratio(first, opened, feeds))
-        agreement = measure_agreement(first, opened, self._inputs)
-        rows = common_rows(first, opened, BATCH)
-        feeds = []
-        for number in range(_DIFFERENT_INPUTS):
-            arrays = self._inputs.take(rows, number)
-            by_name = dict(zip((spec.name for spec in first.signature.inputs), arrays, strict=True))
-            chosen = [by_name[spec.name] for spec in opened.signature.inputs]
-            feeds.append((first.for_model(arrays), opened.for_model(chosen)))
-        return Checked(look, agreement, _ratio(first, opened, feeds))
+    Raises:
+        ServeError: The model is not valid, has another interface, or rejects the inputs.
+    """
+    opened, look = _open_and_look(replace(reference, subject=replace(reference.subject, path=path)))
+    first = reference.open()
+    for problem in signature_differences(first.signature, opened.signature, may_narrow=kind == "sizes"):
+        if kind != "outputs" or not problem.endswith("got none"):
+            raise invalid_input(problem)
+    if kind == "sizes":  # only what fits the new sizes fits both
+        first = replace(first, signature=opened.signature)
+    inputs = choose_inputs(opened if kind == "sizes" else first, file)
+    rows = common_rows(first, opened, BATCH)
+    names = [spec.name for spec in first.signature.inputs]
+    order = [names.index(spec.name) for spec in opened.signature.inputs]
+    samples = [inputs.take(rows, number) for number in range(_DIFFERENT_INPUTS)]
+    feeds = (
+        [first.for_model(arrays) for arrays in samples],
+        [opened.for_model([arrays[index] for index in order]) for arrays in samples],
+    )
+    return Checked(look, measure_agreement(first, opened, inputs), _ratio(first, opened, feeds))
 
 
 def _open_and_look(model: Timed) -> tuple[OpenModel, Look]:
@@ -163,10 +144,12 @@ def _open_and_look(model: Timed) -> tuple[OpenModel, Look]:
     run = sum(1 for _ in all_nodes(optimized.model)) if optimized.is_saved else None
     look = Look(
         Shape(sum(operators.values()), run, nbytes_of(path)),
+        tuple(spec.name for spec in opened.signature.inputs),
         operators,
         fused_operators({}, count_operators(optimized.model)),
         tuple(almost_fused(optimized.model, opened.graph)),
         tuple(sorted({node.domain for node in all_nodes(opened.graph)} - _STANDARD)),
+        opened.choice.name,
     )
     return opened, look
 
@@ -176,29 +159,11 @@ def _check_file(path: Path) -> None:
         onnx.checker.check_model(path)
     except (onnx.checker.ValidationError, OSError, ValueError, RuntimeError) as error:
         text = without_paths(str(error)).strip().splitlines() or [type(error).__name__]
-        if _UNKNOWN in text[0]:
-            return
-        raise invalid_input(f"{path.name}: the model fails the checker of onnx: {text[0][:300]}") from None
+        if _UNKNOWN not in text[0]:
+            raise invalid_input(f"{path}: the model fails the checker of onnx: {text[0][:300]}") from None
 
 
-def _compare_sizes(first: OpenModel, second: OpenModel) -> tuple[Agreement, list[_Feeds]]:
-    """Compare outputs for inputs that both accept as they are."""
-    inputs, names = choose_inputs(second), [spec.name for spec in second.signature.inputs]
-    meter = AgreementMeter([spec.name for spec in second.signature.outputs])
-    feeds: list[_Feeds] = []
-    for number in range(_DIFFERENT_INPUTS):
-        arrays = second.for_model(inputs.take(BATCH, number))
-        by_name = dict(zip(names, arrays, strict=True))
-        feeds.append(([by_name[spec.name] for spec in first.signature.inputs], arrays))
-        try:
-            expected, got = first.runner().run(feeds[-1][0]), second.runner().run(arrays)
-        except ORT_ERRORS as error:
-            raise invalid_input(f"a run failed: {without_paths(str(error))}") from None
-        meter.add(expected, got, 1)
-    return meter.result(), feeds
-
-
-def _ratio(first: OpenModel, second: OpenModel, feeds: Sequence[_Feeds]) -> float:
+def _ratio(first: OpenModel, second: OpenModel, feeds: Sequence[Sequence[list[np.ndarray]]]) -> float:
     """The ratio of the shortest times of short blocks of runs, which take turns.
 
     On the CPU it is processor time. Other work on the machine only lengthens that, so the shortest ones are compared.
@@ -209,7 +174,7 @@ def _ratio(first: OpenModel, second: OpenModel, feeds: Sequence[_Feeds]) -> floa
     def seconds(side: int, count: int) -> float:
         began = clock()
         for number in range(count):
-            runs[side](feeds[number % len(feeds)][side])
+            runs[side](feeds[side][number % _DIFFERENT_INPUTS])
         return max(1e-9, clock() - began) / count
 
     shortest = [min(seconds(side, 1), seconds(side, 1)) for side in (0, 1)]

@@ -3,28 +3,30 @@
 import argparse
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import onnxruntime as ort
 
-from ortserve.errors import ServeError
+from ortserve.errors import ServeError, invalid_input
 from ortserve.tools.agreement import ErrorBound, parse_bound
 from ortserve.tools.apart import call_apart
+from ortserve.tools.arguments import number, several
 from ortserve.tools.command import Outcome, ToolParser, run_tool
 from ortserve.tools.compare.measure import SECONDS, compare_models
 from ortserve.tools.compare.result import CompareResult
 from ortserve.tools.console import Step as Progress
 from ortserve.tools.console import progress
 from ortserve.tools.destination import Delivered, add_destination, check_destination, deliver, staged_model
-from ortserve.tools.optimize import cleanup, fusions, interface, level, precision
-from ortserve.tools.optimize.checking import SourceLook, look_at_source
+from ortserve.tools.optimize import precision
+from ortserve.tools.optimize import steps as making
+from ortserve.tools.optimize.checking import Look, look_at_source
 from ortserve.tools.optimize.files import data_file, nbytes_of, pack, prepare
 from ortserve.tools.optimize.findings import find
-from ortserve.tools.optimize.pipeline import ASKED_FOR, LIMIT_S, Attempt, Step, Work, run_steps
+from ortserve.tools.optimize.pipeline import ASKED_FOR, LIMIT_S, Make, Step, Work, run_steps
 from ortserve.tools.optimize.presentation import present
 from ortserve.tools.optimize.recognition import fused_operators
 from ortserve.tools.optimize.result import OptimizeResult
@@ -42,6 +44,7 @@ _FUSABLE: Final = frozenset({"Softmax", "Erf", "Tanh", "Sqrt", "Gelu", "LayerNor
 """Operators that every pattern of a fusion has at least one of."""
 _FP32, _HALF = ErrorBound("relative", 1e-4), ErrorBound("relative", 0.01)
 """Largest errors without ``--max-error``, and the one of models with numbers of 16 bits."""
+_MOST: Final = (1 << 31) - 1
 _LEVELS: Final = ("basic", "extended", "layout", "all")
 
 
@@ -53,28 +56,29 @@ def build_parser() -> ToolParser:
     add = parser.add_argument_group("steps").add_argument
     text = "Leave out a step that is done without being asked for; may be repeated."
     add("--skip", action="append", default=[], choices=_DEFAULTS, help=text)
-    add("--outputs", type=_names, metavar="A,B", help="Keep only these outputs, and what they need.")
+    add("--outputs", type=several(str), metavar="A,B", help="Keep only these outputs, and what they need.")
     text = "Name a free dimension of an input or output; may be repeated."
     add("--name-dim", action="append", default=[], type=_named, metavar="TENSOR:AXIS=NAME", help=text)
     text = "Fix a named dimension; may be repeated."
     add("--dim", action="append", default=[], type=_fixed, metavar="NAME=SIZE", help=text)
-    add("--opset", type=_positive, metavar="N", help="Convert the standard operators to this opset.")
-    text = "Type for onnxruntime.transformers, found from the operators if it is not given."
-    add("--model-type", choices=fusions.TYPES, metavar="TYPE", help=f"{text} One of {', '.join(fusions.TYPES)}.")
-    add("--heads", type=_positive, metavar="N", help="Heads of its attentions, found if not given.")
-    add("--hidden", type=_positive, metavar="N", help="Width of its attentions, found if not given.")
+    add("--opset", type=number(int, 1, _MOST), metavar="N", help="Convert the standard operators to this opset.")
+    text = f"Type for onnxruntime.transformers, found if not given. One of {', '.join(making.MODEL_TYPES)}."
+    add("--model-type", choices=making.MODEL_TYPES, metavar="TYPE", help=text)
+    add("--heads", type=number(int, 1, _MOST), metavar="N", help="Heads of its attentions, found if not given.")
+    add("--hidden", type=number(int, 1, _MOST), metavar="N", help="Width of its attentions, found if not given.")
     text = "Compute with 16 bits, but for the nodes that need fp32. Gains time on GPUs only."
-    add("--precision", choices=tuple(precision.PRECISIONS), help=text)
+    add("--precision", choices=precision.PRECISIONS, help=text)
     text = "Save the graph as ONNX Runtime optimizes it on this machine, for machines like it."
     add("--level", choices=_LEVELS, help=text)
     add("--external-data", action="store_true", help="Write weights beside the model, as over 2 GB in any case.")
     add = parser.add_argument_group("checks").add_argument
     text = f"Largest error against the source, MEASURE one of max, relative, cosine, top1 ({_FP32}; 16 bits: {_HALF})."
-    add("--max-error", type=_bound, metavar="[MEASURE=]NUMBER", help=text)
+    add("--max-error", metavar="[MEASURE=]NUMBER", help=text)
     add("--inputs", type=Path, metavar="DATA.npz", help="Samples that judge the model, instead of synthetic inputs.")
     add("--provider", metavar="NAME", help="Execution provider that runs the models: cpu, cuda, …")
-    add("--threads", type=_positive, metavar="N", help="Threads of a run.")
-    add("--seconds", type=float, default=SECONDS, metavar="S", help=f"For the final measurement of speed ({SECONDS}).")
+    add("--threads", type=number(int, 1, _MOST), metavar="N", help="Threads of a run.")
+    text = f"For the final measurement of speed ({SECONDS:g}); 0 for none."
+    add("--seconds", type=number(float, 0, 3600), default=SECONDS, metavar="S", help=text)
     return parser
 
 
@@ -86,12 +90,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(given: argparse.Namespace) -> Outcome:
+    if given.max_error is not None:
+        given.max_error = parse_bound(given.max_error)
+        if given.max_error.measure == "accuracy":
+            raise invalid_input("--max-error: expected a measure without labels, got accuracy")
     source = find_model(given.model)
     check_destination(given, source)
-    with ExitStack() as stack:
-        step = stack.enter_context(progress("reading the model"))
-        staged = stack.enter_context(staged_model(given, source))
-        folder = stack.enter_context(staging_folder(staged.parent))
+    with (
+        progress("reading the model") as step,
+        staged_model(given, source) as staged,
+        staging_folder(staged.parent) as folder,
+    ):
         result = optimize(given, source, folder, staged, step)
     return Outcome(result, present(result))
 
@@ -112,37 +121,43 @@ def optimize(
         ServeError: The model or an argument is wrong, or a step that was asked for cannot be done within its bound.
     """
     opening = Timed(source, given.provider, given.threads)
-    base = folder / "source" / staged.name
+    base, files = folder / "source" / staged.name, folder / "steps"
     base.parent.mkdir()
+    files.mkdir()
     call_apart(LIMIT_S, prepare, source.path, base)
     start = replace(opening, subject=replace(source, path=base))
-    before = call_apart(LIMIT_S, look_at_source, start)
+    look = partial(look_at_source, tries_inputs=not given.dim)  # sizes may be what makes inputs fit
+    try:
+        before = call_apart(LIMIT_S, look, start, given.inputs, folder)
+    except ServeError as error:
+        raise invalid_input(error.message.replace(str(base), str(source.path))) from None
     steps = list(plan(given, before, opening))
-    total = folder / "steps"
-    total.mkdir()
-    work = run_steps(start, before.look, steps, total, given.inputs, progress)
+    work = run_steps(Work(base, before, start, given.inputs), steps, files, progress)
     progress(len(steps), "comparing with the source")
-    compared = _compare(given, work, start)
-    is_asked = any(step.is_kept and step.reason == ASKED_FOR for step in work.steps)
-    if not is_asked and _is_slower(compared):  # one of 40 intervals of equal models lies below 1: measure again
-        compared = _compare(given, work, start)
-    if not is_asked and _is_slower(compared):
-        why = "the model as a whole is slower than the source"
-        dropped = tuple(replace(step, is_kept=False, reason=why) if step.is_kept else step for step in work.steps)
-        work = Work(base, before.look, start, dropped)
-        compared = _compare(given, work, start)
-    _stage(work.model, staged, is_external=given.external_data)
-    after = replace(work.look.shape, nbytes=nbytes_of(staged))
-    findings = find(before, work, compared, given.level, given.precision, source)
+    compared = _compare(given, work)
+    if not any(step.is_kept and step.reason == ASKED_FOR for step in work.steps):
+        if (
+            compared.speed and compared.speed.is_slower
+        ):  # one of 40 intervals of equal models lies below 1: measure again
+            compared = _compare(given, work)
+        if compared.speed and compared.speed.is_slower:
+            why = "the model as a whole is slower than the source"
+            dropped = tuple(replace(step, is_kept=False, reason=why) if step.is_kept else step for step in work.steps)
+            work = Work(base, before, start, given.inputs, dropped)
+            compared = _compare(given, work)
+    if given.external_data or data_file(work.model).exists():
+        call_apart(LIMIT_S, pack, work.model, staged)
+    else:
+        shutil.copyfile(work.model, staged)
     result = OptimizeResult(
         model=source.name,
         path=str(source.path),
         provider=before.provider,
         runtime=ort.__version__,
-        before=before.look.shape,
-        after=after,
+        before=before.shape,
+        after=replace(work.look.shape, nbytes=nbytes_of(staged)),
         steps=work.steps,
-        fused=fused_operators(before.look.operators, work.look.operators),
+        fused=fused_operators(before.operators, work.look.operators),
         run_fused=work.look.fused,
         almost_fused=work.look.almost,
         bound=str(given.max_error or (_HALF if before.has_half or given.precision else _FP32)),
@@ -151,63 +166,60 @@ def optimize(
         source_speed=compared.reference_speed,
         speed=compared.speed,
         domains=work.look.domains,
-        findings=findings,
+        findings=tuple(find(before, work, compared, given.level, given.precision)),
     )
-    return replace(result, delivered=_deliver(given, source, staged, result, work.libraries))
+    return replace(result, delivered=_deliver(given, source, staged, result, work))
 
 
-def plan(given: argparse.Namespace, source: SourceLook, opening: Timed) -> Iterator[Step]:
+def plan(given: argparse.Namespace, source: Look, opening: Timed) -> Iterator[Step]:
     """The steps in their order.
 
     Fusions come before the clean-up, which removes the shape computations by which they recognize attentions.
     """
     bound = given.max_error or (_HALF if source.has_half else _FP32)
     if given.outputs:
-        yield Step("outputs", (Attempt(interface.keep_outputs, (given.outputs,)),), bound, True, "outputs")
+        yield Step("outputs", {"": partial(making.keep_outputs, names=given.outputs)}, bound, True, "outputs")
     if given.dim or given.name_dim:
-        dims = (dict(given.dim), dict(given.name_dim))
-        yield Step("dimensions", (Attempt(interface.set_dimensions, dims),), bound, True, "sizes")
+        make = partial(making.set_dimensions, fixed=dict(given.dim), named=dict(given.name_dim))
+        yield Step("dimensions", {"": make}, bound, True, "sizes")
     if given.opset:
-        yield Step("opset", (Attempt(interface.set_opset, (given.opset,)),), bound, True)
-    if "fusions" not in given.skip and _FUSABLE & source.look.operators.keys():
-        sizes = (given.heads or source.sizes[0], given.hidden or source.sizes[1])
-        types = (given.model_type,) if given.model_type else source.types
-        attempts = [Attempt(fusions.fuse_by_transformers, (kind, *sizes)) for kind in types]
-        yield Step("fusions", (*attempts, Attempt(fusions.fuse_by_onnxscript)), bound)
-    for name, make in zip(_DEFAULTS[1:], (cleanup.fold, cleanup.slim, cleanup.share_weights), strict=True):
+        yield Step("opset", {"": partial(making.set_opset, opset=given.opset)}, bound, True)
+    if "fusions" not in given.skip and _FUSABLE & source.operators.keys():
+        yield Step("fusions", dict(_fusions(given, source)), bound)
+    for name, clean in zip(_DEFAULTS[1:], (making.fold, making.slim, making.share_weights), strict=True):
         if name not in given.skip:
-            yield Step(name, (Attempt(make),), bound)
+            yield Step(name, {"": clean}, bound)
     if given.precision:
         bound = given.max_error or _HALF
-        convert = Attempt(precision.convert, (given.precision, bound, opening, given.inputs))
-        yield Step("precision", (convert,), bound, True)
+        convert = partial(precision.convert, name=given.precision, bound=bound, opening=opening)
+        yield Step("precision", {"": convert}, bound, True, takes_inputs=True)
     if given.level:
-        save = Attempt(level.save_optimized, (given.level, opening, given.external_data))
-        yield Step("level", (save,), bound, True)
+        save = partial(making.save_optimized, level=given.level, opening=opening, has_data=given.external_data)
+        yield Step("level", {"": save}, bound, True)
 
 
-def _compare(given: argparse.Namespace, work: Work, start: Timed) -> CompareResult:
-    candidate = replace(start, subject=replace(start.subject, path=work.model))
-    return compare_models(work.reference, candidate, given.inputs, seconds=given.seconds)
+def _fusions(given: argparse.Namespace, source: Look) -> Iterator[tuple[str, Make]]:
+    heads, hidden = given.heads or source.sizes[0], given.hidden or source.sizes[1]
+    types = (given.model_type,) if given.model_type else ("vit", "bert") if "Conv" in source.operators else ("bert",)
+    for kind in types:
+        sizes = f", {heads} heads, hidden size {hidden}" if heads else ""
+        make = partial(making.fuse_by_transformers, kind=kind, heads=heads, hidden=hidden)
+        yield f"onnxruntime.transformers (type {kind}{sizes})", make
+    yield "onnxscript", making.fuse_by_onnxscript
 
 
-def _is_slower(compared: CompareResult) -> bool:
-    return compared.speed is not None and compared.speed.is_slower
+def _compare(given: argparse.Namespace, work: Work) -> CompareResult:
+    candidate = replace(work.reference, subject=replace(work.reference.subject, path=work.model))
+    return compare_models(work.reference, candidate, work.inputs, seconds=given.seconds)
 
 
-def _stage(model: Path, staged: Path, *, is_external: bool) -> None:
-    if is_external or data_file(model).exists():
-        call_apart(LIMIT_S, pack, model, staged)
-    else:
-        shutil.copyfile(model, staged)
-
-
-def _deliver(
-    given: argparse.Namespace, source: Subject, staged: Path, result: OptimizeResult, libraries: Collection[str]
-) -> Delivered:
-    if given.output is None and not any(step.is_kept for step in result.steps):
-        return Delivered(notes=("nothing is published, because no step made the model better",))
-    kept = [step.name for step in result.steps if step.is_kept]
+def _deliver(given: argparse.Namespace, source: Subject, staged: Path, result: OptimizeResult, work: Work) -> Delivered:
+    kept = [step.name for step in work.steps if step.is_kept]
+    notes: tuple[str, ...] = ()
+    if given.publish is not None and not kept:
+        given.publish, notes = None, ("nothing is published, because no step made the model better",)
+        if given.output is None:
+            return Delivered(notes=notes)
     provenance = make_provenance(
         source,
         staged,
@@ -217,26 +229,10 @@ def _deliver(
         inputs=result.inputs,
         speed=result.speed,
         figures={"steps": ", ".join(kept) or "none", "nodes": float(result.after.nodes)},
-        libraries=libraries,
+        libraries=work.libraries,
     )
-    return deliver(staged, source, provenance, given)
-
-
-def _bound(text: str) -> ErrorBound:
-    try:
-        bound = parse_bound(text)
-    except ServeError as error:
-        raise argparse.ArgumentTypeError(error.message.removeprefix("--max-error: ")) from None
-    if bound.measure == "accuracy":
-        raise argparse.ArgumentTypeError("expected a measure without labels, got accuracy")
-    return bound
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name for name in text.split(",") if name)
-    if not names:
-        raise argparse.ArgumentTypeError(f"expected names of outputs, got {text!r}")
-    return names
+    delivered = deliver(staged, source, provenance, given)
+    return replace(delivered, notes=(*notes, *delivered.notes))
 
 
 def _fixed(text: str) -> tuple[str, int]:
@@ -251,9 +247,3 @@ def _named(text: str) -> tuple[tuple[str, int], str]:
     if match is None:
         raise argparse.ArgumentTypeError(f"expected TENSOR:AXIS=NAME, got {text!r}")
     return (match[1], int(match[2])), match[3]
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
-        raise argparse.ArgumentTypeError(f"expected an integer from 1, got {text!r}")
-    return int(text)

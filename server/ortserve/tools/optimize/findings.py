@@ -6,26 +6,19 @@ from typing import Final
 from ortserve.engine.provider_options import CPU
 from ortserve.tools.compare.measure import SYNTHETIC_NOTE
 from ortserve.tools.compare.result import CompareResult
-from ortserve.tools.optimize.checking import SourceLook
+from ortserve.tools.optimize.checking import Look
 from ortserve.tools.optimize.pipeline import Work
 from ortserve.tools.provenance import speed_text
 from ortserve.tools.report import Finding
-from ortserve.tools.subject import Subject
 
 _RUNTIME: Final = frozenset({"com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
 
 
 def find(
-    before: SourceLook, work: Work, compared: CompareResult, level: str | None, precision: str | None, source: Subject
-) -> tuple[Finding, ...]:
-    """All findings."""
-    return tuple(_find(before, work, compared, level, precision, source))
-
-
-def _find(
-    before: SourceLook, work: Work, compared: CompareResult, level: str | None, precision: str | None, source: Subject
+    before: Look, work: Work, compared: CompareResult, level: str | None, precision: str | None
 ) -> Iterator[Finding]:
-    if old := _RUNTIME & {*before.look.domains}:
+    """All findings. ``level`` and ``precision`` are what was asked for."""
+    if old := _RUNTIME & {*before.domains}:
         yield Finding(
             "optimized_source",
             "warning",
@@ -33,7 +26,7 @@ def _find(
             "Other tools do not know these operators, so most steps find nothing to do.",
             "optimize the model that the exporter wrote",
         )
-    new = sorted(_RUNTIME & {*work.look.domains} - {*before.look.domains})
+    new = sorted(_RUNTIME & {*work.look.domains} - {*before.domains})
     if level is not None and ("com.microsoft.nchwc" in new or level in ("layout", "all")):
         yield Finding(
             "not_portable",
@@ -51,11 +44,11 @@ def _find(
             "keep the source for other uses; quantize it rather than this model",
         )
     sizes = next((step for step in work.steps if step.name == "dimensions"), None)
-    if sizes and sizes.nodes_run and before.look.shape.nodes_run and sizes.nodes_run > before.look.shape.nodes_run:
+    if sizes and sizes.nodes_run and before.shape.nodes_run and sizes.nodes_run > before.shape.nodes_run:
         yield Finding(
             "lost_fusions",
             "warning",
-            f"with these dimensions {sizes.nodes_run:,} nodes run instead of {before.look.shape.nodes_run:,}",
+            f"with these dimensions {sizes.nodes_run:,} nodes run instead of {before.shape.nodes_run:,}",
             "Known sizes let ONNX Runtime rewrite multiplications before other fusions can use them.",
             "leave the dimensions free, or compare both: the source and this model",
         )
@@ -72,7 +65,7 @@ def _find(
         yield Finding(
             "slower", "warning", f"slower than the source: {speed_text(speed)}", "It was asked for.", "use the source"
         )
-    if compared.notes:
+    if work.inputs is None:
         yield Finding(
             "synthetic_inputs",
             "advice",

@@ -1,26 +1,32 @@
-"""The steps of an optimization: each is made and checked in processes of their own, and kept only if it is worth it."""
+"""The steps of an optimization: each is made and checked in a process of its own, and kept only if it is worth it."""
 
 import shutil
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
+import numpy as np
+
+from ortserve.engine.ort_errors import without_paths
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.reading import read_model
 from ortserve.tools.agreement import ErrorBound
-from ortserve.tools.apart import ObjectApart, call_apart
+from ortserve.tools.apart import call_apart
 from ortserve.tools.console import Step as Progress
 from ortserve.tools.inspect.content import all_nodes
-from ortserve.tools.optimize.checking import Checked, Checker, Kind, Look
-from ortserve.tools.optimize.files import Made, nbytes_of
+from ortserve.tools.optimize.checking import Checked, Kind, Look, check
+from ortserve.tools.optimize.files import nbytes_of
 from ortserve.tools.optimize.result import StepResult
+from ortserve.tools.provenance import LIBRARIES
 from ortserve.tools.report import number_text
 from ortserve.tools.speed import Timed
 
 LIMIT_S: Final = 3600.0
-"""Of a step, and of its check."""
+"""Of a step with its check."""
 ASKED_FOR: Final = "asked for"
 """The reason of steps that are kept for it."""
 _MUCH_SLOWER: Final = 0.75
@@ -28,14 +34,10 @@ _MUCH_SLOWER: Final = 0.75
 _GROWTH: Final = 1.02
 """Of the file, for which fewer nodes make up."""
 _LEAST_SAVED_BYTES: Final = 1024
+_NOTHING_GAINED: Final = "nothing became better"
 
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A function of a module from file to file, with the arguments after these two."""
-
-    make: Callable[..., Made]
-    arguments: tuple[Any, ...] = ()
+Make: TypeAlias = Callable[..., tuple[str, ...]]
+"""Makes the second file from the first one, and returns notes for people. It can be pickled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +46,20 @@ class Step:
 
     Attributes:
         name: For people.
-        attempts: Ways to do it; the best result counts.
+        ways: Ways to do it by name; the best result counts. A name is shown if there are several.
+        bound: Of the error against the source.
         is_requested: Whether the caller asked for it: then it is kept unless its error is too large, and its failure is
             the command's.
         kind: What it may change for callers.
-        bound: Of the error against the source.
+        takes_inputs: Whether its ways get the samples for checks, too.
     """
 
     name: str
-    attempts: tuple[Attempt, ...]
+    ways: Mapping[str, Make]
     bound: ErrorBound
     is_requested: bool = False
     kind: Kind = "same"
+    takes_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Work:
         model: The file; the source's if no step was kept.
         look: What it is like.
         reference: The model that it must agree with: the source with the interface that was asked for.
+        inputs: Samples for that; None for synthetic ones.
         steps: All of them.
         libraries: Packages that made it.
     """
@@ -73,66 +78,9 @@ class Work:
     model: Path
     look: Look
     reference: Timed
-    steps: tuple[StepResult, ...]
+    inputs: Path | None
+    steps: tuple[StepResult, ...] = ()
     libraries: frozenset[str] = frozenset()
-
-
-def run_steps(
-    source: Timed, look: Look, steps: Sequence[Step], folder: Path, inputs: Path | None, progress: Progress
-) -> Work:
-    """Do the steps one after the other.
-
-    Args:
-        source: The model; its file has external data only in ``files.data_file``.
-        look: What it is like.
-        steps: In their order.
-        folder: For all files of this function.
-        inputs: Samples for the checks; None for synthetic ones.
-        progress: Told which step is done.
-
-    Raises:
-        ServeError: A step that was asked for fails, or its error is too large.
-    """
-    checks = _Checks(source, inputs)
-    try:
-        return _run_steps(source, look, steps, folder, checks, progress)
-    finally:
-        checks.close()
-
-
-def _run_steps(
-    source: Timed, look: Look, steps: Sequence[Step], folder: Path, checks: "_Checks", progress: Progress
-) -> Work:
-    model, reference, results = source.subject.path, source, []
-    libraries: set[str] = set()
-    for number, step in enumerate(steps):
-        progress(number, step.name)
-        began = time.monotonic()
-        before, tried = look, []
-        for index, attempt in enumerate(step.attempts):
-            target = folder / f"{number}.{index}" / model.name
-            target.parent.mkdir()
-            tried.append((*_attempt(step, attempt, model, target, checks, look), target))
-        made, checked, verdict, target = min(tried, key=_rank)
-        if step.is_requested and not verdict.is_kept:
-            is_argument = checked is None and step.kind != "same"
-            kind = ErrorKind.INVALID_INPUT if is_argument else ErrorKind.UNSUPPORTED
-            raise ServeError(kind, f"{step.name}: {verdict.reason}")
-        if verdict.is_kept and checked is not None:
-            model, look = target, checked.look
-            libraries.update(made.libraries)
-            if step.kind != "same":
-                reference = replace(source, subject=replace(source.subject, path=model))
-                checks.change_reference(reference)
-        others = tuple(
-            f"{'; '.join(one.notes) or 'another way'}: {why.reason}" for one, _, why, path in tried if path != target
-        )
-        made = replace(made, notes=(*made.notes, *others))
-        results.append(_result(step, before, made, checked, verdict, time.monotonic() - began))
-        for path in folder.iterdir():
-            if path not in (model.parent, reference.subject.path.parent):
-                shutil.rmtree(path)
-    return Work(model, look, reference, tuple(results), frozenset(libraries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +89,110 @@ class Verdict:
 
     is_kept: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What came of one way to do a step."""
+
+    verdict: Verdict
+    notes: tuple[str, ...] = ()
+    libraries: frozenset[str] = frozenset()
+    checked: Checked | None = None
+
+    def rank(self) -> tuple[bool, int, int]:
+        """Smaller is better."""
+        shape = None if self.checked is None else self.checked.look.shape
+        return (not self.verdict.is_kept, *((shape.nodes_run or shape.nodes, shape.nbytes) if shape else (1 << 62, 0)))
+
+
+def run_steps(work: Work, steps: Sequence[Step], folder: Path, progress: Progress) -> Work:
+    """Do the steps one after the other.
+
+    Args:
+        work: The source, whose file has external data only in ``files.data_file``.
+        steps: In their order.
+        folder: For all files of this function.
+        progress: Told which step is done.
+
+    Raises:
+        ServeError: A step that was asked for fails, or its error is too large.
+    """
+    for number, step in enumerate(steps):
+        progress(number, step.name)
+        work = _do(step, work, folder / str(number))
+        for path in folder.iterdir():
+            if not any(path in one.parents for one in (work.model, work.reference.subject.path, work.inputs) if one):
+                shutil.rmtree(path)
+    return work
+
+
+def _do(step: Step, work: Work, folder: Path) -> Work:
+    began = time.monotonic()
+    tried: dict[str, _Tried] = {}
+    for name, make in step.ways.items():
+        target = folder / str(len(tried)) / work.model.name
+        target.parent.mkdir(parents=True)
+        try:
+            tried[name] = call_apart(LIMIT_S, _try, step, make, work, target)
+        except ServeError as problem:
+            tried[name] = _Tried(_failed(step, problem, target))
+    name, best = min(tried.items(), key=lambda one: one[1].rank())
+    checked, verdict = best.checked, best.verdict
+    if step.is_requested and not verdict.is_kept:
+        is_argument = checked is None and step.kind != "same"
+        kind = ErrorKind.INVALID_INPUT if is_argument else ErrorKind.UNSUPPORTED
+        raise ServeError(kind, verdict.reason if verdict.reason.startswith("--") else f"{step.name}: {verdict.reason}")
+    notes = best.notes
+    if len(tried) > 1:
+        others = (f"by {other}: {one.verdict.reason}" for other, one in tried.items() if other != name)
+        notes = (f"by {name}", *notes, *others)
+    shape = None if checked is None else checked.look.shape
+    result = StepResult(
+        step.name,
+        verdict.is_kept,
+        verdict.reason,
+        nodes_before=work.look.shape.nodes,
+        nodes=None if shape is None else shape.nodes,
+        nodes_run=None if shape is None else shape.nodes_run,
+        nbytes=None if shape is None else shape.nbytes,
+        error=None if checked is None else checked.agreement.error(step.bound.measure),
+        ratio=None if checked is None else checked.ratio,
+        seconds=round(time.monotonic() - began, 2),
+        notes=notes,
+    )
+    work = replace(work, steps=(*work.steps, result))
+    if checked is None or not verdict.is_kept:
+        return work
+    model = folder / str([*tried].index(name)) / work.model.name
+    work = replace(work, model=model, look=checked.look, libraries=work.libraries | best.libraries)
+    if step.kind == "same":
+        return work
+    reference = replace(work.reference, subject=replace(work.reference.subject, path=model))
+    inputs = work.inputs and keep_arrays(work.inputs, checked.look.inputs, folder)
+    return replace(work, reference=reference, inputs=inputs)
+
+
+def _try(step: Step, make: Make, work: Work, target: Path) -> _Tried:
+    """Runs in a process of its own."""
+    tempfile.tempdir = str(target.parent)  # an interruption kills this process; the folder is removed nevertheless
+    notes: tuple[str, ...] = ()
+    try:
+        notes = make(work.model, target, *([work.inputs] if step.takes_inputs else []))
+        if not step.is_requested and not _is_leaner(work.model, target):
+            return _Tried(Verdict(False, _NOTHING_GAINED), notes)
+        checked = check(work.reference, target, step.kind, work.inputs)
+    except Exception as error:  # noqa: BLE001 - libraries raise whatever their reading of a graph runs into
+        return _Tried(_failed(step, error, target), notes)
+    libraries = frozenset(LIBRARIES) & {*sys.modules}
+    return _Tried(judge(step, work.look, checked), notes, libraries, checked)
+
+
+def _failed(step: Step, error: Exception, target: Path) -> Verdict:
+    lines = without_paths(str(error)).strip().splitlines() or [""]
+    text = error.message if isinstance(error, ServeError) else f"{type(error).__name__}: {lines[0][:300]}"
+    text = text.removeprefix(f"{target}: ")
+    return Verdict(False, text if step.is_requested else f"failed: {text}")
 
 
 def judge(step: Step, before: Look, checked: Checked) -> Verdict:
@@ -163,24 +215,7 @@ def judge(step: Step, before: Look, checked: Checked) -> Verdict:
         return Verdict(True, "fewer nodes in the file; the same number runs")
     if new.nbytes < old.nbytes - _LEAST_SAVED_BYTES:
         return Verdict(True, "a smaller file")
-    return Verdict(False, "nothing became better")
-
-
-_Tried: TypeAlias = tuple[Made, Checked | None, Verdict, Path]
-
-
-def _attempt(
-    step: Step, attempt: Attempt, model: Path, target: Path, checks: "_Checks", look: Look
-) -> tuple[Made, Checked | None, Verdict]:
-    made = Made()
-    try:
-        made = call_apart(LIMIT_S, attempt.make, model, target, *attempt.arguments)
-        if not step.is_requested and not _is_leaner(model, target):
-            return made, None, Verdict(False, "nothing became better")
-        checked = checks.check(target, step.kind)
-    except ServeError as error:
-        return made, None, Verdict(False, error.message if step.is_requested else f"failed: {error.message}")
-    return made, checked, judge(step, look, checked)
+    return Verdict(False, _NOTHING_GAINED)
 
 
 def _is_leaner(model: Path, target: Path) -> bool:
@@ -189,53 +224,13 @@ def _is_leaner(model: Path, target: Path) -> bool:
     return counts[1] < counts[0] or nbytes_of(target) < nbytes_of(model) - _LEAST_SAVED_BYTES
 
 
-class _Checks:
-    """A ``Checker`` in its process, which is started again after a failure, as it may have ended."""
-
-    def __init__(self, reference: Timed, inputs: Path | None) -> None:
-        self._reference = reference
-        self._inputs: Final = inputs
-        self._checker: ObjectApart[Checker] | None = None
-
-    def check(self, path: Path, kind: Kind) -> Checked:
-        candidate = replace(self._reference, subject=replace(self._reference.subject, path=path))
-        if self._checker is None:
-            self._checker = ObjectApart(LIMIT_S, Checker, self._reference, self._inputs)
-        try:
-            return self._checker.call(Checker.check, candidate, kind)
-        except ServeError:
-            self.close()
-            raise
-
-    def change_reference(self, reference: Timed) -> None:
-        self.close()
-        self._reference = reference
-
-    def close(self) -> None:
-        if self._checker is not None:
-            self._checker.__exit__(None, None, None)
-            self._checker = None
-
-
-def _rank(tried: _Tried) -> tuple[bool, int, int]:
-    _, checked, verdict, _ = tried
-    shape = None if checked is None else checked.look.shape
-    return (not verdict.is_kept, *((shape.nodes_run or shape.nodes, shape.nbytes) if shape else (1 << 62, 0)))
-
-
-def _result(
-    step: Step, before: Look, made: Made, checked: Checked | None, verdict: Verdict, seconds: float
-) -> StepResult:
-    common = StepResult(step.name, verdict.is_kept, verdict.reason, before.shape.nodes, seconds=round(seconds, 2))
-    if checked is None:
-        return common
-    shape = checked.look.shape
-    return replace(
-        common,
-        nodes=shape.nodes,
-        nodes_run=shape.nodes_run,
-        nbytes=shape.nbytes,
-        error=checked.agreement.error(step.bound.measure),
-        ratio=checked.ratio,
-        notes=made.notes,
-    )
+def keep_arrays(inputs: Path, names: Collection[str], folder: Path) -> Path:
+    """Copy samples without those of inputs that a model no longer has."""
+    target = folder / "inputs" / inputs.name
+    files = sorted(inputs.glob("*.npz")) if inputs.is_dir() else [inputs]
+    for file in files:
+        place = target / file.name if inputs.is_dir() else target
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with np.load(file, allow_pickle=False) as archive, place.open("wb") as copy:
+            np.savez(copy, **{name: archive[name] for name in archive.files if name in names})
+    return target

@@ -1,10 +1,9 @@
 """The step that computes with numbers of 16 bits, but for the nodes whose error that would make too large."""
 
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import onnx
@@ -15,10 +14,13 @@ from ortserve.tools.agreement import ErrorBound
 from ortserve.tools.compare.measure import measure_agreement
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.opening import OpenModel
-from ortserve.tools.optimize.files import Made, save
+from ortserve.tools.optimize.files import save
 from ortserve.tools.speed import Timed
 
-PRECISIONS: Final = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+if TYPE_CHECKING:
+    import onnx_ir
+
+PRECISIONS: Final = ("fp16", "bf16")
 _LARGEST_HALF: Final = 65504.0
 _MOST_TRIALS: Final = 40
 _MOST_NAMED: Final = 10
@@ -33,16 +35,21 @@ _DELICATE: Final = frozenset(
 """Operators that amplify small errors or sum many numbers: the first that are tried in fp32."""
 
 
-def convert(source: Path, target: Path, name: str, bound: ErrorBound, opening: Timed, inputs: Path | None) -> Made:
+def convert(
+    source: Path, target: Path, inputs: Path | None, *, name: str, bound: ErrorBound, opening: Timed
+) -> tuple[str, ...]:
     """Convert a model to 16 bits, keeping as few nodes in fp32 as the search finds.
 
     Args:
         source: The model.
         target: The new one.
+        inputs: Samples; None for synthetic ones.
         name: One of ``PRECISIONS``.
         bound: Of the error.
         opening: How to open models; its model has no effect.
-        inputs: Samples; None for synthetic ones.
+
+    Returns:
+        Notes for people: which nodes stay in fp32, and why.
 
     Raises:
         ServeError: invalid_input: ONNX Runtime cannot run such a model here, or no node can be converted.
@@ -51,46 +58,45 @@ def convert(source: Path, target: Path, name: str, bound: ErrorBound, opening: T
 
     first = replace(opening, subject=replace(opening.subject, path=source)).open()
     samples = choose_inputs(first, inputs)
-    folder = target.with_name("trials")
-    folder.mkdir()
     model = _with_names(onnx.load(source))
-    types, largest = _observe(model, folder / "observed.onnx", source, opening, first, samples.take(1, 0))
-    too_large = {
-        node.name: max(largest.get(value, 0.0) for value in (*node.input, *node.output)) for node in model.graph.node
-    }
-    is_half = name == "fp16"
-    overflowing = {node: value for node, value in too_large.items() if is_half and not value <= _LARGEST_HALF}
-    blocked_always = {node.name for node in model.graph.node if node.op_type in DEFAULT_OP_BLOCK_LIST}
-    candidates = [
-        node for node in model.graph.node if types & {*node.input, *node.output} and node.name not in blocked_always
-    ]
-    names = [node.name for node in candidates if node.name not in overflowing]
-    if not names:
+    types, largest = _observe(model, target, source, opening, first, samples.take(1, 0))
+    overflowing: dict[str, float] = {}
+    candidates = {}
+    for node in model.graph.node:
+        values = {*node.input, *node.output}
+        most = max((largest.get(value, 0.0) for value in values), default=0.0)
+        if name == "fp16" and not most <= _LARGEST_HALF:
+            overflowing[node.name] = most
+        elif values & types and node.op_type not in DEFAULT_OP_BLOCK_LIST:
+            candidates[node.name] = node.op_type
+    if not candidates:
         raise invalid_input(f"--precision {name}: no node computes with fp32 numbers that {name} can hold")
-    trial = folder / target.name
+
+    operators = {node.name: node.op_type for node in model.graph.node}
+
+    def make(half: Collection[str]) -> None:
+        kept = [node for node in operators if node not in half]
+        save(_converted(model, kept, types, name), target, source)
 
     def error_of(half: Collection[str]) -> float:
-        kept = {node.name for node in model.graph.node} - {*half}
-        save(_converted(model, kept, types, name), trial, source)
-        converted = replace(opening, subject=replace(opening.subject, path=trial)).open()
+        make(half)
+        converted = replace(opening, subject=replace(opening.subject, path=target)).open()
         return measure_agreement(first, converted, samples).error(bound.measure)
 
     try:
-        delicate = {node.name for node in candidates if node.op_type in _DELICATE}
-        half, reasons = search(names, delicate, error_of, bound.most, _MOST_TRIALS)
+        delicate = {node for node, operator in candidates.items() if operator in _DELICATE}
+        half, reasons = search(list(candidates), delicate, error_of, bound.most, _MOST_TRIALS)
     except ServeError as error:
-        text = error.message.removeprefix(f"{trial}: ")
+        text = error.message.removeprefix(f"{target}: ")
         raise invalid_input(f"--precision {name}: cannot be run here, so not be checked: {text}") from None
     if not half:
         raise invalid_input(f"--precision {name}: no node can be converted within {bound}")
-    save(_converted(model, {node.name for node in model.graph.node} - half, types, name), target, source)
-    shutil.rmtree(folder)
-    operators = {node.name: node.op_type for node in candidates}
+    make(half)
     kept = {node: f"values up to {value:.3g}, {name} ends at 65,504" for node, value in overflowing.items()}
     kept |= {node: f"error {error:.2g} with it" for node, error in reasons.items()}
     notes = [f"{len(half)} nodes in {name}, {len(kept)} kept in fp32"]
-    notes += [f"fp32: {operators.get(node, '')} '{node}', {why}" for node, why in list(kept.items())[:_MOST_NAMED]]
-    return Made((*notes, *([f"and {len(kept) - _MOST_NAMED} more in fp32"] if len(kept) > _MOST_NAMED else ())))
+    notes += [f"fp32: {operators[node]} '{node}', {why}" for node, why in list(kept.items())[:_MOST_NAMED]]
+    return (*notes, *([f"and {len(kept) - _MOST_NAMED} more in fp32"] if len(kept) > _MOST_NAMED else ()))
 
 
 def search(
@@ -150,12 +156,14 @@ def _observe(
     model: ModelProto, path: Path, source: Path, opening: Timed, first: OpenModel, arrays: Sequence[np.ndarray]
 ) -> tuple[set[str], dict[str, float]]:
     """The fp32 values of a model, as ONNX Runtime types them, and their largest absolute numbers for some inputs."""
+    import onnx_ir
+
     observed = ModelProto()
     observed.CopyFrom(model)
     outputs = {output.name for output in model.graph.output}
     values = dict.fromkeys(name for node in model.graph.node for name in node.output if name and name not in outputs)
     observed.graph.output.extend(ValueInfoProto(name=name) for name in values)
-    save(observed, path, source)
+    save(onnx_ir.from_proto(observed), path, source)
     settings = {"graph_optimization": "none"}
     session = replace(opening, subject=replace(opening.subject, path=path), settings=settings).open().session
     feeds = dict(zip((spec.name for spec in first.signature.inputs), first.for_model(arrays), strict=True))
@@ -165,38 +173,31 @@ def _observe(
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
             largest[tensor.name] = float(np.abs(numpy_helper.to_array(tensor)).max(initial=0))
-    known = {*largest} | {one.name for one in session.get_inputs() if one.type == "tensor(float)"}
-    return known, largest
+    return {*largest} | {one.name for one in session.get_inputs() if one.type == "tensor(float)"}, largest
 
 
-def _converted(model: ModelProto, kept: Collection[str], types: Collection[str], name: str) -> ModelProto:
+def _converted(model: ModelProto, kept: Sequence[str], types: Collection[str], name: str) -> "onnx_ir.Model":
     """A copy with all nodes but some computing with 16 bits; inputs and outputs of the model stay as they are."""
     import onnx_ir
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     copy = ModelProto()
     copy.CopyFrom(model)
-    ends = {value.name for value in (*copy.graph.input, *copy.graph.output)}
-    weights = {tensor.name for tensor in copy.graph.initializer}
+    known = {value.name for value in (*copy.graph.input, *copy.graph.output)}
+    known.update(tensor.name for tensor in copy.graph.initializer)
     del copy.graph.value_info[:]  # the converter puts casts where it knows types; onnx knows fewer operators
     copy.graph.value_info.extend(
-        helper.make_tensor_value_info(one, TensorProto.FLOAT, None) for one in sorted({*types} - ends - weights)
+        helper.make_tensor_value_info(one, TensorProto.FLOAT, None) for one in sorted({*types} - known)
     )
-    copy = convert_float_to_float16(copy, keep_io_types=True, disable_shape_infer=True, node_block_list=[*kept])
-    made: set[str] = set()
-    nodes = []
-    for node in copy.graph.node:  # nodes that share an input each get a cast, all with one name
-        if not made.intersection(node.output):
-            nodes.append(node)
-        made.update(node.output)
-    del copy.graph.node[:]
-    copy.graph.node.extend(nodes)
-    del copy.graph.value_info[:]
+    copy = convert_float_to_float16(copy, keep_io_types=True, disable_shape_infer=True, node_block_list=kept)
+    # Nodes that share an input each get a cast, all with one name: the first is kept. Sorting gives the order again.
+    nodes = list({tuple(node.output): node for node in reversed(copy.graph.node)}.values())
+    del copy.graph.node[:], copy.graph.value_info[:]
+    copy.graph.node.extend(nodes[::-1])
     if name == "bf16":
         _to_bfloat16(copy, model)
-    graph = onnx_ir.from_proto(copy)
-    graph.graph.sort()
-    converted: ModelProto = onnx_ir.to_proto(graph)
+    converted: onnx_ir.Model = onnx_ir.from_proto(copy)
+    converted.graph.sort()
     return converted
 
 

@@ -1,4 +1,4 @@
-"""Which fusions a model has, which could be tried, and what they leave in pieces. Pure."""
+"""Which fusions a model has, and what they leave in pieces. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Final
 
 from ortserve.model_file.graph import Model, Node
 from ortserve.tools.inspect import patterns
-from ortserve.tools.inspect.content import all_graphs, count_operators, described
+from ortserve.tools.inspect.content import all_graphs, described
 from ortserve.tools.inspect.patterns import Wiring
 from ortserve.tools.inspect.placement import Optimized
 from ortserve.tools.optimize.result import AlmostFused
@@ -20,12 +20,6 @@ _MASK: Final = frozenset({"Add", "Where"})
 _SCALE: Final = frozenset({"Div", "Mul"})
 _PRODUCT: Final = frozenset({"MatMul", "FusedMatMul"})
 _SPLIT_HEADS: Final = (frozenset({"Transpose"}), frozenset({"Reshape"}), frozenset({"Add", "MatMul", "Gemm"}))
-
-
-def types_of(model: Model) -> tuple[str, ...]:
-    """The model types to try, from the operators."""
-    operators = count_operators(model)
-    return ("vit", "bert") if "Conv" in operators else ("bert",)
 
 
 def sizes_of(simplified: Optimized) -> tuple[int, int]:

@@ -9,19 +9,23 @@ from onnx import TensorProto, helper
 from models import patterns
 from ortserve.model_file.reading import read_model
 from ortserve.tools.agreement import Agreement, ErrorBound, OutputError
+from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.optimize.checking import Checked, Look
-from ortserve.tools.optimize.pipeline import Attempt, Step, judge
+from ortserve.tools.optimize.findings import find
+from ortserve.tools.optimize.pipeline import Step, Work, judge
 from ortserve.tools.optimize.precision import search
 from ortserve.tools.optimize.recognition import almost_fused, fused_operators
 from ortserve.tools.optimize.result import Shape
+from ortserve.tools.speed import Timed
+from ortserve.tools.subject import Subject
 
 
 def look(nodes: int = 10, run: int | None = 10, nbytes: int = 100_000) -> Look:
-    return Look(Shape(nodes, run, nbytes), {}, {}, (), ())
+    return Look(Shape(nodes, run, nbytes), (), {}, {}, (), (), "CPUExecutionProvider")
 
 
 def step(*, is_requested: bool = False) -> Step:
-    return Step("step", (Attempt(print),), ErrorBound("relative", 1e-4), is_requested)  # type: ignore[arg-type]
+    return Step("step", {}, ErrorBound("relative", 1e-4), is_requested)
 
 
 def checked(after: Look, error: float = 0.0, ratio: float = 1.0) -> Checked:
@@ -51,6 +55,25 @@ def test_steps_that_were_asked_for_only_need_a_small_error() -> None:
     asked = step(is_requested=True)
     assert judge(asked, look(), checked(look(99, 99, 10**6), ratio=0.1)).is_kept
     assert not judge(asked, look(), checked(look(), error=1)).is_kept
+
+
+@pytest.mark.parametrize("inputs", [None, Path("data.npz")])
+def test_only_synthetic_inputs_are_called_so(inputs: Path | None) -> None:
+    """Whatever else the comparison notes, such as a busy machine."""
+    timed = Timed(Subject("m", Path("m.onnx")))
+    model = ComparedModel("m", None, "m.onnx", "", 0, 0, "CPUExecutionProvider", 1, None)
+    compared = CompareResult(
+        reference=model,
+        candidate=model,
+        inputs="",
+        rows=1,
+        agreement=Agreement(32, ()),
+        reference_speed=None,
+        speed=None,
+        notes=("busy",),
+    )
+    found = find(look(), Work(Path("m.onnx"), look(), timed, inputs), compared, None, None)
+    assert [finding.kind for finding in found] == ([] if inputs else ["synthetic_inputs"])
 
 
 NAMES = [f"n{number}" for number in range(64)]

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from models import builders
 from ortserve.errors import ServeError
-from ortserve.tools.optimize import cleanup, interface
-from ortserve.tools.optimize.files import LEAST_EXTERNAL_BYTES, data_file, edit, pack
+from ortserve.tools.optimize import steps
+from ortserve.tools.optimize.files import LEAST_EXTERNAL_BYTES, data_file, pack, prepare
 
 BIG = np.arange(LEAST_EXTERNAL_BYTES, dtype=np.float32).reshape(32, 32) / 1000
 
@@ -67,8 +67,7 @@ def assert_same(source: Path, target: Path) -> None:
 
 
 def test_equal_weights_are_kept_once(source: Path, target: Path) -> None:
-    made = cleanup.share_weights(source, target)
-    assert made.notes == (f"1 weights that were there twice, {BIG.nbytes:,} bytes",)
+    assert steps.share_weights(source, target) == ("1 weights that were there twice",)
     assert {one.name for one in onnx.load(target).graph.initializer} == {"W", "yes"}
     assert_same(source, target)
 
@@ -78,7 +77,7 @@ def test_external_data_shrink_with_their_weights(source: Path, target: Path) -> 
     packed.parent.mkdir()
     pack(source, packed)
     assert data_file(packed).stat().st_size >= 2 * BIG.nbytes
-    cleanup.share_weights(packed, target)
+    steps.share_weights(packed, target)
     assert data_file(target).stat().st_size == BIG.nbytes
     assert_same(source, target)
 
@@ -97,39 +96,77 @@ def test_a_model_without_large_weights_has_no_data_file(tmp_path: Path, target: 
     assert not data_file(target).exists()
 
 
-def test_edits_share_the_data(source: Path, target: Path) -> None:
+CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
+
+
+def test_maps_which_onnx_ir_does_not_know_are_no_obstacle(target: Path, tmp_path: Path) -> None:
+    target.parent.mkdir()
+    classifier = CORPUS / "lightgbm_classifier.onnx"
+    prepare(classifier, target)
+    assert target.samefile(classifier)
+    pack(classifier, tmp_path / "packed.onnx")
+    onnx.checker.check_model(tmp_path / "packed.onnx")
+
+
+def test_nodes_are_put_in_order(target: Path) -> None:
+    target.parent.mkdir()
+    with pytest.raises(onnx.checker.ValidationError, match="topologically sorted"):
+        onnx.checker.check_model(CORPUS / "half_cnn.onnx")
+    prepare(CORPUS / "half_cnn.onnx", target)
+    onnx.checker.check_model(target)
+
+
+def test_missing_data_are_named(source: Path, target: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed.onnx"
+    pack(source, packed)
+    data_file(packed).unlink()
+    with pytest.raises(ServeError, match=r"its external data 'packed.onnx.data' are missing"):
+        prepare(packed, target)
+
+
+def test_sizes_are_written_without_a_copy_of_the_data(source: Path, target: Path) -> None:
     packed = source.with_name("packed") / "m.onnx"
     packed.parent.mkdir()
     pack(source, packed)
-    edit(packed, target, lambda model: model.graph.node[0].ClearField("name"))
+    steps.set_dimensions(packed, target, {"batch": 3}, {})
     assert data_file(target).stat().st_ino == data_file(packed).stat().st_ino
     assert_same(source, target)
 
 
+def test_weights_that_callers_may_replace_are_not_shared(source: Path, target: Path) -> None:
+    """As in models of old exporters, which list weights among the inputs."""
+    model = onnx.load(source)
+    model.graph.input.append(helper.make_tensor_value_info("W", TensorProto.FLOAT, BIG.shape))
+    onnx.save(model, source)
+    steps.share_weights(source, target)
+    replaced = feeds() | {"W": 2 * BIG}
+    np.testing.assert_array_equal(run(target, replaced)["b"], run(source, replaced)["b"])
+
+
 def test_outputs_are_kept_with_what_they_need(source: Path, target: Path) -> None:
-    made = interface.keep_outputs(source, target, ("a",))
+    made = steps.keep_outputs(source, target, ("a",))
     graph = onnx.load(target).graph
     assert [one.name for one in graph.input] == ["x"]
     assert [one.name for one in graph.initializer] == ["W"]
-    assert made.notes == ("inputs that nothing needs any more are removed: z",)
+    assert made == ("inputs that nothing needs any more are removed: z",)
     np.testing.assert_array_equal(run(target, {"x": feeds()["x"]})["a"], run(source, feeds())["a"])
 
 
 def test_what_inner_graphs_read_is_needed(source: Path, target: Path) -> None:
-    interface.keep_outputs(source, target, ("c",))
+    steps.keep_outputs(source, target, ("c",))
     assert {one.name for one in onnx.load(target).graph.initializer} == {"V", "yes"}
     np.testing.assert_array_equal(run(target, {"z": feeds()["z"]})["c"], run(source, feeds())["c"])
 
 
 def test_dimensions_are_named_and_fixed(source: Path, target: Path) -> None:
-    interface.set_dimensions(source, target, {"rows": 3}, {("x", 0): "rows"})
+    steps.set_dimensions(source, target, {"rows": 3}, {("x", 0): "rows"})
     session = ort.InferenceSession(target)
     assert [one.shape for one in (*session.get_inputs(), *session.get_outputs())] == [[3, 32]] * 5
     assert_same(source, target)
 
 
 def test_opsets_are_converted(source: Path, target: Path) -> None:
-    interface.set_opset(source, target, 21)
+    steps.set_opset(source, target, 21)
     assert onnx.load(target).opset_import[0].version == 21
     assert_same(source, target)
 
@@ -137,12 +174,12 @@ def test_opsets_are_converted(source: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "arguments", "problem"),
     [
-        (interface.keep_outputs, (("d",),), "expected outputs out of a, b, c, got d"),
-        (interface.set_dimensions, ({"rows": 2}, {}), "expected dimensions out of batch, got rows"),
-        (interface.set_dimensions, ({}, {("y", 0): "n"}), "expected an input or output out of x, z, a, b, c"),
-        (interface.set_dimensions, ({}, {("x", 2): "n"}), "expected an axis below 2"),
-        (interface.set_dimensions, ({}, {("x", 1): "n"}), "expected a free dimension, its size is 32"),
-        (interface.set_opset, (999,), "--opset 999"),
+        (steps.keep_outputs, (("d",),), "expected outputs out of a, b, c, got d"),
+        (steps.set_dimensions, ({"rows": 2}, {}), "expected dimensions out of batch, got rows"),
+        (steps.set_dimensions, ({}, {("y", 0): "n"}), "expected an input or output out of x, z, a, b, c"),
+        (steps.set_dimensions, ({}, {("x", 2): "n"}), "expected an axis below 2"),
+        (steps.set_dimensions, ({}, {("x", 1): "n"}), "expected a free dimension, its size is 32"),
+        (steps.set_opset, (999,), "--opset 999"),
     ],
 )
 def test_wrong_arguments_are_named(

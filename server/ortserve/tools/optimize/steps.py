@@ -1,0 +1,213 @@
+"""What steps do, from file to file. Each returns notes for people, and imports its libraries where it runs."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+from onnx import GraphProto, ValueInfoProto
+
+from ortserve.errors import invalid_input
+from ortserve.tools.opening import open_model
+from ortserve.tools.optimize.files import LEAST_EXTERNAL_BYTES, data_file, drop_empty_data, needs_data_file, save
+from ortserve.tools.speed import Timed
+
+MODEL_TYPES: Final = (
+    *("bart", "bert", "bert_keras", "bert_tf", "clip", "conformer", "gpt2", "gpt2_tf", "gpt_neox", "mmdit", "phi"),
+    *("qwen3", "sam2", "swin", "t5", "tnlr", "unet", "vae", "vit"),
+)
+"""As ``onnxruntime.transformers`` knows them."""
+_LEFT_TO_RUNTIME: Final = ["FusionGemm", "FusionGemmMul", "FusionGemmAdd"]
+"""Fusions of ``onnxslim`` that hide biases from ONNX Runtime's own fusions."""
+
+Notes = tuple[str, ...]
+
+
+def keep_outputs(source: Path, target: Path, names: Sequence[str]) -> Notes:
+    """Keep some outputs; nodes, weights and inputs that only the others needed are removed.
+
+    Raises:
+        ServeError: invalid_input: there is no such output.
+    """
+    import onnx_ir
+    from onnx_ir.passes import common
+
+    model = onnx_ir.load(source)
+    graph = model.graph
+    known = [output.name or "" for output in graph.outputs]
+    if unknown := [name for name in names if name not in known]:
+        raise invalid_input(f"--outputs: expected outputs out of {', '.join(known)}, got {unknown[0]}")
+    for output in [output for output in graph.outputs if output.name not in names]:
+        graph.outputs.remove(output)
+    common.RemoveUnusedNodesPass()(model)
+    common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+    # Graphs of removed nodes still count as users of what they read.
+    used = {value for inner in (graph, *graph.subgraphs()) for value in inner.outputs}
+    used.update(value for node in graph.all_nodes() for value in node.inputs if value is not None)
+    unused = [value for value in graph.inputs if value not in used]
+    for value in unused:
+        graph.inputs.remove(value)
+    for name in [name for name, value in graph.initializers.items() if value not in used]:
+        del graph.initializers[name]
+    save(model, target, source)
+    if not unused:
+        return ()
+    return (f"inputs that nothing needs any more are removed: {', '.join(value.name or '' for value in unused)}",)
+
+
+def set_dimensions(source: Path, target: Path, fixed: Mapping[str, int], named: Mapping[tuple[str, int], str]) -> Notes:
+    """Name dimensions, and give named ones a size. The new file shares its external data with the old one.
+
+    Args:
+        source: The model.
+        target: The new one.
+        fixed: Sizes by name.
+        named: Names by input or output and axis.
+
+    Raises:
+        ServeError: invalid_input: there is no such dimension, or it already has a size.
+    """
+    model = onnx.load(source, load_external_data=False)
+    for (name, axis), word in named.items():
+        _name_dimension(model.graph, name, axis, word)
+    dims = [dim for value in (*model.graph.input, *model.graph.output) for dim in _dims(value)]
+    known = dict.fromkeys(dim.dim_param for dim in dims if dim.dim_param)
+    if unknown := [word for word in fixed if word not in known]:
+        raise invalid_input(f"--dim: expected dimensions out of {', '.join(known) or 'none'}, got {unknown[0]}")
+    for dim in dims:
+        if dim.dim_param in fixed:
+            dim.dim_value = fixed[dim.dim_param]
+    del model.graph.value_info[:]  # sizes of inner values may be those of the free dimensions
+    onnx.save(model, target)
+    if data_file(source).exists():
+        os.link(data_file(source), data_file(target))
+    return ()
+
+
+def _dims(value: ValueInfoProto) -> Sequence[onnx.TensorShapeProto.Dimension]:
+    return value.type.tensor_type.shape.dim
+
+
+def _name_dimension(graph: GraphProto, name: str, axis: int, word: str) -> None:
+    values = {value.name: value for value in (*graph.input, *graph.output)}
+    option = f"--name-dim {name}:{axis}={word}"
+    if name not in values:
+        raise invalid_input(f"{option}: expected an input or output out of {', '.join(values)}")
+    dims = _dims(values[name])
+    if axis >= len(dims):
+        raise invalid_input(f"{option}: expected an axis below {len(dims)}")
+    if dims[axis].HasField("dim_value"):
+        raise invalid_input(f"{option}: expected a free dimension, its size is {dims[axis].dim_value}")
+    before, dims[axis].dim_param = dims[axis].dim_param, word
+    for other in (dim for value in values.values() for dim in _dims(value)):
+        if before and other.dim_param == before:
+            other.dim_param = word
+
+
+def set_opset(source: Path, target: Path, opset: int) -> Notes:
+    """Convert the standard operators to another opset.
+
+    ``onnxscript`` only converts upwards and keeps external data out of memory; ``onnx`` converts the rest.
+
+    Raises:
+        ServeError: invalid_input: a converter is missing.
+    """
+    import onnx_ir
+    from onnxscript.version_converter import convert_version
+
+    model = onnx_ir.load(source)
+    with suppress(ValueError):  # it does not know the opset
+        convert_version(model, opset)
+        if model.opset_imports.get("") == opset and all(
+            one.version in (None, opset) for one in model.graph.all_nodes()
+        ):
+            save(model, target, source)
+            return ("converted by onnxscript",)
+    try:
+        converted = onnx.version_converter.convert_version(onnx.load(source), opset)
+    except (RuntimeError, ValueError) as error:
+        raise invalid_input(f"--opset {opset}: {str(error).splitlines()[0]}") from None
+    save(onnx_ir.from_proto(converted), target, source)
+    return ("converted by onnx",)
+
+
+def fuse_by_transformers(source: Path, target: Path, kind: str, heads: int, hidden: int) -> Notes:
+    """Fuse by ``onnxruntime.transformers``, which knows what PyTorch's TorchScript exporter writes."""
+    from onnxruntime.transformers.fusion_options import FusionOptions
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    options = FusionOptions(kind)
+    options.use_raw_attention_mask(True)  # the default keeps the number of ones only, as if padding were at the end
+    made = optimize_model(str(source), kind, heads, hidden, optimization_options=options, opt_level=0)
+    made.save_model_to_file(str(target), use_external_data_format=needs_data_file(source))
+    return ()
+
+
+def fuse_by_onnxscript(source: Path, target: Path) -> Notes:
+    """Fuse by ``onnxscript``, which knows what PyTorch's newer exporter writes."""
+    import onnx_ir
+    from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+    save(optimize_for_ort(onnx_ir.load(source))[0], target, source)
+    return ()
+
+
+def fold(source: Path, target: Path) -> Notes:
+    """Fold constants and remove dead and duplicate nodes by ``onnxscript``'s optimizer, which knows no fusions."""
+    import onnx_ir
+    from onnxscript import optimizer
+
+    model = onnx_ir.load(source)
+    optimizer.optimize(model)
+    save(model, target, source)
+    return ()
+
+
+def slim(source: Path, target: Path) -> Notes:
+    """The same by ``onnxslim``, which also merges shape computations and normalizations into convolutions."""
+    import onnx_ir
+    import onnxslim
+
+    model = onnxslim.slim(onnx.load(source), skip_fusion_patterns=_LEFT_TO_RUNTIME)
+    save(onnx_ir.from_proto(model), target, source)
+    return ()
+
+
+def share_weights(source: Path, target: Path) -> Notes:
+    """Keep equal weights once. They are compared by digests."""
+    import onnx_ir
+    from onnx_ir.passes.common import DeduplicateHashedInitializersPass
+
+    model = onnx_ir.load(source)
+    before = len(model.graph.initializers)
+    DeduplicateHashedInitializersPass()(model)
+    save(model, target, source)
+    merged = before - len(model.graph.initializers)
+    return (f"{merged} weights that were there twice",) if merged else ()
+
+
+def save_optimized(source: Path, target: Path, level: str, opening: Timed, has_data: bool) -> Notes:
+    """Save a model as ONNX Runtime optimizes it here.
+
+    Args:
+        source: The model.
+        target: The new one.
+        level: Of graph optimization.
+        opening: How to open it; its model has no effect.
+        has_data: Whether large weights go into ``data_file``. Without that key ONNX Runtime would let the new model
+            refer to the data of the old one.
+    """
+    settings: dict[str, Any] = {"graph_optimization": level, "optimized_model_file": str(target.absolute())}
+    if has_data or data_file(source).exists():
+        entries = {
+            "session.optimized_model_external_initializers_file_name": data_file(target).name,
+            "session.optimized_model_external_initializers_min_size_in_bytes": str(LEAST_EXTERNAL_BYTES),
+        }
+        settings["entries"] = {**opening.subject.options.session.entries, **entries}
+    subject = replace(opening.subject, path=source)
+    open_model(subject, provider=opening.provider, threads=opening.threads, settings=settings)
+    drop_empty_data(target)
+    return ()
