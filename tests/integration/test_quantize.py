@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -124,22 +125,60 @@ def test_a_bound_that_cannot_be_kept_writes_nothing(
     assert names(tmp_path) == set()
 
 
-def test_dynamic_lstm_and_the_batching_that_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, out = CORPUS / "torch_lstm_time_first.onnx", tmp_path / "out.onnx"
-    result = quantized(capsys, source, "-o", out, "--mode", "dynamic", "--seconds", "0")
-    assert operators(out)["DynamicQuantizeLSTM"] == 1
-    assert any("the server batches requests for the source, but not for this model" in one for one in result["notes"])
-
-
 def test_weights_inside_of_loops_get_four_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.onnx"
     result = quantized(
-        capsys, CORPUS / "torch_greedy_decoder.onnx", "-o", out, "--mode", "weights", "--seconds", "0"
+        capsys, CORPUS / "torch_greedy_decoder.onnx", "-o", out, "--mode", "weights", "--seconds", "0",
+        "--max-error", "1e3",
     )  # fmt: skip
     (loop,) = (node for node in onnx.load(out).graph.node if node.op_type == "Loop")
     inner = {node.op_type for attribute in loop.attribute for node in attribute.g.node}
     assert inner & {"MatMulNBits", "GatherBlockQuantized"}
     assert result["settings"]["bits"] == 4
+
+
+def test_eight_bits_of_gather_and_matmul_are_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = CORPUS / "dynamo_encoder.onnx", tmp_path / "out.onnx"
+    result = quantized(capsys, source, "-o", out, "--mode", "weights", "--bits", "8", "--seconds", "0")
+    assert names(tmp_path) == {"out.onnx", "out.provenance.json"}
+    assert result["nbytes"] == out.stat().st_size
+    assert result["floating"] == []
+    assert operators(out)["MatMulNBits"] == 8
+
+
+def test_a_model_that_loses_its_batching_is_compared_in_the_form_of_its_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With rows on axis 1 and a fixed axis 0, no run succeeds in another form."""
+    source, out = tmp_path / "source.onnx", tmp_path / "out.onnx"
+    model = onnx.load(CORPUS / "torch_lstm_time_first.onnx")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 6
+    onnx.save(model, source)
+
+    result = quantized(capsys, source, "-o", out, "--mode", "dynamic", "--seconds", "0")
+
+    assert operators(out)["DynamicQuantizeLSTM"] == 1
+    assert any("the server batches requests for the source, but not for this model" in one for one in result["notes"])
+    assert any("the model is not smaller than its source" in one for one in result["notes"])
+    assert main(["compare", str(source), str(out), "--seconds", "0", "--max-error", "0.1"]) == 0
+
+
+def test_labels_belong_to_samples_of_a_folder_in_the_order_of_their_files(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a server records them, with requests of several rows."""
+    images, labels = np.load(data / "other.npz")["image"], np.load(data / "labels.npy")
+    (tmp_path / "recorded").mkdir()
+    for number, begin in enumerate(range(0, 100, 5)):
+        np.savez(tmp_path / "recorded" / f"{number:08}.npz", image=images[begin : begin + 5])
+    calibration = ("--calibration", tmp_path / "recorded", "--labels", data / "labels.npy")
+    result = quantized(
+        capsys, DIGITS, "-o", tmp_path / "out.onnx", "--mode", "static", *calibration, "--seconds", "0"
+    )  # fmt: skip
+    assert "(20 files): 100 samples: 25 held out" in result["inputs"]
+    source = outputs(DIGITS / "1" / "model.onnx", {"image": images[3::4]})[1]
+    assert result["agreement"]["reference_accuracy"] == (source == labels[3::4]).mean()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +188,11 @@ def test_weights_inside_of_loops_get_four_bits(tmp_path: Path, capsys: pytest.Ca
         (["--mode", "dynamic", "--calibration", "images.npz"], "--calibration: expected --mode static"),
         (["--mode", "dynamic", "--labels", "labels.npy"], "--labels: expected --inputs or --calibration"),
         (["--mode", "dynamic", "--max-error", "loss=1"], "--max-error: expected a number from 0"),
-        (["--mode", "static", "--calibration", "wrong_shape.npz"], "expected shape ['samples', 1, 8, 8]"),
+        (["--mode", "dynamic", "--max-error", "accuracy=0.1"], "--max-error accuracy: expected --labels"),
+        (
+            ["--mode", "static", "--calibration", "wrong_shape.npz"],
+            "--calibration wrong_shape.npz: array 'image': expected shape ['samples', 1, 8, 8]",
+        ),
         (["--mode", "static", "--calibration", "empty.npz"], "first length of at least 1"),
     ],
 )
@@ -172,6 +215,32 @@ def test_wrong_arguments_are_one_line(
     assert (status, printed.out) == (2, "")
     (line,) = printed.err.splitlines()
     assert message in line
+    assert names(tmp_path) == set()
+
+
+def test_labels_that_fit_no_output_are_refused_before_models_are_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Path
+) -> None:
+    np.savez(tmp_path / "inputs.npz", x=np.zeros((100, 5, 4), np.float32))
+    labelled = ("--inputs", str(tmp_path / "inputs.npz"), "--labels", str(data / "labels.npy"))
+    source, out = str(CORPUS / "torch_lstm_time_first.onnx"), str(tmp_path / "out.onnx")
+    assert main(["quantize", source, "-o", out, "--mode", "dynamic", *labelled]) == 2
+    assert "--labels: expected an output with a class or with scores for each sample" in capsys.readouterr().err
+    assert names(tmp_path) == {"inputs.npz"}
+
+
+def test_a_full_disk_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: the model has 30 KiB."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ortserve", "quantize", DIGITS, "-o", tmp_path / "out.onnx", "--mode", "dynamic"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("File too large")
     assert names(tmp_path) == set()
 
 

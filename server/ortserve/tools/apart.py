@@ -14,14 +14,16 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar
 
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import ErrorKind, ServeError
 
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
 _Kept = TypeVar("_Kept")
+_Problem: TypeAlias = tuple[ErrorKind, str] | OSError | None
+"""An OSError as it is; of others the kind and the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,9 @@ def call_apart(limit_s: float, function: Callable[..., _Result], *arguments: Any
     """Call a function of a module in another process, and end that process.
 
     Raises:
-        ServeError: invalid_input: the function raised it or an error of ONNX Runtime, or the process gave no result in
-            time.
+        ServeError: The function raised it; invalid_input: it raised an error of ONNX Runtime; internal: the process
+            ended, or gave no result in time.
+        OSError: The function raised it, for example because the disk is full.
     """
     (outcome,) = run_apart(_call, [(function, arguments)], limit_s)
     result: _Result = _result_of(outcome)
@@ -65,8 +68,8 @@ def call_apart(limit_s: float, function: Callable[..., _Result], *arguments: Any
 class ObjectApart(Generic[_Kept]):
     """An object in a process of its own, whose methods are called one at a time. Several such processes can take turns.
 
-    Use it as a context manager, which ends the process. Its methods raise ServeError as ``call_apart`` does; then the
-    process has ended or the object is as the call left it.
+    Use it as a context manager, which ends the process. Its methods raise what ``call_apart`` does; then the process
+    has ended or the object is as the call left it.
     """
 
     def __init__(self, limit_s: float, make: Callable[..., _Kept], *arguments: Any) -> None:
@@ -110,22 +113,27 @@ class ObjectApart(Generic[_Kept]):
 def _result_of(outcome: Any) -> Any:
     """What ``_call`` returned, or its problem as an error."""
     if isinstance(outcome, Failure):
-        raise invalid_input(outcome.reason if outcome.is_late else f"the other process {outcome.reason}")
+        reason = outcome.reason if outcome.is_late else f"the other process {outcome.reason}"
+        raise ServeError(ErrorKind.INTERNAL, reason)
     result, problem = outcome
-    if problem:
-        raise invalid_input(problem)
+    if isinstance(problem, OSError):
+        raise problem
+    if problem is not None:
+        raise ServeError(*problem)
     return result
 
 
-def _call(item: tuple[Callable[..., _Result], tuple[Any, ...]]) -> tuple[_Result | None, str]:
-    """The result of a function and an empty text, or None and the problem."""
+def _call(item: tuple[Callable[..., _Result], tuple[Any, ...]]) -> tuple[_Result | None, _Problem]:
+    """The result of a function and None, or None and the problem."""
     function, arguments = item
     try:
-        return function(*arguments), ""
+        return function(*arguments), None
     except ServeError as error:
-        return None, error.message
+        return None, (error.kind, error.message)
+    except OSError as error:
+        return None, error
     except ORT_ERRORS as error:
-        return None, without_paths(str(error))
+        return None, (ErrorKind.INVALID_INPUT, without_paths(str(error)))
 
 
 def _run_child(work: Callable[[Any], Any] | None, items: Iterable[Any], limit_s: float) -> Generator[Any, None, None]:
@@ -175,7 +183,7 @@ def main(connection: Connection) -> None:
             continue
         function, arguments = item
         result, problem = _call((function, (*kept, *arguments)))
-        if not kept and not problem:
+        if not kept and problem is None:
             kept.append(result)
             result = None
         connection.send((result, problem))

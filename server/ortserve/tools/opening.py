@@ -53,6 +53,22 @@ class OpenModel:
         """Runs of the session on arrays that ``for_model`` has prepared."""
         return PlainRun(self.session, self.signature, run_options(self.subject.options.session))
 
+    def with_rows_of(self, reference: ModelSignature) -> "OpenModel":
+        """This model with its rows where a reference has them, so that both get the same arrays.
+
+        The axes that are found for two such models may differ: in a quantized model rows may meet, and then they are
+        taken to be on axis 0. It still has them where its source has them.
+        """
+        axes = {spec.name: spec.batch_axis for spec in (*reference.inputs, *reference.outputs)}
+        inputs, outputs = (
+            tuple(replace(spec, batch_axis=axes.get(spec.name)) for spec in specs)
+            for specs in (self.signature.inputs, self.signature.outputs)
+        )
+        signature = replace(
+            self.signature, inputs=inputs, outputs=outputs, unbatched_because=reference.unbatched_because
+        )
+        return replace(self, signature=signature)
+
     def for_model(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Arrays with their rows on axis 0 in the model's own form: contiguous, with the rows where it has them."""
         is_batched = self.signature.is_batched

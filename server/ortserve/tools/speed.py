@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
+from ortserve.core.signature import ModelSignature
 from ortserve.errors import invalid_input
 from ortserve.tools.apart import ObjectApart
 from ortserve.tools.bench.statistics import Estimate
@@ -135,7 +136,11 @@ class _Trial:
 
 def _measure_turns(models: Sequence[Timed], feeds: Sequence[Feeds], seconds: float) -> list[_Trial]:
     with ExitStack() as stack:
-        runners = [stack.enter_context(ObjectApart(_LIMIT_S, _Runner, model, feeds)) for model in models]
+        runners: list[ObjectApart[_Runner]] = []
+        signature: ModelSignature | None = None
+        for model in models:
+            runners.append(stack.enter_context(ObjectApart(_LIMIT_S, _Runner, model, feeds, signature)))
+            signature = signature or runners[0].call(_Runner.signature)
         runs = [runner.call(_Runner.runs_of, _BLOCK_S) for runner in runners]
         order = list(range(len(models)))
         blocks: list[list[_Block]] = [[] for _ in models]
@@ -165,10 +170,14 @@ def _speed(first: Sequence[_Trial], own: Sequence[_Trial]) -> Speed:
 class _Runner:
     """An open model in its process."""
 
-    def __init__(self, model: Timed, feeds: Sequence[Feeds]) -> None:
+    def __init__(self, model: Timed, feeds: Sequence[Feeds], reference: ModelSignature | None = None) -> None:
+        """``reference`` is the signature of the first model, as ``OpenModel.with_rows_of`` takes it."""
         self._process: Final = psutil.Process()
         self._before: Final = self._process.memory_info().rss
         opened = model.open()
+        if reference is not None:
+            opened = opened.with_rows_of(reference)
+        self._signature: Final = opened.signature
         # Opening freed memory, which would hide the growth of the first runs; only glibc has this function.
         with suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
@@ -183,6 +192,10 @@ class _Runner:
             self._run(inputs)
             if time.monotonic() > deadline:
                 break
+
+    def signature(self) -> ModelSignature:
+        """Inputs and outputs of the model."""
+        return self._signature
 
     def runs_of(self, block_s: float) -> int:
         """How many runs take about this time."""

@@ -1,10 +1,11 @@
+import errno
 import os
 
 import numpy as np
 import pytest
 
-from ortserve.errors import ServeError, invalid_input
-from ortserve.tools.apart import ObjectApart
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.tools.apart import ObjectApart, call_apart
 from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.speed import _Block, _speed, _Trial
 
@@ -73,3 +74,22 @@ def test_an_object_in_another_process_keeps_its_state() -> None:
 def test_an_object_that_cannot_be_made_is_an_error() -> None:
     with pytest.raises(ServeError, match="expected a value from 0"):
         ObjectApart(60, Counter, -1)
+
+
+def fill_the_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.onnx")
+
+
+def run_out_of_memory() -> None:
+    raise ServeError(ErrorKind.INTERNAL, "too little memory")
+
+
+def test_errors_of_another_process_keep_their_kind() -> None:
+    """The exit status depends on it: a full disk is no wrong argument, nor is the end of a process."""
+    with pytest.raises(OSError, match="No space left") as full:
+        call_apart(60, fill_the_disk)
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "model.onnx")
+    for function, argument in ((run_out_of_memory, ()), (os._exit, (3,))):
+        with pytest.raises(ServeError) as failed:
+            call_apart(60, function, *argument)
+        assert failed.value.kind is ErrorKind.INTERNAL

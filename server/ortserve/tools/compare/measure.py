@@ -140,6 +140,7 @@ def measure_agreement(
         ServeError: invalid_input: one of the models rejects the inputs, or the labels fit no output.
     """
     rows = common_rows(reference, candidate, BATCH) if rows is None else rows
+    candidate = candidate.with_rows_of(reference.signature)
     first, second = reference.runner(), candidate.runner()
     chosen = [reference.signature.output_index[spec.name] for spec in candidate.signature.outputs]
     order = [[spec.name for spec in reference.signature.inputs].index(spec.name) for spec in candidate.signature.inputs]

@@ -1,19 +1,21 @@
 """Quantized models, made by ``onnxruntime.quantization``.
 
-Runs in a process of its own: the library prints, writes to the root logger, and takes three times the memory ofweights.
+Runs in a process of its own: the library prints, writes to the root logger, and takes three times the memory of
+the weights.
 """
 
-import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import chdir
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
 import onnx
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, version_converter
+from onnx import AttributeProto, GraphProto, ModelProto, numpy_helper, version_converter
 from onnxruntime.quantization import (
     CalibrationMethod,
     QuantFormat,
@@ -28,6 +30,7 @@ from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
 
 from ortserve.errors import invalid_input
+from ortserve.tools.quantize.plan import needed_opset
 from ortserve.tools.quantize.result import Settings
 
 LARGE_NBYTES: Final = 1 << 30
@@ -65,24 +68,29 @@ class Prepared:
     dtypes: Mapping[str, int]
     notes: tuple[str, ...]
 
+    @property
+    def ranges(self) -> Path:
+        """The file for the ranges of activations."""
+        return self.path.with_name("ranges.json")
 
-def prepare(source: Path, folder: Path, settings: Settings, opset: int, nbytes: int) -> Prepared:
+
+def prepare(source: Path, folder: Path, settings: Settings, nbytes: int) -> Prepared:
     """Bring a model into the form that the library expects: names for all nodes, constants folded, shapes inferred.
 
     Args:
         source: The model.
         folder: Empty and absolute; gets the prepared model.
-        settings: Gemm becomes MatMul and Add, except in mode ``static``.
-        opset: Older models are converted to it.
+        settings: Models of opsets that cannot hold the result are converted. Gemm becomes MatMul and Add, except in
+            mode ``static``.
         nbytes: Of the weights.
 
     Raises:
         ServeError: invalid_input: the model cannot be converted.
     """
-    tempfile.tempdir = str(folder)  # the library writes whole models there, which must vanish with the rest
     is_large = nbytes >= LARGE_NBYTES
     notes: list[str] = []
     model = onnx.load(source)
+    opset = needed_opset(settings)
     own = next((one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), opset)
     if own < opset:
         model = _converted(model, own, opset)
@@ -91,110 +99,133 @@ def prepare(source: Path, folder: Path, settings: Settings, opset: int, nbytes: 
         del graph.value_info[:]  # exporters leave wrong shapes behind, which break the inference of others
     _name_nodes(model)
     ends = {value.name: deepcopy(value) for value in (*model.graph.input, *model.graph.output)}
-    path = folder / "prepared.onnx"
     named = folder / "named.onnx"
     _save(model, named, is_large=is_large)
-    del model
-    steps: tuple[dict[str, bool], ...] = ({}, {"skip_symbolic_shape": True})
-    for options in steps[is_large:]:  # the symbolic inference fails on many newer exports, and takes memory
-        try:
-            with chdir(folder):  # a failed inference leaves its model in the current folder
-                quant_pre_process(named, path, save_as_external_data=is_large, **options)
-            break
-        except Exception:  # noqa: BLE001 - it raises whatever its parsing of the graph runs into
-            path.unlink(missing_ok=True)
-    else:
+    del model  # the inference has copies of its own
+    path = _infer_shapes(named, is_large=is_large)
+    if path == named:
         notes.append("quantized without inference of shapes, which failed")
-        path = named
     model = onnx.load(path)
     for value in (*model.graph.input, *model.graph.output):
         value.CopyFrom(ends[value.name])  # the inference renames free dimensions, by which the server finds the rows
     if settings.mode != "static":
+        _untie_weights(model)
         ONNXModel(model).replace_gemm_with_matmul()
     _name_nodes(model)
-    used = {node.domain for graph in _graphs(model.graph) for node in graph.node} | {""}
+    used = {node.domain for graph in _graphs(model.graph) for node in graph.node} | {"", "ai.onnx"}
     used |= {node.domain for function in model.functions for node in function.node}
-    kept = [one for one in model.opset_import if one.domain in used or one.domain == "ai.onnx"]
+    kept = [one for one in model.opset_import if one.domain in used]
     del model.opset_import[:]
     model.opset_import.extend(kept)
-    ready = folder / "ready" / "prepared.onnx"
-    ready.parent.mkdir()
-    _save(model, ready, is_large=is_large)
     for file in folder.iterdir():
-        if file.is_file():
-            file.unlink()
+        file.unlink()
+    ready = folder / "prepared.onnx"
+    _save(model, ready, is_large=is_large)
     values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
     dtypes = {value.name: value.type.tensor_type.elem_type for value in values}
     return Prepared(ready, is_large, dtypes, tuple(notes))
 
 
-def calibrate(
-    prepared: Prepared,
-    settings: Settings,
-    batches: Iterable[Mapping[str, np.ndarray]],
-    cache: Path,
-) -> None:
-    """Run the model and write the ranges of its activations. Holds the activations of one batch at a time.
+def _infer_shapes(named: Path, *, is_large: bool) -> Path:
+    """A file beside with inferred shapes and folded constants; the same file if neither way of inference takes it."""
+    path = named.with_name("inferred.onnx")
+    ways: tuple[dict[str, bool], ...] = ({}, {"skip_symbolic_shape": True})
+    for options in ways[is_large:]:  # the symbolic inference fails on many newer exports, and takes memory
+        try:
+            with chdir(named.parent):  # a failed inference leaves its model in the current folder
+                quant_pre_process(named, path, save_as_external_data=is_large, **options)
+        except OSError:
+            raise
+        except Exception:  # noqa: BLE001 - it raises whatever its parsing of the graph runs into
+            path.unlink(missing_ok=True)
+        else:
+            return path
+    return named
+
+
+def _untie_weights(model: ModelProto) -> None:
+    """Give transposed weights of Gemm that other nodes use, too, a copy that is not transposed.
+
+    The library transposes a weight in its place, once for each Gemm that it turns into MatMul.
+    """
+    graphs = list(_graphs(model.graph))
+    uses = Counter(name for graph in graphs for node in graph.node for name in node.input)
+    uses.update(value.name for graph in graphs for value in graph.output)
+    tied = {name for name, count in uses.items() if count > 1}
+    weights = {tensor.name: (tensor, graph) for graph in graphs for tensor in graph.initializer if tensor.name in tied}
+    for node in (node for graph in graphs for node in graph.node if node.op_type == "Gemm"):
+        transposed = next((one for one in node.attribute if one.name == "transB" and one.i), None)
+        if transposed is None or node.input[1] not in weights:
+            continue
+        name = node.input[1]
+        tensor, graph = weights[name]
+        own = f"{name}_untied"
+        if own not in weights:
+            graph.initializer.append(numpy_helper.from_array(numpy_helper.to_array(tensor).T, own))
+            weights[own] = graph.initializer[-1], graph
+        node.input[1] = own
+        transposed.i = 0
+        uses[name] -= 1
+        if not uses[name]:
+            graph.initializer.remove(tensor)
+            for value in [one for one in graph.input if one.name == name]:  # of models with an old IR version
+                graph.input.remove(value)
+
+
+def calibrate(prepared: Prepared, settings: Settings, samples: Iterable[Mapping[str, np.ndarray]]) -> None:
+    """Run the model and write the ranges of its activations beside it. Holds the activations of one sample at a time.
 
     Raises:
         ServeError: invalid_input: the model rejects the inputs.
     """
-    tempfile.tempdir = str(cache.parent)
-    method = _METHODS[settings.calibrator]
     calibrator = create_calibrator(
         prepared.path,
         list(settings.operators),
-        augmented_model_path=str(cache.parent / "augmented.onnx"),
-        calibrate_method=method,
+        augmented_model_path=str(prepared.path.with_name("augmented.onnx")),
+        calibrate_method=_METHODS[settings.calibrator],
         use_external_data_format=prepared.is_large,
         extra_options={"num_bins": _ENTROPY_BINS} if settings.calibrator == "entropy" else {},
     )
-    for batch in batches:
-        calibrator.collect_data(_OneBatch(batch))
-    save_tensors_data(calibrator.compute_data(), cache)
+    for sample in samples:
+        calibrator.collect_data(_OneSample(sample))
+    save_tensors_data(calibrator.compute_data(), prepared.ranges)
 
 
-class _OneBatch:
+class _OneSample:
     """What the library reads inputs from."""
 
-    def __init__(self, batch: Mapping[str, np.ndarray]) -> None:
-        self._batches: Final = [dict(batch)]
+    def __init__(self, sample: Mapping[str, np.ndarray]) -> None:
+        self._left: Final = [dict(sample)]
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        return self._batches.pop() if self._batches else None
+        return self._left.pop() if self._left else None
 
 
 def make(
-    prepared: Prepared,
-    target: Path,
-    settings: Settings,
-    nodes: Mapping[str, str],
-    passing: Iterable[str] = (),
-    cache: Path | None = None,
+    prepared: Prepared, target: Path, settings: Settings, nodes: Mapping[str, str], passing: Iterable[str] = ()
 ) -> None:
     """Write a quantized model.
 
     Args:
-        prepared: The model.
+        prepared: The model, after ``calibrate`` in mode ``static``.
         target: Its weights go to a file beside it, if it is large.
         settings: How to quantize.
         nodes: Operators of the nodes to quantize by their names; at least one.
         passing: Names of more nodes, which are quantized where their inputs are.
-        cache: Ranges of activations, for mode ``static``.
     """
-    tempfile.tempdir = str(target.parent)
     if settings.mode == "weights":
         _make_weights(prepared, target, settings, nodes)
         return
-    types = {"weight_type": _TYPES[settings.weights], "per_channel": settings.per_channel}
-    chosen = {
+    common = {
+        "weight_type": _TYPES[settings.weights],
+        "per_channel": settings.per_channel,
         "op_types_to_quantize": list(settings.operators),
         "nodes_to_quantize": [*nodes, *passing],
         "reduce_range": settings.reduce_range,
         "use_external_data_format": prepared.is_large,
     }
     if settings.mode == "dynamic":
-        quantize_dynamic(prepared.path, target, **types, **chosen)
+        quantize_dynamic(prepared.path, target, **common)
         return
     quantize_static(
         prepared.path,
@@ -202,39 +233,30 @@ def make(
         None,
         activation_type=_TYPES[settings.activations],
         calibrate_method=_METHODS[settings.calibrator],
-        calibration_cache_path=cache,
+        calibration_cache_path=prepared.ranges,
         extra_options={"ActivationSymmetric": settings.activations.startswith("int")},
-        **types,
-        **chosen,
+        **common,
     )
 
 
 def _make_weights(prepared: Prepared, target: Path, settings: Settings, nodes: Mapping[str, str]) -> None:
-    path = prepared.path
     gathers = [name for name, operator in nodes.items() if operator == "Gather"]
-    if settings.bits == 8 and gathers:  # the quantizer for blocks has 8 bits for MatMul only
-        path = target.with_name(f"gathers-{target.name}")
-        quantize_dynamic(
-            prepared.path,
-            path,
-            op_types_to_quantize=["Gather"],
-            nodes_to_quantize=gathers,
-            use_external_data_format=prepared.is_large,
-        )
-    model = onnx.load(path)
     operators = ("MatMul", "Gather") if settings.bits == 4 else ("MatMul",)
-    others = [
-        node.name
-        for graph in _graphs(model.graph)
-        for node in graph.node
-        if node.op_type in operators and node.name not in nodes
-    ]
+    if settings.bits == 8 and gathers:  # the quantizer for blocks has 8 bits for MatMul only
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "gathers.onnx"
+            chosen = {"op_types_to_quantize": ["Gather"], "nodes_to_quantize": gathers}
+            quantize_dynamic(prepared.path, path, use_external_data_format=prepared.is_large, **chosen)
+            model = onnx.load(path)
+    else:
+        model = onnx.load(prepared.path)
+    every = (node for graph in _graphs(model.graph) for node in graph.node)
     quantizer = MatMulNBitsQuantizer(
         model,
         bits=settings.bits,
         block_size=settings.block,
         accuracy_level=4 if settings.bits == 8 else None,  # 8 bits in fp32 ran at half the speed
-        nodes_to_exclude=others,
+        nodes_to_exclude=[node.name for node in every if node.op_type in operators and node.name not in nodes],
         quant_format=QuantFormat.QOperator,
         op_types_to_quantize=operators,
     )
@@ -256,20 +278,15 @@ def _converted(model: ModelProto, own: int, opset: int) -> ModelProto:
 def _name_nodes(model: ModelProto) -> None:
     """Give every node a name of its own, as ONNX Runtime names them: the operator and a number."""
     nodes = [node for graph in _graphs(model.graph) for node in graph.node]
-    taken: set[str] = {node.name for node in nodes}
-    seen: set[str] = set()
+    taken = {node.name for node in nodes}
+    seen = {""}
     for number, node in enumerate(nodes):
-        if not node.name or node.name in seen:
-            node.name = _free_name(node, number, taken)
+        if node.name in seen:
+            node.name = f"{node.name or node.op_type}_{number}"
+            while node.name in taken:
+                node.name += "_"
             taken.add(node.name)
         seen.add(node.name)
-
-
-def _free_name(node: NodeProto, number: int, taken: set[str]) -> str:
-    name = f"{node.name or node.op_type}_{number}"
-    while name in taken:
-        name += "_"
-    return name
 
 
 def _graphs(graph: GraphProto) -> Iterable[GraphProto]:

@@ -1,7 +1,9 @@
 """What can be quantized in a model, and how, on a processor with given instructions. Pure."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
 from typing import Final
@@ -25,18 +27,18 @@ _PASSING: Final = (
 )
 """Operators that keep values quantized between others. They cost little accuracy and are not tried alone."""
 _WEIGHTS: Final = ("MatMul", "Gather")
-_QUANTIZED: Final = frozenset(
-    {
-        *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"),
-        *("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"),
-        *("DynamicQuantizeLSTM", "QAttention", "QGemm", "QEmbedLayerNormalization", "QOrderedMatMul"),
-    }
-)
+_QUANTIZED: Final = re.compile("[Qq]uantize|Integer|^Q(Linear|Ordered|Attention|Gemm|Embed)|MatMulNBits|MatMulBnb4")
+"""Found in the names of operators of quantized models."""
 _NCHWC: Final = "com.microsoft.nchwc"
 _VNNI: Final = ("avx_vnni", "avx512_vnni", "amx_int8")
 _OLDEST_OPSET: Final = 7
 """The oldest for which ONNX Runtime promises support."""
-_SIXTEEN_BITS: Final = ("int16", "uint16")
+_SLOW: Final = ("LSTM", "GRU", "RNN", "Conv")
+"""Operators that some modes have no fast kernel for."""
+_GEMM_SUFFIX: Final = "_MatMul"
+"""What the library appends to the name of a Gemm that it turns into MatMul and Add."""
+_WEIGHT_INPUT: Final = {"Gather": 0, "EmbedLayerNormalization": 2}
+"""Where operators have their weight, if not as their second input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Candidates:
 
     nodes: Mapping[str, str]
     passing: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = field(default=())
+    excluded: tuple[str, ...] = ()
 
 
 def choose_settings(wish: Wish, model: Model, instruction_sets: Mapping[str, bool]) -> Settings:
@@ -134,7 +136,7 @@ def check_source(model: Model, name: str) -> None:
     Raises:
         ServeError: invalid_input, with what is in the model and what to do.
     """
-    quantized = sorted({node.op for node in all_nodes(model) if node.op in _QUANTIZED or node.op.startswith("QLinear")})
+    quantized = sorted({node.op for node in all_nodes(model) if _QUANTIZED.search(node.op)})
     if quantized:
         raise invalid_input(f"{name}: expected a floating-point model, it is quantized already: {', '.join(quantized)}")
     if any(node.domain == _NCHWC for node in all_nodes(model)):
@@ -142,7 +144,8 @@ def check_source(model: Model, name: str) -> None:
             f"{name}: expected a model as exported, ONNX Runtime has optimized its layout for one processor (operators "
             f"of {_NCHWC}); quantize the model that it was made from"
         )
-    dtypes = {tensor.dtype for graph in all_graphs(model) for tensor in graph.constants.values() if _is_weight(tensor)}
+    constants = [tensor for graph in all_graphs(model) for tensor in graph.constants.values()]
+    dtypes = {tensor.dtype for tensor in constants if prod(tensor.dims or ()) > 1}
     if _FLOAT16 in dtypes and FLOAT not in dtypes:
         raise invalid_input(f"{name}: expected weights in float32, got float16; quantize the float32 model instead")
     opset = model.opsets.get("", 0)
@@ -152,7 +155,7 @@ def check_source(model: Model, name: str) -> None:
 
 def needed_opset(settings: Settings) -> int:
     """The oldest opset whose operators can hold the result. Older models are converted."""
-    if settings.activations in _SIXTEEN_BITS or (settings.mode == "weights" and "Gather" in settings.operators):
+    if settings.activations.endswith("16") or (settings.mode == "weights" and "Gather" in settings.operators):
         return 21
     return 13 if settings.per_channel else 11
 
@@ -173,19 +176,17 @@ def find_candidates(
         ServeError: invalid_input: a name in ``exclude`` is no node, or nothing is left.
     """
     excluded = {one for asked in exclude for one in _find_node(model, asked)}
-    nested = settings.mode == "weights"  # the library's other modes leave nested graphs as they are
     found: dict[str, str] = {}
     passing: list[str] = []
-    fits = _fits_weights if nested else _fits_dynamic if settings.mode == "dynamic" else _fits_static(dtypes)
     constants = {name: one for graph in all_graphs(model) for name, one in graph.constants.items()}
-    for graph in all_graphs(model) if nested else (model.graph,):
-        for node in graph.nodes:
-            if node.op not in settings.operators or node.name in excluded:
-                continue
-            if settings.mode == "static" and node.op in _PASSING:
-                passing.append(node.name)
-            elif fits(node, constants):
-                found[node.name] = node.op
+    graphs = all_graphs(model) if settings.mode == "weights" else (model.graph,)  # other modes leave nested ones alone
+    for node in (node for graph in graphs for node in graph.nodes):
+        if node.op not in settings.operators or node.name in excluded:
+            continue
+        if settings.mode == "static" and node.op in _PASSING:
+            passing.append(node.name)
+        elif _fits(node, settings.mode, constants, dtypes):
+            found[node.name] = node.op
     if not found:
         present = sorted({node.op for node in all_nodes(model)})
         shown = ", ".join(present[:12]) + (" and others" if len(present) > 12 else "")
@@ -198,42 +199,19 @@ def find_candidates(
 
 def _find_node(model: Model, asked: str) -> list[str]:
     names = [node.name for node in all_nodes(model)]
-    matching = [name for name in names if name in (asked, f"{asked}{GEMM_SUFFIX}")]
+    matching = [name for name in names if name in (asked, f"{asked}{_GEMM_SUFFIX}")]
     if not matching:
         near = ", ".join(get_close_matches(asked, names, 3, 0.4)) or "none with a similar name"
         raise invalid_input(f"--exclude: expected nodes of the model, got '{asked}'; it has {near}")
     return matching
 
 
-GEMM_SUFFIX: Final = "_MatMul"
-"""What the library appends to the name of a Gemm that it turns into MatMul and Add."""
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return prod(tensor.dims or ()) > 1
-
-
-def _fits_dynamic(node: Node, constants: Mapping[str, Tensor]) -> bool:
-    weight = {"Gather": 0, "EmbedLayerNormalization": 2}.get(node.op, 1)
-    return _is_constant(node, weight, constants)
-
-
-def _fits_weights(node: Node, constants: Mapping[str, Tensor]) -> bool:
-    return _is_constant(node, 0 if node.op == "Gather" else 1, constants, rank=2)
-
-
-def _fits_static(dtypes: Mapping[str, int]) -> Callable[[Node, Mapping[str, Tensor]], bool]:
-    def fits(node: Node, constants: Mapping[str, Tensor]) -> bool:
-        if node.op == "Gather":
-            return _is_constant(node, 0, constants)
+def _fits(node: Node, mode: str, constants: Mapping[str, Tensor], dtypes: Mapping[str, int]) -> bool:
+    if mode == "static" and node.op != "Gather":  # also products of two activations
         return any(dtypes.get(output) == FLOAT for output in node.outputs)
-
-    return fits
-
-
-def _is_constant(node: Node, index: int, constants: Mapping[str, Tensor], rank: int | None = None) -> bool:
-    tensor = constants.get(node.inputs[index]) if index < len(node.inputs) else None
-    return tensor is not None and tensor.dtype == FLOAT and rank in (None, len(tensor.dims or ()))
+    index = _WEIGHT_INPUT.get(node.op, 1)
+    weight = constants.get(node.inputs[index]) if index < len(node.inputs) else None
+    return weight is not None and weight.dtype == FLOAT and (mode != "weights" or len(weight.dims or ()) == 2)
 
 
 def left_out(model: Model, settings: Settings) -> list[str]:
@@ -244,32 +222,33 @@ def left_out(model: Model, settings: Settings) -> list[str]:
         notes.append(
             f"{fused} fused nodes stay in floating point: quantize the model as exported, and optimize it then"
         )
-    for operator in ("LSTM", "GRU", "RNN", "Conv"):
-        count = sum(node.op == operator for node in nodes)
-        if count and operator not in settings.operators:
-            reason = f"mode {settings.mode} has no fast kernel for them"
-            notes.append(f"{count} {operator} stay in floating point: {reason}")
+    slow = Counter(node.op for node in nodes if node.op in _SLOW and node.op not in settings.operators)
+    text = f"stay in floating point: mode {settings.mode} has no fast kernel for them"
+    notes.extend(f"{count} {operator} {text}" for operator, count in slow.items())
     inner = sum(len(graph.nodes) for graph in all_graphs(model)) - len(model.graph.nodes)
     if inner and settings.mode != "weights":
         notes.append(f"{inner} nodes inside of If, Loop and Scan stay in floating point; --mode weights reaches them")
     return notes
 
 
-def consequences(settings: Settings, speed: Speed | None, batching_lost: str) -> list[str]:
+def consequences(settings: Settings, share: float, speed: Speed | None, batching_lost: str) -> list[str]:
     """Notes about what the user gets.
 
     Args:
         settings: Of the model.
+        share: Its size divided by that of the source.
         speed: Compared with the source; None if it was not measured.
         batching_lost: Why the server does not batch requests for the model; empty if it does, or did not before.
     """
     notes = []
     if settings.reduce_range:
         notes.append("weights have 7 bits, for processors without VNNI")
+    if share >= 1:
+        notes.append("the model is not smaller than its source, which has too few weights to gain by this")
     if speed is not None and not speed.is_faster:
         how = "slower than" if speed.is_slower else "not faster than"
-        gain = "it takes less memory for weights" if settings.mode == "weights" else "it only takes less space"
-        notes.append(f"on this machine the model is {how} its source: {gain}")
+        gain = "" if share >= 1 else ": it only takes less space"
+        notes.append(f"on this machine the model is {how} its source{gain}")
     if batching_lost:
         notes.append(f"the server batches requests for the source, but not for this model: {batching_lost}")
     return notes

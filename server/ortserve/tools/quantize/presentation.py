@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Final
 
-from ortserve.tools.agreement import Agreement
 from ortserve.tools.provenance import speed_text
-from ortserve.tools.quantize.result import QuantizeResult
+from ortserve.tools.quantize.result import NodeCost, QuantizeResult
 from ortserve.tools.report import (
     NOTHING,
     Block,
@@ -33,18 +32,9 @@ def _blocks(result: QuantizeResult) -> Iterator[Block]:
     yield table_of("Errors against the source", result.agreement.outputs)
     yield table_of("Nodes", result.operators)
     if result.ranking:
-        rows: list[list[Cell]] = [
-            [
-                ", ".join(part.nodes[:3]) + (f" and {len(part.nodes) - 3} more" if len(part.nodes) > 3 else ""),
-                ", ".join(part.operators),
-                part.error,
-                "quantized" if part.is_quantized else "floating point",
-            ]
-            for part in result.ranking
-        ]
         columns = ["nodes", "operator", f"{result.ranked_by} error alone", "in the result"]
         about = "Errors of models in which only these nodes are quantized."
-        yield Table("Cost of nodes", columns, rows, about, _MOST_ROWS)
+        yield Table("Cost of nodes", columns, [_row(part) for part in result.ranking], about, _MOST_ROWS)
     yield facts_of("Settings", result.settings)
     for note in result.notes:
         yield Text(f"Note: {note}")
@@ -63,7 +53,9 @@ def _summary(result: QuantizeResult) -> dict[str, Cell]:
     if result.speed is not None and result.source_speed is not None:
         times = f"{number_text(result.source_speed.median_ms)} to {number_text(result.speed.median_ms)} ms a run"
         facts["speed"] = f"{speed_text(result.speed)}, {times}"
-    facts["accuracy"] = _accuracy(agreement)
+    facts["accuracy"] = f"{NOTHING} (no labels)"
+    if agreement.accuracy is not None and agreement.reference_accuracy is not None:
+        facts["accuracy"] = f"{agreement.accuracy:.2%}, of the source {agreement.reference_accuracy:.2%}"
     facts["errors within"] = ", ".join(result.bounds)
     facts["compared with"] = result.inputs
     if result.calibration:
@@ -73,7 +65,7 @@ def _summary(result: QuantizeResult) -> dict[str, Cell]:
     return facts
 
 
-def _accuracy(agreement: Agreement) -> str:
-    if agreement.accuracy is None or agreement.reference_accuracy is None:
-        return f"{NOTHING} (no labels)"
-    return f"{agreement.accuracy:.2%}, of the source {agreement.reference_accuracy:.2%}"
+def _row(part: NodeCost) -> list[Cell]:
+    more = f" and {len(part.nodes) - 3} more" if len(part.nodes) > 3 else ""
+    place = "quantized" if part.is_quantized else "floating point"
+    return [", ".join(part.nodes[:3]) + more, ", ".join(part.operators), part.error, place]

@@ -1,7 +1,7 @@
 """The samples of calibration and those of the comparison with the source, which should not be the same."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +10,7 @@ import numpy as np
 from ortserve.core.batch import Arrays
 from ortserve.core.tensor import is_absent
 from ortserve.tools.compare.measure import SYNTHETIC_NOTE, SYNTHETIC_SAMPLES, read_labels
-from ortserve.tools.inputs import FileInputs, Inputs, choose_inputs
+from ortserve.tools.inputs import choose_inputs, read_inputs
 from ortserve.tools.opening import OpenModel
 from ortserve.tools.speed import Feeds
 
@@ -47,11 +47,13 @@ class Samples:
         origin: Where they come from.
         arrays: Of each sample.
         labels: Of the samples; None without.
+        notes: What they cannot show.
     """
 
     origin: str
     arrays: Sequence[Arrays]
     labels: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -67,65 +69,54 @@ class Samples:
         """The samples by the names of inputs, with their rows where the model has them."""
         names = [spec.name for spec in model.signature.inputs]
         for arrays in self.arrays:
-            given = zip(names, arrays, model.for_model(arrays), strict=True)
-            yield {name: array for name, own, array in given if not is_absent(own)}
+            yield {
+                name: array for name, array in zip(names, model.for_model(arrays), strict=True) if not is_absent(array)
+            }
+
+    def part(self, belongs: np.ndarray, most: int, use: str) -> "Samples":
+        """At most so many of those for which ``belongs`` is true, for one use."""
+        numbers = np.flatnonzero(belongs)
+        numbers = numbers[_spread(len(numbers), most)]
+        labels = None if self.labels is None else self.labels[numbers]
+        return Samples(f"{self.origin}: {len(numbers)} {use}", [self.arrays[int(one)] for one in numbers], labels)
 
 
-@dataclass(frozen=True, slots=True)
-class Divided:
-    """The samples by their use.
-
-    Attributes:
-        calibration: None without a file for it.
-        evaluation: For the comparison with the source.
-        notes: What they cannot show.
-    """
-
-    calibration: Samples | None
-    evaluation: Samples
-    notes: tuple[str, ...]
-
-
-def read_samples(model: OpenModel, files: Files) -> Divided:
-    """Read and divide the samples.
+def read_samples(model: OpenModel, files: Files) -> tuple[Samples | None, Samples]:
+    """The samples for calibration, None without a file for it, and those for the comparison with the source.
 
     Raises:
         ServeError: invalid_input: a file does not fit the model or the labels, or the model rejects synthetic inputs.
     """
-    calibration = None if files.calibration is None else choose_inputs(model, files.calibration)
-    notes: list[str] = []
-    if files.inputs is not None or calibration is None:
-        if files.inputs is None:
-            notes.append(SYNTHETIC_NOTE)
-        evaluation = _chosen(choose_inputs(model, files.inputs), files.most, labels=files.labels)
-        return Divided(None if calibration is None else _chosen(calibration, files.most), evaluation, tuple(notes))
-    everything = _chosen(calibration, 2 * files.most, labels=files.labels)
-    count = everything.samples
-    if count < _LEAST_TO_DIVIDE:
-        notes.append(
-            f"calibrated and compared with the same {count} samples, which judges too well: give {_LEAST_TO_DIVIDE} or "
-            "more, or others by --inputs"
-        )
-        return Divided(everything, everything, tuple(notes))
-    held_out = np.arange(count) % _HELD_OUT == _HELD_OUT - 1
-    return Divided(
-        _part(everything, np.flatnonzero(~held_out)[: files.most], "for calibration"),
-        _part(everything, np.flatnonzero(held_out)[: files.most], "held out"),
-        tuple(notes),
-    )
+    calibration, most = files.calibration, files.most
+    if calibration is None or files.inputs is not None:
+        evaluation = _read(model, files.inputs, "--inputs", most, files.labels) if files.inputs else None
+        chosen = _read(model, calibration, "--calibration", most) if calibration else None
+        return chosen, evaluation or _synthetic(model, most)
+    every = _read(model, calibration, "--calibration", 2 * most, files.labels)
+    if every.samples < _LEAST_TO_DIVIDE:
+        note = f"calibrated and compared with the same {every.samples} samples, which judges too well"
+        return every, replace(every, notes=(f"{note}: give {_LEAST_TO_DIVIDE} or more, or others by --inputs",))
+    is_held_out = np.arange(every.samples) % _HELD_OUT == _HELD_OUT - 1
+    return every.part(~is_held_out, most, "for calibration"), every.part(is_held_out, most, "held out")
 
 
-def _chosen(inputs: Inputs, most: int, labels: Path | None = None) -> Samples:
-    """At most so many samples, spread evenly over all."""
-    if not isinstance(inputs, FileInputs):
-        count = min(most, SYNTHETIC_SAMPLES)
-        return Samples(f"{inputs.origin}: {count} samples", [inputs.take(1, number) for number in range(count)])
-    numbers = np.unique(np.linspace(0, inputs.samples - 1, min(most, inputs.samples)).round().astype(int))
-    known = None if labels is None else read_labels(labels, inputs)[numbers]
-    part = f", {len(numbers)} of them" if len(numbers) < inputs.samples else ""
-    return Samples(f"{inputs.origin}{part}", [inputs.take(1, int(number)) for number in numbers], known)
+def _synthetic(model: OpenModel, most: int) -> Samples:
+    inputs, count = choose_inputs(model), min(most, SYNTHETIC_SAMPLES)
+    arrays = [inputs.take(1, number) for number in range(count)]
+    return Samples(f"{inputs.origin}: {count} samples", arrays, notes=(SYNTHETIC_NOTE,))
 
 
-def _part(samples: Samples, numbers: np.ndarray, use: str) -> Samples:
-    labels = None if samples.labels is None else samples.labels[numbers]
-    return Samples(f"{samples.origin}: {len(numbers)} {use}", [samples.arrays[int(one)] for one in numbers], labels)
+def _read(model: OpenModel, path: Path, option: str, most: int, labels: Path | None = None) -> Samples:
+    """At most so many samples, in the order of the files, which is that of the labels."""
+    inputs = read_inputs(path, model.signature, option=option)
+    chosen = _spread(inputs.samples, most)
+    known = None if labels is None else read_labels(labels, inputs)[chosen]
+    wanted = set(chosen.tolist())
+    found = {int(at[0]): arrays for at, arrays in inputs.each() if int(at[0]) in wanted}
+    part = f", {len(chosen)} of them" if len(chosen) < inputs.samples else ""
+    return Samples(f"{inputs.origin}{part}", [found[number] for number in chosen.tolist()], known)
+
+
+def _spread(count: int, most: int) -> np.ndarray:
+    """At most so many numbers below ``count``, spread evenly, because neighbours are often alike."""
+    return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int))

@@ -1,16 +1,18 @@
 """Makes quantized models and compares them with their source, in a process of its own (``apart.ObjectApart``)."""
 
-from collections.abc import Mapping
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import invalid_input
+from ortserve.model_file.reading import read_model
+from ortserve.tools.agreement import Agreement
 from ortserve.tools.compare.measure import measure_agreement
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.quantize.making import Prepared, calibrate, make, prepare
-from ortserve.tools.quantize.plan import Candidates
+from ortserve.tools.quantize.plan import Candidates, find_candidates
 from ortserve.tools.quantize.result import Settings
 from ortserve.tools.quantize.samples import Files, read_samples
 from ortserve.tools.quantize.search import Tried
@@ -18,90 +20,100 @@ from ortserve.tools.speed import Feeds
 from ortserve.tools.subject import Subject
 
 _MOST_FEEDS: Final = 4
-_FAILURES: Final[tuple[type[Exception], ...]] = (*ORT_ERRORS, ServeError)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """What is known of the source and its samples.
+class Ready:
+    """What is known when models can be made.
 
     Attributes:
+        candidates: The nodes to quantize.
         calibration: Origin of the calibration samples; empty without them.
         inputs: Origin of the samples of the comparison.
-        notes: About the samples.
         feeds: Inputs for measurements of speed.
+        notes: What the samples cannot show, and what was changed to prepare the source.
     """
 
+    candidates: Candidates
     calibration: str
     inputs: str
-    notes: tuple[str, ...]
     feeds: list[Feeds]
+    notes: tuple[str, ...]
 
 
 class Workbench:
-    """The source, its samples, and a folder for models."""
+    """The source, its samples, and a folder for files. Call ``prepare`` first, then ``calibrate`` if needed."""
 
     def __init__(self, source: Subject, files: Files, settings: Settings) -> None:
-        """Open the source and read the samples.
+        """Open the source, read the samples, and run it with them.
 
         Raises:
-            ServeError: The model cannot be opened, or a file does not fit it.
+            ServeError: The model cannot be opened or run, or a file does not fit it.
         """
         self._settings: Final = settings
         self._source: Final = open_model(source, provider="cpu")
-        self._samples: Final = read_samples(self._source, files)
+        self._calibration, self._evaluation = read_samples(self._source, files)
+        self._compare(self._source)  # what fails here is no fault of a quantized model
 
-    def opened(self) -> Opened:
-        """Describe what was opened."""
-        calibration, evaluation = self._samples.calibration, self._samples.evaluation
+    def prepare(self, folder: Path, nbytes: int, exclude: list[str]) -> Ready:
+        """Prepare the source for quantization in an empty folder.
+
+        Raises:
+            ServeError: As ``making.prepare`` and ``plan.find_candidates``.
+        """
+        tempfile.tempdir = str(folder)  # the library writes whole models there, which must vanish with the rest
+        path, settings = self._source.subject.path, self._settings
+        self._prepared: Prepared = prepare(path, folder, settings, nbytes)
+        model = read_model(self._prepared.path)
+        self._candidates: Candidates = find_candidates(model, settings, self._prepared.dtypes, exclude, str(path))
+        calibration, evaluation = self._calibration, self._evaluation
         names = [spec.name for spec in self._source.signature.inputs]
-        feeds: list[Feeds] = [dict(zip(names, arrays, strict=True)) for arrays in evaluation.arrays[:_MOST_FEEDS]]
-        origin = "" if calibration is None else calibration.origin
-        return Opened(origin, evaluation.origin, self._samples.notes, feeds)
+        return Ready(
+            self._candidates,
+            "" if calibration is None else calibration.origin,
+            evaluation.origin,
+            [dict(zip(names, arrays, strict=True)) for arrays in evaluation.arrays[:_MOST_FEEDS]],
+            (*evaluation.notes, *self._prepared.notes),
+        )
 
-    def prepare(self, folder: Path, opset: int, nbytes: int) -> Prepared:
-        """Prepare the source for quantization; see ``making.prepare``."""
-        return prepare(self._source.subject.path, folder, self._settings, opset, nbytes)
-
-    def calibrate(self, prepared: Prepared) -> None:
-        """Write the ranges of activations.
+    def calibrate(self) -> None:
+        """Find the ranges of activations.
 
         Raises:
             ServeError: invalid_input: the model cannot be calibrated with the samples.
         """
-        samples = self._samples.calibration
-        assert samples is not None
+        assert self._calibration is not None
         try:
-            calibrate(prepared, self._settings, samples.feeds(self._source), self._cache(prepared))
+            calibrate(self._prepared, self._settings, self._calibration.feeds(self._source))
         except ORT_ERRORS as error:
             raise invalid_input(f"calibration failed: {without_paths(str(error))}") from None
 
-    def attempt(self, prepared: Prepared, nodes: Mapping[str, str], candidates: Candidates, target: Path) -> Tried:
-        """Quantize these nodes, and compare the model with the source. A model that cannot run is a result, too."""
-        names = tuple(nodes)
+    def attempt(self, names: tuple[str, ...], target: Path) -> Tried:
+        """Quantize these nodes, and compare the model with the source. A model that cannot run is a result, too.
+
+        Raises:
+            OSError: The model cannot be written.
+        """
         target.parent.mkdir()
-        samples = self._samples.evaluation
+        nodes = {name: self._candidates.nodes[name] for name in names}
         try:
-            make(prepared, target, self._settings, nodes, candidates.passing, self._cache(prepared))
-            made = self._open(target)
-            # A model that is not batched any more has its rows where the source has them.
-            made = replace(made, signature=self._source.signature)
-            agreement = measure_agreement(self._source, made, samples, samples.samples, samples.labels, rows=1)
-        except _FAILURES as error:
-            return Tried(names, target, None, without_paths(str(error)))
-        return Tried(names, target, agreement)
+            make(self._prepared, target, self._settings, nodes, self._candidates.passing)
+            return Tried(names, self._compare(self._open(target)))
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the library raises whatever a graph leads it to
+            return Tried(names, None, without_paths(str(error)) or type(error).__name__)
 
     def batching_lost(self, target: Path) -> str:
         """Why the server batches requests for the source but not for this model; empty if that is not so."""
         return "" if _alone_because(self._source) else _alone_because(self._open(target))
 
+    def _compare(self, model: OpenModel) -> Agreement:
+        samples = self._evaluation
+        return measure_agreement(self._source, model, samples, samples.samples, samples.labels, rows=1)
+
     def _open(self, path: Path) -> OpenModel:
         return open_model(replace(self._source.subject, path=path), provider="cpu")
-
-    @staticmethod
-    def _cache(prepared: Prepared) -> Path:
-        """The file with the ranges of activations."""
-        return prepared.path.with_name("ranges.json")
 
 
 def _alone_because(model: OpenModel) -> str:

@@ -10,7 +10,7 @@ from models import builders, patterns
 from ortserve.errors import ServeError
 from ortserve.model_file.reading import read_model
 from ortserve.tools.quantize.making import LARGE_NBYTES, Prepared, calibrate, make, prepare
-from ortserve.tools.quantize.plan import Wish, choose_settings, find_candidates, needed_opset
+from ortserve.tools.quantize.plan import Wish, choose_settings, find_candidates
 from ortserve.tools.quantize.result import Settings
 
 
@@ -21,7 +21,7 @@ def settings_of(wish: Wish, path: Path) -> Settings:
 def prepared_by(wish: Wish, path: Path, folder: Path, nbytes: int = 0) -> tuple[Settings, Prepared]:
     settings = settings_of(wish, path)
     folder.mkdir()
-    return settings, prepare(path, folder, settings, needed_opset(settings), nbytes)
+    return settings, prepare(path, folder, settings, nbytes)
 
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ def test_opsets_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
     path = patterns.write(tmp_path / "m.onnx", [node], [patterns.value("x", 2)], [patterns.value("y", 2)], opset=12)
     settings = settings_of(Wish("dynamic"), path)
     with pytest.raises(ServeError, match="expected opset 13 for these settings, the model has 12"):
-        prepare(path, tmp_path, settings, 13, 0)
+        prepare(path, tmp_path, settings, 0)
 
 
 @pytest.mark.parametrize("calibrator", ["minmax", "entropy", "percentile"])
@@ -85,9 +85,8 @@ def test_ranges_cover_all_samples_or_leave_out_rare_values(calibrator: str, tmp_
     samples[0, 0, 0, 0, 0] = 50.0
     samples[-1, 0, 0, 0, 0] = -6.0
 
-    cache = tmp_path / "work" / "ranges.json"
-    calibrate(prepared, settings, ({"x": one} for one in samples), cache)
-    make(prepared, tmp_path / "out.onnx", settings, {"conv": "Conv"}, (), cache)
+    calibrate(prepared, settings, ({"x": one} for one in samples))
+    make(prepared, tmp_path / "out.onnx", settings, {"conv": "Conv"})
 
     (scale,) = (one for one in onnx.load(tmp_path / "out.onnx").graph.initializer if one.name == "x_scale")
     width = float(onnx.numpy_helper.to_array(scale)) * 255
@@ -104,3 +103,28 @@ def test_preparation_keeps_free_dimensions_and_the_current_folder(
     _, prepared = prepared_by(Wish("static"), source, tmp_path / "work")
     assert list(Path.cwd().iterdir()) == []
     assert read_model(prepared.path).graph.outputs == read_model(source).graph.outputs
+
+
+def test_weights_that_several_gemms_share_are_not_transposed_twice(tmp_path: Path) -> None:
+    """Layers that begin with equal weights share them after deduplication; so do an embedding and an output layer."""
+    nodes = [
+        helper.make_node("Gemm", ["x", "w"], ["a"], transB=1),
+        helper.make_node("Gemm", ["a", "w"], ["b"], transB=1),
+        helper.make_node("ArgMax", ["x"], ["i"], axis=1, keepdims=0),
+        helper.make_node("Gather", ["w", "i"], ["row"]),
+        helper.make_node("Add", ["b", "row"], ["y"]),
+        helper.make_node("Gemm", ["y", "v"], ["c"], transB=1),
+        helper.make_node("Gemm", ["c", "v"], ["z"], transB=1),
+    ]
+    random = np.random.default_rng(0)
+    weights = {name: random.standard_normal((4, 4)).astype(np.float32) for name in ("w", "v")}
+    ends, outputs = [patterns.value("x", "batch", 4)], [patterns.value("z", "batch", 4)]
+    path = patterns.write(tmp_path / "m.onnx", nodes, ends, outputs, weights)
+
+    _, prepared = prepared_by(Wish("dynamic"), path, tmp_path / "work")
+
+    x = random.standard_normal((2, 4)).astype(np.float32)
+    np.testing.assert_allclose(run(prepared.path, x), run(path, x), atol=1e-5)
+    ready = onnx.load(prepared.path)
+    assert {node.op_type for node in ready.graph.node} == {"MatMul", "Gather", "Add", "ArgMax"}
+    assert {one.name for one in ready.graph.initializer} <= {"w", "w_untied", "v_untied"}

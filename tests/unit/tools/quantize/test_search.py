@@ -1,5 +1,4 @@
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,9 @@ class Models:
     def attempt(self, nodes: tuple[str, ...]) -> Tried:
         self.made.append(nodes)
         if set(nodes) & set(self.broken):
-            return Tried(nodes, Path(), None, "no kernel")
+            return Tried(nodes, None, "no kernel")
         error = sum(self.costs.get(name, 0.0) for name in nodes)
-        return Tried(nodes, Path(), Agreement(1, (OutputError("y", error, error, error, 0.0),)))
+        return Tried(nodes, Agreement(1, (OutputError("y", error, error, error, 0.0),)))
 
     def find(self, *, trials: int = 100, late_after: int = 1000, always_rank: bool = False) -> Found:
         return find_nodes(

@@ -1,0 +1,19 @@
+from pathlib import Path
+
+import numpy as np
+from onnx import helper
+
+from models import patterns
+from ortserve.tools.speed import Timed, _Runner
+from ortserve.tools.subject import Subject
+
+
+def test_a_model_whose_rows_meet_is_run_in_the_form_of_the_first_one(tmp_path: Path) -> None:
+    """The first has its rows on axis 1. The second does not show where, and takes no other form, as axis 0 is fixed."""
+    x, y = patterns.value("x", 4, "batch", 3), patterns.value("y", 4, "batch", 3)
+    nodes = [helper.make_node("ReduceMean", ["x"], ["mean"]), helper.make_node("Sub", ["x", "mean"], ["y"])]
+    first = patterns.write(tmp_path / "first.onnx", [helper.make_node("Relu", ["x"], ["y"])], [x], [y], {})
+    second = patterns.write(tmp_path / "second.onnx", nodes, [x], [y], {})
+    feeds = [{"x": np.zeros((1, 4, 3), np.float32)}]
+    signature = _Runner(Timed(Subject("first", first)), feeds).signature()
+    assert _Runner(Timed(Subject("second", second)), feeds, signature).run(1).runs == 1
