@@ -122,6 +122,7 @@ def check(reference: Timed, path: Path, kind: Kind, file: Path | None) -> Checke
             raise invalid_input(problem)
     if kind == "sizes":  # only what fits the new sizes fits both
         first = replace(first, signature=opened.signature)
+    opened = opened.with_rows_of(first.signature)
     inputs = choose_inputs(opened if kind == "sizes" else first, file)
     rows = common_rows(first, opened, BATCH)
     names = [spec.name for spec in first.signature.inputs]
