@@ -19,6 +19,7 @@ from ortserve.errors import invalid_input
 from ortserve.tools.tune.result import Trial
 from ortserve.tools.tune.space import Parameter, Point
 
+_BEGINNING: Final = b'{"op_code":'
 _SUBJECT: Final = "subject"
 _TRIAL: Final = "trial"
 _SEED: Final = 1
@@ -118,6 +119,8 @@ def open_journal(
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise invalid_input(f"{file}: expected a journal that is not in use, another search writes it") from None
+        if not is_journal(file.read_bytes()[: len(_BEGINNING)]):
+            raise invalid_input(f"{file}: expected a journal of ortserve tune, it is another file")
         file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # of a process that was killed
         if resume is False:
             held.truncate(0)
@@ -139,6 +142,11 @@ def _load(file: Path) -> optuna.Study:
         return read_study(JournalStorage(JournalFileBackend(str(file))))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise invalid_input(f"{file}: expected a journal of ortserve tune, it is not one: {error}") from None
+
+
+def is_journal(beginning: bytes) -> bool:
+    """Whether a file that begins so may be a journal, so that it may be changed."""
+    return _BEGINNING.startswith(beginning[: len(_BEGINNING)])
 
 
 def cut_partial_line(file: Path) -> None:

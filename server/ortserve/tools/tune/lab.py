@@ -189,7 +189,8 @@ class ModelProcess:
             os.close(self._errors)
 
     def _run(self, callers: int | None, times_ns: np.ndarray | None, seconds: float, *, is_ramp: bool = False) -> Seen:
-        timeout_s = max(_RAMP_TIMEOUT_S, 3 * (self._goal.slo_s or _TIMEOUT_S)) if is_ramp else _TIMEOUT_S
+        slo_s = self._goal.slo_s or _TIMEOUT_S
+        timeout_s = max(_RAMP_TIMEOUT_S, 3 * slo_s) if is_ramp else max(_TIMEOUT_S, 2 * slo_s)
         work = Work("model", self._plan, callers, times_ns, _WARMUP_S, seconds, timeout_s, _LOOK_EVERY)
         wants_more = self._wants_more if is_ramp else lambda seen, elapsed_s: True
         try:
@@ -222,8 +223,9 @@ class ModelProcess:
         for number, body in (one for chunk in seen.chunks for one in chunk.bodies):
             expected = requests.expected[number % len(requests.expected)]
             got = _arrays(body)
-            if len(got) == len(expected):
-                self._meter.add(list(expected.values()), got, requests.rows)
+            if len(got) != len(expected):
+                return f"wrong outputs: expected {len(expected)}, got {len(got)}"
+            self._meter.add(list(expected.values()), got, requests.rows)
             if not self._checks:
                 continue
             if self._bound is not None:

@@ -177,6 +177,8 @@ class Search:
                 figures = side.figures(bench.goal)
                 why = bench.goal.misses(side.readings, current.readings[before:])
         except ServeError as error:
+            if current.has_failed:  # then no trial can be compared any more
+                raise
             why = error.message
         if why:
             trial = Trial(number, changes, "failed", why, None, len(logs), figures)

@@ -108,11 +108,13 @@ class Side:
         contender: Its process.
         guess: The rate that it is expected to sustain.
         readings: Of its rounds.
+        has_failed: It is unusable.
     """
 
     contender: Contender
     guess: float
     readings: list[Reading] = field(default_factory=list)
+    has_failed: bool = False
 
     def beside(self, other: Contender) -> "Side":
         """A side for another contender. If it is much faster or slower for few callers, so is the expected rate."""
@@ -130,7 +132,9 @@ class Side:
         """
         for _ in range(_MOST_SHIFTS):
             offer = self.offer(goal)
+            self.has_failed = True
             reading = self.contender.measure(offer, seed)
+            self.has_failed = bool(reading.problem)
             if reading.problem:
                 raise ServeError(ErrorKind.INTERNAL, reading.problem)
             if goal.rate_per_s is not None:
