@@ -245,9 +245,10 @@ def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Chang
             provenance = read_provenance(file)
             ratio, error, why = None, None, "there was no time: allow more by --max-minutes"
             first = len(reference.readings)
-            share_s = max(budget.left_s / (len(variants) - index), budget.cost_s(1, _LEAST_PAIRS))
-            pairs = min(KEEPING_PAIRS, int((share_s - budget.cost_s(1, 0)) / budget.cost_s(0, 1)))
-            if budget.left_s >= share_s:
+            left_s, least_s = budget.left_s, budget.cost_s(1, _LEAST_PAIRS)
+            share_s = max(left_s / (len(variants) - index), least_s) - budget.cost_s(1, 0)
+            pairs = max(_LEAST_PAIRS, min(KEEPING_PAIRS, int(share_s / budget.cost_s(0, 1))))
+            if left_s >= least_s:
                 try:
                     with closing(bench.open(changes, number)) as other:
                         side = reference.beside(other)

@@ -49,11 +49,11 @@ class Journal:
         params = {parameter.name: point.get(parameter.name, 0) for parameter in self._space}
         self._study.enqueue_trial(params, skip_if_exists=not point)
 
-    def ask(self) -> tuple[int, Point]:
-        """The number of a new trial, and its point: an enqueued one, or what the sampler proposes."""
+    def ask(self) -> Point:
+        """The point of a new trial: an enqueued one, or what the sampler proposes."""
         trial = self._asked = self._study.ask()
         chosen = {one.name: trial.suggest_categorical(one.name, range(len(one.choices))) for one in self._space}
-        return trial.number, self._point(chosen)
+        return self._point(chosen)
 
     def tell(self, point: Point, trial: Trial, value: float | None) -> None:
         """Write the outcome of the trial that was asked; ``value`` is the better the larger, None if it failed."""
@@ -108,8 +108,7 @@ def open_journal(
     warnings.filterwarnings("ignore", module="optuna")
     wanted = json.dumps([subject, [[one.name, one.choices] for one in space]], sort_keys=True, default=str)
     if file is None:
-        study = read_study(InMemoryStorage())
-        yield Journal(study, space)
+        yield Journal(read_study(InMemoryStorage()), space)
         return
     none = invalid_input(f"--resume: expected the journal of a search in {file}, there is none")
     if resume and not file.exists():

@@ -108,15 +108,7 @@ class ProcessLab:
         bound: ErrorBound | None,
         variants: Mapping[int, Path] | None = None,
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            subject: The model with its current configuration.
-            requests: As ``prepare_requests`` makes them.
-            goal: Decides what counts as late.
-            bound: Of the errors of outputs; None for the tolerances of datatypes.
-            variants: The model files of other versions.
-        """
+        """Open nothing yet. ``bound`` None is the tolerances of datatypes; ``variants`` are files of other versions."""
         self._subject = subject
         self._requests = requests
         self._bound = bound or (_GPU_BOUND if requests.is_on_gpu else None)
@@ -128,8 +120,7 @@ class ProcessLab:
         subject = replace(self._subject, options=apply_changes(self._subject.options, changes))
         if version is not None:
             subject = replace(subject, path=self._variants[version], version=version)
-        checks = version is None
-        return ModelProcess(subject, self._requests, self.goal, self._bound, checks=checks)
+        return ModelProcess(subject, self._requests, self.goal, self._bound, checks=version is None)
 
 
 class ModelProcess:
@@ -155,7 +146,7 @@ class ModelProcess:
         try:
             seen = self._run(_CALLERS, None, _PROBE_S)
             answers = sum(chunk.answers for chunk in seen.chunks)
-            self.probed_per_s: Final = answers / _PROBE_S or 1 / _TIMEOUT_S
+            self.probed_per_s = answers / _PROBE_S or 1 / _TIMEOUT_S
             if problem := self._check(seen):
                 raise ServeError(ErrorKind.INTERNAL, problem)
         except BaseException:
@@ -222,7 +213,8 @@ class ModelProcess:
                 return f"{kind}: {chunk.examples[kind]}"
         for number, body in (one for chunk in seen.chunks for one in chunk.bodies):
             expected = requests.expected[number % len(requests.expected)]
-            got = _arrays(body)
+            assert isinstance(body, list)
+            got: list[np.ndarray] = body
             if len(got) != len(expected):
                 return f"wrong outputs: expected {len(expected)}, got {len(got)}"
             self._meter.add(list(expected.values()), got, requests.rows)
@@ -239,8 +231,3 @@ class ModelProcess:
     def _tensors(self, arrays: Sequence[np.ndarray]) -> dict[str, Tensor]:
         pairs = zip(self._requests.datatypes.items(), arrays, strict=False)
         return {name: Tensor(name, datatype, array) for (name, datatype), array in pairs}
-
-
-def _arrays(body: object) -> list[np.ndarray]:
-    assert isinstance(body, list)
-    return body

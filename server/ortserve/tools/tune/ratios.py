@@ -89,9 +89,9 @@ def is_confirmed(ratio: Estimate) -> bool:
 
 def is_decided(logs: Sequence[float], noise: Noise) -> bool:
     """Whether it is clear that a decision is worth keeping, or that it is not. Looking often would keep too much."""
-    return (
-        is_confirmed(noise.estimate(logs)) if len(logs) >= _LOOK_AFTER else is_hopeless(logs, noise) and len(logs) > 1
-    )
+    if len(logs) >= _LOOK_AFTER:
+        return is_confirmed(noise.estimate(logs))
+    return len(logs) > 1 and is_hopeless(logs, noise)
 
 
 def is_too_noisy(noise: Noise) -> bool:

@@ -102,7 +102,11 @@ def test_options_that_were_changed_meanwhile_stay_and_the_keys_are_printed(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = VirtualLab(spinning_helps, spread=0.02)
-    lab.on_open = lambda changes: (model / "model.yaml").write_text("instances: 3\n") and None
+
+    def edit(changes: Changes) -> None:
+        (model / "model.yaml").write_text("instances: 3\n")
+
+    lab.on_open = edit
     use(monkeypatch, spinning_helps, lab)
     status, result = run(capsys, str(model), *GOAL)
     assert (status, result["written"]) == (0, "")
@@ -111,10 +115,11 @@ def test_options_that_were_changed_meanwhile_stay_and_the_keys_are_printed(
     assert (model / "model.yaml").read_text() == "instances: 3\n"
 
 
+@pytest.mark.parametrize("count", [1, 28])
 def test_other_versions_are_measured_within_the_time(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    count: int, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in range(2, 30):
+    for number in range(2, 2 + count):
         shutil.copytree(model / "1", model / str(number))
     lab = VirtualLab(spinning_helps, spread=0.02)
     use(monkeypatch, spinning_helps, lab)
@@ -123,11 +128,16 @@ def test_other_versions_are_measured_within_the_time(
         "read_provenance",
         lambda file: SimpleNamespace(source=SimpleNamespace(name="", version=1), commands=()),
     )
-    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: lab.now_s))
+
+    def monotonic() -> float:
+        lab.now_s += 1e-6
+        return lab.now_s
+
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=monotonic))
     status, result = run(capsys, str(model), "--slo", "20ms", "--max-minutes", "2", "--variants", "--json")
-    assert (status, len(result["variants"])) == (0, 28)
+    assert (status, len(result["variants"])) == (0, count)
     assert result["variants"][0]["ratio"]
-    assert "no time" in result["variants"][-1]["why"]
+    assert count == 1 or "no time" in result["variants"][-1]["why"]
     assert lab.now_s < 2 * 60 * 1.1
 
 
