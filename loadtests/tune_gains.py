@@ -23,7 +23,6 @@ from harness import circumstances, table
 from ortserve.tools.apart import call_apart
 from ortserve.tools.subject import find_model
 from ortserve.tools.tune.lab import ProcessLab, prepare_requests
-from ortserve.tools.tune.presentation import ratio_text
 from ortserve.tools.tune.ratios import estimate_ratio
 from ortserve.tools.tune.search import describe
 from ortserve.tools.tune.sides import Goal, Side, take_pairs
@@ -72,8 +71,7 @@ def check(default: Path, tuned: Path, slo_ms: float) -> str:
     one, other = (ProcessLab(find_model(str(folder)), requests, goal, None).open({}) for folder in (default, tuned))
     try:
         before = Side(one, one.probed_per_s)
-        ratio = estimate_ratio(take_pairs(before, before.beside(other), goal, PAIRS))
-        return ratio_text(ratio) or ""
+        return str(estimate_ratio(take_pairs(before, before.beside(other), goal, PAIRS)))
     finally:
         one.close()
         other.close()

@@ -14,10 +14,11 @@ from ortserve.tools.tune.loads import Offer, Reading
 from ortserve.tools.tune.ratios import Noise
 from ortserve.tools.tune.search import Bench, Search, measure_floor
 from ortserve.tools.tune.sides import Goal, Side
-from ortserve.tools.tune.space import Changes, Parameter
+from ortserve.tools.tune.space import Changes, Parameter, Point
 
 RATE = 500.0
 GOAL = Goal("throughput", 0.02, 99.0)
+MEMORY = Goal("memory", 0.02, 99.0, RATE / 2)
 SPACE = (
     Parameter("threads", ({}, {"intra_op_threads": 1}, {"intra_op_threads": 2})),
     Parameter("spinning", ({}, {"session.spinning": True})),
@@ -49,6 +50,7 @@ class VirtualLab:
         self.opened: list[Changes] = []
         self.running = 0
         self.on_open: Callable[[Changes], None] = lambda changes: None
+        self.memory: Callable[[Changes], int] = lambda changes: 10**8
 
     def open(self, changes: Changes, version: int | None = None) -> "VirtualContender":
         self.now_s += self.open_s
@@ -58,39 +60,56 @@ class VirtualLab:
         if not factor:
             raise ServeError(ErrorKind.INTERNAL, "wrong outputs: output 'y': off by 1")
         self.running += 1
-        return VirtualContender(self, RATE * factor * math.exp(self.random.normal(0, self.between)))
+        rate = RATE * factor * math.exp(self.random.normal(0, self.between))
+        return VirtualContender(self, rate, self.memory(changes))
 
 
 class VirtualContender:
-    """A configuration with a capacity."""
+    """A configuration with a capacity. It fails after some loads if ``left`` is set."""
 
-    def __init__(self, lab: VirtualLab, rate: float) -> None:
+    def __init__(self, lab: VirtualLab, rate: float, nbytes: int) -> None:
         self.lab = lab
         self.rate = self.probed_per_s = rate
+        self.nbytes = nbytes
+        self.left: int | None = None
         self.is_closed = False
 
     def measure(self, offer: Offer, seed: int) -> Reading:
         lab = self.lab
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise ServeError(ErrorKind.INTERNAL, "its process ended")
         lab.now_s += offer.seconds + 0.3
         factor = math.exp(lab.random.normal(0, lab.spread))
         rate = min(offer.high, max(offer.low, self.rate * factor)) if offer.high > offer.low else offer.low
         late = 0.0 if offer.high > offer.low or offer.low < self.rate else 0.5
-        return Reading(1000, late, rate, 1.0, 2e3 / self.rate / factor, 1.0, 10**8)
+        return Reading(1000, late, rate, 1.0, 2e3 / self.rate / factor, 1.0, self.nbytes)
 
     def close(self) -> None:
         self.lab.running -= not self.is_closed
         self.is_closed = True
 
 
-def search(lab: VirtualLab, *, minutes: float, journal: Path | None = None) -> tuple[Ending | None, int]:
+def end(lab: VirtualLab, winner: Point, goal: Goal = GOAL) -> Ending:
+    """What is left of a winner."""
+    bench = Bench(lab, goal, SPACE, Budget(600, lambda: lab.now_s), Noise(), lambda line: None)
+    bench.noise.learn([-lab.spread, lab.spread] * 10)
+    return end_search(bench, winner, RATE)
+
+
+def search(
+    lab: VirtualLab, *, minutes: float, journal: Path | None = None, kill_current_after: int | None = None
+) -> tuple[Ending | None, int]:
     """What a whole search ends with, and the number of trials."""
     budget = Budget(minutes * 60, lambda: lab.now_s)
     bench = Bench(lab, GOAL, SPACE, budget, Noise(), lambda line: None)
     with open_journal(journal, {"model": "m"}, SPACE, resume=None) as opened:
-        contender = bench.open({})
+        contender = lab.open({})
         try:
             current = Side(contender, RATE / 3)
             measure_floor(bench, current)
+            contender.left = kill_current_after
             winner = Search(bench, opened, current).run()
         finally:
             contender.close()

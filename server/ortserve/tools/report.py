@@ -1,7 +1,7 @@
 """A result for people, as blocks that the terminal and the page both show. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 Cell: TypeAlias = str | int | float | None
@@ -142,6 +142,8 @@ def _cell(name: str, value: Any) -> Cell:
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, int | float) and name.endswith("nbytes"):
         return bytes_text(value)
+    if is_dataclass(value):
+        return str(value)
     return None if value == "" else value
 
 

@@ -30,6 +30,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    def __str__(self) -> str:
+        """As a ratio with its interval: ``1.32 (1.21 to 1.44)``."""
+        interval = "" if self.low is None or self.high is None else f" ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.value:.2f}{interval}"
+
     @property
     def relative(self) -> float:
         """Half the interval as a share of the value; infinite without an interval."""

@@ -5,6 +5,8 @@ from typing import Final
 
 _SAFETY: Final = 1.15
 _SMOOTHING: Final = 0.3
+_MOST_LATER: Final = 0.25
+"""Of all the time."""
 CONFIRMING_PAIRS: Final = 6
 """At least, if there is time: with two processes of each configuration, as memory lies elsewhere in the next one."""
 LEAST_PAIRS: Final = 4
@@ -23,6 +25,8 @@ class Budget:
         self._limit_s: Final = limit_s
         self._open_s = 3.0
         self._pair_s = 2.5
+        self.later = 0
+        """Versions to measure after the end of the search, for which time is reserved."""
 
     @property
     def spent_s(self) -> float:
@@ -31,8 +35,9 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Until its end; negative afterwards."""
-        return self._limit_s - self.spent_s
+        """Until its end, less a part for the versions that come later; negative afterwards."""
+        later_s = self.cost_s(1 + self.later, self.later * KEEPING_PAIRS) if self.later else 0.0
+        return self._limit_s - self.spent_s - min(later_s, _MOST_LATER * self._limit_s)
 
     def is_mostly_spent(self, share: float) -> bool:
         """Whether this share of the time is over."""

@@ -5,14 +5,15 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ortserve import __version__
+from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
@@ -20,22 +21,23 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE, VERSION
 from ortserve.tools.agreement import parse_bound
 from ortserve.tools.apart import call_apart
+from ortserve.tools.arguments import number
 from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.command import Outcome, ToolParser, run_tool
-from ortserve.tools.console import Step, progress
+from ortserve.tools.console import progress
 from ortserve.tools.doctor.machine import Files, read_processors
-from ortserve.tools.provenance import read_provenance
+from ortserve.tools.provenance import describe_model, read_provenance
 from ortserve.tools.subject import Subject, find_model
 from ortserve.tools.tune.budget import KEEPING_PAIRS, Budget
 from ortserve.tools.tune.ending import Ending, end_search
 from ortserve.tools.tune.journal import Journal, open_journal
-from ortserve.tools.tune.lab import ModelProcess, ProcessLab, Requests, prepare_requests
-from ortserve.tools.tune.presentation import place_of, present, ratio_text
+from ortserve.tools.tune.lab import ProcessLab, Requests, prepare_requests
+from ortserve.tools.tune.presentation import mark_front, present
 from ortserve.tools.tune.ratios import Noise, is_too_noisy
-from ortserve.tools.tune.result import Trial, TuneResult, Variant
+from ortserve.tools.tune.result import TuneResult, Variant
 from ortserve.tools.tune.search import Bench, Search, measure_floor
 from ortserve.tools.tune.sides import Goal, Side
-from ortserve.tools.tune.space import Facts, Parameter, apply_changes, changes_of, make_space
+from ortserve.tools.tune.space import Changes, Facts, Parameter, apply_changes, changes_of, make_space
 from ortserve.tools.tune.writing import edit_text, write_options
 
 JOURNAL: Final = ".ortserve-tune.journal"
@@ -55,6 +57,8 @@ _GAINS: Final = {
 """What an objective makes better, in words."""
 _MODERATE: Final = 0.5
 """Of the rate that the current configuration sustains, for objectives with a constant rate."""
+_LEAST_PAIRS: Final = 2
+"""Of another version."""
 _OFFERED: Final = ("cuda", "tensorrt", "openvino")
 
 
@@ -73,16 +77,17 @@ def build_parser() -> ToolParser:
     parser.add_argument("model", metavar="MODEL", help="REPOSITORY/name[/version], or a file, which is only measured.")
     add = parser.add_argument_group("what is better").add_argument
     add("--slo", type=_duration, metavar="TIME", help="Bound of the latency: 20ms, 0.5s, or a number of ms.")
-    add("--percentile", type=_percent, default=99.0, metavar="P", help="That the bound is for. Default: 99.")
+    add("--percentile", type=number(float, 50, 99.99), default=99.0, metavar="P", help="Of the bound. Default: 99.")
     add("--objective", choices=_GAINS, default="throughput", help="Default: throughput.")
-    add("--rate", type=_positive, metavar="R", help="Requests per second for the other objectives. Default: moderate.")
+    rate = "Requests per second for the other objectives. Default: moderate."
+    add("--rate", type=number(float, 0.001), metavar="R", help=rate)
     add("--inputs", type=Path, metavar="FILE.npz", help="Samples to send; made from the signature if not given.")
-    add("--rows", type=_count, default=1, metavar="N", help="Rows of a request. Default: 1.")
+    add("--rows", type=number(int, 1), default=1, metavar="N", help="Rows of a request. Default: 1.")
     bound = "Of outputs against the model's own: 0.001, or MEASURE=NUMBER. Default: the tolerance of the datatype."
     add("--max-error", metavar="BOUND", help=bound)
     add = parser.add_argument_group("search").add_argument
-    add("--max-minutes", type=_positive, default=10.0, metavar="M", help="With confirmation. Default: 10.")
-    add("--max-trials", type=_count, default=10_000, metavar="N", help="With those of a search that goes on.")
+    add("--max-minutes", type=number(float, 0.001), default=10.0, metavar="M", help="With confirmation. Default: 10.")
+    add("--max-trials", type=number(int, 1), default=10_000, metavar="N", help="With those of a search that goes on.")
     add("--variants", action="store_true", help="Also measure the other versions that tools made of this model.")
     add("--dry-run", action="store_true", help="Write nothing.")
     add("--journal", type=Path, metavar="FILE", help=f"Of all trials; kept. Default: {JOURNAL}, kept until the end.")
@@ -99,28 +104,12 @@ def _duration(text: str) -> float:
     return float(found[1]) / (1 if found[2] == "s" else 1e3)
 
 
-def _positive(text: str) -> float:
-    if not re.fullmatch(r"\d{1,7}(\.\d+)?", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
-    return float(text)
-
-
-def _percent(text: str) -> float:
-    if not 50 <= (value := _positive(text)) < 100:
-        raise argparse.ArgumentTypeError(f"expected a percentile from 50 to 99.9, got '{text}'")
-    return value
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,4}", text):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
-    return int(text)
-
-
 def tune(given: argparse.Namespace) -> Outcome:
     """Search, confirm, write. Raises ServeError, and KeyboardInterrupt with the journal kept."""
     began_s = time.monotonic()
     bound = parse_bound(given.max_error) if given.max_error else None
+    if bound is not None and bound.measure == "accuracy":
+        raise invalid_input("--max-error accuracy: tune has no labels; ortserve compare has")
     subject = find_model(given.model)
     variants = _find_variants(subject) if given.variants else {}
     with progress("preparing inputs") as step:
@@ -129,59 +118,58 @@ def tune(given: argparse.Namespace) -> Outcome:
         space = make_space(subject.options, _facts(requests, given.slo), given.objective)
         lab = ProcessLab(subject, requests, goal, bound, variants)
         budget = Budget(given.max_minutes * 60 - (time.monotonic() - began_s), time.monotonic)
-        bench = Bench(lab, goal, space, budget, Noise(), _shower(step, budget), given.max_trials)
+        budget.later = len(variants)
+        show = lambda line: step(0, f"{budget.spent_s / 60:.1f} min, {line}")  # noqa: E731
+        bench = Bench(lab, goal, space, budget, Noise(), show, given.max_trials)
         with _journal(given, subject, requests, space) as journal:
-            found = _search(given, bench, lab, journal)
-            measured = _measure_variants(bench, variants, found) if variants else ()
-        result = _result(given, subject, requests, bench, journal, found, measured)
-        result = _write(given, subject, bench, result, found)
-    result = replace(result, seconds=time.monotonic() - began_s)
+            noise, ending = _search(given.rate, bench, journal)
+            changes = changes_of(space, ending.point) if ending else {}
+            others = tuple(_measure_variants(bench, variants, changes))
+            trials = sorted(journal.trials.values(), key=lambda one: one.number)
+            comments = _comments(given.objective, ending) if ending else {}
+            written, why = _write(given, subject, changes, comments)
+    result = TuneResult(
+        version=__version__,
+        model=given.model,
+        model_version=subject.version,
+        objective=given.objective,
+        slo_ms=None if given.slo is None else given.slo * 1e3,
+        percentile=given.percentile,
+        rate_per_s=bench.goal.rate_per_s,
+        machine=f"{cpu_budget()} processors, load {os.getloadavg()[0]:.1f} at the end",
+        inputs=requests.origin,
+        seconds=time.monotonic() - began_s,
+        noise=noise,
+        is_too_noisy=noise is not None and is_too_noisy(bench.noise),
+        conclusion=_conclusion(given.objective, ending, len(trials)),
+        has_gain=bool(changes),
+        confirmation=ending.confirmation if ending else None,
+        gains=ending.gains if ending else (),
+        yaml=edit_text("", changes, comments) if changes else "",
+        written=written,
+        why_not_written=why,
+        trials=mark_front(trials, given.objective),
+        variants=others,
+    )
     return Outcome(result, present(result, has_pictures=given.page is not None))
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What a search found.
+def _search(rate: float | None, bench: Bench, journal: Journal) -> tuple[Estimate | None, Ending | None]:
+    """The current configuration against itself, None if it answers nothing in time; and the end of the search.
 
-    Attributes:
-        noise: The current configuration against itself; None if it answers nothing in time.
-        guess: The rate that the current configuration sustains.
-        ending: None if no trial was better.
+    There is no end if no trial was better.
     """
-
-    noise: Estimate | None
-    guess: float
-    ending: Ending | None
-
-
-def _search(given: argparse.Namespace, bench: Bench, lab: ProcessLab, journal: Journal) -> _Found:
     bench.show("opening the current configuration")
-    contender = lab.open({})
-    try:
+    with closing(bench.lab.open({})) as contender:
         current = Side(contender, contender.probed_per_s)
-        if given.objective != "throughput":
-            bench.goal = _with_rate(given, bench.goal, contender)
+        if bench.goal.objective != "throughput":
+            if rate is None and bench.goal.slo_s is not None:
+                Side.measure(probed := replace(current), replace(bench.goal, objective="throughput"), 0, may_fall=True)
+                rate = probed.guess * _MODERATE
+            bench.goal = replace(bench.goal, rate_per_s=rate or current.guess * _MODERATE)
         noise = measure_floor(bench, current)
         winner = Search(bench, journal, current).run()
-    finally:
-        contender.close()
-    ending = end_search(bench, winner, current.guess) if winner else None
-    return _Found(noise, current.guess, ending)
-
-
-def _with_rate(given: argparse.Namespace, goal: Goal, contender: ModelProcess) -> Goal:
-    """The goal with its constant rate: the given one, or half of what the current configuration sustains."""
-    rate = given.rate
-    if rate is None:
-        side = Side(contender, contender.probed_per_s)
-        if goal.slo_s is not None:
-            side.measure(replace(goal, objective="throughput"), 0, may_fall=True)
-        rate = side.guess * _MODERATE
-    return replace(goal, rate_per_s=rate)
-
-
-def _shower(step: Step, budget: Budget) -> Callable[[str], object]:
-    return lambda line: step(0, f"{budget.spent_s / 60:.1f} min, {line}")
+    return noise, end_search(bench, winner, current.guess) if winner else None
 
 
 def _facts(requests: Requests, slo_s: float | None) -> Facts:
@@ -190,14 +178,6 @@ def _facts(requests: Requests, slo_s: float | None) -> Facts:
     runtime = Runtime()
     offered = tuple(name for name in _OFFERED if not runtime.offer(full_name(name)).problem)
     return Facts(cpu_budget(), nodes, requests.is_batched, requests.has_convolutions, offered, slo_s)
-
-
-def _options_file(subject: Subject) -> Path | None:
-    """Where the options are or would be; None for a model without a folder."""
-    if subject.folder is None:
-        return None
-    triton = subject.folder / TRITON_OPTIONS_FILE
-    return triton if triton.exists() else subject.folder / OPTIONS_FILE
 
 
 @contextmanager
@@ -210,18 +190,9 @@ def _journal(
         file = subject.folder / JOURNAL
     if file is None and given.resume:
         raise invalid_input("--resume: expected --journal, as without it this search keeps nothing")
-    status = subject.path.stat()
-    key = {
-        "model": [subject.path.name, status.st_size, status.st_mtime_ns],
-        "options": subject.options.model_dump(mode="json"),
-        "goal": [given.objective, given.slo, given.percentile, given.rate, requests.rows, requests.origin],
-        "bound": given.max_error,
-        "machine": [platform.node(), cpu_budget()],
-        "versions": [__version__, version("onnxruntime")],
-    }
     resume = True if given.resume else False if given.fresh else None
     has_ended = True
-    with open_journal(file, key, space, resume=resume) as journal:
+    with open_journal(file, search_key(given, subject, requests), space, resume=resume) as journal:
         try:
             yield journal
         except BaseException:
@@ -230,6 +201,20 @@ def _journal(
         finally:
             if has_ended and file is not None and given.journal is None:
                 file.unlink(missing_ok=True)
+
+
+def search_key(given: argparse.Namespace, subject: Subject, requests: Requests) -> dict[str, Any]:
+    """What decides the figures of a search: only a journal with the same is gone on with."""
+    inputs = given.inputs.stat() if given.inputs else None
+    return {
+        "model": describe_model(subject.path, subject.name, subject.version).digest,
+        "options": subject.options.model_dump(mode="json"),
+        "goal": [given.objective, given.slo, given.percentile, given.rate, requests.rows, requests.origin],
+        "inputs": [inputs.st_size, inputs.st_mtime_ns] if inputs else [],
+        "bound": given.max_error,
+        "machine": [platform.node(), cpu_budget(), read_processors(Files()).model],
+        "versions": [__version__, version("onnxruntime")],
+    }
 
 
 def _find_variants(subject: Subject) -> dict[int, Path]:
@@ -247,74 +232,44 @@ def _find_variants(subject: Subject) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _measure_variants(bench: Bench, variants: Mapping[int, Path], found: _Found) -> tuple[Variant, ...]:
+def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Changes) -> Iterator[Variant]:
     """Other versions with the best configuration, each in turn with the version that was tuned."""
-    changes = changes_of(bench.space, found.ending.point if found.ending else {})
-    results: list[Variant] = []
+    if not variants:
+        return
+    budget = bench.budget
+    budget.later = 0
     with closing(bench.open(changes)) as own:
         reference = Side(own, own.probed_per_s)
-        for number, file in variants.items():
+        for index, (number, file) in enumerate(variants.items()):
             bench.show(f"version {number}")
             provenance = read_provenance(file)
-            commands = provenance.commands if provenance else ()
-            try:
-                with closing(bench.open(changes, number)) as other:
-                    side = reference.beside(other)
-                    logs = bench.compare(reference, side, KEEPING_PAIRS)
-                    why = bench.goal.misses(side.readings, reference.readings)
-                    ratio = None if why else bench.noise.estimate(logs)
-                    results.append(Variant(number, commands, ratio, side.figures(bench.goal).error, why))
-            except ServeError as error:
-                results.append(Variant(number, commands, None, None, error.message))
-    return tuple(results)
+            ratio, error, why = None, None, "there was no time: allow more by --max-minutes"
+            first = len(reference.readings)
+            left_s, least_s = budget.left_s, budget.cost_s(1, _LEAST_PAIRS)
+            share_s = max(left_s / (len(variants) - index), least_s) - budget.cost_s(1, 0)
+            pairs = max(_LEAST_PAIRS, min(KEEPING_PAIRS, int(share_s / budget.cost_s(0, 1))))
+            if left_s >= least_s:
+                try:
+                    with closing(bench.open(changes, number)) as other:
+                        side = reference.beside(other)
+                        logs = bench.compare(reference, side, pairs)
+                        why = bench.goal.misses(side.readings, reference.readings[first:])
+                        ratio = None if why else bench.noise.estimate(logs)
+                        error = side.figures(bench.goal).error
+                except ServeError as failure:
+                    why = failure.message
+            yield Variant(number, provenance.commands if provenance else (), ratio, error, why)
 
 
-def _result(
-    given: argparse.Namespace,
-    subject: Subject,
-    requests: Requests,
-    bench: Bench,
-    journal: Journal,
-    found: _Found,
-    variants: Sequence[Variant],
-) -> TuneResult:
-    ending = found.ending
-    trials = mark_front(sorted(journal.trials.values(), key=lambda one: one.number), given.objective)
-    has_gain = ending is not None and bool(ending.point)
-    conclusion = "No trial was better than the current configuration beyond the noise."
-    if len(trials) < 2:
-        conclusion = "There was no time for a trial: allow more by --max-minutes."
-    elif ending is not None and has_gain:
-        ratio = ratio_text(ending.confirmation.ratio)
-        conclusion = f"{_GAINS[given.objective]}: {ratio} times as good as before, confirmed by new processes in turn."
-    elif ending is not None:
-        ratio = ratio_text(ending.confirmation.ratio)
-        conclusion = f"The best trial was not confirmed by new processes: {ratio}. The configuration stays."
-    comments = _comments(given.objective, ending) if ending else {}
-    changes = changes_of(bench.space, ending.point) if ending else {}
-    return TuneResult(
-        version=__version__,
-        model=given.model,
-        model_version=subject.version,
-        objective=given.objective,
-        slo_ms=None if given.slo is None else given.slo * 1e3,
-        percentile=given.percentile,
-        rate_per_s=bench.goal.rate_per_s,
-        machine=f"{cpu_budget()} processors, load {os.getloadavg()[0]:.1f} at the end",
-        inputs=requests.origin,
-        seconds=0.0,
-        noise=found.noise,
-        is_too_noisy=found.noise is not None and is_too_noisy(bench.noise),
-        conclusion=conclusion,
-        has_gain=has_gain,
-        confirmation=ending.confirmation if ending else None,
-        gains=ending.gains if ending else (),
-        yaml=edit_text("", changes, comments) if has_gain else "",
-        written="",
-        why_not_written="" if has_gain else "nothing is better",
-        trials=trials,
-        variants=tuple(variants),
-    )
+def _conclusion(objective: str, ending: Ending | None, trials: int) -> str:
+    if trials < 2:
+        return "There was no time for a trial: allow more by --max-minutes."
+    if ending is None:
+        return "No trial was better than the current configuration beyond the noise."
+    ratio = ending.confirmation.ratio
+    if ending.point:
+        return f"{_GAINS[objective]}: {ratio} times as good as before, confirmed by new processes in turn."
+    return f"The best trial was not confirmed by new processes: {ending.why or ratio}. The configuration stays."
 
 
 def _comments(objective: str, ending: Ending) -> dict[str, str]:
@@ -322,36 +277,28 @@ def _comments(objective: str, ending: Ending) -> dict[str, str]:
     comments: dict[str, str] = {}
     for gain in ending.gains:
         ratio = gain.ratio or ending.confirmation.ratio
-        words = f"ortserve tune: {_GAINS[objective].lower()} {ratio_text(ratio)} times as good"
+        words = f"ortserve tune: {_GAINS[objective].lower()} {ratio} times as good"
         if gain.is_kept:
             comments |= dict.fromkeys(gain.changes, words if gain.ratio else f"{words}, all keys together")
     return comments
 
 
-def mark_front(trials: Sequence[Trial], objective: str) -> tuple[Trial, ...]:
-    """The trials, with those marked that no other one beats both in latency and by the objective."""
-    places = {one.number: place_of(one, objective) for one in trials if one.figures and one.ratio}
-
-    def is_beaten(x: float, y: float) -> bool:
-        return any(a <= x and b >= y and (a, b) != (x, y) for a, b in places.values())
-
-    front = {number for number, place in places.items() if not is_beaten(*place)}
-    return tuple(replace(one, is_on_front=one.number in front) for one in trials)
-
-
-def _write(given: argparse.Namespace, subject: Subject, bench: Bench, result: TuneResult, found: _Found) -> TuneResult:
-    """Write what was found, unless something speaks against it."""
-    file = _options_file(subject)
-    if not result.has_gain or found.ending is None:
-        return result
+def _write(
+    given: argparse.Namespace, subject: Subject, changes: Changes, comments: Mapping[str, str]
+) -> tuple[str, str]:
+    """Write what was confirmed; returns the file, or an empty text and what speaks against it."""
+    if not changes:
+        return "", "nothing is better"
     if given.dry_run:
-        return replace(result, why_not_written="not written, because of --dry-run")
-    if file is None:
-        return replace(result, why_not_written="a single file has no model.yaml; for a model in a folder it would be")
-    if file.name == TRITON_OPTIONS_FILE:
-        why = f"the model has a {TRITON_OPTIONS_FILE}, which is not changed; in a {OPTIONS_FILE} it would be"
-        return replace(result, why_not_written=why)
-    changes = changes_of(bench.space, found.ending.point)
-    expected = apply_changes(subject.options, changes)
-    write_options(file, changes, _comments(given.objective, found.ending), expected)
-    return replace(result, written=str(file))
+        return "", "not written, because of --dry-run"
+    if subject.folder is None:
+        return "", "a single file has no model.yaml; for a model in a folder it would be"
+    if (subject.folder / TRITON_OPTIONS_FILE).exists():
+        return "", f"the model has a {TRITON_OPTIONS_FILE}, which is not changed; in a {OPTIONS_FILE} it would be"
+    file = subject.folder / OPTIONS_FILE
+    present_options = load_model_options(file, LoadOptions()) if file.exists() else ModelOptions()
+    # A version that is not served was opened under a policy of its own.
+    if present_options.model_copy(update={"version_policy": subject.options.version_policy}) != subject.options:
+        return "", f"not written, because {OPTIONS_FILE} was changed meanwhile; for the options before, it would be"
+    write_options(file, changes, comments, apply_changes(present_options, changes))
+    return str(file), ""

@@ -1,14 +1,14 @@
 """The end of a search: the winner against the current configuration in new processes, and each decision left out."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Final
 
 from ortserve.errors import ServeError
+from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.tune.budget import CONFIRMING_PAIRS
-from ortserve.tools.tune.loads import steady
-from ortserve.tools.tune.ratios import LEAST_GAIN, estimate_ratio, is_confirmed, is_decided, is_worth_keeping
+from ortserve.tools.tune.loads import Reading, steady
+from ortserve.tools.tune.ratios import LEAST_GAIN, estimate_ratio, is_confirmed, is_decided
 from ortserve.tools.tune.result import Confirmation, KeyGain
 from ortserve.tools.tune.search import Bench, describe
 from ortserve.tools.tune.sides import Side
@@ -29,11 +29,13 @@ class Ending:
         point: The best configuration; empty if it was not confirmed.
         confirmation: Of this point, or of the one that was not confirmed.
         gains: Of each decision of the winner.
+        why: It was not confirmed, apart from its ratio; empty for nothing else.
     """
 
     point: Point
     confirmation: Confirmation
     gains: tuple[KeyGain, ...] = ()
+    why: str = ""
 
 
 def end_search(bench: Bench, winner: Point, guess: float) -> Ending:
@@ -48,9 +50,9 @@ def end_search(bench: Bench, winner: Point, guess: float) -> Ending:
         ServeError: A configuration that worked in the search fails now.
     """
     kept, gains = leave_out(bench, winner, guess) if len(winner) > 1 else (winner, ())
-    confirmation = confirm(bench, kept, guess)
-    if not is_confirmed(confirmation.ratio):
-        return Ending({}, confirmation)
+    confirmation, why = confirm(bench, kept, guess)
+    if why or not is_confirmed(confirmation.ratio):
+        return Ending({}, confirmation, why=why)
     if len(kept) == 1:  # the confirmation has left it out, too
         (name,) = kept
         gain = KeyGain(name, changes_of(bench.space, kept), confirmation.ratio, is_kept=True)
@@ -58,31 +60,30 @@ def end_search(bench: Bench, winner: Point, guess: float) -> Ending:
     return Ending(kept, confirmation, gains)
 
 
-def confirm(bench: Bench, point: Point, guess: float) -> Confirmation:
-    """Compare a configuration with the current one in new processes, for a number of pairs that is set beforehand."""
+def confirm(bench: Bench, point: Point, guess: float) -> tuple[Confirmation, str]:
+    """Compare a configuration with the current one in new processes, for a number of pairs that is set beforehand.
+
+    Returns:
+        The comparison, and how the configuration misses the bound; empty if it does not.
+    """
     changes = changes_of(bench.space, point)
     bench.show(f"confirming {describe(changes)}")
-    processes, pairs = bench.budget.confirmation(bench.noise.pairs_for(LEAST_GAIN))
-    goal, logs, sides = bench.goal, list[float](), list[tuple[Side, Side]]()
+    goal, budget, logs = bench.goal, bench.budget, list[float]()
+    processes, pairs = budget.confirmation(bench.noise.pairs_for(LEAST_GAIN))
     rates: list[float | None] = [None, None]
+    current, best = list[Reading](), list[Reading]()
     for number in range(processes):
         with ExitStack() as stack:
             before = Side(stack.enter_context(closing(bench.open({}))), guess)
             after = before.beside(stack.enter_context(closing(bench.open(changes))))
             logs += bench.compare(before, after, pairs)
-            sides.append((before, after))
-            if (
-                number == processes - 1
-                and goal.rate_per_s is None
-                and bench.budget.left_s > bench.budget.cost_s(0, _MOST_STEPS)
-            ):
+            if number == processes - 1 and goal.rate_per_s is None and budget.left_s > budget.cost_s(0, _MOST_STEPS):
                 bench.show("looking for the constant rates that both sustain")
                 rates = [sustain(bench, side) for side in (before, after)]
-    current, best = (
-        Side(one.contender, one.guess, [reading for pair in sides for reading in pair[index].readings])
-        for index, one in enumerate(sides[0])
-    )
-    return Confirmation(estimate_ratio(logs), len(logs), current.figures(goal), best.figures(goal), *rates)
+        current, best = before.readings + current, after.readings + best
+    before.readings, after.readings = current, best
+    confirmation = Confirmation(estimate_ratio(logs), len(logs), before.figures(goal), after.figures(goal), *rates)
+    return confirmation, goal.misses(best, current)
 
 
 def sustain(bench: Bench, side: Side) -> float | None:
@@ -100,39 +101,35 @@ def leave_out(bench: Bench, winner: Point, guess: float) -> tuple[Point, tuple[K
     """Leave out one decision after the other, for good if nothing is lost without it.
 
     Returns:
-        What is left, and the gain of each decision. Decisions for which there is no time stay.
+        What is left, and the gain of each decision. Decisions for which there is no time stay, and those without which
+        the others do not work or miss the bound.
     """
-    kept = dict(winner)
-    gains: list[KeyGain] = []
-    budget = bench.budget
-    with ExitStack() as stack:
-        full = Side(stack.enter_context(closing(bench.open(changes_of(bench.space, kept)))), guess)
-        names = _least_first(bench, winner)
+    kept, gains, budget = dict(winner), list[KeyGain](), bench.budget
+    names = [parameter.name for parameter in bench.space if parameter.name in winner]
+    names.reverse()  # those that usually matter least first
+    with ExitStack() as opened:
+        full = Side(opened.enter_context(closing(bench.open(changes_of(bench.space, kept)))), guess)
         for number, name in enumerate(names):
             changes = changes_of(bench.space, {name: winner[name]})
-            without = {other: number for other, number in kept.items() if other != name}
+            without = {other: choice for other, choice in kept.items() if other != name}
             share_s = (budget.left_s - budget.cost_s(4, CONFIRMING_PAIRS)) / (len(names) - number)
             pairs = min(_KEEPING_PAIRS, int((share_s - budget.cost_s(1, 0)) / budget.cost_s(0, 1)))
-            if not without or pairs < _LEAST_PAIRS:
-                gains.append(KeyGain(name, changes, None, is_kept=True))
-                continue
-            bench.show(f"leaving out {describe(changes)}")
-            side = full.beside(stack.enter_context(closing(bench.open(changes_of(bench.space, without)))))
-            try:
-                logs = bench.compare(side, full, pairs, is_decided)
-            except ServeError:  # the others do not work without it
-                gains.append(KeyGain(name, changes, None, is_kept=True))
-                continue
-            is_kept = is_worth_keeping(logs, bench.noise)
-            gains.append(KeyGain(name, changes, bench.noise.estimate(logs), is_kept))
-            if not is_kept:
-                kept, full = without, side
-            else:
-                side.contender.close()
+            ratio: Estimate | None = None
+            is_kept = True
+            if without and pairs >= _LEAST_PAIRS:
+                bench.show(f"leaving out {describe(changes)}")
+                first = len(full.readings)
+                try:
+                    with ExitStack() as trial:
+                        side = full.beside(trial.enter_context(closing(bench.open(changes_of(bench.space, without)))))
+                        ratio = bench.noise.estimate(bench.compare(side, full, pairs, is_decided))
+                        is_late = bool(bench.goal.misses(side.readings, full.readings[first:]))
+                        is_kept = is_late or is_confirmed(ratio)
+                        if not is_kept:
+                            opened.close()
+                            opened.push(trial.pop_all())
+                            kept, full = without, side
+                except ServeError:
+                    ratio = None
+            gains.append(KeyGain(name, changes, ratio, is_kept))
     return kept, tuple(gains)
-
-
-def _least_first(bench: Bench, point: Point) -> Sequence[str]:
-    """Its parameters: those that usually matter least first."""
-    names = [parameter.name for parameter in bench.space if parameter.name in point]
-    return names[::-1]

@@ -19,6 +19,7 @@ from ortserve.errors import invalid_input
 from ortserve.tools.tune.result import Trial
 from ortserve.tools.tune.space import Parameter, Point
 
+_BEGINNING: Final = b'{"op_code":'
 _SUBJECT: Final = "subject"
 _TRIAL: Final = "trial"
 _SEED: Final = 1
@@ -48,11 +49,11 @@ class Journal:
         params = {parameter.name: point.get(parameter.name, 0) for parameter in self._space}
         self._study.enqueue_trial(params, skip_if_exists=not point)
 
-    def ask(self) -> tuple[int, Point]:
-        """The number of a new trial, and its point: an enqueued one, or what the sampler proposes."""
+    def ask(self) -> Point:
+        """The point of a new trial: an enqueued one, or what the sampler proposes."""
         trial = self._asked = self._study.ask()
         chosen = {one.name: trial.suggest_categorical(one.name, range(len(one.choices))) for one in self._space}
-        return trial.number, self._point(chosen)
+        return self._point(chosen)
 
     def tell(self, point: Point, trial: Trial, value: float | None) -> None:
         """Write the outcome of the trial that was asked; ``value`` is the better the larger, None if it failed."""
@@ -107,8 +108,7 @@ def open_journal(
     warnings.filterwarnings("ignore", module="optuna")
     wanted = json.dumps([subject, [[one.name, one.choices] for one in space]], sort_keys=True, default=str)
     if file is None:
-        study = read_study(InMemoryStorage())
-        yield Journal(study, space)
+        yield Journal(read_study(InMemoryStorage()), space)
         return
     none = invalid_input(f"--resume: expected the journal of a search in {file}, there is none")
     if resume and not file.exists():
@@ -118,6 +118,8 @@ def open_journal(
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise invalid_input(f"{file}: expected a journal that is not in use, another search writes it") from None
+        if not is_journal(file.read_bytes()[: len(_BEGINNING)]):
+            raise invalid_input(f"{file}: expected a journal of ortserve tune, it is another file")
         file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # of a process that was killed
         if resume is False:
             held.truncate(0)
@@ -139,6 +141,11 @@ def _load(file: Path) -> optuna.Study:
         return read_study(JournalStorage(JournalFileBackend(str(file))))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise invalid_input(f"{file}: expected a journal of ortserve tune, it is not one: {error}") from None
+
+
+def is_journal(beginning: bytes) -> bool:
+    """Whether a file that begins so may be a journal, so that it may be changed."""
+    return _BEGINNING.startswith(beginning[: len(_BEGINNING)])
 
 
 def cut_partial_line(file: Path) -> None:

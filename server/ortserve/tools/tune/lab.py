@@ -108,15 +108,7 @@ class ProcessLab:
         bound: ErrorBound | None,
         variants: Mapping[int, Path] | None = None,
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            subject: The model with its current configuration.
-            requests: As ``prepare_requests`` makes them.
-            goal: Decides what counts as late.
-            bound: Of the errors of outputs; None for the tolerances of datatypes.
-            variants: The model files of other versions.
-        """
+        """Open nothing yet. ``bound`` None is the tolerances of datatypes; ``variants`` are files of other versions."""
         self._subject = subject
         self._requests = requests
         self._bound = bound or (_GPU_BOUND if requests.is_on_gpu else None)
@@ -128,8 +120,7 @@ class ProcessLab:
         subject = replace(self._subject, options=apply_changes(self._subject.options, changes))
         if version is not None:
             subject = replace(subject, path=self._variants[version], version=version)
-        checks = version is None
-        return ModelProcess(subject, self._requests, self.goal, self._bound, checks=checks)
+        return ModelProcess(subject, self._requests, self.goal, self._bound, checks=version is None)
 
 
 class ModelProcess:
@@ -155,7 +146,7 @@ class ModelProcess:
         try:
             seen = self._run(_CALLERS, None, _PROBE_S)
             answers = sum(chunk.answers for chunk in seen.chunks)
-            self.probed_per_s: Final = answers / _PROBE_S or 1 / _TIMEOUT_S
+            self.probed_per_s = answers / _PROBE_S or 1 / _TIMEOUT_S
             if problem := self._check(seen):
                 raise ServeError(ErrorKind.INTERNAL, problem)
         except BaseException:
@@ -189,7 +180,8 @@ class ModelProcess:
             os.close(self._errors)
 
     def _run(self, callers: int | None, times_ns: np.ndarray | None, seconds: float, *, is_ramp: bool = False) -> Seen:
-        timeout_s = max(_RAMP_TIMEOUT_S, 3 * (self._goal.slo_s or _TIMEOUT_S)) if is_ramp else _TIMEOUT_S
+        slo_s = self._goal.slo_s or _TIMEOUT_S
+        timeout_s = max(_RAMP_TIMEOUT_S, 3 * slo_s) if is_ramp else max(_TIMEOUT_S, 2 * slo_s)
         work = Work("model", self._plan, callers, times_ns, _WARMUP_S, seconds, timeout_s, _LOOK_EVERY)
         wants_more = self._wants_more if is_ramp else lambda seen, elapsed_s: True
         try:
@@ -221,9 +213,11 @@ class ModelProcess:
                 return f"{kind}: {chunk.examples[kind]}"
         for number, body in (one for chunk in seen.chunks for one in chunk.bodies):
             expected = requests.expected[number % len(requests.expected)]
-            got = _arrays(body)
-            if len(got) == len(expected):
-                self._meter.add(list(expected.values()), got, requests.rows)
+            assert isinstance(body, list)
+            got: list[np.ndarray] = body
+            if len(got) != len(expected):
+                return f"wrong outputs: expected {len(expected)}, got {len(got)}"
+            self._meter.add(list(expected.values()), got, requests.rows)
             if not self._checks:
                 continue
             if self._bound is not None:
@@ -237,8 +231,3 @@ class ModelProcess:
     def _tensors(self, arrays: Sequence[np.ndarray]) -> dict[str, Tensor]:
         pairs = zip(self._requests.datatypes.items(), arrays, strict=False)
         return {name: Tensor(name, datatype, array) for (name, datatype), array in pairs}
-
-
-def _arrays(body: object) -> list[np.ndarray]:
-    assert isinstance(body, list)
-    return body

@@ -83,19 +83,15 @@ def is_hopeless(logs: Sequence[float], noise: Noise) -> bool:
 
 
 def is_confirmed(ratio: Estimate) -> bool:
-    """Whether a ratio of fresh pairs is a gain beyond the noise."""
-    return ratio.value >= 1 + LEAST_GAIN and ratio.low is not None and ratio.low > 1
-
-
-def is_worth_keeping(logs: Sequence[float], noise: Noise) -> bool:
-    """Whether a configuration with a decision is better than without it beyond the noise."""
-    ratio = noise.estimate(logs)
+    """Whether a ratio is a gain beyond the noise, and large enough to be worth a key."""
     return ratio.value >= 1 + LEAST_GAIN and ratio.low is not None and ratio.low > 1
 
 
 def is_decided(logs: Sequence[float], noise: Noise) -> bool:
     """Whether it is clear that a decision is worth keeping, or that it is not. Looking often would keep too much."""
-    return is_worth_keeping(logs, noise) if len(logs) >= _LOOK_AFTER else is_hopeless(logs, noise) and len(logs) > 1
+    if len(logs) >= _LOOK_AFTER:
+        return is_confirmed(noise.estimate(logs))
+    return len(logs) > 1 and is_hopeless(logs, noise)
 
 
 def is_too_noisy(noise: Noise) -> bool:

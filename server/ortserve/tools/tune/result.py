@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from ortserve.tools.bench.statistics import Estimate
+
+State: TypeAlias = Literal["measured", "pruned", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Trial:
 
     number: int
     changes: Mapping[str, Any]
-    state: Literal["measured", "pruned", "failed"]
+    state: State
     why: str
     ratio: Estimate | None
     pairs: int

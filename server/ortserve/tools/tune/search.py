@@ -12,7 +12,7 @@ from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.tune.budget import Budget
 from ortserve.tools.tune.journal import Journal, key_of, point_of
 from ortserve.tools.tune.ratios import LEAST_GAIN, Noise, estimate_ratio, is_hopeless
-from ortserve.tools.tune.result import Trial
+from ortserve.tools.tune.result import State, Trial
 from ortserve.tools.tune.sides import Contender, Goal, Lab, Side, take_pairs
 from ortserve.tools.tune.space import Changes, Parameter, Point, changes_of, default_point, joint_points
 
@@ -108,7 +108,7 @@ class Search:
                 self._best = point
         repeated = lost = 0
         while self._has_time() and repeated < _MOST_REPEATED and lost < _PATIENCE:
-            _, point = self._journal.ask()
+            point = self._journal.ask()
             known = self._journal.trials.get(key_of(point))
             if known is not None:
                 repeated += 1
@@ -126,8 +126,7 @@ class Search:
         if key_of({}) not in self._journal.trials:
             self._journal.enqueue({})
             self._journal.ask()
-            readings = self._current.readings
-            figures = self._current.figures(self._bench.goal) if readings else None
+            figures = self._current.figures(self._bench.goal) if self._current.readings else None
             trial = Trial(0, {}, "measured", "", Estimate(1.0, 1.0, 1.0), 0, figures)
             self._journal.tell({}, trial, 0.0)
 
@@ -156,7 +155,7 @@ class Search:
             return known
         self._journal.enqueue(point)
         while True:  # points of a search that was cut off come first
-            _, asked = self._journal.ask()
+            asked = self._journal.ask()
             trial = self._measure(asked)
             if key_of(asked) == key_of(point):
                 return trial
@@ -177,13 +176,12 @@ class Search:
                 figures = side.figures(bench.goal)
                 why = bench.goal.misses(side.readings, current.readings[before:])
         except ServeError as error:
+            if current.has_failed:  # then no trial can be compared any more
+                raise
             why = error.message
-        if why:
-            trial = Trial(number, changes, "failed", why, None, len(logs), figures)
-        elif len(logs) < _PAIRS:
-            trial = Trial(number, changes, "pruned", "", bench.noise.estimate(logs), len(logs), figures)
-        else:
-            trial = Trial(number, changes, "measured", "", bench.noise.estimate(logs), len(logs), figures)
+        ratio = None if why else bench.noise.estimate(logs)
+        state: State = "failed" if why else "pruned" if len(logs) < _PAIRS else "measured"
+        trial = Trial(number, changes, state, why, ratio, len(logs), figures)
         self._journal.tell(point, trial, None if why else sum(logs) / len(logs))
         return trial
 

@@ -26,10 +26,7 @@ class Contender(Protocol):
         probed_per_s: Answers per second to a few callers that wait for each, when it was opened.
     """
 
-    @property
-    def probed_per_s(self) -> float:
-        """As above."""
-        ...
+    probed_per_s: float
 
     def measure(self, offer: Offer, seed: int) -> Reading:
         """Offer a load and wait for its end. Raises ServeError if the process ended."""
@@ -108,11 +105,13 @@ class Side:
         contender: Its process.
         guess: The rate that it is expected to sustain.
         readings: Of its rounds.
+        has_failed: It is unusable.
     """
 
     contender: Contender
     guess: float
     readings: list[Reading] = field(default_factory=list)
+    has_failed: bool = False
 
     def beside(self, other: Contender) -> "Side":
         """A side for another contender. If it is much faster or slower for few callers, so is the expected rate."""
@@ -129,8 +128,10 @@ class Side:
             ServeError: The configuration is unusable.
         """
         for _ in range(_MOST_SHIFTS):
-            offer = self.offer(goal)
+            offer = ramp(self.guess, goal.slo_s or 0.0) if goal.rate_per_s is None else steady(goal.rate_per_s)
+            self.has_failed = True
             reading = self.contender.measure(offer, seed)
+            self.has_failed = bool(reading.problem)
             if reading.problem:
                 raise ServeError(ErrorKind.INTERNAL, reading.problem)
             if goal.rate_per_s is not None:
@@ -144,12 +145,6 @@ class Side:
                 break
         self.readings.append(reading)
         return math.log(goal.figure(reading))
-
-    def offer(self, goal: Goal) -> Offer:
-        """The load of the next round."""
-        if goal.rate_per_s is not None:
-            return steady(goal.rate_per_s)
-        return ramp(self.guess, goal.slo_s or 0.0)
 
     def figures(self, goal: Goal) -> Figures:
         """Medians of the rounds."""
@@ -181,11 +176,9 @@ def take_pairs(
     """
     logs: list[float] = []
     while len(logs) < count and not (logs and is_enough(logs)):
-        seed = len(current.readings)
-        if len(logs) % 2:
-            later = candidate.measure(goal, seed)
-            logs.append(later - current.measure(goal, seed, may_fall=True))
-        else:
-            first = current.measure(goal, seed, may_fall=True)
-            logs.append(candidate.measure(goal, seed) - first)
+        seed, figures = len(current.readings), dict[bool, float]()
+        for is_current in (len(logs) % 2 == 0, len(logs) % 2 == 1):
+            side = current if is_current else candidate
+            figures[is_current] = side.measure(goal, seed, may_fall=is_current)
+        logs.append(figures[False] - figures[True])
     return logs

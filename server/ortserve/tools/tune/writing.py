@@ -19,6 +19,7 @@ from ortserve.tools.staging import staging_folder, sync
 from ortserve.tools.tune.space import Changes, key_path
 
 _WIDTH: Final = 4096
+_OLD_COMMENT: Final = re.compile(r"(; |(?<=# ))ortserve tune: [^;]*")
 
 
 def edit_text(text: str, changes: Changes, comments: Mapping[str, str]) -> str:
@@ -73,7 +74,8 @@ def _set(root: CommentedMap, path: tuple[str, ...], value: Any, comment: str) ->
         place.yaml_add_eol_comment(comment, last)
         return
     own, _, following = token.value.partition("\n")  # the comment of its line, and lines up to the next key
-    token.value = f"{own + '; ' if own else '# '}{comment}\n{following}"
+    own = _OLD_COMMENT.sub("", own)
+    token.value = f"{own + '; ' if own.strip(' #') else '# '}{comment}\n{following}"
 
 
 def _styled(value: Any) -> Any:

@@ -5,12 +5,15 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from models import builders
 from ortserve.core.dtypes import DataType
+from ortserve.tools.subject import find_model
 from ortserve.tools.tune import command
 from ortserve.tools.tune.lab import Requests
 from ortserve.tools.tune.space import Changes
@@ -88,6 +91,66 @@ def test_a_config_pbtxt_stays_and_the_keys_are_printed(model: Path, capsys: pyte
     assert not (model / "model.yaml").exists()
 
 
+def test_a_version_that_is_not_served_can_be_tuned(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model / "1", model / "2")
+    status, result = run(capsys, str(model / "1"), *GOAL)
+    assert (status, result["written"]) == (0, str(model / "model.yaml"))
+    assert "version_policy" not in (model / "model.yaml").read_text()
+
+
+def test_options_that_were_changed_meanwhile_stay_and_the_keys_are_printed(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = VirtualLab(spinning_helps, spread=0.02)
+
+    def edit(changes: Changes) -> None:
+        (model / "model.yaml").write_text("instances: 3\n")
+
+    lab.on_open = edit
+    use(monkeypatch, spinning_helps, lab)
+    status, result = run(capsys, str(model), *GOAL)
+    assert (status, result["written"]) == (0, "")
+    assert "changed meanwhile" in result["why_not_written"]
+    assert "spinning: true" in result["yaml"]
+    assert (model / "model.yaml").read_text() == "instances: 3\n"
+
+
+@pytest.mark.parametrize("count", [1, 28])
+def test_other_versions_are_measured_within_the_time(
+    count: int, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2, 2 + count):
+        shutil.copytree(model / "1", model / str(number))
+    lab = VirtualLab(spinning_helps, spread=0.02)
+    use(monkeypatch, spinning_helps, lab)
+    monkeypatch.setattr(
+        command,
+        "read_provenance",
+        lambda file: SimpleNamespace(source=SimpleNamespace(name="", version=1), commands=()),
+    )
+
+    def monotonic() -> float:
+        lab.now_s += 1e-6
+        return lab.now_s
+
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=monotonic))
+    status, result = run(capsys, str(model), "--slo", "20ms", "--max-minutes", "2", "--variants", "--json")
+    assert (status, len(result["variants"])) == (0, count)
+    assert result["variants"][0]["ratio"]
+    assert count == 1 or "no time" in result["variants"][-1]["why"]
+    assert lab.now_s < 2 * 60 * 1.1
+
+
+def test_a_journal_is_of_the_weights_too(tmp_path: Path) -> None:
+    file = builders.external_weights(tmp_path / "m.onnx", "weights.bin")
+    given = command.build_parser().parse_args([str(file), "--slo", "20ms"])
+    keys = []
+    for last in (b"x", b"y"):
+        (tmp_path / "weights.bin").write_bytes(bytes(15) + last)
+        keys.append(command.search_key(given, find_model(str(file)), REQUESTS))
+    assert keys[0] != keys[1]
+
+
 def test_an_interrupted_search_keeps_its_journal_and_goes_on(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +180,8 @@ def test_an_interrupted_search_keeps_its_journal_and_goes_on(
         (["--slo", "20ms", "--resume", "--dry-run"], "expected --journal"),
         (["--slo", "20ms", "--resume", "--fresh"], "not allowed with"),
         (["--slo", "20ms", "--max-error", "much"], "expected a number"),
-        (["--slo", "20ms", "--percentile", "20"], "percentile from 50"),
+        (["--slo", "20ms", "--max-error", "accuracy=0.1"], "ortserve compare"),
+        (["--slo", "20ms", "--percentile", "20"], "from 50 to"),
     ],
 )
 def test_wrong_arguments_are_named(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ortserve.tools.bench.statistics import Estimate
-from ortserve.tools.tune.ratios import Noise, estimate_ratio, is_confirmed, is_hopeless, is_too_noisy, is_worth_keeping
+from ortserve.tools.tune.ratios import Noise, estimate_ratio, is_confirmed, is_hopeless, is_too_noisy
 
 
 @pytest.mark.parametrize("count", [2, 4, 6, 12, 20])
@@ -33,7 +33,7 @@ def test_noise_decides_when_a_trial_is_hopeless() -> None:
     assert is_hopeless([-0.05], quiet)
     assert not is_hopeless([-0.05], busy)
     assert is_hopeless([-0.6], busy)
-    assert is_worth_keeping([0.05, 0.05], quiet)
-    assert not is_worth_keeping([0.05, 0.05], busy)
+    assert is_confirmed(quiet.estimate([0.05, 0.05]))
+    assert not is_confirmed(busy.estimate([0.05, 0.05]))
     assert is_too_noisy(busy)
     assert not is_too_noisy(quiet)

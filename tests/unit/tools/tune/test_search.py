@@ -7,7 +7,9 @@ import pytest
 from ortserve.errors import ServeError
 from ortserve.tools.tune.journal import open_journal
 from ortserve.tools.tune.space import Changes
-from virtual_lab import SPACE, VirtualLab, search
+from virtual_lab import MEMORY, SPACE, VirtualLab, end, search
+
+BOTH = {"instances": 2, "max_rows": 2}
 
 
 def two_keys_help(changes: Changes) -> float:
@@ -115,5 +117,61 @@ def test_a_journal_of_another_search_is_not_gone_on_with(tmp_path: Path) -> None
     with open_journal(file, {"model": "n"}, SPACE, resume=None) as journal:
         assert not journal.trials
     file.write_text("no journal\n")
-    with pytest.raises(ServeError, match="not one"), open_journal(file, {"model": "m"}, SPACE, resume=None):
+    with pytest.raises(ServeError, match="another file"), open_journal(file, {"model": "m"}, SPACE, resume=None):
         pass
+
+
+def test_keeps_a_decision_without_which_the_others_do_not_open() -> None:
+    def truth(changes: Changes) -> float:
+        if changes.get("instances") == 4 and "max_rows" not in changes:
+            return 0.0
+        return 1.5 if changes.get("instances") == 4 else 1.0
+
+    lab = VirtualLab(truth)
+    assert end(lab, BOTH).point == BOTH
+    assert lab.running == 0
+
+
+def test_keeps_a_decision_without_which_the_bound_is_missed() -> None:
+    """Less memory is worth nothing if the requests are late, though memory does not need the decision."""
+    lab = VirtualLab(lambda changes: 1.0 if "max_rows" in changes or not changes else 0.2)
+    lab.memory = lambda changes: 10**8 if "instances" in changes else 2 * 10**8
+    assert end(lab, BOTH, MEMORY).point == BOTH
+
+
+def test_does_not_confirm_what_misses_the_bound() -> None:
+    lab = VirtualLab(lambda changes: 0.2 if changes else 1.0)
+    lab.memory = lambda changes: 10**8 if changes else 2 * 10**8
+    ending = end(lab, {"instances": 2}, MEMORY)
+    assert not ending.point
+    assert "take longer than 20 ms" in ending.why
+
+
+def test_has_two_configurations_open_at_most() -> None:
+    lab = VirtualLab(lambda changes: 1.5 if changes.get("max_rows") == 8 else 1.0)
+    most = 0
+
+    def count(changes: Changes) -> None:
+        nonlocal most
+        most = max(most, lab.running + 1)
+
+    lab.on_open = count
+    assert end(lab, {"threads": 1, "spinning": 1, "instances": 1, "max_rows": 2}).point == {"max_rows": 2}
+    assert most == 2
+
+
+def test_a_current_configuration_that_fails_ends_the_search() -> None:
+    lab = VirtualLab(two_keys_help)
+    with pytest.raises(ServeError, match="its process ended"):
+        search(lab, minutes=6, kill_current_after=3)
+    assert lab.running == 0
+
+
+@pytest.mark.parametrize("text", ["no journal", '{"op": 1}\nhalf'])
+def test_files_that_are_no_journals_stay_as_they_are(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "data.npz"
+    file.write_text(text)
+    for resume in (True, False, None):
+        with pytest.raises(ServeError), open_journal(file, {"model": "m"}, SPACE, resume=resume):
+            pass
+        assert file.read_text() == text

@@ -68,6 +68,13 @@ def test_comments_order_and_quotes_stay() -> None:
     assert squeezed(edit_text(OLD, CHANGES, COMMENTS)) == squeezed(NEW)
 
 
+def test_a_comment_of_an_earlier_search_is_replaced() -> None:
+    text = "max_rows: 8 # asked for in March\n"
+    for gain in ("3 times", "2 times"):
+        text = edit_text(text, {"max_rows": 1}, {"max_rows": f"ortserve tune: {gain}"})
+    assert squeezed(text) == ["max_rows: 1 #asked for in March; ortserve tune: 2 times"]
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [("", ""), ("# only this\n", "# only this"), ("session: {spinning: true}\n# c\n", "# c"), ("inputs: {}\n", "{}")],
