@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from ortserve.config.ensemble import EnsembleOptions
 from ortserve.config.expectation import describe_problems
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
@@ -226,6 +227,11 @@ class ModelOptions(LoadOptions):
     """Which requests are recorded as calibration data: ``{share: 0.01}`` records the inputs of one answered request in
     a hundred, as files for ``--inputs`` and ``--calibration``. Needs the server's ``record_dir``; without it a warning
     is logged. Only a ``model.yaml`` can set it. The metadata's property ``recording`` reports the counts."""
+    ensemble: EnsembleOptions | None = None
+    """Makes the model an ensemble of other models: ``{steps: [{model: m, inputs: {a: x}, outputs: {b: y}}, ...]}``. Its
+    version folders need no model file; ``inputs`` and ``outputs`` name its own tensors in their order. Of the other
+    keys only ``batched``, ``max_rows``, ``response_cache``, ``slo_s``, ``required`` and ``version_policy`` apply.
+    Unset: the model is a file."""
     required: bool = False
     """Whether the server reports not ready while this model has no ready version. ``strict_readiness`` requires every
     model."""

@@ -20,7 +20,7 @@ from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ContentsError, ErrorKind, ModelRejectionError, ServeError, of_request, out_of_memory
 from ortserve.registry.registry import Registry
-from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import Call
 from ortserve.service.codec_threads import CodecThreads
@@ -340,7 +340,7 @@ def _set_error(answered: "asyncio.Future[Any]", error: ServeError) -> None:
 
 
 def _classify_and_encode(
-    request: InferRequest, served: ServedModel, outputs: Arrays, encoder: AnswerEncoder[Answer]
+    request: InferRequest, served: ServedVersion, outputs: Arrays, encoder: AnswerEncoder[Answer]
 ) -> Answer:
     return encoder.encode(request, build_response(request, served, outputs))
 
@@ -360,7 +360,7 @@ def _memory_bytes(tensor: Tensor) -> int:
     return tensor.array.size * TEXT_BYTES if tensor.datatype is DataType.BYTES else tensor.array.nbytes
 
 
-def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:
+def _terms(call: Call, request: InferRequest, served: ServedVersion) -> Terms:
     """Raises ServeError: invalid_input or unsupported, for parameters that are malformed."""
     scheduling = read_scheduling(request.parameters)
     return served.terms(
@@ -368,6 +368,7 @@ def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:
         timeout_ns=call.timeout_ns,
         priority=scheduling.priority,
         queue_timeout_ns=scheduling.queue_timeout_us * 1000 or None,
+        outputs=request.outputs,
     )
 
 

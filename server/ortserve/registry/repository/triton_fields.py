@@ -29,7 +29,7 @@ class Support(Enum):
 
 FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "name": (Support.HONOURED, "the name of the folder"),
-    "platform": (Support.HONOURED, "onnxruntime_onnx, or unset"),
+    "platform": (Support.HONOURED, "onnxruntime_onnx, or unset; ensemble for an ensemble"),
     "backend": (Support.HONOURED, "onnxruntime, or unset"),
     "runtime": (Support.REPORTED, "there is only one runtime"),
     "version_policy": (Support.HONOURED, "version_policy"),
@@ -71,7 +71,9 @@ FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "dynamic_batching.default_queue_policy": (Support.HONOURED, "queue_policy"),
     "dynamic_batching.priority_queue_policy": (Support.HONOURED, "priority_queue_policies"),
     "sequence_batching": (Support.REFUSED, "sequences are not supported"),
-    "ensemble_scheduling": (Support.REFUSED, "ensembles are not supported"),
+    "ensemble_scheduling": (Support.HONOURED, "ensemble"),
+    "ensemble_scheduling.step.model_namespace": (Support.REPORTED, "models have one namespace"),
+    "ensemble_scheduling.max_inflight_requests": (Support.REPORTED, "the queues of the models bound the requests"),
     "instance_group.name": (Support.HONOURED, "shown to clients"),
     "instance_group.count": (Support.HONOURED, "instances"),
     "instance_group.gpus": (Support.HONOURED, "gpus"),

@@ -1,0 +1,171 @@
+"""Ensembles on both protocols: values, errors, metadata and statistics, and their loads as those of their members."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import Infer, as_text, grpc_raw, rest_binary, rest_json
+from models import members
+from models.members import add_ensemble
+from ortserve.core.dtypes import DataType
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
+
+X = np.array([[1, 2]], np.float32)
+PROTOCOLS = pytest.mark.parametrize("infer", [rest_binary, grpc_raw])
+TWO_STEPS = [("plus", {"a": "x"}, {"b": "t"}), ("double", {"a": "t"}, {"b": "y"})]
+
+PBTXT = """\
+platform: "ensemble"
+max_batch_size: 8
+input [{ name: "x" data_type: TYPE_FP32 dims: [2] }]
+output [{ name: "y" data_type: TYPE_FP32 dims: [2] }]
+ensemble_scheduling {
+  step [
+    { model_name: "double" model_version: -1 input_map { key: "a" value: "t" } output_map { key: "b" value: "y" } },
+    { model_name: "plus" model_version: -1 input_map { key: "a" value: "x" } output_map { key: "b" value: "t" } }
+  ]
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ensembles")
+    add_model(folder, "plus", members.affine, offset=1)
+    add_model(folder, "double", members.affine, scale=2)
+    add_model(folder, "sums", members.sums)
+    add_model(folder, "scaled", members.scaled)
+    add_model(folder, "picks", members.picks)
+    add_model(folder, "texts", builders.identity, datatype=DataType.BYTES, shape=("batch", 1))
+    flat = add_model(folder, "flat", members.affine, scale=10, shape=(2,))
+    (flat / "model.yaml").write_text("batched: false\n")
+    pbtxt = folder / "pbtxt"
+    (pbtxt / "1").mkdir(parents=True)
+    (pbtxt / "config.pbtxt").write_text(PBTXT)
+    add_ensemble(folder, "chain", ["x"], ["y"], TWO_STEPS)
+    add_ensemble(folder, "shows", ["x"], ["y", "t"], TWO_STEPS)
+    diamond = [
+        ("plus", {"a": "x"}, {"b": "l"}),
+        ("double", {"a": "x"}, {"b": "r"}),
+        ("sums", {"a": "l", "b": "r"}, {"sum": "s", "difference": "d"}),
+    ]
+    add_ensemble(folder, "diamond", ["x"], ["s", "d"], diamond)
+    nested = [("chain", {"x": "x"}, {"y": "m"}), ("shows", {"x": "m"}, {"t": "y"})]
+    add_ensemble(folder, "nested", ["x"], ["y"], nested)
+    add_ensemble(folder, "strings", ["x"], ["y"], [("texts", {"x": "x"}, {"y": "y"})])
+    optional = add_ensemble(folder, "maybe", ["x", "f"], ["y"], [("scaled", {"a": "x", "factor": "f"}, {"b": "y"})])
+    text = (optional / "model.yaml").read_text().replace("f: {}", "f: {optional: true}")
+    (optional / "model.yaml").write_text(text)
+    add_ensemble(
+        folder,
+        "mixed",
+        ["x"],
+        ["y"],
+        [("plus", {"a": "x"}, {"b": "t"}), ("flat", {"a": "t"}, {"b": "u"}), ("plus", {"a": "u"}, {"b": "y"})],
+        batched="true",
+    )
+    add_ensemble(folder, "inner", ["x"], ["y"], [("picks", {"a": "x"}, {"b": "y"})])
+    add_ensemble(folder, "outer", ["x"], ["y"], [("plus", {"a": "x"}, {"b": "t"}), ("inner", {"x": "t"}, {"y": "y"})])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[ServerProcess]:
+    with serving(repository, *SHORT_WARMUP) as server:
+        yield server
+
+
+def get(server: ServerProcess, path: str) -> dict[str, Any]:
+    answer = httpx.get(f"{server.url}/v2/models/{path}", timeout=LONG_S).raise_for_status().json()
+    return dict(answer)
+
+
+def statistics(server: ServerProcess, model: str) -> dict[str, Any]:
+    return dict(get(server, f"{model}/stats")["model_stats"][0])
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("model", ["chain", "pbtxt"])
+def test_a_chain_computes_one_step_after_the_other(server: ServerProcess, infer: Infer, model: str) -> None:
+    assert infer(server, model, {"x": X})["y"].tolist() == [[4, 6]]
+    many = np.arange(16, dtype=np.float32).reshape(8, 2)
+    assert np.array_equal(infer(server, model, {"x": many})["y"], (many + 1) * 2)
+
+
+@PROTOCOLS
+def test_graphs_of_every_form_give_right_values(server: ServerProcess, infer: Infer) -> None:
+    diamond = infer(server, "diamond", {"x": X})
+    assert diamond["s"].tolist() == [[4, 7]]
+    assert diamond["d"].tolist() == [[0, -1]]
+    assert infer(server, "nested", {"x": X})["y"].tolist() == [[5, 7]]
+    assert infer(server, "mixed", {"x": X})["y"].tolist() == [[21, 31]]
+    texts = np.array([["é bc"], [""]], object)
+    assert np.array_equal(as_text(infer(server, "strings", {"x": texts})["y"]), texts)
+    assert infer(server, "chain", {"x": np.empty((0, 2), np.float32)})["y"].shape == (0, 2)
+
+
+@PROTOCOLS
+def test_an_optional_input_may_be_left_out(server: ServerProcess, infer: Infer) -> None:
+    assert infer(server, "maybe", {"x": X})["y"].tolist() == [[1, 2]]
+    assert infer(server, "maybe", {"x": X, "f": X})["y"].tolist() == [[1, 4]]
+
+
+def test_the_answer_has_the_requests_id_and_outputs(server: ServerProcess) -> None:
+    before = statistics(server, "double")["execution_count"]
+    for wanted in (["t"], ["y"], ["t", "y"], ["y", "t"]):
+        body = {"id": "7", "inputs": [json_input("x", X)], "outputs": [{"name": name} for name in wanted]}
+        answer = httpx.post(rest_url(server, "shows"), json=body, timeout=LONG_S).raise_for_status().json()
+        assert (answer["id"], answer["model_name"], answer["model_version"]) == ("7", "shows", "1")
+        assert [output["name"] for output in answer["outputs"]] == wanted
+        values = {output["name"]: output["data"] for output in answer["outputs"]}
+        assert values == {name: value for name, value in {"t": [2, 3], "y": [4, 6]}.items() if name in wanted}
+    assert statistics(server, "double")["execution_count"] == before + 3  # not for t alone
+    body = {"inputs": [json_input("x", X)], "outputs": [{"name": "t"}]}
+    refused = httpx.post(rest_url(server, "chain"), json=body, timeout=LONG_S)
+    assert refused.status_code == 400
+    assert "unexpected inference output 't' for model 'chain'" in refused.json()["error"]
+
+
+def test_errors_of_steps_name_the_ensembles_and_keep_their_status(server: ServerProcess) -> None:
+    body = {"inputs": [json_input("x", np.full((1, 2), 99, np.float32))]}
+    answer = httpx.post(rest_url(server, "outer"), json=body, timeout=LONG_S)
+    direct = httpx.post(rest_url(server, "picks"), json={"inputs": [json_input("a", np.full((1, 2), 99, np.float32))]})
+    assert answer.status_code == direct.status_code
+    assert "in ensemble 'outer', in ensemble 'inner', " in answer.json()["error"]
+    assert "(model 'picks')" in answer.json()["error"]
+    with pytest.raises(InferenceServerException) as error:
+        grpc_raw(server, "outer", {"x": np.full((1, 2), 99, np.float32)})
+    assert "in ensemble 'outer', in ensemble 'inner', " in str(error.value)
+    two = {"inputs": [json_input("x", np.ones((2, 2), np.float32))]}
+    refused = httpx.post(rest_url(server, "mixed"), json=two, timeout=LONG_S)
+    assert refused.status_code == 400
+    assert "in ensemble 'mixed', " in refused.json()["error"]
+    assert "unexpected shape for input 'a' for model 'flat'. Expected [2], got [2,2]" in refused.json()["error"]
+
+
+def test_metadata_configuration_and_statistics_are_those_of_an_ensemble(server: ServerProcess) -> None:
+    metadata = get(server, "pbtxt")
+    assert metadata["platform"] == "ensemble"
+    assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]
+    assert get(server, "plus")["platform"] == "onnxruntime_onnx"
+    for model in ("pbtxt", "chain"):
+        config = get(server, f"{model}/config")
+        assert (config["platform"], config["backend"], config["instance_group"]) == ("ensemble", "", [])
+        assert config["model_transaction_policy"] == {"decoupled": False}
+        assert "optimization" not in config
+        steps = {step["model_name"]: step for step in config["ensemble_scheduling"]["step"]}
+        assert steps["plus"]["input_map"] == {"a": "x"}
+        assert steps["double"]["model_version"] == -1
+    before, member = statistics(server, "pbtxt"), statistics(server, "plus")
+    rest_json(server, "pbtxt", {"x": np.ones((3, 2), np.float32)})
+    after = statistics(server, "pbtxt")
+    assert after["execution_count"] == before["execution_count"] + 1
+    assert after["inference_count"] == before["inference_count"] + 3
+    assert after["inference_stats"]["queue"]["ns"] == 0
+    assert after["inference_stats"]["compute_infer"]["ns"] > before["inference_stats"]["compute_infer"]["ns"]
+    assert statistics(server, "plus")["inference_count"] == member["inference_count"] + 3
