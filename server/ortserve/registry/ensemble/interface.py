@@ -1,7 +1,7 @@
 """The inputs and outputs of an ensemble, checked against those of its members."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ortserve.config.model import ModelOptions
@@ -26,12 +26,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A tensor of the ensemble as a model declares it; ``dims`` omit a leading batch dimension. None if unknown."""
+    """A tensor of the ensemble as a model declares it; ``dims`` omit a leading batch dimension. None if unknown.
+
+    ``batch_axis`` is that of a model with batches; None for a tensor without rows. ``has_batches`` is about the model.
+    """
 
     model: str
     datatype: DataType | None
     dims: tuple[int, ...] | None
     full: tuple[int, ...] | None
+    batch_axis: int | None = 0
+    has_batches: bool = True
 
 
 def resolve_signature(name: str, options: ModelOptions, plan: Plan, members: Sequence[Member]) -> ModelSignature:
@@ -105,7 +110,7 @@ def _check_mapping(name: str, plan: Plan, members: Sequence[Member]) -> None:
 def _declared(name: str, options: TensorOptions, *, is_batched: bool) -> _Use:
     dims = options.dims
     full = None if dims is None else (-1, *dims) if is_batched else dims
-    return _Use(name, options.datatype, dims, full)
+    return _Use(name, options.datatype, dims, full, has_batches=is_batched)
 
 
 def _member_uses(plan: Plan, members: Sequence[Member]) -> Iterator[tuple[int, _Use]]:
@@ -120,7 +125,8 @@ def _member_uses(plan: Plan, members: Sequence[Member]) -> Iterator[tuple[int, _
 def _used(member: Member, spec: TensorSpec) -> _Use:
     if spec.has_any_shape:
         return _Use(member.name, spec.datatype, None, None)
-    return _Use(member.name, spec.datatype, spec.shape[spec.leading :], spec.shape)
+    is_batched = member.signature.is_batched
+    return _Use(member.name, spec.datatype, spec.shape[spec.leading :], spec.shape, spec.batch_axis, is_batched)
 
 
 def _check_agreement(name: str, tensor: str, uses: Sequence[_Use]) -> None:
@@ -156,17 +162,16 @@ def _fits(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> bool:
 def _spec(tensor: str, uses: Sequence[_Use], *, is_batched: bool) -> TensorSpec:
     datatype = next((use.datatype for use in uses if use.datatype is not None), None)
     assert datatype is not None, "a member uses it, or it would be unused"
-    own = uses[0]
-    if own.dims is not None:
-        shape = own.full
-    elif (use := next((use for use in uses if use.dims is not None), None)) is not None:
-        assert use.dims is not None
-        shape = (-1, *use.dims) if is_batched else use.full
-    else:
+    known = [use for use in uses if use.dims is not None]
+    if not known:
         return TensorSpec(tensor, datatype, (), has_any_shape=True)
-    assert shape is not None
-    return TensorSpec(tensor, datatype, shape)
+    use = known[0] if known[0] is uses[0] else next((use for use in known if use.has_batches), known[0])
+    assert use.dims is not None
+    assert use.full is not None
+    if use.has_batches or not is_batched:
+        return TensorSpec(tensor, datatype, use.full, batch_axis=use.batch_axis)
+    return TensorSpec(tensor, datatype, (-1, *use.dims))
 
 
 def _optional(spec: TensorSpec) -> TensorSpec:
-    return TensorSpec(spec.name, spec.datatype, spec.shape, is_optional=True, has_any_shape=spec.has_any_shape)
+    return replace(spec, is_optional=True)
