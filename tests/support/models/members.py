@@ -15,7 +15,9 @@ ROWS: Shape = ("batch", 2)
 
 def affine(path: Path, scale: float = 1, offset: float = 0, shape: Shape = ROWS) -> Path:
     """A FP32 → b FP32 of the same shape, b = scale · a + offset."""
-    weights = [numpy_helper.from_array(np.float32(value), name) for name, value in (("s", scale), ("o", offset))]
+    weights = [
+        numpy_helper.from_array(np.array(value, np.float32), name) for name, value in (("s", scale), ("o", offset))
+    ]
     nodes = [helper.make_node("Mul", ["a", "s"], ["m"]), helper.make_node("Add", ["m", "o"], ["b"])]
     return write(path, nodes, [_value("a", shape)], [_value("b", shape)], weights)
 

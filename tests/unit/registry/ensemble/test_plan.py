@@ -1,6 +1,7 @@
 """The plan of an ensemble: faults of its graph, and which steps a request needs."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,7 +12,7 @@ from ortserve.registry.ensemble.plan import find_cycle, make_plan
 Steps = list[tuple[str, dict[str, str], dict[str, str]]]
 
 
-def options(inputs: list[str], outputs: list[str], steps: Steps) -> ModelOptions:
+def options(inputs: Sequence[str], outputs: Sequence[str], steps: Steps) -> ModelOptions:
     given = {
         "inputs": {name: {} for name in inputs},
         "outputs": {name: {} for name in outputs},
