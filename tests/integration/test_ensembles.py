@@ -1,19 +1,32 @@
 """Ensembles on both protocols: values, errors, metadata and statistics, and their loads as those of their members."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
-from encodings_of_requests import Infer, grpc_raw, rest_binary, rest_json
+from encodings_of_requests import Infer, grpc_raw, rest_binary, rest_json, triton_inputs
 from models import builders, members
 from models.members import add_ensemble
 from ortserve.core.dtypes import DataType
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    json_input,
+    read_metrics,
+    rest_url,
+    serving,
+    triton_clients,
+)
 
 X = np.array([[1, 2]], np.float32)
 PROTOCOLS = pytest.mark.parametrize("infer", [rest_binary, grpc_raw])
@@ -170,3 +183,79 @@ def test_metadata_configuration_and_statistics_are_those_of_an_ensemble(server: 
     assert after["inference_stats"]["queue"]["ns"] == 0
     assert after["inference_stats"]["compute_infer"]["ns"] > before["inference_stats"]["compute_infer"]["ns"]
     assert statistics(server, "plus")["inference_count"] == member["inference_count"] + 3
+
+
+@pytest.fixture(scope="module")
+def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """An ensemble whose first step takes about 100 ms, and accepts one queued request."""
+    folder = tmp_path_factory.mktemp("slow")
+    slow = add_model(folder, "slow", builders.slow)
+    (slow / "model.yaml").write_text("max_rows: 1\nqueue_policy: {max_requests: 1}\n")
+    add_model(folder, "after", builders.identity)
+    add_model(folder, "beside", builders.identity)
+    steps = [("slow", {"x": "x"}, {"y": "t"}), ("after", {"x": "t"}, {"y": "y"}), ("beside", {"x": "x"}, {"y": "z"})]
+    add_ensemble(folder, "e", ["x"], ["y", "z"], steps)
+    with serving(folder, *SHORT_WARMUP) as server:
+        yield server
+
+
+FOUR = {"inputs": [json_input("x", np.ones((1, 4), np.float32))]}
+
+
+def test_a_full_queue_of_a_member_rejects_and_nothing_hangs(slow_server: ServerProcess) -> None:
+    with ThreadPoolExecutor(12) as pool:
+        url = rest_url(slow_server, "e")
+        answers = list(pool.map(lambda _: httpx.post(url, json=FOUR, timeout=LONG_S), range(12)))
+    rejected = [answer.json()["error"] for answer in answers if answer.status_code != 200]
+    assert 0 < len(rejected) < 12
+    assert all("in ensemble 'e', " in error and "'slow'" in error for error in rejected)
+    assert {answer.status_code for answer in answers} <= {200, 503, 429}
+    assert httpx.post(rest_url(slow_server, "e"), json=FOUR, timeout=LONG_S).status_code == 200
+
+
+def test_deadlines_and_queue_timeouts_hold_for_the_steps(slow_server: ServerProcess) -> None:
+    url = rest_url(slow_server, "e")
+    with ThreadPoolExecutor(1) as pool:
+        answered = beside(slow_server)
+        first = pool.submit(httpx.post, url, json=FOUR, timeout=LONG_S)
+        wait_for_more(slow_server, answered)
+        late = httpx.post(url, json=FOUR | {"parameters": {"timeout": 1000}}, timeout=LONG_S)
+        assert late.status_code in (503, 504)
+        assert "in ensemble 'e', " in late.json()["error"]
+        assert first.result().status_code == 200
+    before = statistics(slow_server, "after")["inference_count"]
+    with triton_clients(slow_server) as (_, grpc), pytest.raises(InferenceServerException, match="DEADLINE_EXCEEDED"):
+        grpc.infer("e", triton_inputs(triton_grpc, {"x": np.ones((1, 4), np.float32)}), client_timeout=0.02)
+    assert httpx.post(url, json=FOUR, timeout=LONG_S).status_code == 200
+    assert statistics(slow_server, "after")["inference_count"] == before + 1  # not for the late request
+
+
+def test_a_cancelled_request_starts_no_further_step(slow_server: ServerProcess) -> None:
+    before = statistics(slow_server, "after")["inference_count"]
+    cancelled: list[object] = []
+    with triton_clients(slow_server) as (_, grpc):
+        inputs = triton_inputs(triton_grpc, {"x": np.ones((1, 4), np.float32)})
+        answered = beside(slow_server)
+        call = grpc.async_infer("e", inputs, lambda result, error: cancelled.append(error))
+        wait_for_more(slow_server, answered)
+        call.cancel()
+    assert httpx.post(rest_url(slow_server, "e"), json=FOUR, timeout=LONG_S).status_code == 200
+    assert statistics(slow_server, "after")["inference_count"] == before + 1
+    requests = read_metrics(slow_server).by_labels(
+        "ortserve_request_duration_seconds_count", "model", "protocol", "outcome"
+    )
+    assert requests["slow ensemble cancelled"] >= 1
+    assert requests["e grpc cancelled"] >= 1
+    assert requests["after ensemble ok"] >= 1
+
+
+def beside(server: ServerProcess) -> int:
+    """Answers of the step beside the slow one."""
+    return int(statistics(server, "beside")["inference_count"])
+
+
+def wait_for_more(server: ServerProcess, answered: int) -> None:
+    """Wait until a further request is at its slow step: the step beside it is answered."""
+    deadline = time.monotonic() + LONG_S
+    while beside(server) == answered:
+        assert time.monotonic() < deadline
