@@ -4,9 +4,10 @@ Level: engine, one process, no protocol. Expected: at most 60 µs a step with th
 
     python loadtests/ensemble_overhead.py [--rounds 7] [--requests 2000]
 
-Three models that add 1 to 16 numbers are loaded as the server loads them. Both arms run one request at a time, in turn in
-each round: an ensemble of the three in a chain, and the same three requests submitted one after the other by the
-benchmark. The difference, divided by three, is the cost of a step. Answers are checked once. Prints the spread of the rounds.
+Three models that add 1 to 16 numbers are loaded as the server loads them. Both arms run one request at a time, in turn
+in each round: an ensemble of the three in a chain, and the same three requests submitted one after the other by the
+benchmark. The difference, divided by three, is the cost of a step. Answers are checked once. Prints the spread of the
+rounds.
 """
 
 import argparse
