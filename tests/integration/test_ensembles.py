@@ -1,8 +1,8 @@
 """Ensembles on both protocols: values, errors, metadata and statistics, and their loads as those of their members."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from servers import (
     rest_url,
     serving,
     triton_clients,
+    wait_for_queue,
 )
 
 X = np.array([[1, 2]], np.float32)
@@ -187,10 +188,10 @@ def test_metadata_configuration_and_statistics_are_those_of_an_ensemble(server: 
 
 @pytest.fixture(scope="module")
 def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """An ensemble whose first step takes about 100 ms, and accepts one queued request."""
+    """An ensemble whose first step takes about 200 ms, and accepts two queued requests."""
     folder = tmp_path_factory.mktemp("slow")
-    slow = add_model(folder, "slow", builders.slow)
-    (slow / "model.yaml").write_text("max_rows: 1\nqueue_policy: {max_requests: 1}\n")
+    slow = add_model(folder, "slow", builders.slow, steps=60_000)
+    (slow / "model.yaml").write_text("max_rows: 1\nqueue_policy: {max_requests: 2}\n")
     add_model(folder, "after", builders.identity)
     add_model(folder, "beside", builders.identity)
     steps = [("slow", {"x": "x"}, {"y": "t"}), ("after", {"x": "t"}, {"y": "y"}), ("beside", {"x": "x"}, {"y": "z"})]
@@ -203,41 +204,50 @@ FOUR = {"inputs": [json_input("x", np.ones((1, 4), np.float32))]}
 
 
 def test_a_full_queue_of_a_member_rejects_and_nothing_hangs(slow_server: ServerProcess) -> None:
-    with ThreadPoolExecutor(12) as pool:
+    with ThreadPoolExecutor(8) as pool:
         url = rest_url(slow_server, "e")
-        answers = list(pool.map(lambda _: httpx.post(url, json=FOUR, timeout=LONG_S), range(12)))
+        answers = list(pool.map(lambda _: httpx.post(url, json=FOUR, timeout=LONG_S), range(8)))
     rejected = [answer.json()["error"] for answer in answers if answer.status_code != 200]
-    assert 0 < len(rejected) < 12
+    assert 0 < len(rejected) < 8
     assert all("in ensemble 'e', " in error and "'slow'" in error for error in rejected)
     assert {answer.status_code for answer in answers} <= {200, 503, 429}
     assert httpx.post(rest_url(slow_server, "e"), json=FOUR, timeout=LONG_S).status_code == 200
 
 
+@contextmanager
+def busy(server: ServerProcess) -> Iterator[None]:
+    """One request of the slow model runs and another one waits, at least at first."""
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(httpx.post, rest_url(server, "slow"), json=FOUR, timeout=LONG_S) for _ in range(2)]
+        wait_for_queue(server, "slow", 1)
+        yield
+        assert [call.result().status_code for call in calls] == [200, 200]
+
+
 def test_deadlines_and_queue_timeouts_hold_for_the_steps(slow_server: ServerProcess) -> None:
     url = rest_url(slow_server, "e")
-    with ThreadPoolExecutor(1) as pool:
-        answered = beside(slow_server)
-        first = pool.submit(httpx.post, url, json=FOUR, timeout=LONG_S)
-        wait_for_more(slow_server, answered)
-        late = httpx.post(url, json=FOUR | {"parameters": {"timeout": 1000}}, timeout=LONG_S)
-        assert late.status_code in (503, 504)
-        assert "in ensemble 'e', " in late.json()["error"]
-        assert first.result().status_code == 200
     before = statistics(slow_server, "after")["inference_count"]
-    with triton_clients(slow_server) as (_, grpc), pytest.raises(InferenceServerException, match="DEADLINE_EXCEEDED"):
-        grpc.infer("e", triton_inputs(triton_grpc, {"x": np.ones((1, 4), np.float32)}), client_timeout=0.02)
+    with busy(slow_server):
+        late = httpx.post(url, json=FOUR | {"parameters": {"timeout": 1000}}, timeout=LONG_S)
+    assert late.status_code in (503, 504)
+    assert "in ensemble 'e', " in late.json()["error"]
+    inputs = triton_inputs(triton_grpc, {"x": np.ones((1, 4), np.float32)})
+    with (
+        busy(slow_server),
+        triton_clients(slow_server) as (_, grpc),
+        pytest.raises(InferenceServerException, match="DEADLINE_EXCEEDED"),
+    ):
+        grpc.infer("e", inputs, client_timeout=0.02)
     assert httpx.post(url, json=FOUR, timeout=LONG_S).status_code == 200
-    assert statistics(slow_server, "after")["inference_count"] == before + 1  # not for the late request
+    assert statistics(slow_server, "after")["inference_count"] == before + 1  # not for the late requests
 
 
 def test_a_cancelled_request_starts_no_further_step(slow_server: ServerProcess) -> None:
     before = statistics(slow_server, "after")["inference_count"]
-    cancelled: list[object] = []
-    with triton_clients(slow_server) as (_, grpc):
+    with busy(slow_server), triton_clients(slow_server) as (_, grpc):
         inputs = triton_inputs(triton_grpc, {"x": np.ones((1, 4), np.float32)})
-        answered = beside(slow_server)
-        call = grpc.async_infer("e", inputs, lambda result, error: cancelled.append(error))
-        wait_for_more(slow_server, answered)
+        call = grpc.async_infer("e", inputs, lambda result, error: None)
+        wait_for_queue(slow_server, "slow", 2)
         call.cancel()
     assert httpx.post(rest_url(slow_server, "e"), json=FOUR, timeout=LONG_S).status_code == 200
     assert statistics(slow_server, "after")["inference_count"] == before + 1
@@ -247,15 +257,3 @@ def test_a_cancelled_request_starts_no_further_step(slow_server: ServerProcess) 
     assert requests["slow ensemble cancelled"] >= 1
     assert requests["e grpc cancelled"] >= 1
     assert requests["after ensemble ok"] >= 1
-
-
-def beside(server: ServerProcess) -> int:
-    """Answers of the step beside the slow one."""
-    return int(statistics(server, "beside")["inference_count"])
-
-
-def wait_for_more(server: ServerProcess, answered: int) -> None:
-    """Wait until a further request is at its slow step: the step beside it is answered."""
-    deadline = time.monotonic() + LONG_S
-    while beside(server) == answered:
-        assert time.monotonic() < deadline
