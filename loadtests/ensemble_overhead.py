@@ -63,7 +63,7 @@ async def measure(folder: Path, rounds: int, requests: int) -> None:
         return await ask(ensemble, inputs)
 
     async def one_after_the_other() -> Arrays:
-        tensors = inputs
+        tensors: Arrays = inputs
         for served in alone:
             tensors = await ask(served, tensors)
         return tensors

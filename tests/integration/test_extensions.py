@@ -5,6 +5,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -59,7 +60,7 @@ def decoder(path: Path) -> Path:
     return save(path, graph, "com.microsoft.extensions")
 
 
-def save(path: Path, graph: object, domain: str) -> Path:
+def save(path: Path, graph: onnx.GraphProto, domain: str) -> Path:
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(domain, 1)]
     path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString())
     return path
