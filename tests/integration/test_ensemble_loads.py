@@ -136,6 +136,19 @@ def test_no_request_fails_while_members_are_reloaded(repository: Path, mode: str
         assert not failures, failures[0]
 
 
+def test_no_cached_answer_of_an_ensemble_outlives_its_members(repository: Path) -> None:
+    add_ensemble(repository, "cached", ["x"], ["y"], CHAIN, response_cache="true")
+    with serving(repository, *EXPLICIT, "--load-model", "cached") as server:
+        assert answer(server, "cached") == [4, 6]
+        assert answer(server, "cached") == [4, 6]
+        url = f"{server.url}/v2/models/cached/stats"
+        statistics = httpx.get(url, timeout=LONG_S).json()["model_stats"][0]["inference_stats"]
+        assert statistics["cache_hit"]["count"] == 1
+        put(repository, "plus", 1, 9)
+        assert change(server, "plus").status_code == 200
+        assert answer(server, "cached") == [20, 22]
+
+
 def test_a_broken_reload_of_a_member_changes_nothing(server: ServerProcess, repository: Path) -> None:
     assert change(server, "chain").status_code == 200
     (repository / "plus" / "1" / "model.onnx").write_bytes(b"not a model")
