@@ -41,7 +41,7 @@ from ortserve.core.sequence import SequencePart  # noqa: E402
 from ortserve.core.terms import NO_TERMS  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
 from ortserve.registry.registry import Registry  # noqa: E402
-from ortserve.registry.served import ServedModel  # noqa: E402
+from ortserve.registry.serving import ServedVersion  # noqa: E402
 from ortserve.telemetry.metrics import Metrics  # noqa: E402
 
 PORT = 18400
@@ -151,7 +151,7 @@ def wrk_cpu_us(folder: Path, pid: int, model: str, seconds: int) -> float:
     return used_s / int(found.group(1)) * 1e6
 
 
-def send(served: ServedModel, name: int, row: np.ndarray, *, start: bool) -> InflightRequest:
+def send(served: ServedVersion, name: int, row: np.ndarray, *, start: bool) -> InflightRequest:
     request = InflightRequest(Timing(monotonic_ns()), (row,), 1)
     served.submit_part(request, NO_TERMS, SequencePart(name, start, False))
     return request

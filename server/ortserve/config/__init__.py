@@ -4,6 +4,7 @@
 """
 
 __all__ = [
+    "ensemble",
     "expectation",
     "model",
     "option_groups",

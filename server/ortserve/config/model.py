@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from ortserve.config.ensemble import EnsembleOptions
 from ortserve.config.expectation import describe_problems
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
@@ -230,6 +231,11 @@ class ModelOptions(LoadOptions):
     sequences: SequenceOptions | None = None
     """Requests that belong together: they run one after the other, and the server keeps the model's state from one to
     the next. Such a model accepts only requests with a ``sequence_id``. Unset: each request stands alone."""
+    ensemble: EnsembleOptions | None = None
+    """Makes the model an ensemble of other models: ``{steps: [{model: m, inputs: {a: x}, outputs: {b: y}}, ...]}``. Its
+    version folders need no model file; ``inputs`` and ``outputs`` name its own tensors in their order. Of the other
+    keys only ``batched``, ``max_rows``, ``response_cache``, ``slo_s``, ``required`` and ``version_policy`` apply.
+    Unset: the model is a file."""
     required: bool = False
     """Whether the server reports not ready while this model has no ready version. ``strict_readiness`` requires every
     model."""

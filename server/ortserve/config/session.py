@@ -135,6 +135,9 @@ SessionEntry: TypeAlias = Annotated[
 
 GraphOptimization: TypeAlias = Literal["none", "basic", "extended", "layout", "all"]
 
+EXTENSIONS: Final = "onnxruntime-extensions"
+"""As an operator library: the one of this package."""
+
 
 class SessionSettings(BaseModel):
     """Settings of ONNX Runtime's sessions. The defaults suit a server."""
@@ -199,7 +202,9 @@ class SessionSettings(BaseModel):
     """Entries of ONNX Runtime's session configuration, for example ``session.set_denormal_as_zero: 1``, passed on
     unchanged. Unknown entries are rejected, because ONNX Runtime ignores them silently."""
     operator_libraries: tuple[str, ...] = ()
-    """Shared libraries with custom operators. Relative paths are relative to the model's folder."""
+    """Shared libraries with custom operators. Relative paths are relative to the model's folder.
+    ``onnxruntime-extensions`` names the library of that package, with tokenizers and image decoders; install
+    ``ortserve[extensions]``."""
 
 
 def option_text(value: Scalar) -> str:

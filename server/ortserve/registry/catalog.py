@@ -7,7 +7,7 @@ from typing import Final
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.coordination import WAITING, Progress
 from ortserve.registry.repository.source import VersionSource
-from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
 UNLOADED: Final = "unloaded"
@@ -58,7 +58,7 @@ class VersionRecord:
         """The steps of its load; None before the load begins."""
         self.metrics = ModelMetrics(model, self.label)
         self.metrics.set_state(self.state.name.lower())
-        self.served: ServedModel | None = None
+        self.served: ServedVersion | None = None
         """Answers its requests. Set while READY or DRAINING, and until it is freed after its device was lost."""
 
     @property
@@ -95,11 +95,11 @@ class Catalog:
 
     def __init__(self) -> None:
         self._records: dict[str, dict[int, VersionRecord]] = {}
-        self._serving: dict[tuple[str, str], ServedModel] = {}
+        self._serving: dict[tuple[str, str], ServedVersion] = {}
         self.is_complete = False
         """Whether initial loading is over. Until then a model that is unknown may still come."""
 
-    def find(self, name: str, version: str) -> ServedModel:
+    def find(self, name: str, version: str) -> ServedVersion:
         """Find the version that answers: the one named, or the highest that is ready.
 
         Args:

@@ -8,15 +8,61 @@ from ortserve.config.model import AllVersions, LatestVersions, ModelOptions, Que
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.engine.provider_options import CPU, OPENVINO
-from ortserve.registry.repository.configuration import BACKEND, GRAPH_LEVELS, PLATFORM
+from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.repository.configuration import BACKEND, GRAPH_LEVELS
 from ortserve.registry.repository.triton_sequences import describe_sequences
 from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
 
 _GRAPH_LEVELS: Final = {name: level for level, name in GRAPH_LEVELS.items()} | {"layout": 0}  # the nearest level
 
 
-def describe_config(served: ServedModel) -> pb.ModelConfig:
-    """Describe a version: its ``config.pbtxt``, completed and corrected by how it is served.
+def describe_config(served: ServedVersion) -> pb.ModelConfig:
+    """Describe a version: its ``config.pbtxt``, completed and corrected by how it is served."""
+    if isinstance(served, ServedEnsemble):
+        return _describe_ensemble(served)
+    assert isinstance(served, ServedModel)
+    return _describe_model(served)
+
+
+def _describe_ensemble(served: ServedEnsemble) -> pb.ModelConfig:
+    options, signature = served.options, served.signature
+    config = pb.ModelConfig()
+    config.CopyFrom(served.declared)
+    config.name, config.platform = served.name, served.platform
+    _describe_versions(config.version_policy, options)
+    config.max_batch_size = served.max_rows if signature.is_batched else 0
+    _describe_ensemble_inputs(config, served)
+    del config.output[:]
+    for spec in signature.outputs:
+        tensor = config.output.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[spec.leading :])
+        configured = options.outputs[spec.name]
+        if isinstance(configured.labels, str):
+            tensor.label_filename = configured.labels
+    config.ClearField("response_cache")
+    if served.is_cached:
+        config.response_cache.enable = True
+    config.model_transaction_policy.decoupled = False
+    if not config.HasField("ensemble_scheduling"):
+        assert options.ensemble is not None
+        for step in options.ensemble.steps:
+            described = config.ensemble_scheduling.step.add(model_name=step.model, model_version=step.version)
+            described.input_map.update(step.inputs)
+            described.output_map.update(step.outputs)
+    return config
+
+
+def _describe_ensemble_inputs(config: pb.ModelConfig, served: ServedEnsemble) -> None:
+    formats = {tensor.name: tensor.format for tensor in served.declared.input}
+    del config.input[:]
+    for spec in served.signature.inputs:
+        tensor = config.input.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[spec.leading :])
+        tensor.format = formats.get(spec.name, tensor.format)
+        tensor.optional = spec.is_optional
+
+
+def _describe_model(served: ServedModel) -> pb.ModelConfig:
+    """Describe a version of a model file.
 
     ``max_batch_size`` is the most rows that run together, if rows are on axis 0 of all tensors, because clients expect
     them there. Otherwise, and for a model whose requests run alone, it is 0, and dims include all axes.
@@ -24,7 +70,7 @@ def describe_config(served: ServedModel) -> pb.ModelConfig:
     options = served.options
     config = pb.ModelConfig()
     config.CopyFrom(served.declared)
-    config.name, config.platform, config.backend = served.name, PLATFORM, BACKEND
+    config.name, config.platform, config.backend = served.name, served.platform, BACKEND
     _describe_versions(config.version_policy, options)
     config.max_batch_size = served.max_rows if served.signature.rows_lead else 0
     _describe_inputs(config, served)

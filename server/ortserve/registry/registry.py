@@ -11,10 +11,12 @@ from weakref import WeakValueDictionary
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.clock import Clock
+from ortserve.config.ensemble import LATEST
 from ortserve.config.model import LoadOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
+from ortserve.registry.dependents import dependents_of, members_of, reject_cycles, required_versions
 from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.client_model import client_source, read_client_model
 from ortserve.registry.repository.model_files import read_repositories
@@ -59,6 +61,10 @@ class Registry:
     """Loads the models of the repositories and finds the one for a request. Loop thread only.
 
     Changes of one model run one after the other. A change that has begun completes even if its caller is cancelled.
+
+    Members are loaded before the ensembles that contain them. An ensemble holds the loads of its members, so that it is
+    connected anew after each change of one. A change of a model that holds its lock may take those of the ensembles
+    that contain it, never the other way round.
     """
 
     def __init__(
@@ -149,7 +155,9 @@ class Registry:
         found = {source.name: source for source in await self._read_sources()}
         names = found if only is None else sorted(only)
         missing = "it is in no repository"
-        await self._apply_all([found.get(name) or ModelSource(name, problem=missing) for name in names])
+        await self._apply_all(
+            [found.get(name) or ModelSource(name, problem=missing) for name in _with_members(names, found)]
+        )
         self._catalog.is_complete = True
         self.on_change()
 
@@ -168,12 +176,17 @@ class Registry:
         """
         await asyncio.shield(self._start(self._load(name, config, files or {})))
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, *, with_members: bool = False) -> None:
         """Take a model out of service, at once for new requests. Returns when its admitted requests are answered.
 
-        Also waits for draining versions of earlier loads. Does nothing for a model that is unknown or not loaded.
+        Also waits for draining versions of earlier loads. Does nothing for a model that is unknown or not loaded. The
+        ensembles that contain the model go out of service first, and come back when it is loaded again.
+
+        Args:
+            name: Of the model.
+            with_members: Whether the members of an ensemble are unloaded, too, but for those of other ensembles.
         """
-        await asyncio.shield(self._start(self._unload(name)))
+        await asyncio.shield(self._start(self._unload(name, with_members=with_members)))
 
     async def poll(self) -> None:
         """Read the repositories again: load models that are new or have changed, unload those that are gone.
@@ -228,18 +241,66 @@ class Registry:
         return await asyncio.to_thread(read_sources, self._repositories, self._defaults)
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        async with self._lock(name):
-            resources = ExitStack()
+        source, failures = await self._load_once(name, config, files, None)
+        if failures is None:  # It is an ensemble, some of whose members do not serve.
             try:
-                source = await asyncio.to_thread(self._find_source, resources, name, config, files)
-                failures = await self._apply(source)
-            finally:
-                await asyncio.to_thread(resources.close)
+                closure = await asyncio.to_thread(self._read_members, source)
+            except ServeError:  # Its message names the folder, which clients must not learn.
+                raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
+            known = self._sources | closure
+            await self._apply_all(
+                member for member in closure.values() if member.name != name and not self._is_served(member)
+            )
+            source, failures = await self._load_once(name, config, files, known)
         if source.problem:
             event = _NOT_POLLED if source.has_files else "no version is available"
             raise _load_failure(name, f"{event}: {source.problem}")
         if failures:
             raise _load_failure(name, "; ".join(failures))
+
+    async def _load_once(
+        self, name: str, config: str | None, files: Mapping[str, bytes], known: Mapping[str, ModelSource] | None
+    ) -> tuple[ModelSource, list[str] | None]:
+        """Load a model. Returns None for the failures if members of an ensemble must be loaded first.
+
+        Args:
+            name: Of the model.
+            config: As in ``load``.
+            files: As in ``load``.
+            known: The sources of all members, which had their loads; None if they may be missing.
+        """
+        async with self._lock(name):
+            resources = ExitStack()
+            try:
+                source = await asyncio.to_thread(self._find_source, resources, name, config, files)
+                if known is None and self._lacks_members(source):
+                    return source, None
+                (source,) = reject_cycles([source], self._sources if known is None else known)
+                return source, await self._apply(source)
+            finally:
+                await asyncio.to_thread(resources.close)
+
+    def _lacks_members(self, ensemble: ModelSource) -> bool:
+        """Whether a member of an ensemble does not serve in a version that the ensemble needs."""
+        for member in members_of(ensemble):
+            ready = self.ready_versions(member)
+            if not ready or any(version not in (LATEST, *ready) for version in required_versions(ensemble, member)):
+                return True
+        return False
+
+    def _is_served(self, source: ModelSource) -> bool:
+        return bool(self.ready_versions(source.name)) and self._sources.get(source.name) == source
+
+    def _read_members(self, ensemble: ModelSource) -> dict[str, ModelSource]:
+        """The sources of all models that an ensemble contains, however deep, by name. Blocks on the disk."""
+        found: dict[str, ModelSource] = {ensemble.name: ensemble}
+        pending = list(members_of(ensemble))
+        while pending:
+            name = pending.pop()
+            if name not in found and (source := read_source(name, self._repositories, self._defaults)) is not None:
+                found[name] = source
+                pending += members_of(source)
+        return found
 
     def _find_source(
         self, resources: ExitStack, name: str, config: str | None, files: Mapping[str, bytes]
@@ -263,14 +324,56 @@ class Registry:
             raise _load_failure(name, f"{_NOT_POLLED}: no repository has a model of this name")
         return source
 
-    async def _unload(self, name: str) -> None:
+    async def _unload(self, name: str, *, with_members: bool = False) -> None:
+        await self._drop_dependents(name)
         async with self._lock(name):
-            self._sources.pop(name, None)
+            source = self._sources.pop(name, None)
             self._retries.forget(name)
-            self._versions.forget(record for record in self._catalog.of(name).values() if record.state is State.FAILED)
-            for record in self._catalog.ready(name):
-                self._versions.drain(record, UNLOADED)
+            self._drain(name)
+            await self._drop_dependents(name)  # Those that were loaded meanwhile hold the model.
             await self._versions.wait_until_drained(name)
+        if with_members:
+            for member in members_of(source):
+                if not dependents_of(member, self._sources):
+                    await self._unload(member, with_members=True)
+
+    def _drain(self, name: str) -> None:
+        """Take a model out of service on purpose."""
+        self._versions.forget(record for record in self._catalog.of(name).values() if record.state is State.FAILED)
+        for record in self._catalog.ready(name):
+            self._versions.drain(record, UNLOADED)
+
+    async def _drop_dependents(self, name: str) -> None:
+        """Take the ensembles that contain a model out of service, and wait until they have answered their requests."""
+        for ensemble in dependents_of(name, self._sources):
+            await self._drop_dependents(ensemble)
+            async with self._lock(ensemble):
+                self._drain(ensemble)
+                await self._versions.wait_until_drained(ensemble)
+
+    async def _follow(self, name: str, applied: Collection[str] = ()) -> None:
+        """Connect the ensembles that contain a model anew, after a change of the model. Called with the model's lock.
+
+        Ensembles that went out of service with the model come back. An ensemble that the model does not fit any more
+        goes out of service with the reason.
+
+        Args:
+            name: Of the model.
+            applied: Ensembles that are loaded after the model anyway.
+        """
+        for ensemble in dependents_of(name, self._sources):
+            if ensemble in applied:
+                continue
+            async with self._lock(ensemble):
+                source = self._sources.get(ensemble)
+                if source is None or name not in members_of(source):
+                    continue
+                for number, version in source.versions.items():
+                    reason = await self._versions.load(self._versions.announce(ensemble, number, source), version)
+                    before = self._catalog.of(ensemble).get(number)
+                    if reason and before is not None and before.state is State.READY:
+                        self._versions.drain(before, reason)
+                await self._follow(ensemble, applied)
 
     async def _poll(self) -> None:
         found = await self._read_sources()
@@ -285,16 +388,28 @@ class Registry:
             await self._unload(name)
 
     async def _apply_all(self, sources: Iterable[ModelSource]) -> None:
-        """Apply the sources of different models side by side."""
+        """Apply the sources of different models side by side, but an ensemble after its members."""
+        loading = {source.name: source for source in reject_cycles(sources, self._sources)}
+        tasks: dict[str, asyncio.Task[None]] = {}
 
         async def apply(source: ModelSource) -> None:
+            members = [tasks[member] for member in members_of(source) if member in tasks]
+            if members:
+                await asyncio.wait(members)
             async with self._lock(source.name):
-                await self._apply(source)
+                await self._apply(source, loading.keys())
 
-        await asyncio.gather(*map(apply, sources))
+        tasks.update((name, self._loop.create_task(apply(source))) for name, source in loading.items())
+        try:
+            await asyncio.gather(*tasks.values())
+        finally:
+            for task in tasks.values():
+                task.cancel()
 
-    async def _apply(self, source: ModelSource) -> list[str]:
+    async def _apply(self, source: ModelSource, applied: Collection[str] = ()) -> list[str]:
         """Load and drain versions of a model until those of ``source`` serve; called with the model's lock.
+
+        ``applied`` are ensembles that need not follow, because they are loaded after the model anyway.
 
         Returns:
             For each load that failed, its version and the reason. Then the previous loads of these versions keep
@@ -329,6 +444,8 @@ class Registry:
             self._retries.forget(name)
             for version in changes.retire:
                 self._versions.drain(self._catalog.of(name)[version], UNLOADED)
+        if self._catalog.ready(name) != serving:
+            await self._follow(name, applied)
         return failures
 
     def _start_replacing(self, record: VersionRecord) -> None:
@@ -338,6 +455,20 @@ class Registry:
         async with self._lock(record.model):
             if await self._versions.replace(record):
                 self._retries.note_failure(record.model, self._clock())
+            else:
+                await self._follow(record.model)
+
+
+def _with_members(names: Iterable[str], found: Mapping[str, ModelSource]) -> list[str]:
+    """The names, and those of all models that the ensembles among them contain, however deep."""
+    wanted: dict[str, None] = {}
+    pending = list(names)[::-1]
+    while pending:
+        name = pending.pop()
+        if name not in wanted:
+            wanted[name] = None
+            pending += [member for member in members_of(found.get(name)) if member in found]
+    return list(wanted)
 
 
 def _ignore() -> None:

@@ -18,7 +18,7 @@ from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import absent, format_shape, is_absent
 from ortserve.core.terms import Alone
-from ortserve.errors import invalid_input
+from ortserve.errors import ServeError, invalid_input
 from ortserve.rows import sum_terms
 
 _MAX_VALUE_BYTES: Final = 64 * 1024
@@ -177,6 +177,23 @@ def drop_rows(outputs: Arrays, signature: ModelSignature) -> Arrays:
             output if spec.batch_axis is None else output[:0]
             for spec, output in zip(signature.outputs, outputs, strict=True)
         ]
+    )
+
+
+def shape_error(shape: tuple[int, ...], spec: TensorSpec, signature: ModelSignature, model: str) -> ServeError:
+    """The error for an input of another shape than ``spec``."""
+    if signature.is_batched and not shape:
+        return invalid_input(f"input '{spec.name}' has no shape but model requires batch dimension for '{model}'")
+    return invalid_input(
+        f"unexpected shape for input '{spec.name}' for model '{model}'. "
+        f"Expected {format_shape(spec.shape)}, got {format_shape(shape)}"
+    )
+
+
+def unequal_rows_error(name: str, model: str, expected: int, rows: int) -> ServeError:
+    """The error for an input ``name`` with another number of rows than the inputs before it."""
+    return invalid_input(
+        f"input '{name}' batch size does not match other inputs for '{model}': expected {expected}, got {rows}"
     )
 
 

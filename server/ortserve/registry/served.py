@@ -1,4 +1,4 @@
-"""A model version that answers requests."""
+"""A version of a model file that answers requests: its batcher, its cache and the form of its tensors."""
 
 import asyncio
 import math
@@ -15,12 +15,13 @@ from ortserve.config.model import ModelOptions, QueuePolicy
 from ortserve.core.batch import Arrays, BatchTap
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.padding import padding_of_requests
+from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequencePart
 from ortserve.core.terms import Alone, Terms
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.recording import Recording
-from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.repository.configuration import PLATFORM, Configuration
 from ortserve.registry.request_shapes import (
     ShapeClasses,
     check_not_empty,
@@ -28,17 +29,15 @@ from ortserve.registry.request_shapes import (
     drop_rows,
     placeholder_row,
 )
-from ortserve.telemetry.logs import RejectionLog
+from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
 
-class ServedModel:
-    """A model version as the service sees it: its signature, and ``submit``. Loop thread only."""
+class ServedModel(ServedVersion):
+    """A version of a model file. Loop thread only."""
 
     def __init__(
         self,
-        name: str,
-        version: str,
         loaded: LoadedModel,
         batcher: Batcher,
         metrics: ModelMetrics,
@@ -52,36 +51,30 @@ class ServedModel:
         """Accept requests.
 
         Args:
-            name: Of the model.
-            version: Digits.
             loaded: The result of its load.
             batcher: Of the loaded instances.
-            metrics: Of the version.
+            metrics: Of the version, with its names.
             configuration: Of its load.
             properties: Shown in the metadata.
             cached: Answers equal requests; None to run every request.
             recording: Of its requests; None if none are recorded.
             sequences: Runs its requests in the order of their sequences; None for a model without sequences.
         """
-        self.name = name
-        self.version = version
+        super().__init__(
+            loaded.interface.client,
+            loaded.labels,
+            metrics,
+            configuration,
+            properties=properties,
+            is_cached=cached is not None,
+            recording=recording,
+            sequences=sequences,
+            takes_sequences=sequences is not None,
+        )
         self.loaded: Final = loaded
-        self.signature: Final = loaded.interface.client
-        """Of requests and responses."""
         self.model_signature: Final = loaded.interface.model
         """Of the model itself: the same tensors in the same order, with other shapes if they are reshaped. For a model
         with sequences, the tensors that the server fills follow."""
-        self.labels: Final[Mapping[str, Sequence[str]]] = loaded.labels
-        """Names of the elements of an output, by its name; outputs without labels are not in it."""
-        self.metrics = metrics
-        self.rejections: Final = RejectionLog(name, version)
-        self.properties = properties
-        """Replaced as a whole when one of them changes."""
-        self.recording: Final = recording
-        self.sequences: Final = sequences
-        self.options: Final = configuration.options
-        self.declared: Final = configuration.declared
-        """Its ``config.pbtxt``; empty without one."""
         self.execution_provider: Final = loaded.execution_provider
         self.device_ids: Final = loaded.device_ids
         """Of each instance."""
@@ -103,24 +96,24 @@ class ServedModel:
         self._shape_classes = None if has_one else ShapeClasses(self.model_signature, self._padding)
 
     @property
-    def is_cached(self) -> bool:
-        """Whether equal requests may be answered without a run."""
-        return self._cached is not None
+    def platform(self) -> str:
+        return PLATFORM
 
     @property
     def max_rows(self) -> int:
         """Most rows that run together."""
         return self._batcher.max_rows
 
-    def terms(self, received_ns: int, *, timeout_ns: int | None, priority: int, queue_timeout_ns: int | None) -> Terms:
-        """The terms of a request: its parameters, and the model's options for parameters that it does not set.
-
-        Args:
-            received_ns: Start of the timeouts (monotonic).
-            timeout_ns: Time limit of the answer; None for the model's ``slo_s``, if it has one.
-            priority: 1 for the most urgent; 0, and values above the model's levels, for the model's default.
-            queue_timeout_ns: Time limit of the wait in the queue.
-        """
+    def terms(
+        self,
+        received_ns: int,
+        *,
+        timeout_ns: int | None,
+        priority: int,
+        queue_timeout_ns: int | None,
+        outputs: Sequence[RequestedOutput] = (),
+    ) -> Terms:
+        """As ``ServedVersion.terms``; ``outputs`` have no effect, because a run computes all of them."""
         if timeout_ns is None and queue_timeout_ns is None and not priority and self._usual_terms is not None:
             return self._usual_terms
         options = self.options
@@ -174,16 +167,7 @@ class ServedModel:
             self._batcher.submit(request, shape_class, terms)
 
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
-        """Enqueue a request of a model with sequences, as ``submit`` does. Its inputs become all those of the model.
-
-        Args:
-            request: As for ``submit``, of one row.
-            terms: Its deadlines.
-            part: Its part in a sequence.
-
-        Raises:
-            ServeError: As ``submit``, and of ``SequenceRuns.submit``.
-        """
+        """As ``ServedVersion.submit_part``. The inputs of the request become all those of the model."""
         assert self.sequences is not None
         if self._crashing and self._shape_classes is not None:
             check_not_empty(request.inputs, self.signature, self.name, self._crashing)
@@ -255,7 +239,8 @@ class ServedModel:
         return await child
 
     async def close(self) -> None:
-        """Answer all admitted requests, then close the instances."""
+        """Answer all admitted requests, those of ensembles included, then close the instances."""
+        await self.wait_until_released()
         if self.sequences is not None:
             await self.sequences.close()
         await self._batcher.close()

@@ -15,12 +15,16 @@ from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
+from ortserve.registry.ensemble.members import find_members
+from ortserve.registry.ensemble.plan import make_plan
+from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, Progress
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.recording import Recordings
+from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
@@ -128,24 +132,17 @@ class Versions:
             try:
                 if source.problem:
                     raise invalid_input(source.problem)
-                loaded = await self._loop.run_in_executor(
-                    self._threads,
-                    partial(
-                        load_model,
-                        source.path,
-                        f"{record.model}/{record.version}",
-                        source.configuration.options,
-                        self._clock,
-                        source.folder,
-                        self._runtime,
-                        self._trials,
-                        record.progress,
-                        self._limiter,
-                    ),
-                )
-                record.served = self._assembly.serve(
-                    loaded, source.configuration, record.metrics, partial(self._on_lost, record), self._events(record)
-                )
+                if source.configuration.options.ensemble is not None:
+                    record.served = await self._load_ensemble(record, source)
+                else:
+                    loaded = await self._load_model(record, record.progress, source)
+                    record.served = self._assembly.serve(
+                        loaded,
+                        source.configuration,
+                        record.metrics,
+                        partial(self._on_lost, record),
+                        self._events(record),
+                    )
             except Exception as error:
                 if not isinstance(error, ServeError):
                     logger.error("loading failed unexpectedly", exc_info=error)
@@ -167,6 +164,31 @@ class Versions:
         if replaced is not None and replaced.state is State.READY and replaced is not record:
             self.drain(replaced, UNLOADED)
         return ""
+
+    async def _load_model(self, record: VersionRecord, progress: Progress, source: VersionSource) -> LoadedModel:
+        return await self._loop.run_in_executor(
+            self._threads,
+            partial(
+                load_model,
+                source.path,
+                f"{record.model}/{record.version}",
+                source.configuration.options,
+                self._clock,
+                source.folder,
+                self._runtime,
+                self._trials,
+                progress,
+                self._limiter,
+            ),
+        )
+
+    async def _load_ensemble(self, record: VersionRecord, source: VersionSource) -> ServedEnsemble:
+        """Connect an ensemble to its members, which serve already. Raises ServeError: invalid_input."""
+        options = source.configuration.options
+        labels = await asyncio.to_thread(read_labels, options, source.folder)
+        plan = make_plan(record.model, options)
+        members = find_members(record.model, plan, self._catalog)
+        return self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
 
     async def replace(self, record: VersionRecord) -> str:
         """Load a version anew that has abandoned an instance, unless it was replaced or drained in the meantime.

@@ -9,7 +9,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
-from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.tracing import Trace
 
 
@@ -48,7 +48,7 @@ class Call(InflightRequest):
         self.timeout_ns: Final = timeout_ns
         self.trace: Final = trace
         self.request: InferRequest | None = None
-        self.served: ServedModel | None = None
+        self.served: ServedVersion | None = None
         self.response: InferResponse | None = None
         self.encoder: AnswerEncoder[Any] | None = None
         self.encoding: asyncio.Future[Any] | None = None

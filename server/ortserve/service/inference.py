@@ -28,7 +28,7 @@ from ortserve.errors import (
     out_of_memory,
 )
 from ortserve.registry.registry import Registry
-from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import Call
 from ortserve.service.codec_threads import CodecThreads
@@ -354,7 +354,7 @@ def _set_error(answered: "asyncio.Future[Any]", error: ServeError) -> None:
 
 
 def _classify_and_encode(
-    request: InferRequest, served: ServedModel, outputs: Arrays, encoder: AnswerEncoder[Answer]
+    request: InferRequest, served: ServedVersion, outputs: Arrays, encoder: AnswerEncoder[Answer]
 ) -> Answer:
     return encoder.encode(request, build_response(request, served, outputs))
 
@@ -374,16 +374,16 @@ def _memory_bytes(tensor: Tensor) -> int:
     return tensor.array.size * TEXT_BYTES if tensor.datatype is DataType.BYTES else tensor.array.nbytes
 
 
-def _submit(run: InflightRequest, call: Call, request: InferRequest, served: ServedModel) -> None:
+def _submit(run: InflightRequest, call: Call, request: InferRequest, served: ServedVersion) -> None:
     """Submit the run that answers a call. Raises ServeError, also for parameters that are malformed."""
     terms = _terms(call, request, served)
-    if served.sequences is None:
+    if not served.takes_sequences:
         served.submit(run, terms)
     else:
         served.submit_part(run, terms, read_sequence_part(request.parameters, call.protocol))
 
 
-def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:
+def _terms(call: Call, request: InferRequest, served: ServedVersion) -> Terms:
     """Raises ServeError: invalid_input, for parameters that are malformed."""
     scheduling = read_scheduling(request.parameters)
     return served.terms(
@@ -391,6 +391,7 @@ def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:
         timeout_ns=call.timeout_ns,
         priority=scheduling.priority,
         queue_timeout_ns=scheduling.queue_timeout_us * 1000 or None,
+        outputs=request.outputs,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
-from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.repository import RepositoryService
 from ortserve.service.trace_settings import TraceSettings
@@ -61,10 +61,10 @@ class StatisticsService:
             return [self._describe(served) for served in serving]
         raise invalid_input(f"requested model '{name}' is not available")
 
-    def _serving(self, name: str) -> list[ServedModel]:
+    def _serving(self, name: str) -> list[ServedVersion]:
         return [self._registry.find(name, str(version)) for version in self._registry.ready_versions(name)]
 
-    def _describe(self, served: ServedModel) -> ModelStatistics:
+    def _describe(self, served: ServedVersion) -> ModelStatistics:
         numbers = read_statistics(served.metrics)
         last_ns = 0
         if numbers.last_done_ns:

@@ -14,7 +14,6 @@ from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.effective_config import describe_config
 from ortserve.registry.registry import Registry
 
-PLATFORM: Final = "onnxruntime_onnx"
 EXTENSIONS: Final = (
     "classification",
     "sequence",
@@ -162,5 +161,5 @@ class ModelService:
         if served.recording is not None:
             properties = {**properties, "recording": served.recording.describe()}
         return ModelMetadata(
-            served.name, versions, PLATFORM, served.signature.inputs, served.signature.outputs, properties
+            served.name, versions, served.platform, served.signature.inputs, served.signature.outputs, properties
         )

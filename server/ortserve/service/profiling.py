@@ -116,6 +116,8 @@ class ProfilingService:
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise invalid_input(f"timeout_s: expected above 0 to {MAX_TIMEOUT_S:g}, got {timeout_s:g}")
         served = self._registry.find(name, version)
+        if not isinstance(served, ServedModel):
+            raise ServeError(ErrorKind.UNSUPPORTED, f"model '{name}' is an ensemble: profile its members instead")
         if served.execution_provider != CPU:
             message = f"model '{name}' runs on {served.execution_provider}: expected {CPU}; profile its file instead"
             raise ServeError(ErrorKind.UNSUPPORTED, message)

@@ -119,7 +119,8 @@ class RepositoryService:
 
         Args:
             name: Of the model.
-            parameters: ``unload_dependents``, a boolean without effect, because no model depends on another.
+            parameters: ``unload_dependents``, a boolean: whether the members of an ensemble are unloaded, too, but for
+                those that other ensembles contain.
 
         Raises:
             ServeError: not_ready, in a mode without explicit control; invalid_input, for an invalid name or parameter.
@@ -130,7 +131,7 @@ class RepositoryService:
                 raise invalid_input(f"unrecognized unload parameter '{parameter}'.")
             if not isinstance(value, bool):
                 raise invalid_input(f"parameter 'unload_dependents': expected a boolean, got {value!r}")
-        await self._registry.unload(name)
+        await self._registry.unload(name, with_members=parameters.get("unload_dependents") is True)
 
     def _check(self, name: str) -> None:
         if self._mode != "explicit":

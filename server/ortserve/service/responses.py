@@ -16,7 +16,7 @@ from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, why_not_stacked
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
 
 _NOTHING_PLACED: Final = ()
 
@@ -30,7 +30,7 @@ _SHORT_WORK: Final = 25_000
 _TEXT_WORK: Final = 40  # elements that are searched in the time that formatting one takes
 
 
-def build_response(request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:
+def build_response(request: InferRequest, served: ServedVersion, outputs: Arrays) -> InferResponse:
     """Choose the requested outputs and classify those for which classes are requested. Any thread.
 
     Args:
@@ -56,7 +56,7 @@ def build_response(request: InferRequest, served: ServedModel, outputs: Arrays) 
     return InferResponse(served.name, served.version, request.id, tensors, placed)
 
 
-def classifies_long(request: InferRequest, served: ServedModel, outputs: Arrays) -> bool:
+def classifies_long(request: InferRequest, served: ServedVersion, outputs: Arrays) -> bool:
     """Whether ``build_response`` takes too long for the event loop, because of the classes of an output."""
     for output in request.outputs:
         if output.classes:
@@ -67,7 +67,7 @@ def classifies_long(request: InferRequest, served: ServedModel, outputs: Arrays)
     return False
 
 
-def _requested(output: RequestedOutput, served: ServedModel, outputs: Arrays) -> Tensor:
+def _requested(output: RequestedOutput, served: ServedVersion, outputs: Arrays) -> Tensor:
     index = served.signature.output_index[output.name]
     spec = served.signature.outputs[index]
     tensor = Tensor(spec.name, spec.datatype, outputs[index])
@@ -78,7 +78,7 @@ def _requested(output: RequestedOutput, served: ServedModel, outputs: Arrays) ->
     return classify(tensor, output.classes, served.labels.get(output.name, ()), is_batched=spec.batch_axis == 0)
 
 
-def _check_stacked(name: str, array: np.ndarray, served: ServedModel) -> None:
+def _check_stacked(name: str, array: np.ndarray, served: ServedVersion) -> None:
     """Raises ServeError: unsupported, if an output is a sequence of tensors that do not stack."""
     if why := why_not_stacked(array):
         raise ServeError(

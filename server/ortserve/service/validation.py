@@ -17,6 +17,7 @@ from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, absent, format_shape
 from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
+from ortserve.registry.request_shapes import shape_error, unequal_rows_error
 from ortserve.service.responses import check_classifiable
 
 
@@ -54,20 +55,17 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
                 f"but model '{model}' expects '{spec.datatype.value}'"
             )
         if len(shape) != len(spec.shape) and not spec.has_any_shape:
-            raise _shape_error(tensor, spec, signature, model)
+            raise shape_error(shape, spec, signature, model)
         for size, expected in zip(shape, spec.shape, strict=False):  # of as many axes, where any are declared
             if size != expected and expected != -1:
-                raise _shape_error(tensor, spec, signature, model)
+                raise shape_error(shape, spec, signature, model)
         axis = spec.batch_axis
         if axis is not None:
             if is_first:
                 is_first = False
                 rows = shape[axis]
             elif shape[axis] != rows:
-                raise invalid_input(
-                    f"input '{spec.name}' batch size does not match other inputs for '{model}': "
-                    f"expected {rows}, got {shape[axis]}"
-                )
+                raise unequal_rows_error(spec.name, model, rows, shape[axis])
         arrays.append(array)
     if is_complete:
         return tuple(arrays), rows
@@ -118,15 +116,6 @@ def _names_error(given: dict[str, Tensor], signature: ModelSignature, model: str
     return invalid_input(
         f"expected {len(signature.inputs)} inputs but got {len(given)} inputs for model '{model}'. "
         f"Got input(s) {list(given)}, but missing required input(s) {missing}. Please provide all required input(s)."
-    )
-
-
-def _shape_error(tensor: Tensor, spec: TensorSpec, signature: ModelSignature, model: str) -> ServeError:
-    if signature.is_batched and not tensor.array.shape:
-        return invalid_input(f"input '{spec.name}' has no shape but model requires batch dimension for '{model}'")
-    return invalid_input(
-        f"unexpected shape for input '{spec.name}' for model '{model}'. "
-        f"Expected {format_shape(spec.shape)}, got {format_shape(tensor.array.shape)}"
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from ortserve.core.timing import Timing
+
 
 @dataclass(frozen=True, slots=True)
 class BatchingNumbers:
@@ -132,6 +134,27 @@ class CacheCounts:
     misses: int = 0
     miss_ns: int = 0
     saved_ns: int = 0
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Sums over the steps of an ensemble's requests.
+
+    Attributes:
+        stage_ns: Time of gathering inputs.
+        compute_ns: Time of computing.
+        return_ns: Time from the end of computing until the outputs are on the event loop.
+    """
+
+    stage_ns: int = 0
+    compute_ns: int = 0
+    return_ns: int = 0
+
+    def add(self, timing: Timing) -> None:
+        """Add a step that has ended."""
+        self.stage_ns += timing.staged_ns - timing.taken_ns
+        self.compute_ns += timing.computed_ns - timing.staged_ns
+        self.return_ns += timing.done_ns - timing.computed_ns
 
 
 @dataclass(frozen=True, slots=True)

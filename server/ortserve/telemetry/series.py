@@ -14,7 +14,7 @@ from ortserve.core.padding import StagedElements
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import BATCH_ROWS, MODEL_STATES, PHASE_DURATION, REQUEST_DURATION
-from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns, SequenceReading
+from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns, SequenceReading, StepTimes
 
 _NS_PER_S: Final = 1_000_000_000
 _DURATION_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in REQUEST_DURATION.buckets)
@@ -59,6 +59,7 @@ class ModelMetrics:
         failed: Durations of failed requests, by protocol and kind of error.
         batches: Series by number of rows.
         cache: Lookups in the response cache; None for a model without it.
+        steps: Times of the steps of an ensemble; None for a model that is none.
     """
 
     def __init__(self, name: str, version: str) -> None:
@@ -74,6 +75,7 @@ class ModelMetrics:
         self.batch_rows = HistogramSeries(_ROW_BOUNDS)
         self.batches: dict[int, BatchSeries] = {}
         self.cache: CacheCounts | None = None
+        self.steps: StepTimes | None = None
         self.batching: Callable[[], BatchingNumbers] = BatchingNumbers
         self.staging: Callable[[], StagedElements] = StagedElements
         self.saturation: Callable[[], float | None] = lambda: None

@@ -59,6 +59,8 @@ class BatchSizeStatistics:
 class InferStatistics:
     """``success`` lasts from the complete body to the answer; the other parts are of successful requests.
 
+    Of an ensemble, the parts of computing are sums over its steps, which may run side by side.
+
     Answers from the response cache count in ``success``, ``queue`` and ``cache_hit`` only. The times of the cache are
     those of lookups and of storing outputs.
     """
@@ -107,12 +109,17 @@ def read_statistics(model: ModelMetrics) -> VersionStatistics:
     cache = model.cache or CacheCounts()
     ran = max(0, success.count - cache.hits)
     queue, stage, compute, encode = (phase.total for phase in model.phases[1:])
+    executions = sum(model.batch_rows.counts)
+    if model.steps is not None:  # as Triton counts an ensemble, which has no queue of its own
+        steps = model.steps
+        queue, stage, compute, encode = 0, steps.stage_ns, steps.compute_ns, steps.return_ns
+        executions = ran
     return VersionStatistics(
         model.name,
         model.version,
         model.last_done_ns,
         max(0, model.rows - cache.hit_rows),
-        sum(model.batch_rows.counts),
+        executions,
         InferStatistics(
             success,
             Duration(sum(d.count for d in by_reason.values()), sum(d.ns for d in by_reason.values())),

@@ -9,7 +9,7 @@ from ortserve.core.batch import Arrays
 from ortserve.core.inflight import CANCELLED, InflightRequest
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
-from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
 
 
 def inflight(
@@ -127,7 +127,7 @@ async def _wait_for(outcome: Outcome) -> Arrays:
 
 
 def submit_to(
-    served: ServedModel, inputs: Arrays, rows: int, timing: Timing | None = None, terms: Terms = NO_TERMS
+    served: ServedVersion, inputs: Arrays, rows: int, timing: Timing | None = None, terms: Terms = NO_TERMS
 ) -> Outcome:
     """A request to a model, as the service submits it."""
     request = InflightRequest(timing or Timing(0), inputs, rows)

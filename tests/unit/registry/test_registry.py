@@ -30,6 +30,7 @@ from ortserve.registry import versions
 from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.load.coordination import WAITING
 from ortserve.registry.registry import Registry
+from ortserve.registry.served import ServedModel
 from ortserve.registry.versions import MAX_ABANDONED
 from ortserve.telemetry.metrics import Metrics
 
@@ -670,6 +671,7 @@ async def test_unloaded_version_keeps_neither_its_session_nor_its_buffers(tmp_pa
     registry = await load()
     await double(registry, "m")
     served = registry.find("m", "")
+    assert isinstance(served, ServedModel)
     parts: list[object] = [served, served._batcher, *served._instances]
     kept = [weakref.ref(part) for part in parts]
     del parts

@@ -27,7 +27,7 @@ from ortserve.model_file.graph import Model
 from ortserve.registry.catalog import State
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.registry import Registry
-from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
 from ortserve.service.models import ModelService
 from ortserve.telemetry.metrics import Metrics
 
@@ -43,7 +43,7 @@ class Breakable(HostDevice):
         super().run(bound, stream)
 
 
-async def ask(served: ServedModel) -> None:
+async def ask(served: ServedVersion) -> None:
     x = np.ones((1, 4), np.float32)
     terms = served.terms(time.monotonic_ns(), timeout_ns=None, priority=0, queue_timeout_ns=None)
     (y,) = await submit_to(served, (x,), 1, Timing(time.monotonic_ns()), terms)

@@ -128,7 +128,7 @@ class IndexEntryDocument(BaseModel):
 
 
 class UnloadParametersDocument(BaseModel):
-    unload_dependents: bool = Field(False, description="No effect: models do not depend on each other")
+    unload_dependents: bool = Field(False, description="Also unload the members of an ensemble that no other one has")
 
 
 class UnloadRequestDocument(BaseModel):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Final
@@ -35,12 +35,16 @@ from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS
 from ortserve.engine.instance import Instance
 from ortserve.engine.provider_options import GPU_PROVIDERS
+from ortserve.registry.ensemble.interface import Member, resolve_signature
+from ortserve.registry.ensemble.plan import Plan
+from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.load.loaded_model import LoadedModel, describe_ended_sharing, describe_properties
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.recording import Recording, Recordings
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import ShapeClasses
 from ortserve.registry.served import ServedModel, requests_limits
+from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns, LoopActivity
 from ortserve.telemetry.series import ModelMetrics
@@ -143,8 +147,6 @@ class Assembly:
             captures = {NO_BUFFERS: len(loaded.instances)} if loaded.on_device.no_replay_because else {}
             metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count}, captures))
         served = ServedModel(
-            metrics.name,
-            metrics.version,
             loaded,
             batcher,
             metrics,
@@ -190,6 +192,40 @@ class Assembly:
             runs.strategy = OldestRuns(runs, partial(_enqueue_turn, batcher, shapes), self._loop)
         metrics.set_sequences_source(runs.reading)
         return runs
+
+    def serve_ensemble(
+        self,
+        plan: Plan,
+        members: tuple[ServedVersion, ...],
+        configuration: Configuration,
+        labels: Mapping[str, Sequence[str]],
+        metrics: ModelMetrics,
+    ) -> ServedEnsemble:
+        """Assemble an ensemble.
+
+        Args:
+            plan: Of the ensemble.
+            members: Of each step.
+            configuration: Of its load.
+            labels: Names of the elements of an output, by its name.
+            metrics: Of its version.
+
+        Raises:
+            ServeError: invalid_input, if the steps do not fit the members.
+        """
+        options = configuration.options
+        seen = [Member(member.name, member.signature, member.options.max_rows) for member in members]
+        signature = resolve_signature(metrics.name, options, plan, seen)
+        return ServedEnsemble(
+            signature,
+            plan,
+            members,
+            metrics,
+            self._clock,
+            configuration=configuration,
+            labels=labels,
+            cached=self._cached_runs(options, metrics),
+        )
 
     def _cached_runs(self, options: ModelOptions, metrics: ModelMetrics) -> CachedRuns | None:
         if not options.response_cache:

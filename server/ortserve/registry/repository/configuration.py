@@ -1,7 +1,7 @@
 """The configuration of a model: reads ``model.yaml`` or translates a ``config.pbtxt`` into the same options."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,16 +9,34 @@ from ortserve._pb import model_config_pb2 as pb
 from ortserve.codecs.model_config import parse_config_text
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options, make_model_options
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.repository.model_files import TRITON_OPTIONS_FILE
+from ortserve.registry.ensemble.plan import make_plan
+from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
+from ortserve.registry.repository.triton_ensemble import check_ensemble_fields, ensemble_steps
 from ortserve.registry.repository.triton_execution import choose_providers, read_parameters
 from ortserve.registry.repository.triton_fields import check_fields, value_name
 from ortserve.registry.repository.triton_sequences import read_sequences
 
 PLATFORM: Final = "onnxruntime_onnx"
 BACKEND: Final = "onnxruntime"
+ENSEMBLE_PLATFORM: Final = "ensemble"
 
 GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
 """``session.graph_optimization`` by Triton's ``optimization.graph.level``."""
+
+_ENSEMBLE_OPTIONS: Final = frozenset(
+    {
+        "batched",
+        "ensemble",
+        "inputs",
+        "max_rows",
+        "outputs",
+        "required",
+        "response_cache",
+        "slo_s",
+        "version_policy",
+    }
+)
+"""Options that an ensemble has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +66,8 @@ def read_configuration(name: str, path: Path | None, defaults: LoadOptions) -> C
         ServeError: invalid_input or unsupported, beginning with the file's name, never its folder.
     """
     if path is None or path.name != TRITON_OPTIONS_FILE:
-        return Configuration(load_model_options(path, defaults))
+        options = load_model_options(path, defaults)
+        return _checked(name, Configuration(options), OPTIONS_FILE)
     try:
         config = parse_config_text(path.read_bytes())
     except OSError as error:
@@ -71,23 +90,44 @@ def configure(name: str, config: pb.ModelConfig, defaults: LoadOptions, source: 
         ServeError: unsupported for fields that this server does not support, invalid_input for wrong values.
     """
     try:
-        _check_identity(config, name)
+        is_ensemble = check_ensemble_fields(name, config)
+        _check_identity(config, name, ENSEMBLE_PLATFORM if is_ensemble else PLATFORM)
         without_effect = check_fields(config)
-        given, more = _options(config, name, defaults)
+        given, more = _ensemble(config) if is_ensemble else _options(config, name, defaults)
     except ServeError as error:
         raise ServeError(error.kind, f"{source}: {error.message}") from None
-    return Configuration(make_model_options(given, defaults, source), config, (*without_effect, *more))
+    options = make_model_options(given, defaults, source)
+    return _checked(name, Configuration(options, config, (*without_effect, *more)), source)
 
 
-def _check_identity(config: pb.ModelConfig, name: str) -> None:
+def _checked(name: str, configuration: Configuration, source: str) -> Configuration:
+    """Check the graph of an ensemble, and report the options that only other models have.
+
+    Raises:
+        ServeError: invalid_input, for a graph with a cycle, a gap or an unused tensor.
+    """
+    options = configuration.options
+    if options.ensemble is None:
+        return configuration
+    try:
+        make_plan(name, options)
+    except ServeError as error:
+        raise ServeError(error.kind, f"{source}: {error.message}") from None
+    others = [key for key in options.model_fields_set - _ENSEMBLE_OPTIONS if getattr(options, key)]
+    reasons = [f"{key}: an ensemble has no such option: its members have" for key in sorted(others)]
+    return replace(configuration, without_effect=(*configuration.without_effect, *reasons))
+
+
+def _check_identity(config: pb.ModelConfig, name: str, platform: str) -> None:
     if config.name and config.name != name:
         raise invalid_input(f"name: expected '{name}', as the model's folder, got '{config.name}'")
-    for key, got, expected in (("platform", config.platform, PLATFORM), ("backend", config.backend, BACKEND)):
+    for key, got, expected in (("platform", config.platform, platform), ("backend", config.backend, BACKEND)):
         if got not in ("", expected):
             raise ServeError(ErrorKind.UNSUPPORTED, f"{key}: expected '{expected}', got '{got}'")
 
 
-def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[dict[str, Any], list[str]]:
+def _signature(config: pb.ModelConfig) -> dict[str, Any]:
+    """The options of inputs, outputs and the batch dimension."""
     given: dict[str, Any] = {}
     if config.max_batch_size < 0:
         raise invalid_input(f"max_batch_size: expected 0 or more, got {config.max_batch_size}")
@@ -103,6 +143,21 @@ def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[
     for role, tensors in (("input", config.input), ("output", config.output)):
         if len({tensor.name for tensor in tensors}) < len(tensors) or not all(tensor.name for tensor in tensors):
             raise invalid_input(f"{role}: expected a distinct name for each")
+    return given
+
+
+def _ensemble(config: pb.ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    given = _signature(config) | _version_policy(config.version_policy)
+    given["ensemble"] = {"steps": ensemble_steps(config)}
+    given["batched"] = config.max_batch_size > 0
+    if config.response_cache.enable:
+        given["response_cache"] = True
+    del given["served_outputs"]
+    return given, [f"parameters['{key}']: an ensemble has no parameters" for key in config.parameters]
+
+
+def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[dict[str, Any], list[str]]:
+    given = _signature(config)
     if config.default_model_filename:
         given["model_file"] = config.default_model_filename
     given |= _version_policy(config.version_policy)

@@ -7,10 +7,12 @@ model's folder, or simply ``<repository>/<name>.onnx`` as version 1 of ``<name>`
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from ortserve.config.model import ModelOptions
+from ortserve.config.session import EXTENSIONS
 from ortserve.errors import invalid_input
 
 MODEL_FILE: Final = "model.onnx"
@@ -132,10 +134,30 @@ def read_labels(options: ModelOptions, folder: Path | None) -> dict[str, tuple[s
 
 
 def operator_libraries(options: ModelOptions, folder: Path | None) -> tuple[Path, ...]:
-    """The configured operator libraries. Relative paths are relative to the model's folder."""
+    """The configured operator libraries. Relative paths are relative to the model's folder.
+
+    Raises:
+        ServeError: invalid_input, for ``EXTENSIONS`` without the package.
+    """
     return tuple(
-        path if (path := Path(name)).is_absolute() or folder is None else folder / name
+        _extensions_library()
+        if name == EXTENSIONS
+        else path
+        if (path := Path(name)).is_absolute() or folder is None
+        else folder / name
         for name in options.session.operator_libraries
+    )
+
+
+def _extensions_library() -> Path:
+    """The library in the package onnxruntime-extensions, found without the import of the package."""
+    spec = find_spec("onnxruntime_extensions")
+    if spec is not None and spec.origin is not None:
+        for file in sorted(Path(spec.origin).parent.glob("_extensions_pydll.*")):
+            if file.suffix in (".so", ".pyd"):
+                return file
+    raise invalid_input(
+        f"session.operator_libraries: the package {EXTENSIONS} is not installed: pip install 'ortserve[extensions]'"
     )
 
 

@@ -168,6 +168,8 @@ def _version_source(files: ModelFiles, version: int, configuration: Configuratio
         problem = f"version_policy: expected versions out of {available}, got {version}"
         return VersionSource(Path(str(version)), files.folder, configuration, (), problem)
     fingerprints = take_fingerprints(files, version, configuration.options)
+    if configuration.options.ensemble is not None:
+        return VersionSource(found, files.folder, configuration, fingerprints)  # there is no file to open
     try:
         path = files.file(version, configuration.options)
     except ServeError as error:

@@ -29,7 +29,7 @@ class Support(Enum):
 
 FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "name": (Support.HONOURED, "the name of the folder"),
-    "platform": (Support.HONOURED, "onnxruntime_onnx, or unset"),
+    "platform": (Support.HONOURED, "onnxruntime_onnx, or unset; ensemble for an ensemble"),
     "backend": (Support.HONOURED, "onnxruntime, or unset"),
     "runtime": (Support.REPORTED, "there is only one runtime"),
     "version_policy": (Support.HONOURED, "version_policy"),
@@ -78,7 +78,9 @@ FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "sequence_batching.state.use_same_buffer_for_input_output": (Support.REPORTED, "the server places states itself"),
     "sequence_batching.state.use_growable_memory": (Support.REPORTED, "the server places states itself"),
     "sequence_batching.iterative_sequence": (Support.REFUSED, "the client sends each request of a sequence"),
-    "ensemble_scheduling": (Support.REFUSED, "ensembles are not supported"),
+    "ensemble_scheduling": (Support.HONOURED, "ensemble"),
+    "ensemble_scheduling.step.model_namespace": (Support.REPORTED, "models have one namespace"),
+    "ensemble_scheduling.max_inflight_requests": (Support.REPORTED, "the queues of the models bound the requests"),
     "instance_group.name": (Support.HONOURED, "shown to clients"),
     "instance_group.count": (Support.HONOURED, "instances"),
     "instance_group.gpus": (Support.HONOURED, "gpus"),

@@ -130,7 +130,43 @@ def test_both_file_formats_yield_the_same_options(tmp_path: Path, pbtxt: str, ya
     ("text", "kind", "problem"),
     [
         ('name: "other"', ErrorKind.INVALID_INPUT, "name: expected 'm', as the model's folder, got 'other'"),
-        ('platform: "ensemble"', ErrorKind.UNSUPPORTED, "platform: expected 'onnxruntime_onnx', got 'ensemble'"),
+        ('platform: "tensorrt_plan"', ErrorKind.UNSUPPORTED, "platform: expected 'onnxruntime_onnx', got"),
+        ('platform: "ensemble"', ErrorKind.INVALID_INPUT, "ensemble scheduling must be set for ensemble m whose"),
+        (
+            "ensemble_scheduling { step {} }",
+            ErrorKind.INVALID_INPUT,
+            "ensemble scheduling cannot be set for model 'm' whose platform is not ensemble",
+        ),
+        (
+            'platform: "ensemble" backend: "onnxruntime" ensemble_scheduling { step {} }',
+            ErrorKind.INVALID_INPUT,
+            "Ensemble model 'm' must have platform type 'ensemble' and empty backend type",
+        ),
+        (
+            'platform: "ensemble" ensemble_scheduling {}',
+            ErrorKind.INVALID_INPUT,
+            "must specify 'step' for ensemble 'm'",
+        ),
+        (
+            'platform: "ensemble" ensemble_scheduling { step { model_name: "a" } }',
+            ErrorKind.INVALID_INPUT,
+            "must specify 'input_map' in step 0 of ensemble 'm'",
+        ),
+        (
+            'platform: "ensemble" ensemble_scheduling { step {} } instance_group {}',
+            ErrorKind.INVALID_INPUT,
+            "instance group should not be specified for ensemble 'm'",
+        ),
+        (
+            'platform: "ensemble" ensemble_scheduling { step {} } optimization {}',
+            ErrorKind.INVALID_INPUT,
+            "optimization should not be specified for ensemble 'm'",
+        ),
+        (
+            'platform: "ensemble" ensemble_scheduling { step {} } model_warmup {}',
+            ErrorKind.INVALID_INPUT,
+            "model_warmup can not be specified for ensemble 'm'",
+        ),
         ('backend: "python"', ErrorKind.UNSUPPORTED, "backend: expected 'onnxruntime', got 'python'"),
         ("max_batch_size: -1", ErrorKind.INVALID_INPUT, "max_batch_size: expected 0 or more, got -1"),
         ("max_batch_size: 100000", ErrorKind.INVALID_INPUT, "max_rows: expected integer, 1 to 65536, got 100000"),

@@ -36,7 +36,6 @@ REFUSED = {
     "batch_input": "batch_input { kind: BATCH_ITEM_SHAPE }",
     "batch_output": "batch_output {}",
     "sequence_batching.iterative_sequence": "sequence_batching { iterative_sequence: true }",
-    "ensemble_scheduling": "ensemble_scheduling { step {} }",
     "instance_group.profile": 'instance_group { profile: "1" }',
     "instance_group.passive": "instance_group { passive: true }",
     "instance_group.secondary_devices": "instance_group { secondary_devices {} }",
@@ -59,6 +58,8 @@ REPORTED = {
         "sequence_batching { state { use_same_buffer_for_input_output: true } }"
     ),
     "sequence_batching.state.use_growable_memory": "sequence_batching { state { use_growable_memory: true } }",
+    "ensemble_scheduling.step.model_namespace": 'ensemble_scheduling { step { model_namespace: "n" } }',
+    "ensemble_scheduling.max_inflight_requests": "ensemble_scheduling { max_inflight_requests: 1 }",
     "instance_group.rate_limiter": "instance_group { rate_limiter { priority: 1 } }",
     "instance_group.host_policy": 'instance_group { host_policy: "p" }',
     "metric_tags": 'metric_tags { key: "a" value: "b" }',

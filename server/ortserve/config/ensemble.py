@@ -1,0 +1,38 @@
+"""Options of an ensemble: a model that consists of other models, which pass tensors to each other."""
+
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+_CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+MOST_STEPS: Final = 256
+"""Maximum number of steps of one ensemble."""
+LATEST: Final = -1
+
+_Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+
+
+class EnsembleStep(BaseModel):
+    """One run of a model for each request of the ensemble."""
+
+    model_config = _CONFIG
+
+    model: _Name
+    """Name of the model, which may be an ensemble itself."""
+    version: int = Field(default=LATEST, ge=LATEST)
+    """Version of the model. -1: the highest that is ready."""
+    inputs: Mapping[_Name, _Name] = Field(min_length=1)
+    """The tensor of the ensemble for each input of the model. Optional inputs may be left out."""
+    outputs: Mapping[_Name, _Name] = Field(min_length=1)
+    """The tensor of the ensemble that each output of the model becomes. Outputs that are not used may be left out."""
+
+
+class EnsembleOptions(BaseModel):
+    """The steps of an ensemble. A step starts as soon as its inputs exist."""
+
+    model_config = _CONFIG
+
+    steps: tuple[EnsembleStep, ...] = Field(min_length=1, max_length=MOST_STEPS)
+    """Models, in any order: the tensors that they read and write decide when each starts."""

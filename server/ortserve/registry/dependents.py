@@ -1,0 +1,47 @@
+"""Which ensembles depend on which models, by their sources. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ortserve.config.ensemble import LATEST
+from ortserve.registry.ensemble.plan import circular, find_cycle, member_names
+from ortserve.registry.repository.source import ModelSource
+
+
+def members_of(source: ModelSource | None) -> tuple[str, ...]:
+    """The models of an ensemble; empty for other models, and for a source that cannot be loaded."""
+    if source is None:
+        return ()
+    version = next(iter(source.versions.values()), None)
+    return () if version is None else member_names(version.configuration.options)
+
+
+def required_versions(source: ModelSource, member: str) -> list[int]:
+    """The versions of a member that an ensemble names. ``LATEST`` stands for any."""
+    found: set[int] = set()
+    for version in source.versions.values():
+        ensemble = version.configuration.options.ensemble
+        assert ensemble is not None
+        found |= {step.version for step in ensemble.steps if step.model == member}
+    return sorted(found or {LATEST})
+
+
+def dependents_of(name: str, sources: Mapping[str, ModelSource]) -> list[str]:
+    """The ensembles with the model ``name`` as a member."""
+    return [ensemble for ensemble, source in sources.items() if name in members_of(source)]
+
+
+def reject_cycles(sources: Iterable[ModelSource], known: Mapping[str, ModelSource]) -> list[ModelSource]:
+    """The sources, with those of ensembles that contain themselves replaced by their problem.
+
+    Args:
+        sources: To load.
+        known: Other models.
+    """
+    loading = list(sources)
+    members = {name: members_of(source) for name, source in known.items()}
+    members |= {source.name: members_of(source) for source in loading}
+    return [
+        replace(source, versions={}, problem=circular(cycle)) if (cycle := find_cycle(source.name, members)) else source
+        for source in loading
+    ]

@@ -1,0 +1,397 @@
+"""One request of an ensemble: carries its tensors through the steps, each a request to the step's own model."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays
+from ortserve.core.inflight import RUNNING, InflightRequest
+from ortserve.core.request import RequestedOutput
+from ortserve.core.sequence import SequencePart
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import absent, is_absent, why_not_stacked
+from ortserve.core.terms import Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
+from ortserve.registry.ensemble.plan import Plan, PlannedStep, Selection, of_ensemble
+from ortserve.registry.request_shapes import shape_error, unequal_rows_error
+from ortserve.registry.serving import ServedVersion
+from ortserve.telemetry.readings import StepTimes
+
+PROTOCOL: Final = "ensemble"
+"""The protocol of steps in the metrics of their models."""
+
+
+class EnsembleTerms(Terms):
+    """Terms of a request of an ensemble: also what its steps need to make their own.
+
+    Attributes:
+        priority: As requested, for each member to interpret.
+        queue_timeout_ns: Time limit of the wait in each member's queue.
+        outputs: The only ones that are used; empty for all.
+    """
+
+    __slots__ = ("outputs", "priority", "queue_timeout_ns")
+
+    def __init__(
+        self,
+        priority: int,
+        finish_by_ns: int | None,
+        queue_timeout_ns: int | None,
+        outputs: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(priority, finish_by_ns)
+        self.priority: Final[int] = priority
+        self.queue_timeout_ns: Final[int | None] = queue_timeout_ns
+        self.outputs: Final[tuple[str, ...]] = outputs
+
+
+class BoundStep:
+    """A step whose member is found.
+
+    Attributes:
+        member: Answers the step.
+        inputs: The tensor of each input of the member; -1 for one that is left out.
+        outputs: The used outputs: index among the member's outputs, and tensor.
+        wanted: The same outputs, for a member that is an ensemble.
+    """
+
+    __slots__ = ("inputs", "member", "outputs", "wanted")
+
+    def __init__(self, step: PlannedStep, used: tuple[str, ...], member: ServedVersion) -> None:
+        signature = member.signature
+        self.member: Final[ServedVersion] = member
+        self.inputs: Final[tuple[int, ...]] = tuple([step.inputs.get(spec.name, -1) for spec in signature.inputs])
+        self.outputs: Final[tuple[tuple[int, int], ...]] = tuple(
+            [(signature.output_index[name], step.outputs[name]) for name in used]
+        )
+        self.wanted: Final[tuple[RequestedOutput, ...]] = tuple([RequestedOutput(name) for name in used])
+
+
+class Route:
+    """The way of all requests for the same outputs through an ensemble.
+
+    Attributes:
+        name: Of the ensemble.
+        signature: Of the ensemble.
+        plan: Of the ensemble.
+        selection: The steps that are needed.
+        steps: All steps of the plan with their members.
+        outputs: For each output of the signature its tensor; -1 if it is not requested.
+    """
+
+    __slots__ = ("name", "outputs", "plan", "selection", "signature", "steps")
+
+    def __init__(
+        self,
+        name: str,
+        signature: ModelSignature,
+        plan: Plan,
+        selection: Selection,
+        members: tuple[ServedVersion, ...],
+        wanted: frozenset[int],
+    ) -> None:
+        self.name: Final[str] = name
+        self.signature: Final[ModelSignature] = signature
+        self.plan: Final[Plan] = plan
+        self.selection: Final[Selection] = selection
+        self.steps: Final[tuple[BoundStep, ...]] = tuple(
+            [BoundStep(plan.steps[number], selection.outputs[number], member) for number, member in enumerate(members)]
+        )
+        self.outputs: Final[tuple[int, ...]] = tuple([tensor if tensor in wanted else -1 for tensor in plan.outputs])
+
+
+class EnsembleRun:
+    """One request of an ensemble on its way. Settles the request exactly once. Loop thread only."""
+
+    __slots__ = (
+        "_children",
+        "_clock",
+        "_is_over",
+        "_left",
+        "_on_end",
+        "_part",
+        "_queue_ns",
+        "_readers",
+        "_request",
+        "_route",
+        "_stage_ns",
+        "_tensors",
+        "_terms",
+        "_times",
+        "_waits",
+    )
+
+    def __init__(
+        self,
+        route: Route,
+        request: InflightRequest,
+        terms: EnsembleTerms,
+        part: SequencePart | None,
+        times: StepTimes,
+        clock: Clock,
+        on_end: Callable[[], object],
+    ) -> None:
+        """Hold the inputs.
+
+        Args:
+            route: For the requested outputs.
+            request: Of the ensemble.
+            terms: Of the request.
+            part: Of the request in a sequence, for the steps that have sequences.
+            times: Where the phases of the steps are added up.
+            clock: Monotonic nanoseconds.
+            on_end: Called once, when the request is settled or rejected.
+        """
+        selection = route.selection
+        self._route = route
+        self._request = request
+        self._terms = terms
+        self._part = part
+        self._times = times
+        self._clock = clock
+        self._on_end = on_end
+        self._tensors: list[np.ndarray | None] = [None] * len(selection.readers)
+        self._readers = list(selection.readers)
+        self._waits = list(selection.waits)
+        self._left = len(selection.steps)
+        self._children: dict[int, InflightRequest] = {}
+        self._is_over = False
+        self._queue_ns = 0
+        self._stage_ns = 0
+        for tensor, array in zip(route.plan.inputs, request.inputs, strict=True):
+            if not is_absent(array) and selection.readers[tensor]:
+                self._tensors[tensor] = array
+
+    def start(self) -> None:
+        """Start the steps that wait for nothing.
+
+        Raises:
+            ServeError: A step was rejected; the others are cancelled.
+        """
+        request = self._request
+        request.timing.queued_ns = self._clock()
+        request.state = RUNNING
+        request.withdraw = self._cancel
+        for number in self._route.selection.first:
+            if self._is_over:
+                return
+            try:
+                self._start_step(number)
+            except BaseException:
+                request.withdraw = None
+                self._end()
+                raise
+
+    def _start_step(self, number: int) -> None:
+        """Submit a step whose inputs exist. Raises ServeError, as the caller of the ensemble sees it."""
+        step = self._route.steps[number]
+        member, terms = step.member, self._terms
+        now_ns = self._clock()
+        try:
+            inputs, rows = self._gather(step)
+            child = InflightRequest(Timing(now_ns), inputs, rows)
+            child.on_settled = partial(self._on_settled, number)
+            self._children[number] = child
+            own_terms = member.terms(
+                now_ns,
+                timeout_ns=None if terms.finish_by_ns is None else max(1, terms.finish_by_ns - now_ns),
+                priority=terms.priority,
+                queue_timeout_ns=terms.queue_timeout_ns,
+                outputs=step.wanted,
+            )
+            if self._part is None or not member.takes_sequences:
+                member.submit(child, own_terms)
+            else:
+                member.submit_part(child, own_terms, self._part)
+        except ServeError as error:
+            self._children.pop(number, None)
+            member.metrics.observe_failure(PROTOCOL, error.kind, self._clock() - now_ns)
+            raise of_ensemble(error, self._route.name, member.name) from None
+
+    def _gather(self, step: BoundStep) -> tuple[Arrays, int]:
+        """The inputs of a step, without copies, and their rows.
+
+        Raises:
+            ServeError: invalid_input, for a shape that the member does not accept.
+        """
+        signature, name = step.member.signature, step.member.name
+        arrays: list[np.ndarray | None] = []
+        rows, counted = 1, ""
+        is_whole = True
+        for spec, tensor in zip(signature.inputs, step.inputs, strict=True):
+            array = self._tensors[tensor] if tensor >= 0 else None
+            if array is None:
+                if not spec.is_optional:
+                    raise invalid_input(
+                        f"model '{name}' requires its input '{spec.name}', and the request leaves out "
+                        f"'{self._route.plan.tensors[tensor]}'"
+                    )
+                is_whole = False
+                arrays.append(None)
+                continue
+            array = adapt(array, spec)
+            if not _has_shape(array, spec):
+                raise shape_error(array.shape, spec, signature, name)
+            axis = spec.batch_axis
+            if axis is not None:
+                if not counted:
+                    rows, counted = array.shape[axis], spec.name
+                elif array.shape[axis] != rows:
+                    raise unequal_rows_error(spec.name, name, rows, array.shape[axis])
+            arrays.append(array)
+        for tensor in set(step.inputs):
+            if tensor >= 0:
+                self._release(tensor)
+        if is_whole:
+            return tuple([array for array in arrays if array is not None]), rows
+        return tuple([absent(rows) if array is None else array for array in arrays]), rows
+
+    def _release(self, tensor: int) -> None:
+        """Drop a tensor after its last reader, so that its memory is leased no longer than it is used."""
+        self._readers[tensor] -= 1
+        if not self._readers[tensor]:
+            self._tensors[tensor] = None
+
+    def _on_settled(self, number: int, child: InflightRequest) -> None:
+        try:
+            self._take(number, child)
+        except asyncio.CancelledError:
+            if not self._is_over:
+                self._fail(ServeError(ErrorKind.CANCELLED, "a step was cancelled"))
+        except Exception as error:  # noqa: BLE001 - the request is settled with it
+            self._fail(error)
+
+    def _take(self, number: int, child: InflightRequest) -> None:
+        """Take the outputs of a step that ended, and start those that waited for it.
+
+        Raises:
+            Exception: The step's error, or that of a step that was to start.
+        """
+        route = self._route
+        step = route.steps[number]
+        member = step.member
+        self._children.pop(number, None)
+        timing = child.timing
+        timing.done_ns = self._clock()
+        try:
+            outputs = member.cut_back(child.take_outputs(), child.inputs)
+            if not self._is_over:
+                self._keep(step, outputs)
+        except asyncio.CancelledError:
+            member.metrics.observe_failure(PROTOCOL, ErrorKind.CANCELLED, timing.done_ns - timing.received_ns)
+            raise
+        except ServeError as error:
+            member.metrics.observe_failure(PROTOCOL, error.kind, timing.done_ns - timing.received_ns)
+            if isinstance(error, ModelRejectionError):
+                member.rejections.note(error, timing.done_ns)
+            if timing.taken_ns:  # a run was started
+                self._request.timing.taken_ns = timing.taken_ns
+            raise of_ensemble(error, route.name, member.name) from None
+        member.metrics.observe_success(PROTOCOL, timing, child.rows)
+        if member.recording is not None:
+            member.recording.observe(child.inputs, child.rows)
+        if self._is_over:
+            return
+        self._queue_ns += timing.taken_ns - timing.queued_ns
+        self._stage_ns += timing.staged_ns - timing.taken_ns
+        self._times.add(timing)
+        self._left -= 1
+        if not self._left:
+            self._complete()
+            return
+        waits = self._waits
+        for follower in route.selection.followers[number]:
+            waits[follower] -= 1
+            if not waits[follower] and not self._is_over:
+                self._start_step(follower)
+
+    def _keep(self, step: BoundStep, outputs: Arrays) -> None:
+        """Keep the used outputs of a step. Raises ServeError: unsupported, for a sequence that makes no tensor."""
+        specs = step.member.signature.outputs
+        for index, tensor in step.outputs:
+            array = outputs[index]
+            if specs[index].is_sequence and (why := why_not_stacked(array)):
+                raise ServeError(
+                    ErrorKind.UNSUPPORTED,
+                    f"output '{specs[index].name}' of model '{step.member.name}' is a sequence that makes no tensor: "
+                    f"{why}",
+                )
+            self._tensors[tensor] = array
+
+    def _complete(self) -> None:
+        tensors, specs = self._tensors, self._route.signature.outputs
+        outputs: list[np.ndarray] = []
+        for spec, tensor in zip(specs, self._route.outputs, strict=True):
+            array = tensors[tensor] if tensor >= 0 else None
+            outputs.append(absent(0) if array is None else adapt(array, spec))
+        timing = self._request.timing
+        now_ns = self._clock()
+        # Of parallel steps the sums of the phases may exceed the time that has passed.
+        timing.taken_ns = min(now_ns, timing.queued_ns + self._queue_ns)
+        timing.staged_ns = min(now_ns, timing.taken_ns + self._stage_ns)
+        timing.computed_ns = now_ns
+        timing.batch_rows = self._request.rows
+        self._end()
+        self._request.complete(tuple(outputs))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._is_over:
+            self._end()
+            self._request.fail(error)
+
+    def _cancel(self, _: InflightRequest) -> None:
+        if not self._is_over:
+            self._end()
+
+    def _end(self) -> None:
+        """Start no further step, and cancel those under way; a batch that runs already ends by itself."""
+        self._is_over = True
+        children = list(self._children.values())
+        self._children.clear()
+        for child in children:
+            child.cancel()
+        self._tensors.clear()
+        self._on_end()
+
+
+def adapt(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """Remove or add a batch dimension of 1 between a model with batches and one without. Returns a view."""
+    dimensions = len(spec.shape)
+    if array.ndim == dimensions or spec.has_any_shape:
+        return array
+    if array.ndim == dimensions + 1 and spec.batch_axis is None and array.shape[0] == 1:
+        return array[0, ...]  # an array even if it holds a single number
+    if array.ndim == dimensions - 1 and spec.batch_axis == 0:
+        return array[np.newaxis, ...]
+    return array
+
+
+def _has_shape(array: np.ndarray, spec: TensorSpec) -> bool:
+    if spec.has_any_shape:
+        return True
+    shape = array.shape
+    if len(shape) != len(spec.shape):
+        return False
+    for size, expected in zip(shape, spec.shape, strict=True):  # noqa: SIM110 - a generator would take longer
+        if size != expected and expected != -1:
+            return False
+    return True
+
+
+def make_route(
+    name: str, signature: ModelSignature, plan: Plan, members: tuple[ServedVersion, ...], outputs: tuple[str, ...]
+) -> Route:
+    """Make the route of requests for some outputs; of all, if ``outputs`` is empty."""
+    wanted = frozenset(
+        [
+            tensor
+            for spec, tensor in zip(signature.outputs, plan.outputs, strict=True)
+            if not outputs or spec.name in outputs
+        ]
+    )
+    return Route(name, signature, plan, plan.select(wanted), members, wanted)

@@ -1,0 +1,185 @@
+"""A version of an ensemble that answers requests."""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from ortserve.batching.response_cache import CachedRuns
+from ortserve.batching.statistics import Learned
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.request import RequestedOutput
+from ortserve.core.sequence import SequencePart
+from ortserve.core.signature import ModelSignature
+from ortserve.core.terms import Terms
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.ensemble.plan import Plan
+from ortserve.registry.ensemble.run import EnsembleRun, EnsembleTerms, Route, make_route
+from ortserve.registry.repository.configuration import ENSEMBLE_PLATFORM, Configuration
+from ortserve.registry.serving import ServedVersion
+from ortserve.telemetry.readings import StepTimes
+from ortserve.telemetry.series import ModelMetrics
+
+_MAX_ROUTES: Final = 256
+"""Sets of outputs whose steps are remembered."""
+_STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+
+class ServedEnsemble(ServedVersion):
+    """A version of an ensemble. It holds its members until it is closed, so that all steps of a request use one load.
+
+    Loop thread only.
+    """
+
+    def __init__(
+        self,
+        signature: ModelSignature,
+        plan: Plan,
+        members: tuple[ServedVersion, ...],
+        metrics: ModelMetrics,
+        clock: Clock,
+        *,
+        configuration: Configuration,
+        labels: Mapping[str, Sequence[str]],
+        cached: CachedRuns | None = None,
+    ) -> None:
+        """Accept requests.
+
+        Args:
+            signature: Checked against the members.
+            plan: Of the ensemble.
+            members: Of each step.
+            metrics: Of the version, with its names.
+            clock: Monotonic nanoseconds.
+            configuration: Of its load.
+            labels: Names of the elements of an output, by its name.
+            cached: Answers equal requests; None to run every request.
+        """
+        super().__init__(
+            signature,
+            labels,
+            metrics,
+            configuration,
+            properties=_describe(members, signature),
+            is_cached=cached is not None,
+            takes_sequences=any(member.takes_sequences for member in members),
+        )
+        self.members: Final = members
+        self._plan = plan
+        self._clock = clock
+        self._cached = cached
+        self._most_rows = math.inf if self.options.max_rows is None else self.options.max_rows
+        self._routes: dict[tuple[str, ...], Route] = {(): make_route(self.name, signature, plan, members, ())}
+        self._running = 0
+        self._idle: asyncio.Event | None = None
+        self._is_closed = False
+        self._times: Final = StepTimes()
+        metrics.steps = self._times
+        for member in members:
+            member.hold()
+
+    @property
+    def platform(self) -> str:
+        return ENSEMBLE_PLATFORM
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a request: the configured number, or without one what the members run together."""
+        if self.options.max_rows is not None:
+            return self.options.max_rows
+        return min([member.max_rows for member in self.members])
+
+    def terms(
+        self,
+        received_ns: int,
+        *,
+        timeout_ns: int | None,
+        priority: int,
+        queue_timeout_ns: int | None,
+        outputs: Sequence[RequestedOutput] = (),
+    ) -> Terms:
+        """As ``ServedVersion.terms``. Each member applies its own options to the priority and the queue timeout."""
+        if timeout_ns is None and self.options.slo_s is not None:
+            timeout_ns = int(self.options.slo_s * 1e9)
+        finish_by_ns = None if timeout_ns is None else received_ns + timeout_ns
+        # The cache holds all outputs.
+        names = () if self._cached is not None else tuple([output.name for output in outputs])
+        return EnsembleTerms(priority, finish_by_ns, queue_timeout_ns, names)
+
+    def submit(self, request: InflightRequest, terms: Terms) -> None:
+        """As ``ServedVersion.submit``.
+
+        Raises:
+            ServeError: invalid_input, for more rows than the configured maximum; not_ready, if the version is closed;
+                of the first steps.
+        """
+        self._check(request)
+        own_terms = terms if isinstance(terms, EnsembleTerms) else EnsembleTerms(terms.level, terms.finish_by_ns, None)
+        if self._cached is None:
+            self._run(own_terms, None, request)
+        else:
+            self._cached.submit(request, terms, partial(self._run, own_terms, None))
+
+    def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
+        """As ``ServedVersion.submit_part``: every step with sequences gets the part. Nothing is cached.
+
+        Raises:
+            ServeError: As ``submit``.
+        """
+        self._check(request)
+        assert isinstance(terms, EnsembleTerms)
+        self._run(terms, part, request)
+
+    def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
+        """The outputs themselves: the steps' outputs have the form of clients."""
+        return outputs
+
+    def learned(self) -> Learned:
+        """Raises ServeError: unsupported."""
+        raise ServeError(ErrorKind.UNSUPPORTED, f"model '{self.name}' is an ensemble: its members form batches")
+
+    async def close(self) -> None:
+        """Answer all admitted requests, then release the members."""
+        await self.wait_until_released()
+        self._is_closed = True
+        if self._running:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
+        if self._cached is not None:
+            await self._cached.close()
+        for member in self.members:
+            member.release()
+
+    def _check(self, request: InflightRequest) -> None:
+        if request.rows > self._most_rows:
+            raise invalid_input(
+                f"inference request batch-size must be <= {self._most_rows} for '{self.name}', got {request.rows}"
+            )
+        if self._is_closed:
+            raise ServeError(ErrorKind.NOT_READY, _STOPPING, retry_after_s=1)
+
+    def _run(self, terms: EnsembleTerms, part: SequencePart | None, request: InflightRequest) -> None:
+        route = self._routes.get(terms.outputs)
+        if route is None:
+            route = make_route(self.name, self.signature, self._plan, self.members, terms.outputs)
+            if len(self._routes) < _MAX_ROUTES:
+                self._routes[terms.outputs] = route
+        self._running += 1
+        EnsembleRun(route, request, terms, part, self._times, self._clock, self._on_end).start()
+
+    def _on_end(self) -> None:
+        self._running -= 1
+        if not self._running and self._idle is not None:
+            self._idle.set()
+
+
+def _describe(members: Sequence[ServedVersion], signature: ModelSignature) -> dict[str, str]:
+    """The properties in the metadata."""
+    steps = ", ".join(f"{member.name}/{member.version}" for member in members)
+    batching = "the members form batches" if signature.is_batched else "requests have no batch dimension"
+    properties = {"steps": steps, "batching": batching}
+    optional = ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.is_optional)
+    return properties | {"optional_inputs": optional} if optional else properties

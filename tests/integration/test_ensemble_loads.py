@@ -1,0 +1,210 @@
+"""Loads of ensembles and of their members: by call, by changed folders, and with faults."""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from models import members
+from models.members import Step, add_ensemble
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
+
+EXPLICIT = ("--model-control-mode", "explicit", *SHORT_WARMUP)
+POLL = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
+BODY = {"inputs": [json_input("x", np.array([[1, 2]], np.float32))]}
+CHAIN: list[Step] = [("plus", {"a": "x"}, {"b": "t"}), ("double", {"a": "t"}, {"b": "y"})]
+
+
+def put(folder: Path, name: str, scale: float, offset: float) -> None:
+    """Replace the only version of a model, whole, by renaming."""
+    fresh, old = folder / name / ".fresh", folder / name / ".old"
+    shutil.rmtree(old, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    members.affine(fresh / "model.onnx", scale, offset)
+    if (folder / name / "1").exists():
+        (folder / name / "1").rename(old)
+    fresh.rename(folder / name / "1")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    put(tmp_path, "plus", 1, 1)
+    put(tmp_path, "double", 2, 0)
+    add_ensemble(tmp_path, "chain", ["x"], ["y"], CHAIN)
+    add_ensemble(tmp_path, "outer", ["x"], ["y"], [("chain", {"x": "x"}, {"y": "y"})])
+    return tmp_path
+
+
+@pytest.fixture
+def server(repository: Path) -> Iterator[ServerProcess]:
+    with serving(repository, *EXPLICIT) as server:
+        yield server
+
+
+def change(server: ServerProcess, model: str, to: str = "load", **parameters: bool) -> httpx.Response:
+    url = f"{server.url}/v2/repository/models/{model}/{to}"
+    return httpx.post(url, json={"parameters": parameters}, timeout=LONG_S)
+
+
+def states(server: ServerProcess) -> dict[str, str]:
+    entries = httpx.post(f"{server.url}/v2/repository/index", timeout=LONG_S).json()
+    return {entry["name"]: f"{entry.get('state', '')} {entry.get('reason', '')}".strip() for entry in entries}
+
+
+def answer(server: ServerProcess, model: str = "chain") -> list[float]:
+    response = httpx.post(rest_url(server, model), json=BODY, timeout=LONG_S).raise_for_status()
+    return list(response.json()["outputs"][0]["data"])
+
+
+def test_members_come_with_their_ensemble_and_ensembles_go_with_their_members(server: ServerProcess) -> None:
+    assert change(server, "outer").status_code == 200
+    assert set(states(server).values()) == {"READY"}
+    assert answer(server, "outer") == [4, 6]
+    assert change(server, "plus", "unload").status_code == 200
+    assert states(server) == {
+        "chain": "UNAVAILABLE unloaded",
+        "outer": "UNAVAILABLE unloaded",
+        "plus": "UNAVAILABLE unloaded",
+        "double": "READY",
+    }
+    assert httpx.post(rest_url(server, "chain"), json=BODY, timeout=LONG_S).status_code == 404
+    assert change(server, "plus").status_code == 200
+    assert answer(server, "outer") == [4, 6]
+    assert change(server, "outer", "unload").status_code == 200
+    assert answer(server) == [4, 6]
+    assert change(server, "plus", "unload").status_code == 200
+    assert change(server, "plus").status_code == 200
+    assert states(server)["chain"] == "READY"
+    assert states(server)["outer"] != "READY"  # it was unloaded by its own name
+
+
+def test_members_that_nothing_else_needs_are_unloaded_with_their_ensemble(
+    server: ServerProcess, repository: Path
+) -> None:
+    assert change(server, "outer").status_code == 200
+    assert change(server, "outer", "unload", unload_dependents=True).status_code == 200
+    assert "READY" not in states(server).values()
+    add_ensemble(repository, "other", ["x"], ["y"], [("plus", {"a": "x"}, {"b": "y"})])
+    assert change(server, "other").status_code == 200
+    assert change(server, "chain").status_code == 200
+    assert change(server, "chain", "unload", unload_dependents=True).status_code == 200
+    assert {name for name, state in states(server).items() if state == "READY"} == {"other", "plus"}
+
+
+@pytest.mark.parametrize("mode", ["explicit", "poll"])
+def test_no_request_fails_while_members_are_reloaded(repository: Path, mode: str) -> None:
+    flags = POLL if mode == "poll" else (*EXPLICIT, "--load-model", "outer")
+    with serving(repository, *flags) as server:
+        seen: list[list[float]] = []
+        failures: list[Exception] = []
+        stopping = threading.Event()
+
+        def ask() -> None:
+            with httpx.Client(timeout=LONG_S) as client:
+                while not stopping.is_set():
+                    try:
+                        response = client.post(rest_url(server, "outer"), json=BODY).raise_for_status()
+                        seen.append(list(response.json()["outputs"][0]["data"]))
+                    except Exception as error:
+                        failures.append(error)
+                        return
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for offset in (2, 3, 4, 5):
+                put(repository, "plus", 1, offset)
+                expected = [2 * (1 + offset), 2 * (2 + offset)]
+                if mode == "explicit":
+                    assert change(server, "plus").status_code == 200
+                    assert answer(server, "outer") == expected
+                else:
+                    deadline = time.monotonic() + LONG_S
+                    while (not seen or seen[-1] != expected) and not failures and time.monotonic() < deadline:
+                        stopping.wait(0.01)
+                    assert seen[-1] == expected
+        finally:
+            stopping.set()
+            for thread in threads:
+                thread.join()
+        assert not failures, failures[0]
+
+
+def test_no_cached_answer_of_an_ensemble_outlives_its_members(repository: Path) -> None:
+    add_ensemble(repository, "cached", ["x"], ["y"], CHAIN, response_cache="true")
+    with serving(repository, *EXPLICIT, "--load-model", "cached") as server:
+        assert answer(server, "cached") == [4, 6]
+        assert answer(server, "cached") == [4, 6]
+        url = f"{server.url}/v2/models/cached/stats"
+        statistics = httpx.get(url, timeout=LONG_S).json()["model_stats"][0]["inference_stats"]
+        assert statistics["cache_hit"]["count"] == 1
+        put(repository, "plus", 1, 9)
+        assert change(server, "plus").status_code == 200
+        assert answer(server, "cached") == [20, 22]
+
+
+def test_a_broken_reload_of_a_member_changes_nothing(server: ServerProcess, repository: Path) -> None:
+    assert change(server, "chain").status_code == 200
+    (repository / "plus" / "1" / "model.onnx").write_bytes(b"not a model")
+    assert change(server, "plus").status_code == 500
+    assert answer(server) == [4, 6]
+
+
+def test_an_ensemble_goes_when_a_member_does_not_fit_any_more(server: ServerProcess, repository: Path) -> None:
+    assert change(server, "chain").status_code == 200
+    good = (repository / "plus" / "1" / "model.onnx").read_bytes()
+    members.affine(repository / "plus" / "1" / "model.onnx", shape=("batch", 3))
+    assert change(server, "plus").status_code == 200
+    refused = httpx.post(rest_url(server, "chain"), json=BODY, timeout=LONG_S)
+    assert refused.status_code == 503
+    assert "ensemble tensor t: inconsistent shape: [-1,3] is inferred from model plus" in refused.json()["error"]
+    (repository / "plus" / "1" / "model.onnx").write_bytes(good)
+    assert change(server, "plus").status_code == 200
+    assert answer(server) == [4, 6]
+
+
+def test_each_fault_of_an_ensemble_has_its_text(server: ServerProcess, repository: Path) -> None:
+    def load_error(steps: list[Step], **more: str) -> str:
+        shutil.rmtree(repository / "e", ignore_errors=True)
+        add_ensemble(repository, "e", ["x"], ["y"], steps, **more)
+        response = change(server, "e")
+        assert response.status_code == 500
+        return str(response.json()["error"])
+
+    plus, double = CHAIN
+    assert "ensemble e contains models that are not available or ambiguous: nomodel" in load_error(
+        [("nomodel", {"a": "x"}, {"b": "y"})]
+    )
+    assert "in ensemble e, ensemble tensor x is mapping to non-existing input no in model plus" in load_error(
+        [("plus", {"no": "x"}, {"b": "y"})]
+    )
+    assert "in ensemble e, ensemble tensor y is mapped from non-existing output no in model plus" in load_error(
+        [("plus", {"a": "x"}, {"no": "y"})]
+    )
+    assert "output 'y' for ensemble 'e' is not written: at least one of its depending tensors, 'u'" in load_error(
+        [("plus", {"a": "x"}, {"b": "t"}), ("double", {"a": "u"}, {"b": "y"})]
+    )
+    assert "ensemble tensor 't' can appear in an output map only once" in load_error(
+        [plus, ("plus", {"a": "x"}, {"b": "t"}), double]
+    )
+    add_ensemble(repository, "a", ["x"], ["y"], [("b", {"x": "x"}, {"y": "y"})])
+    add_ensemble(repository, "b", ["x"], ["y"], [("a", {"x": "x"}, {"y": "y"})])
+    assert "circular dependency between ensembles: a -> b -> a" in change(server, "a").json()["error"]
+    assert change(server, "chain").status_code == 200
+    assert answer(server) == [4, 6]
+    add_model(repository, "broken", members.affine)
+    (repository / "broken" / "1" / "model.onnx").write_bytes(b"no")
+    text = load_error([("broken", {"a": "x"}, {"b": "y"})])
+    assert "ensemble 'e' depends on 'broken' which has no loaded version. Model 'broken' loading failed with" in text
+
+
+def test_the_other_modes_load_members_first(repository: Path) -> None:
+    with serving(repository, *SHORT_WARMUP) as server:
+        assert set(states(server).values()) == {"READY"}
+        assert answer(server, "outer") == [4, 6]

@@ -1,0 +1,302 @@
+"""One request of an ensemble: order of steps, failures, cancellation, deadlines and memory, with fake members."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from interpreted import WHY
+from ortserve.batching.statistics import Learned
+from ortserve.config.model import LoadOptions, make_model_options
+from ortserve.core.batch import Arrays
+from ortserve.core.compiled import IS_COMPILED
+from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.request import RequestedOutput
+from ortserve.core.sequence import SequencePart
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.terms import Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.ensemble.interface import Member, resolve_signature
+from ortserve.registry.ensemble.plan import make_plan
+from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.serving import ServedVersion
+from ortserve.telemetry.series import ModelMetrics
+
+if IS_COMPILED:
+    pytest.skip(WHY, allow_module_level=True)
+
+X = np.array([[1, 2]], np.float32)
+Steps = Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]]
+
+
+class FakeMember(ServedVersion):
+    """Keeps its requests until the test settles them."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[str] = ("a",),
+        outputs: Sequence[str] = ("b",),
+        *,
+        takes_sequences: bool = False,
+    ) -> None:
+        signature = ModelSignature(
+            tuple(TensorSpec(each, DataType.FP32, (-1, 2)) for each in inputs),
+            tuple(TensorSpec(each, DataType.FP32, (-1, 2)) for each in outputs),
+        )
+        configuration = Configuration(make_model_options({}, LoadOptions(), name))
+        super().__init__(
+            signature,
+            {},
+            ModelMetrics(name, "1"),
+            configuration,
+            properties={},
+            is_cached=False,
+            takes_sequences=takes_sequences,
+        )
+        self.requests: list[InflightRequest] = []
+        self.parts: list[SequencePart] = []
+        self.asked: list[tuple[int, int | None, int, int | None]] = []
+        self.rejection: ServeError | None = None
+
+    @property
+    def platform(self) -> str:
+        return "fake"
+
+    @property
+    def max_rows(self) -> int:
+        return 8
+
+    def terms(
+        self,
+        received_ns: int,
+        *,
+        timeout_ns: int | None,
+        priority: int,
+        queue_timeout_ns: int | None,
+        outputs: Sequence[RequestedOutput] = (),
+    ) -> Terms:
+        self.asked.append((received_ns, timeout_ns, priority, queue_timeout_ns))
+        return Terms()
+
+    def submit(self, request: InflightRequest, terms: Terms) -> None:
+        if self.rejection is not None:
+            raise self.rejection
+        self.requests.append(request)
+
+    def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
+        self.parts.append(part)
+        self.submit(request, terms)
+
+    def answer(self, *outputs: np.ndarray) -> None:
+        request = self.requests.pop(0)
+        timing = request.timing
+        timing.queued_ns, timing.taken_ns, timing.staged_ns, timing.computed_ns = 1, 2, 4, 8
+        request.complete(outputs)
+
+    def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
+        return outputs
+
+    def learned(self) -> Learned:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        await self.wait_until_released()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_ns = 1000
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def serve(members: Mapping[str, FakeMember], outputs: Sequence[str], steps: Steps, clock: Clock) -> ServedEnsemble:
+    given = {
+        "inputs": {"x": {}},
+        "outputs": {name: {} for name in outputs},
+        "ensemble": {"steps": [{"model": model, "inputs": read, "outputs": made} for model, read, made in steps]},
+    }
+    configuration = Configuration(make_model_options(given, LoadOptions(), "e"))
+    plan = make_plan("e", configuration.options)
+    chosen = tuple(members[step.model] for step in plan.steps)
+    signature = resolve_signature("e", configuration.options, plan, [Member(m.name, m.signature, None) for m in chosen])
+    return ServedEnsemble(
+        signature, plan, chosen, ModelMetrics("e", "1"), clock, configuration=configuration, labels={}
+    )
+
+
+def submit(
+    served: ServedEnsemble,
+    clock: Clock,
+    *,
+    timeout_ns: int | None = None,
+    priority: int = 0,
+    queue_timeout_ns: int | None = None,
+    outputs: Sequence[str] = (),
+) -> InflightRequest:
+    request = InflightRequest(Timing(clock()), (X,), len(X))
+    wanted = [RequestedOutput(name) for name in outputs]
+    terms = served.terms(
+        clock(), timeout_ns=timeout_ns, priority=priority, queue_timeout_ns=queue_timeout_ns, outputs=wanted
+    )
+    served.submit(request, terms)
+    return request
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def members() -> dict[str, FakeMember]:
+    return {
+        "l": FakeMember("l"),
+        "r": FakeMember("r"),
+        "join": FakeMember("join", ("a", "b"), ("c",)),
+    }
+
+
+DIAMOND: Steps = [
+    ("l", {"a": "x"}, {"b": "p"}),
+    ("r", {"a": "x"}, {"b": "q"}),
+    ("join", {"a": "p", "b": "q"}, {"c": "y"}),
+]
+
+
+def test_independent_steps_run_side_by_side_and_pass_tensors_without_copies(
+    members: dict[str, FakeMember], clock: Clock
+) -> None:
+    served = serve(members, ["y"], DIAMOND, clock)
+    request = submit(served, clock)
+    assert all(np.shares_memory(members[name].requests[0].inputs[0], X) for name in ("l", "r"))
+    p, q, y = X + 1, X + 2, X + 3
+    members["r"].answer(q)
+    assert not members["join"].requests
+    members["l"].answer(p)
+    given = members["join"].requests[0].inputs
+    assert given[0] is p
+    assert given[1] is q
+    members["join"].answer(y)
+    assert request.take_outputs()[0] is y
+    assert [sum(series.counts) for series in members["join"].metrics.answered.values()] == [1]
+
+
+def test_only_steps_with_sequences_get_the_part_of_a_sequence(clock: Clock) -> None:
+    plain, follows = FakeMember("plain"), FakeMember("follows", takes_sequences=True)
+    steps: Steps = [("plain", {"a": "x"}, {"b": "p"}), ("follows", {"a": "p"}, {"b": "y"})]
+    served = serve({"plain": plain, "follows": follows}, ["y"], steps, clock)
+    assert served.takes_sequences
+    part = SequencePart(5, is_start=True)
+    request = InflightRequest(Timing(clock()), (X,), len(X))
+    served.submit_part(request, served.terms(clock(), timeout_ns=None, priority=0, queue_timeout_ns=None), part)
+    plain.answer(X)
+    assert (plain.parts, follows.parts) == ([], [part])
+
+
+def test_tensors_are_dropped_after_their_last_reader(members: dict[str, FakeMember], clock: Clock) -> None:
+    served = serve(members, ["y"], DIAMOND, clock)
+    request = submit(served, clock)
+    p = X + 1
+    seen = weakref.ref(p)
+    members["l"].answer(p)
+    members["r"].answer(X + 2)
+    members["join"].answer(X + 3)
+    del p
+    gc.collect()
+    assert seen() is None
+    assert request.is_settled
+
+
+async def test_a_failed_step_fails_the_request_at_once_and_cancels_the_others(
+    members: dict[str, FakeMember], clock: Clock
+) -> None:
+    served = serve(members, ["y"], DIAMOND, clock)
+    request = submit(served, clock)
+    other = members["r"].requests[0]
+    members["l"].requests[0].fail(ServeError(ErrorKind.OVERLOADED, "Exceeds maximum queue size", retry_after_s=1))
+    assert other.is_settled
+    with pytest.raises(ServeError) as error:
+        request.take_outputs()
+    assert error.value.message == "in ensemble 'e', Exceeds maximum queue size (model 'l')"
+    assert (error.value.kind, error.value.retry_after_s) == (ErrorKind.OVERLOADED, 1)
+    await asyncio.wait_for(served.close(), 1)
+
+
+async def test_a_rejected_first_step_rejects_the_request(members: dict[str, FakeMember], clock: Clock) -> None:
+    served = serve(members, ["y"], DIAMOND, clock)
+    members["r"].rejection = ServeError(ErrorKind.OVERLOADED, "model 'r' is full")
+    with pytest.raises(ServeError, match=r"^in ensemble 'e', model 'r' is full$"):
+        submit(served, clock)
+    assert members["l"].requests[0].is_settled
+    await asyncio.wait_for(served.close(), 1)
+
+
+def test_a_rejected_later_step_fails_the_request(members: dict[str, FakeMember], clock: Clock) -> None:
+    served = serve(members, ["y"], DIAMOND, clock)
+    members["join"].rejection = ServeError(ErrorKind.DEADLINE, "Request timeout expired")
+    request = submit(served, clock)
+    members["l"].answer(X)
+    members["r"].answer(X)
+    with pytest.raises(ServeError) as error:
+        request.take_outputs()
+    assert error.value.kind is ErrorKind.DEADLINE
+
+
+async def test_no_step_starts_after_a_cancellation(members: dict[str, FakeMember], clock: Clock) -> None:
+    served = serve(members, ["y"], DIAMOND, clock)
+    request = submit(served, clock)
+    running = members["l"].requests[0]
+    request.cancel()
+    assert running.is_settled
+    members["l"].answer(X)  # the batch ran already
+    members["r"].answer(X)
+    assert not members["join"].requests
+    await asyncio.wait_for(served.close(), 1)
+
+
+def test_each_step_has_the_rest_of_the_deadline_and_the_requests_parameters(
+    members: dict[str, FakeMember], clock: Clock
+) -> None:
+    served = serve(members, ["y"], DIAMOND, clock)
+    submit(served, clock, timeout_ns=500, priority=2, queue_timeout_ns=70)
+    assert members["l"].asked == [(1000, 500, 2, 70)]
+    clock.now_ns = 1300
+    members["l"].answer(X)
+    members["r"].answer(X)
+    assert members["join"].asked == [(1300, 200, 2, 70)]
+
+
+def test_only_needed_steps_run(members: dict[str, FakeMember], clock: Clock) -> None:
+    served = serve(members, ["y", "p"], DIAMOND, clock)
+    request = submit(served, clock, outputs=["p"])
+    assert not members["r"].requests
+    p = X + 1
+    members["l"].answer(p)
+    outputs = request.take_outputs()
+    assert outputs[served.signature.output_index["p"]] is p
+
+
+async def test_members_stay_open_until_the_ensemble_is_closed(members: dict[str, FakeMember], clock: Clock) -> None:
+    served = serve(members, ["y"], DIAMOND, clock)
+    request = submit(served, clock)
+    closing = [asyncio.create_task(member.close()) for member in members.values()]
+    ending = asyncio.create_task(served.close())
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in (*closing, ending))
+    members["l"].answer(X)
+    members["r"].answer(X)
+    members["join"].answer(X)
+    await asyncio.wait_for(asyncio.gather(*closing, ending), 1)
+    assert request.is_settled
+    with pytest.raises(ServeError) as error:
+        submit(served, clock)
+    assert error.value.kind is ErrorKind.NOT_READY
