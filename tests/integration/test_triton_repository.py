@@ -258,8 +258,11 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
 
 
 REFUSED = {
-    "sequences": ("sequence_batching { direct { } }", "config.pbtxt: sequence_batching is not supported"),
-    "ensemble": ('platform: "ensemble"', "config.pbtxt: platform: expected 'onnxruntime_onnx', got 'ensemble'"),
+    "sequences": (
+        "sequence_batching { iterative_sequence: true }",
+        "config.pbtxt: sequence_batching.iterative_sequence is not supported",
+    ),
+    "ensemble": ('platform: "ensemble"', "config.pbtxt: ensemble scheduling must be set for ensemble"),
     "decoupled": (
         "model_transaction_policy { decoupled: true }",
         "config.pbtxt: model_transaction_policy.decoupled is not supported: every request has one response",
