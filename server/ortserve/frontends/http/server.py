@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
             "drain timed out: connections with unanswered requests are cut off",
             protocol="http",
             connections=len(connections),
-            timeout_s=self.grace_s,
+            waited_s=round(self.grace_s, 1),
         )
         for connection in connections:
             connection.transport.abort()
