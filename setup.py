@@ -65,6 +65,7 @@ COMPILED: Final = (
 
 INTERPRETED: Final = (
     "batching/timers.py",  # ctypes
+    "core/agreement.py",  # not on the path of requests
     "core/dtypes.py",  # an enum whose members have an __init__
     "core/region.py",  # a base class of interpreted classes
 )

@@ -4,6 +4,7 @@ Imports only numpy and the standard library. Every other room may import it.
 """
 
 __all__ = [
+    "agreement",
     "batch",
     "compiled",
     "conversion",

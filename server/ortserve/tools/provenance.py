@@ -19,10 +19,10 @@ import onnxruntime as ort
 from pydantic import TypeAdapter, ValidationError
 
 from ortserve import __version__
+from ortserve.core.agreement import Agreement
 from ortserve.model_file.reading import read_model
 from ortserve.registry.repository.model_files import VERSION
 from ortserve.registry.repository.provenance import PROVENANCE_FILE, provenance_beside
-from ortserve.tools.agreement import Agreement
 from ortserve.tools.command import json_text
 from ortserve.tools.doctor.machine import Files, read_processors
 from ortserve.tools.report import number_text

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from models import builders
-from ortserve.tools.agreement import Agreement, OutputError
+from ortserve.core.agreement import Agreement, OutputError
 from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.provenance import (
     command_line,

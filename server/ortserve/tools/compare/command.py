@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ortserve.core.agreement import parse_bound
 from ortserve.errors import invalid_input
-from ortserve.tools.agreement import parse_bound
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.compare.measure import BATCH, SECONDS, compare_models
 from ortserve.tools.compare.presentation import present

@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 
+from ortserve.core.agreement import Agreement, AgreementMeter
 from ortserve.core.batch import Arrays
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.tools.agreement import Agreement, AgreementMeter
 from ortserve.tools.apart import call_apart
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.console import progress

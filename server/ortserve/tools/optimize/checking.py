@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from ortserve.core.agreement import Agreement
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import invalid_input
-from ortserve.tools.agreement import Agreement
 from ortserve.tools.compare.measure import BATCH, common_rows, measure_agreement
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.inspect.content import all_nodes, count_operators

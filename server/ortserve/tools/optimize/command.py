@@ -11,8 +11,8 @@ from typing import Final
 
 import onnxruntime as ort
 
+from ortserve.core.agreement import ErrorBound, parse_bound
 from ortserve.errors import ServeError, invalid_input
-from ortserve.tools.agreement import ErrorBound, parse_bound
 from ortserve.tools.apart import call_apart
 from ortserve.tools.arguments import number, several
 from ortserve.tools.command import Outcome, ToolParser, run_tool

@@ -11,10 +11,10 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from ortserve.core.agreement import ErrorBound
 from ortserve.engine.ort_errors import without_paths
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.reading import read_model
-from ortserve.tools.agreement import ErrorBound
 from ortserve.tools.apart import call_apart
 from ortserve.tools.console import Step as Progress
 from ortserve.tools.inspect.content import all_nodes

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from ortserve.core.agreement import ErrorBound
 from ortserve.errors import ServeError, invalid_input
-from ortserve.tools.agreement import ErrorBound
 from ortserve.tools.compare.measure import measure_agreement
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.opening import OpenModel

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ortserve.tools.agreement import Agreement
+from ortserve.core.agreement import Agreement
 from ortserve.tools.destination import Delivered
 from ortserve.tools.report import Finding
 from ortserve.tools.speed import Speed

@@ -9,10 +9,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
+from ortserve.core.agreement import ErrorBound, parse_bound
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import UNREADABLE, Model
 from ortserve.model_file.reading import model_nbytes, read_model
-from ortserve.tools.agreement import ErrorBound, parse_bound
 from ortserve.tools.apart import ObjectApart
 from ortserve.tools.arguments import number
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ortserve.tools.agreement import Agreement
+from ortserve.core.agreement import Agreement
 from ortserve.tools.destination import Delivered
 from ortserve.tools.speed import Speed
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from ortserve.tools.agreement import Agreement, ErrorBound
+from ortserve.core.agreement import Agreement, ErrorBound
 from ortserve.tools.quantize.result import NodeCost
 
 _FINE: Final = ("max", "relative", "cosine")

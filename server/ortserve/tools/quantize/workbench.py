@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from ortserve.core.agreement import Agreement
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import invalid_input
 from ortserve.model_file.reading import read_model
-from ortserve.tools.agreement import Agreement
 from ortserve.tools.compare.measure import measure_agreement
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.quantize.making import Prepared, calibrate, make, prepare

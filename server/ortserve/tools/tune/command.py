@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from ortserve import __version__
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
+from ortserve.core.agreement import parse_bound
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE, VERSION
-from ortserve.tools.agreement import parse_bound
 from ortserve.tools.apart import call_apart
 from ortserve.tools.arguments import number
 from ortserve.tools.bench.statistics import Estimate

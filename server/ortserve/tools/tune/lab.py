@@ -9,13 +9,13 @@ from typing import Final
 import numpy as np
 import psutil
 
+from ortserve.core.agreement import AgreementMeter, ErrorBound
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.tensor import Tensor
 from ortserve.engine.provider_options import CPU
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.interface import resolve_interface
-from ortserve.tools.agreement import AgreementMeter, ErrorBound
 from ortserve.tools.bench.generator import Work
 from ortserve.tools.bench.generators import Generators, Seen
 from ortserve.tools.bench.prepare import as_clients_see, as_clients_send, bare_run, difference, take_inputs

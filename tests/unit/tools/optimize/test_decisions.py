@@ -7,8 +7,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from models import patterns
+from ortserve.core.agreement import Agreement, ErrorBound, OutputError
 from ortserve.model_file.reading import read_model
-from ortserve.tools.agreement import Agreement, ErrorBound, OutputError
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.optimize.checking import Checked, Look
 from ortserve.tools.optimize.findings import find

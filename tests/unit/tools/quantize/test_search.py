@@ -2,7 +2,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ortserve.tools.agreement import Agreement, ErrorBound, OutputError
+from ortserve.core.agreement import Agreement, ErrorBound, OutputError
 from ortserve.tools.quantize.search import Found, Tried, find_nodes
 
 NODES = dict.fromkeys("abcdefgh", "MatMul")

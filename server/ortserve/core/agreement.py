@@ -10,7 +10,7 @@ import numpy as np
 from ortserve.errors import invalid_input
 
 MEASURES: Final = ("max", "relative", "cosine", "top1", "accuracy")
-"""What ``--max-error`` can bound. All are 0 for equal outputs; larger is worse."""
+"""What can be bounded. All are 0 for equal outputs; larger is worse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,12 @@ class ErrorBound:
         return "" if error <= self.most else f"{self.measure} error {error:.3g} exceeds {self.most:g}"
 
 
-def parse_bound(text: str) -> ErrorBound:
-    """Read the value of ``--max-error``: ``0.001`` bounds the largest difference, ``cosine=0.01`` another measure.
+def parse_bound(text: str, option: str = "--max-error") -> ErrorBound:
+    """Read a bound: ``0.001`` bounds the largest difference, ``cosine=0.01`` another measure.
+
+    Args:
+        text: The value of the option.
+        option: Its name, for the error.
 
     Raises:
         ServeError: invalid_input, naming what is expected.
@@ -96,7 +100,7 @@ def parse_bound(text: str) -> ErrorBound:
         most = math.nan
     if (measure or "max") not in MEASURES or bool(measure) != bool(equals) or not 0 <= most < math.inf:
         expected = f"a number from 0, or MEASURE=NUMBER with one of {', '.join(MEASURES)}"
-        raise invalid_input(f"--max-error: expected {expected}, got '{text}'")
+        raise invalid_input(f"{option}: expected {expected}, got '{text}'")
     return ErrorBound(measure or "max", most)
 
 

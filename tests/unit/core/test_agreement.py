@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
+from ortserve.core.agreement import Agreement, AgreementMeter, parse_bound, predicted_hits
 from ortserve.errors import ServeError
-from ortserve.tools.agreement import Agreement, AgreementMeter, parse_bound, predicted_hits
 
 REFERENCE = np.array([[1.0, 2.0], [4.0, -3.0]], np.float32)
 
