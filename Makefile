@@ -57,11 +57,11 @@ wheel: .venv/dev.done
 		"$$(echo dist/ortserve-*.whl)[cpu]"
 	.venv/wheel/bin/python -I tests/support/installed_wheel.py
 
-# Installed in addition to the editable installation, and before it on the path of the tests and their servers. Level 1
-# compiles in two thirds of the time; images are built at level 3.
+# Installed in addition to the editable installation, and before it on the path of the tests and their servers. Level 0
+# compiles in half of the time; images and wheels are built at level 3.
 test-compiled: .venv/dev.done
 	rm -rf build .venv/compiled
-	ORTSERVE_COMPILE=1 ORTSERVE_COMPILE_LEVEL=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	ORTSERVE_COMPILE=1 ORTSERVE_COMPILE_LEVEL=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		--target .venv/compiled .
 	rm -rf build
 	PYTHONPATH=$(CURDIR)/.venv/compiled $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)

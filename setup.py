@@ -3,7 +3,7 @@
 mypyc compiles the unchanged modules after mypy has checked them. Both come with the extra ``compile``; a C compiler and
 Python's headers are required. Without compilation the same modules are interpreted: only the time of a request changes.
 
-``ORTSERVE_COMPILE_LEVEL`` is the optimization level of the C compiler, 3 by default. Level 1 builds faster, for tests.
+``ORTSERVE_COMPILE_LEVEL`` is the optimization level of the C compiler, 3 by default. Level 0 builds faster, for tests.
 """
 
 import os
