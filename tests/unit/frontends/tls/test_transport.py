@@ -431,7 +431,7 @@ def test_client_without_tls_is_disconnected_before_a_protocol_exists(listener: L
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "a part of a ClientHello"])
 def test_unfinished_handshake_is_closed_and_delays_no_other(said: bytes) -> None:
-    with listening(handshake_timeout_s=0.2) as listener:
+    with listening(handshake_timeout_s=1.0) as listener:
         slow = [socket.create_connection(("127.0.0.1", listener.port), timeout=LONG_S) for _ in range(40)]
         for raw in slow:
             raw.sendall(said)
