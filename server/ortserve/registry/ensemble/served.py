@@ -145,6 +145,8 @@ class ServedEnsemble(ServedVersion):
         """Answer all admitted requests, then release the members."""
         await self.wait_until_released()
         self._is_closed = True
+        if self._cached is not None:
+            await self._cached.wait_until_idle()
         if self._running:
             self._idle = asyncio.Event()
             await self._idle.wait()
