@@ -146,15 +146,16 @@ class SequenceRuns:
         if sequence is None:
             sequence = self._begin(part)
         turn = Turn(request, sequence, part, terms, now_ns)
-        if sequence.slot == NO_SLOT or not sequence.is_idle:
+        may_run = sequence.slot != NO_SLOT and sequence.running is None and not sequence.waiting
+        if not may_run:
             self._wait(turn)
-        else:
-            sequence.waiting.append(turn)
         request.timing.queued_ns = now_ns
         request.withdraw = partial(self._on_cancelled, turn)
         if part.is_end:
             self._table.close(sequence)
-        if sequence.slot != NO_SLOT and sequence.running is None:
+        if may_run:
+            self._run(sequence, turn)
+        elif sequence.slot != NO_SLOT and sequence.running is None:
             self._advance(sequence)
 
     def begin_drain(self) -> None:
@@ -317,19 +318,20 @@ class SequenceRuns:
             self._limit_wait(sequence, turn.terms.start_by_ns, turn.arrived_ns)
 
     def _leave(self, turn: Turn) -> None:
-        """A request waits no more. One that never had to is not counted, and has a size of 0."""
-        if turn.nbytes:
-            self._waiting_rows -= 1
-            self._waiting_bytes -= turn.nbytes
-            turn.nbytes = 0
+        """A request waits no more."""
+        self._waiting_rows -= 1
+        self._waiting_bytes -= turn.nbytes
 
     def _advance(self, sequence: Sequence) -> None:
         """Run the next request of a sequence that has a slot, if none runs."""
-        assert self.strategy is not None
         if sequence.running is not None or not sequence.waiting:
             return
         turn = sequence.waiting.popleft()
         self._leave(turn)
+        self._run(sequence, turn)
+
+    def _run(self, sequence: Sequence, turn: Turn) -> None:
+        assert self.strategy is not None
         sequence.running = turn
         tensors = self.tensors
         states = tensors.initial if turn.is_start else sequence.states
