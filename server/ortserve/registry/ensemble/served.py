@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -24,7 +25,7 @@ from ortserve.telemetry.readings import StepTimes
 from ortserve.telemetry.series import ModelMetrics
 
 _MAX_ROUTES: Final = 256
-"""Sets of outputs whose steps are remembered."""
+"""Lists of outputs whose routes are remembered."""
 _STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 
@@ -72,7 +73,8 @@ class ServedEnsemble(ServedVersion):
         self._clock = clock
         self._cached = cached
         self._most_rows = math.inf if self.options.max_rows is None else self.options.max_rows
-        self._routes: dict[tuple[str, ...], Route] = {(): make_route(self.name, signature, plan, members, ())}
+        self._whole = make_route(self.name, signature, plan, members, ())
+        self._routes: OrderedDict[tuple[str, ...], Route] = OrderedDict()
         self._running = 0
         self._idle: asyncio.Event | None = None
         self._is_closed = False
@@ -164,13 +166,22 @@ class ServedEnsemble(ServedVersion):
             raise ServeError(ErrorKind.NOT_READY, _STOPPING, retry_after_s=1)
 
     def _run(self, terms: EnsembleTerms, part: SequencePart | None, request: InflightRequest) -> None:
-        route = self._routes.get(terms.outputs)
-        if route is None:
-            route = make_route(self.name, self.signature, self._plan, self.members, terms.outputs)
-            if len(self._routes) < _MAX_ROUTES:
-                self._routes[terms.outputs] = route
+        outputs = terms.outputs
+        route = self._whole if not outputs else self._routes.get(outputs) or self._add_route(outputs)
         self._running += 1
         EnsembleRun(route, request, terms, part, self._times, self._clock, self._on_end).start()
+
+    def _add_route(self, outputs: tuple[str, ...]) -> Route:
+        """Find the route for a list of outputs that is new; other lists may have the same outputs."""
+        in_order = tuple([spec.name for spec in self.signature.outputs if spec.name in outputs])
+        route = self._routes.get(in_order)
+        if route is None:
+            route = make_route(self.name, self.signature, self._plan, self.members, in_order)
+        for names in (outputs, in_order):
+            self._routes[names] = route
+        while len(self._routes) > _MAX_ROUTES:
+            self._routes.popitem(last=False)
+        return route
 
     def _on_end(self) -> None:
         self._running -= 1

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -300,3 +301,19 @@ async def test_members_stay_open_until_the_ensemble_is_closed(members: dict[str,
     with pytest.raises(ServeError) as error:
         submit(served, clock)
     assert error.value.kind is ErrorKind.NOT_READY
+
+
+def test_lists_of_the_same_outputs_share_a_route_and_few_are_remembered(clock: Clock) -> None:
+    names = list("abcdef")
+    member = FakeMember("m", outputs=names)
+    served = serve({"m": member}, names, [("m", {"a": "x"}, {name: name for name in names})], clock)
+    arrays = {name: X + index for index, name in enumerate(names)}
+    for wanted in permutations(names, 4):
+        request = submit(served, clock, outputs=wanted)
+        member.answer(*arrays.values())
+        outputs = dict(zip(names, request.take_outputs(), strict=True))
+        assert all((outputs[name] is arrays[name]) is (name in wanted) for name in names)
+    assert len(served._routes) == 256
+    for _ in range(2):
+        submit(served, clock, outputs=("f", "f", "a"))
+    assert served._routes["f", "f", "a"] is served._routes["a", "f"]
