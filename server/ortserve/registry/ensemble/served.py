@@ -13,12 +13,13 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import RequestedOutput
-from ortserve.core.sequence import SequencePart
+from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import Terms
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.ensemble.plan import Plan
 from ortserve.registry.ensemble.run import EnsembleRun, EnsembleTerms, Route, make_route
+from ortserve.registry.ensemble.turns import SequenceTurns, Turn
 from ortserve.registry.repository.configuration import ENSEMBLE_PLATFORM, Configuration
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.readings import StepTimes
@@ -75,7 +76,9 @@ class ServedEnsemble(ServedVersion):
         self._most_rows = math.inf if self.options.max_rows is None else self.options.max_rows
         self._whole = make_route(self.name, signature, plan, members, ())
         self._routes: OrderedDict[tuple[str, ...], Route] = OrderedDict()
+        self._turns: Final = SequenceTurns()
         self._running = 0
+        """Requests, with those that wait for their turn."""
         self._idle: asyncio.Event | None = None
         self._is_closed = False
         self._times: Final = StepTimes()
@@ -128,12 +131,23 @@ class ServedEnsemble(ServedVersion):
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         """As ``ServedVersion.submit_part``: every step with sequences gets the part. Nothing is cached.
 
+        The request starts when the earlier ones of its sequence have ended.
+
         Raises:
-            ServeError: As ``submit``.
+            ServeError: As ``submit``; overloaded, if too many requests wait for earlier ones.
         """
         self._check(request)
         assert isinstance(terms, EnsembleTerms)
-        self._run(terms, part, request)
+        if not part.id:  # the members report it
+            self._run(terms, part, request)
+            return
+        turn = Turn(request, terms, part)
+        if self._turns.enter(turn):
+            self._run_turn(turn)
+            return
+        self._running += 1
+        request.timing.queued_ns = self._clock()
+        request.withdraw = partial(self._on_cancelled, turn)
 
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """The outputs themselves: the steps' outputs have the form of clients."""
@@ -169,7 +183,36 @@ class ServedEnsemble(ServedVersion):
         outputs = terms.outputs
         route = self._whole if not outputs else self._routes.get(outputs) or self._add_route(outputs)
         self._running += 1
-        EnsembleRun(route, request, terms, part, self._times, self._clock, self._on_end).start()
+        on_end = self._on_end if part is None or not part.id else partial(self._on_turn_ended, part.id)
+        EnsembleRun(route, request, terms, part, self._times, self._clock, on_end).start()
+
+    def _run_turn(self, turn: Turn) -> None:
+        self._run(turn.terms, turn.part, turn.request)
+
+    def _on_turn_ended(self, sequence_id: SequenceId) -> None:
+        following = self._turns.leave(sequence_id)
+        self._on_end()
+        if following is not None:
+            # Not in this turn: many requests that all fail at once would nest their calls.
+            asyncio.get_running_loop().call_soon(self._follow, following)
+
+    def _follow(self, turn: Turn) -> None:
+        """Start a request that has waited, which counts as running."""
+        if turn.request.is_settled:  # it was cancelled
+            self._on_turn_ended(turn.part.id)
+            return
+        self._running -= 1
+        try:
+            self._run_turn(turn)
+        except Exception as error:  # noqa: BLE001 - any error is for the request
+            turn.request.fail(error)
+
+    def _on_cancelled(self, turn: Turn, _: InflightRequest) -> None:
+        """A request was cancelled that waits. Those behind it were sent for a state that it would have made."""
+        error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
+        for removed in self._turns.withdraw(turn):
+            self._on_end()
+            removed.request.fail(error)  # without effect for the cancelled one
 
     def _add_route(self, outputs: tuple[str, ...]) -> Route:
         """Find the route for a list of outputs that is new; other lists may have the same outputs."""
