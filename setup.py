@@ -47,6 +47,7 @@ COMPILED: Final = (
     "registry/catalog.py",
     "registry/ensemble/run.py",
     "registry/ensemble/served.py",
+    "registry/ensemble/turns.py",
     "registry/served.py",
     "registry/serving.py",
     "service/access.py",

@@ -10,8 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from encodings_of_requests import Infer, grpc_raw, rest_binary
-from models.builders import IR_VERSION, OPSET
-from models.members import write
+from models.builders import IR_VERSION, OPSET, write
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
 
 PROTOCOLS = pytest.mark.parametrize("infer", [rest_binary, grpc_raw])

@@ -20,9 +20,12 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
 
 EnqueueSlots: TypeAlias = Callable[[InflightRequest, Hashable], object]
 """Enqueues a batch of slots with its shape class, which no other batch shares; raises ServeError if it is rejected."""
+
+_LATE: Final = "Request timeout expired: its deadline passed in its slot"
 
 
 @dataclass(slots=True, init=False)
@@ -192,19 +195,30 @@ class _Group:
             return
         key = self._ready[slots[0]].key
         turns: dict[int, Turn] = {}
+        late: list[Turn] = []
         for slot in slots:
             del self._ready[slot]
-            turns[slot] = self._turns.pop(slot)
-        self._run(turns, key)
+            turn = self._turns.pop(slot)
+            by_ns = turn.terms.finish_by_ns
+            if by_ns is None or by_ns > now_ns:
+                turns[slot] = turn
+            else:
+                late.append(turn)
+        if turns:
+            self._run(turns, key)
+        elif self._ready:
+            self._wake()
+        for turn in late:
+            self._runs.on_failed(turn, ServeError(ErrorKind.DEADLINE, _LATE))
 
     def _run(self, turns: dict[int, Turn], key: Hashable) -> None:
         slots = max(turns) + 1
         some = turns[slots - 1].inputs
-        inputs = form_rows(turns, self._runs.tensors.padding_row(some) if len(turns) < slots else ())
-        batch = InflightRequest(Timing(self._clock()), inputs, slots)
+        batch = InflightRequest(Timing(self._clock()), (), slots)
         batch.on_settled = partial(self._on_settled, turns)
         self._is_running = True
         try:
+            batch.inputs = form_rows(turns, self._runs.tensors.padding_row(some) if len(turns) < slots else ())
             # Batches of two groups share no run, nor do those of one shape with other slots.
             self._enqueue(batch, (self._number, key))
         except Exception as error:  # noqa: BLE001 - any error is for the requests

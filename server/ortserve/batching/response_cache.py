@@ -5,6 +5,7 @@ encoded, is decided after the cache, which holds all outputs of the model.
 """
 
 import asyncio
+import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,6 +37,8 @@ _ENTRY_BYTES: Final = 512
 _TEXT_BYTES: Final = 64
 """Of a text beside its letters."""
 _FORGOTTEN_AT_ONCE: Final = 1000
+_MAX_LARGE: Final = 64
+"""Requests whose outputs are copied on threads at a time. The outputs of others are not stored."""
 
 
 @dataclass(slots=True)
@@ -59,6 +62,8 @@ class ResponseCache:
         self.nbytes = 0
         self.evictions = 0
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._keys: dict[int, set[Key]] = {}
+        """Of each load with entries."""
         self._loads = 0
         # Callers who knew it could prepare two inputs with one digest.
         self._secret: Final = os.urandom(32)
@@ -105,21 +110,22 @@ class ResponseCache:
         if nbytes > self.max_bytes or key in self._entries:
             return
         self._entries[key] = _Entry(outputs, nbytes, run_ns)
+        self._keys.setdefault(key[0], set()).add(key)
         self.nbytes += nbytes
         while self.nbytes > self.max_bytes:
-            _, entry = self._entries.popitem(last=False)
+            oldest, entry = self._entries.popitem(last=False)
+            self._keys[oldest[0]].discard(oldest)
             self.nbytes -= entry.nbytes
             self.evictions += 1
 
     async def forget(self, load: int) -> None:
         """Drop the entries of a load that has ended. Pauses, so that other work of the loop is not delayed."""
-        keys = [key for key in self._entries if key[0] == load]
-        for number, key in enumerate(keys):
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                self.nbytes -= entry.nbytes
-            if number % _FORGOTTEN_AT_ONCE == _FORGOTTEN_AT_ONCE - 1:
+        keys = self._keys.get(load, set())
+        while keys:
+            self.nbytes -= self._entries.pop(keys.pop()).nbytes
+            if len(keys) % _FORGOTTEN_AT_ONCE == 0:
                 await asyncio.sleep(0)
+        self._keys.pop(load, None)
 
 
 class CachedRuns:
@@ -136,6 +142,8 @@ class CachedRuns:
         self.under_way: dict[Key, SharedRun] = {}
         self._load: Final = cache.begin_load()
         self._copies: set[asyncio.Task[None]] = set()
+        self._digests: set[asyncio.Task[Arrays]] = set()
+        self._idle: asyncio.Event | None = None
 
     def submit(self, request: InflightRequest, terms: Terms, enqueue: Enqueue) -> None:
         """Settle a request from the cache, with an equal request that runs, or by a run of its own.
@@ -144,9 +152,21 @@ class CachedRuns:
             ServeError: Of ``enqueue``.
         """
         if _is_large(request.inputs):
-            request.settle_by(self._submit_large(request, terms, enqueue))
+            task = request.settle_by(self._submit_large(request, terms, enqueue))
+            self._digests.add(task)
+            task.add_done_callback(self._on_digested)
         else:
             self._look_up(request, terms, enqueue, self.cache.key(self._load, request.inputs), self.clock())
+
+    async def wait_until_idle(self) -> None:
+        """Wait until nothing will be enqueued any more for the requests that were submitted.
+
+        A request may be enqueued long after it was submitted: when its inputs are digested, or when the run that it
+        waits for was rejected.
+        """
+        while self._digests or self.under_way:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
 
     async def close(self) -> None:
         """Drop the entries. Call it after the last request was settled."""
@@ -163,8 +183,9 @@ class CachedRuns:
     def store(self, key: Key, outputs: Arrays, run_ns: int) -> None:
         """Copy the outputs of a run, whose memory is that of a batch, into the cache."""
         if not _is_large(outputs):
-            self.cache.store(key, _copies(outputs), run_ns)
-        elif sum([output.nbytes for output in outputs]) < self.cache.max_bytes:
+            with contextlib.suppress(MemoryError):  # a request is answered without being stored
+                self.cache.store(key, _copies(outputs), run_ns)
+        elif len(self._copies) < _MAX_LARGE and sum([output.nbytes for output in outputs]) < self.cache.max_bytes:
             task = self.loop.create_task(self._store_large(key, outputs, run_ns))
             self._copies.add(task)
             task.add_done_callback(self._copies.discard)
@@ -176,8 +197,21 @@ class CachedRuns:
         self._look_up(child, terms, enqueue, key, began_ns)
         return await child
 
+    def end(self, key: Key, run: "SharedRun") -> None:
+        """Let no further request join a run."""
+        if self.under_way.get(key) is run:
+            del self.under_way[key]
+            if self._idle is not None:
+                self._idle.set()
+
+    def _on_digested(self, task: "asyncio.Task[Arrays]") -> None:
+        self._digests.discard(task)
+        if self._idle is not None:
+            self._idle.set()
+
     async def _store_large(self, key: Key, outputs: Arrays, run_ns: int) -> None:
-        self.cache.store(key, await asyncio.to_thread(_copies, outputs), run_ns)
+        with contextlib.suppress(MemoryError):
+            self.cache.store(key, await asyncio.to_thread(_copies, outputs), run_ns)
 
     def _look_up(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, key: Key, began_ns: int) -> None:
         counts = self.counts
@@ -225,7 +259,7 @@ class SharedRun:
         self._first = request
         self._child = request.child(request.inputs, request.rows)
         self._child.on_settled = self._on_settled
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[InflightRequest, _Waiting] = {}
 
     def suits(self, terms: Terms) -> bool:
         """Whether a request may wait for this run: if it is not more urgent and has no earlier deadline."""
@@ -241,28 +275,27 @@ class SharedRun:
         self.join(self._first, self._terms, enqueue, 0)
         try:
             enqueue(self._child)
-        except ServeError:
+        except BaseException:
             self._end()
             self._first.withdraw = None
             raise
 
     def join(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, now_ns: int) -> None:
         """Answer a further request, equal to the first one, too."""
-        self._waiting.append(_Waiting(request, terms, enqueue, now_ns))
+        self._waiting[request] = _Waiting(request, terms, enqueue, now_ns)
         request.withdraw = self._leave
 
     def _leave(self, request: InflightRequest) -> None:
-        self._waiting = [one for one in self._waiting if one.request is not request]
+        self._waiting.pop(request, None)
         if not self._waiting:
             self._end()
             self._child.cancel()
 
     def _end(self) -> list[_Waiting]:
         """Let no further request join. Returns those that wait."""
-        if self._runs.under_way.get(self._key) is self:
-            del self._runs.under_way[self._key]
-        waiting, self._waiting = self._waiting, []
-        return waiting
+        self._runs.end(self._key, self)
+        waiting, self._waiting = self._waiting, {}
+        return list(waiting.values())
 
     def _on_settled(self, child: InflightRequest) -> None:
         waiting = self._end()

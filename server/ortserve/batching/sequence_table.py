@@ -109,7 +109,8 @@ class SequenceTable:
         self.slots: Final = slots
         self._open: dict[SequenceId, Sequence] = {}
         self._holders: set[Sequence] = set()
-        self._backlog: dict[Sequence, None] = {}
+        # Of a plain dict, finding the first key takes time in proportion to those removed before it.
+        self._backlog: OrderedDict[Sequence, None] = OrderedDict()
         self._idle: OrderedDict[Sequence, int] = OrderedDict()
         """Since when, in this order."""
         self._free: list[int] = []
@@ -167,8 +168,7 @@ class SequenceTable:
         if not self._backlog:
             heappush(self._free, slot)
             return None
-        following = next(iter(self._backlog))
-        del self._backlog[following]
+        following, _ = self._backlog.popitem(last=False)
         self._hold(following, slot)
         return following
 
@@ -181,11 +181,11 @@ class SequenceTable:
         since_ns = self._idle.pop(sequence, None)
         return since_ns is None or now_ns - since_ns < self.max_idle_ns
 
-    def expired(self, now_ns: int) -> list[Sequence]:
-        """The sequences that have been idle for too long."""
+    def expired(self, now_ns: int, most: int) -> list[Sequence]:
+        """Up to ``most`` sequences that have been idle for too long, the longest idle ones first."""
         over: list[Sequence] = []
         for sequence, since_ns in self._idle.items():
-            if now_ns - since_ns < self.max_idle_ns:
+            if now_ns - since_ns < self.max_idle_ns or len(over) == most:
                 break
             over.append(sequence)
         return over

@@ -42,6 +42,8 @@ Enqueue: TypeAlias = Callable[[InflightRequest, Terms], object]
 
 _STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _TIMED_OUT: Final = "timeout of the corresponding sequence has been expired"
+_ENDED_AT_ONCE: Final = 1000
+"""Sequences that end in one turn of the event loop, about 5 ms; the others in the next ones."""
 _LATE_TIMER_S: Final = 0.001
 """The idle timer wakes this much late, so that at least one sequence has expired by then."""
 
@@ -104,7 +106,6 @@ class SequenceRuns:
         self._loop: Final = loop
         self._clock: Final = clock
         self._is_draining = False
-        self._is_closed = False
         self._state_bytes = 0
         self._waiting_rows = 0
         self._waiting_bytes = 0
@@ -145,15 +146,16 @@ class SequenceRuns:
         if sequence is None:
             sequence = self._begin(part)
         turn = Turn(request, sequence, part, terms, now_ns)
-        if sequence.slot == NO_SLOT or not sequence.is_idle:
+        may_run = sequence.slot != NO_SLOT and sequence.running is None and not sequence.waiting
+        if not may_run:
             self._wait(turn)
-        else:
-            sequence.waiting.append(turn)
         request.timing.queued_ns = now_ns
         request.withdraw = partial(self._on_cancelled, turn)
         if part.is_end:
             self._table.close(sequence)
-        if sequence.slot != NO_SLOT and sequence.running is None:
+        if may_run:
+            self._run(sequence, turn)
+        elif sequence.slot != NO_SLOT and sequence.running is None:
             self._advance(sequence)
 
     def begin_drain(self) -> None:
@@ -168,14 +170,19 @@ class SequenceRuns:
 
     async def close(self) -> None:
         """Run all requests that wait, and drop the states. No request may come any more."""
-        self._is_draining = self._is_closed = True
+        self._is_draining = True
         assert self.strategy is not None
         self.strategy.hurry()
-        for sequence in self._table.open_sequences():
-            self._table.close(sequence)
-            sequence.ended_because = UNLOADED
-            if sequence.is_idle:
-                self._remove(sequence)
+        remaining = self._table.open_sequences()
+        while remaining:
+            sequence = remaining.pop()  # freeing all of them at the end would take long, too
+            if sequence.is_open:  # it may have ended during a pause
+                self._table.close(sequence)
+                sequence.ended_because = UNLOADED
+                if sequence.is_idle:
+                    self._remove(sequence)
+            if len(remaining) % _ENDED_AT_ONCE == 0:
+                await asyncio.sleep(0)
         await self.wait_until_empty()
         if self._timer is not None:
             self._timer.cancel()
@@ -183,12 +190,18 @@ class SequenceRuns:
     def on_computed(self, turn: Turn, outputs: Arrays) -> None:
         """Keep the states and answer the request. Called by the strategy, with all outputs of the model for one row."""
         sequence = turn.sequence
+        states: Arrays = ()
+        if sequence.is_open or sequence.waiting:
+            try:
+                states = self.tensors.next_states(outputs)
+            except Exception as error:  # noqa: BLE001 - any error, such as a lack of memory, is for the request
+                self.on_failed(turn, error)
+                return
         sequence.running = None
-        states = self.tensors.next_states(outputs)
         nbytes = arrays_bytes(states)
         self._state_bytes += nbytes - sequence.state_bytes
         sequence.states, sequence.state_bytes = states, nbytes
-        if self._state_bytes > self._limits.state_bytes and nbytes > self.tensors.initial_bytes and sequence.is_open:
+        if self._state_bytes > self._limits.state_bytes and nbytes > self.tensors.initial_bytes:
             log_event(
                 logger,
                 logging.WARNING,
@@ -305,19 +318,20 @@ class SequenceRuns:
             self._limit_wait(sequence, turn.terms.start_by_ns, turn.arrived_ns)
 
     def _leave(self, turn: Turn) -> None:
-        """A request waits no more. One that never had to is not counted, and has a size of 0."""
-        if turn.nbytes:
-            self._waiting_rows -= 1
-            self._waiting_bytes -= turn.nbytes
-            turn.nbytes = 0
+        """A request waits no more."""
+        self._waiting_rows -= 1
+        self._waiting_bytes -= turn.nbytes
 
     def _advance(self, sequence: Sequence) -> None:
         """Run the next request of a sequence that has a slot, if none runs."""
-        assert self.strategy is not None
         if sequence.running is not None or not sequence.waiting:
             return
         turn = sequence.waiting.popleft()
         self._leave(turn)
+        self._run(sequence, turn)
+
+    def _run(self, sequence: Sequence, turn: Turn) -> None:
+        assert self.strategy is not None
         sequence.running = turn
         tensors = self.tensors
         states = tensors.initial if turn.is_start else sequence.states
@@ -383,10 +397,6 @@ class SequenceRuns:
         if is_over:
             self._remove(sequence)
 
-    def _expire(self, now_ns: int) -> None:
-        for sequence in self._table.expired(now_ns):
-            self._remove_expired(sequence)
-
     def _remove_expired(self, sequence: Sequence) -> None:
         self._table.close(sequence)
         sequence.ended_because = EXPIRED
@@ -403,7 +413,8 @@ class SequenceRuns:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._expire(self._clock())
+        for sequence in self._table.expired(self._clock(), _ENDED_AT_ONCE):
+            self._remove_expired(sequence)
         self._set_timer()
 
     def _limit_wait(self, sequence: Sequence, by_ns: int, now_ns: int) -> None:

@@ -212,9 +212,12 @@ def option_text(value: Scalar) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
+_SHORT_NAMES: Final = ("cpu", "cuda", "tensorrt", "openvino")
+
+
 def provider_parts(wish: ProviderWish) -> tuple[str, dict[str, str]]:
-    """The name of an execution provider, and its options as texts."""
-    if isinstance(wish, str):
-        return wish, {}
-    ((name, options),) = wish.items()
+    """The name of an execution provider, and its options as texts. Short names, of any case, become lower case."""
+    name, options = (wish, {}) if isinstance(wish, str) else next(iter(wish.items()))
+    if name.lower() in _SHORT_NAMES:
+        name = name.lower()
     return name, {option: option_text(value) for option, value in options.items()}

@@ -7,7 +7,8 @@ import numpy as np
 
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.tensor import is_absent
+from ortserve.core.tensor import format_shape, is_absent
+from ortserve.errors import ErrorKind, ServeError
 
 SequenceId: TypeAlias = int | str
 """An unsigned integer of 64 bits, or a text. The integer 1 and the text "1" are two sequences."""
@@ -53,6 +54,52 @@ class ControlTensor:
         self.on = on
 
 
+@dataclass(slots=True, init=False)
+class StateTensor:
+    """A state: the model's names of it, and its place and shape.
+
+    Attributes:
+        input: Name of the input.
+        output: Name of the output.
+        output_index: Of the output among those of the model.
+        shape: That the input accepts, in the form of batches, -1 for any size; None for any shape.
+    """
+
+    input: Final[str]
+    output: Final[str]
+    output_index: Final[int]
+    shape: Final[tuple[int, ...] | None]
+
+    def __init__(self, input: str, output: str, output_index: int, shape: tuple[int, ...] | None) -> None:  # noqa: A002
+        self.input = input
+        self.output = output
+        self.output_index = output_index
+        self.shape = shape
+
+    def check(self, array: np.ndarray) -> None:
+        """Check that the next run can take an output as its input.
+
+        In a batch, an array of other rows would shift those of other sequences.
+
+        Raises:
+            ServeError: internal.
+        """
+        expected, shape = self.shape, array.shape
+        if expected is None or shape == expected:
+            return
+        is_right = len(shape) == len(expected)
+        if is_right:
+            for size, wanted in zip(shape, expected, strict=True):
+                if size != wanted and wanted != -1:
+                    is_right = False
+        if not is_right:
+            raise ServeError(
+                ErrorKind.INTERNAL,
+                f"output '{self.output}' is no next state: input '{self.input}' expects {format_shape(expected)}, "
+                f"got {format_shape(shape)}",
+            )
+
+
 class SequenceTensors:
     """The hidden tensors of a model: after the clients' inputs its controls, then its states.
 
@@ -62,18 +109,18 @@ class SequenceTensors:
         controls: In the order of the model's inputs.
         initial: The first state of a sequence; nothing writes to it.
         initial_bytes: Its size.
-        state_outputs: For each state the index of its output among those of the model.
+        states: In the order of ``initial``.
         shown_outputs: The first outputs of the model, which clients may request.
         id_datatype: Of the control of kind ``id``; None without one.
     """
 
     def __init__(
-        self, controls: tuple[ControlTensor, ...], initial: Arrays, state_outputs: tuple[int, ...], shown_outputs: int
+        self, controls: tuple[ControlTensor, ...], initial: Arrays, states: tuple[StateTensor, ...], shown_outputs: int
     ) -> None:
         self.controls: Final = controls
         self.initial: Final = initial
         self.initial_bytes: Final = arrays_bytes(initial)
-        self.state_outputs: Final = state_outputs
+        self.states: Final = states
         self.shown_outputs: Final = shown_outputs
         self.id_datatype: Final = next((control.datatype for control in controls if control.kind == ID), None)
         self._id_off: Final = next((control.off for control in controls if control.kind == ID), None)
@@ -121,8 +168,17 @@ class SequenceTensors:
         """Copies of the states among the outputs of one request, whose memory is that of a batch.
 
         A state that stays on a device between runs would be kept here, and given back by ``extend``.
+
+        Raises:
+            ServeError: internal, if the next run cannot take one.
         """
-        return tuple([np.array(outputs[index]) for index in self.state_outputs])
+        states: list[np.ndarray] = []
+        for state in self.states:
+            output = outputs[state.output_index]
+            if output.shape != state.shape:
+                state.check(output)
+            states.append(output.copy())
+        return tuple(states)
 
 
 def arrays_bytes(arrays: Arrays) -> int:

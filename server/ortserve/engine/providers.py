@@ -143,7 +143,7 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
 def full_name(wish: ProviderWish) -> str:
     """The full name of a wish: ``CPUExecutionProvider`` for ``cpu``."""
     name, _ = provider_parts(wish)
-    return _SHORT_NAMES.get(name.lower(), name)
+    return _SHORT_NAMES.get(name, name)
 
 
 def attach_providers(

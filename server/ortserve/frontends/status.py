@@ -32,7 +32,7 @@ STATUSES: Final = {
     ErrorKind.REJECTED_BY_MODEL: Status(400, grpc.StatusCode.INVALID_ARGUMENT),
     ErrorKind.INTERNAL: Status(500, grpc.StatusCode.INTERNAL),
 }
-"""499 is for logs and metrics only, because the caller has left."""
+"""499 is sent only to callers of a sequence or an ensemble of which another request was cancelled; others have left."""
 
 HTTP_VERSION_STATUS: Final = 505
 """Of ``unsupported`` for the HTTP version."""

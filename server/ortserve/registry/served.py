@@ -83,6 +83,8 @@ class ServedModel(ServedVersion):
         self._cached = cached
         self._instances = loaded.instances
         self._conversions = loaded.interface.conversions
+        self._yielding: set[asyncio.Task[Arrays]] = set()
+        """Tasks of requests that may be enqueued once more."""
         self._crashing = crashing_operators(loaded.operators)
         options = configuration.options
         self._has_queue_policies = has_queue_policies(options)
@@ -162,7 +164,7 @@ class ServedModel(ServedVersion):
         if self._cached is not None:
             self._cached.submit(request, terms, partial(self._enqueue, shape_class, terms))
         elif terms.yields_when_late:
-            request.settle_by(self._run_yielding(request, shape_class, terms))
+            self._enqueue(shape_class, terms, request)
         else:
             self._batcher.submit(request, shape_class, terms)
 
@@ -178,7 +180,9 @@ class ServedModel(ServedVersion):
     def _enqueue(self, shape_class: Hashable, terms: Terms, request: InflightRequest) -> None:
         """Enqueue a request that the cache does not answer."""
         if terms.yields_when_late:
-            request.settle_by(self._run_yielding(request, shape_class, terms))
+            task = request.settle_by(self._run_yielding(request, shape_class, terms))
+            self._yielding.add(task)
+            task.add_done_callback(self._yielding.discard)
         else:
             self._batcher.submit(request, shape_class, terms)
 
@@ -243,6 +247,11 @@ class ServedModel(ServedVersion):
         await self.wait_until_released()
         if self.sequences is not None:
             await self.sequences.close()
+        # The batcher rejects what is enqueued from its close on.
+        if self._cached is not None:
+            await self._cached.wait_until_idle()
+        while self._yielding:
+            await asyncio.wait(self._yielding)
         await self._batcher.close()
         if self._cached is not None:
             await self._cached.close()

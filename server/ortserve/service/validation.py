@@ -155,13 +155,16 @@ def read_sequence_part(parameters: Mapping[str, Parameter], protocol: str) -> Se
     Raises:
         ServeError: invalid_input for a value of the wrong type, unsupported for a text of more than 128 bytes.
     """
-    flags = []
-    for name in ("sequence_start", "sequence_end"):
-        flag = parameters.get(name, False)
-        if type(flag) is not bool:
-            raise _unparsable(name, "attempt to access JSON non-boolean as boolean")
-        flags.append(flag)
-    return SequencePart(_sequence_id(parameters.get("sequence_id", 0), protocol == "grpc"), flags[0], flags[1])
+    is_start = _flag(parameters, "sequence_start")
+    is_end = _flag(parameters, "sequence_end")
+    return SequencePart(_sequence_id(parameters.get("sequence_id", 0), protocol == "grpc"), is_start, is_end)
+
+
+def _flag(parameters: Mapping[str, Parameter], name: str) -> bool:
+    flag = parameters.get(name, False)
+    if type(flag) is not bool:
+        raise _unparsable(name, "attempt to access JSON non-boolean as boolean")
+    return flag
 
 
 def _sequence_id(value: Parameter, has_sign: bool) -> SequenceId:

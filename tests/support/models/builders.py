@@ -49,7 +49,7 @@ def mlp(path: Path, inputs: int = 64, hidden: int = 256, outputs: int = 10, seed
         helper.make_node("Softmax", ["h3"], ["y"], axis=1),
     ]
     weights = [_weight(rng, "w1", (inputs, hidden)), _weight(rng, "w2", (hidden, outputs))]
-    return _write(path, nodes, [_fp32("x", "batch", inputs)], [_fp32("y", "batch", outputs)], weights)
+    return write(path, nodes, [_fp32("x", "batch", inputs)], [_fp32("y", "batch", outputs)], weights)
 
 
 def quantized_counts(path: Path) -> Path:
@@ -67,7 +67,7 @@ def quantized_counts(path: Path) -> Path:
         helper.make_node("Mul", ["c", "s"], ["y"]),
     ]
     counts = helper.make_tensor_value_info("x", TensorProto.INT64, ["batch", 4])
-    return _write(path, nodes, [counts], [_fp32("y", "batch", 3)], constants)
+    return write(path, nodes, [counts], [_fp32("y", "batch", 3)], constants)
 
 
 def identity(path: Path, datatype: DataType = DataType.FP32, shape: Sequence[int | str | None] = ("batch", 4)) -> Path:
@@ -76,7 +76,7 @@ def identity(path: Path, datatype: DataType = DataType.FP32, shape: Sequence[int
     A dimension is a size, the name of a free axis, or None: free without a name.
     """
     element_type = ELEMENT_TYPES[datatype]
-    return _write(
+    return write(
         path,
         [helper.make_node("Identity", ["x"], ["y"])],
         [helper.make_tensor_value_info("x", element_type, shape)],
@@ -93,7 +93,7 @@ def counting(path: Path) -> Path:
     weights = [numpy_helper.from_array(np.array(value, np.int32), name) for name, value in (("start", 0), ("delta", 1))]
     x = helper.make_tensor_value_info("x", TensorProto.INT32, [1])
     y = helper.make_tensor_value_info("y", TensorProto.INT32, [None])
-    return _write(path, nodes, [x], [y], weights)
+    return write(path, nodes, [x], [y], weights)
 
 
 def denoted(path: Path) -> Path:
@@ -101,13 +101,13 @@ def denoted(path: Path) -> Path:
     x = _fp32("x", "batch", 3, None)
     for dimension, denotation in zip(x.type.tensor_type.shape.dim, ("BATCH", "CHANNEL", "FEATURE"), strict=True):
         dimension.denotation = f"DATA_{denotation}"
-    return _write(path, [helper.make_node("Identity", ["x"], ["y"])], [x], [_fp32("y", "batch", 3, None)])
+    return write(path, [helper.make_node("Identity", ["x"], ["y"])], [x], [_fp32("y", "batch", 3, None)])
 
 
 def scalar_sum(path: Path) -> Path:
     """An output without any axis: x FP32 [n] → y FP32 [], the sum. The free axis of x is no batch axis."""
     nodes = [helper.make_node("ReduceSum", ["x"], ["y"], keepdims=0)]
-    return _write(path, nodes, [_fp32("x", "n")], [_fp32("y")])
+    return write(path, nodes, [_fp32("x", "n")], [_fp32("y")])
 
 
 def row_mixer(path: Path, width: int | str = 4) -> Path:
@@ -120,7 +120,7 @@ def row_mixer(path: Path, width: int | str = 4) -> Path:
         helper.make_node("Sub", ["x", "mean"], ["y"]),
     ]
     axes = [numpy_helper.from_array(np.array([0], np.int64), "axes")]
-    return _write(path, nodes, [_fp32("x", "batch", width)], [_fp32("y", "batch", width)], axes)
+    return write(path, nodes, [_fp32("x", "batch", width)], [_fp32("y", "batch", width)], axes)
 
 
 def poison(path: Path) -> Path:
@@ -130,7 +130,7 @@ def poison(path: Path) -> Path:
     """
     table = [numpy_helper.from_array(np.arange(16, dtype=np.float32) / 2, "table")]
     nodes = [helper.make_node("Gather", ["table", "x"], ["y"])]
-    return _write(path, nodes, [_int64("x", "batch", 4)], [_fp32("y", "batch", 4)], table)
+    return write(path, nodes, [_int64("x", "batch", 4)], [_fp32("y", "batch", 4)], table)
 
 
 def recurrent(path: Path, operator: str = "LSTM") -> Path:
@@ -150,13 +150,13 @@ def recurrent(path: Path, operator: str = "LSTM") -> Path:
         helper.make_node(operator, ["steps_first", "weights", "recurrence"], ["", "state"], hidden_size=3),
         helper.make_node("Squeeze", ["state", "first"], ["y"]),
     ]
-    return _write(path, nodes, [_fp32("x", "batch", "steps", 2)], [_fp32("y", "batch", 3)], weights)
+    return write(path, nodes, [_fp32("x", "batch", "steps", 2)], [_fp32("y", "batch", 3)], weights)
 
 
 def diagonal_products(path: Path) -> Path:
     """An Einsum over rows: x FP32 [batch, 2, 3], z FP32 [batch, 3, 2] → y FP32 [batch, 2, 2], their matrix products."""
     nodes = [helper.make_node("Einsum", ["x", "z"], ["y"], equation="bij,bjk->bik")]
-    return _write(path, nodes, [_fp32("x", "batch", 2, 3), _fp32("z", "batch", 3, 2)], [_fp32("y", "batch", 2, 2)])
+    return write(path, nodes, [_fp32("x", "batch", 2, 3), _fp32("z", "batch", 3, 2)], [_fp32("y", "batch", 2, 2)])
 
 
 def lower_case(path: Path, locale: str = "") -> Path:
@@ -164,19 +164,19 @@ def lower_case(path: Path, locale: str = "") -> Path:
     named = {"locale": locale} if locale else {}
     node = helper.make_node("StringNormalizer", ["x"], ["y"], case_change_action="LOWER", **named)
     x, y = (helper.make_tensor_value_info(name, TensorProto.STRING, ["n"]) for name in ("x", "y"))
-    return _write(path, [node], [x], [y])
+    return write(path, [node], [x], [y])
 
 
 def fixed_batch(path: Path) -> Path:
     """No free axis, so nothing to batch along: x FP32 [1, 4] → y FP32 [1, 4], y = 2x."""
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
-    return _write(path, nodes, [_fp32("x", 1, 4)], [_fp32("y", 1, 4)])
+    return write(path, nodes, [_fp32("x", 1, 4)], [_fp32("y", 1, 4)])
 
 
 def unnamed_dims(path: Path) -> Path:
     """Free axes without names: x FP32 [?, ?] → y FP32 [?, ?], y = 2x."""
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
-    return _write(path, nodes, [_fp32("x", None, None)], [_fp32("y", None, None)])
+    return write(path, nodes, [_fp32("x", None, None)], [_fp32("y", None, None)])
 
 
 def two_batch_names(path: Path) -> Path:
@@ -189,7 +189,7 @@ def two_batch_names(path: Path) -> Path:
         helper.make_node("MatMul", ["a", "columns"], ["y"]),
     ]
     inputs = [_fp32("a", "queries", 4), _fp32("b", "documents", 4)]
-    return _write(path, nodes, inputs, [_fp32("y", "queries", "documents")])
+    return write(path, nodes, inputs, [_fp32("y", "queries", "documents")])
 
 
 def variable_length(path: Path) -> Path:
@@ -199,7 +199,7 @@ def variable_length(path: Path) -> Path:
         helper.make_node("ReduceSum", ["floats", "axes"], ["y"], keepdims=0),
     ]
     axes = [numpy_helper.from_array(np.array([1], np.int64), "axes")]
-    return _write(path, nodes, [_int64("x", "batch", "seq")], [_fp32("y", "batch")], axes)
+    return write(path, nodes, [_int64("x", "batch", "seq")], [_fp32("y", "batch")], axes)
 
 
 def masked_tokens(path: Path) -> Path:
@@ -218,7 +218,7 @@ def masked_tokens(path: Path) -> Path:
     ]
     axes = [numpy_helper.from_array(np.array([1], np.int64), "axes")]
     inputs = [_int64("ids", "batch", "seq"), _int64("mask", "batch", "seq")]
-    return _write(path, nodes, inputs, [_fp32("y", "batch", "seq"), _fp32("total", "batch")], axes)
+    return write(path, nodes, inputs, [_fp32("y", "batch", "seq"), _fp32("total", "batch")], axes)
 
 
 def heavy(path: Path, steps: int = 60, width: int = 1024, seed: int = 0) -> Path:
@@ -241,7 +241,7 @@ def heavy(path: Path, steps: int = 60, width: int = 1024, seed: int = 0) -> Path
         _weight(rng, "w_out", (width, 10)),
         numpy_helper.from_array(np.array(steps, np.int64), "steps"),
     ]
-    return _write(path, nodes, [_fp32("x", "batch", 64)], [_fp32("y", "batch", 10)], weights)
+    return write(path, nodes, [_fp32("x", "batch", 64)], [_fp32("y", "batch", 10)], weights)
 
 
 def slow(path: Path, steps: int = 30_000) -> Path:
@@ -263,7 +263,7 @@ def slow(path: Path, steps: int = 30_000) -> Path:
         _weight(rng, "w_out", (width, 4)),
         numpy_helper.from_array(np.array(steps, np.int64), "steps"),
     ]
-    return _write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)], weights)
+    return write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)], weights)
 
 
 def repeats(path: Path, steps: int | None = None) -> Path:
@@ -290,7 +290,7 @@ def repeats(path: Path, steps: int | None = None) -> Path:
     ]
     numbers = {"one": 1, "zero": 0} | ({} if steps is None else {"steps": steps})
     weights = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items()]
-    return _write(path, nodes, [_int64("x", 1)], [_int64("y")], weights)
+    return write(path, nodes, [_int64("x", 1)], [_int64("y")], weights)
 
 
 def multiplies(path: Path, least: int = 0) -> Path:
@@ -313,7 +313,7 @@ def multiplies(path: Path, least: int = 0) -> Path:
         numpy_helper.from_array(np.array([0], np.int64), "axes"),
         numpy_helper.from_array(np.array([least], np.int64), "least"),
     ]
-    return _write(path, nodes, [_int64("x", 1)], [_fp32("y", 1)], weights)
+    return write(path, nodes, [_int64("x", 1)], [_fp32("y", 1)], weights)
 
 
 def in_sequence(path: Path, names: Sequence[str] = ("batch", "batch")) -> Path:
@@ -327,7 +327,7 @@ def in_sequence(path: Path, names: Sequence[str] = ("batch", "batch")) -> Path:
         helper.make_node("Add", ["x", "x2"], ["y"]),
     ]
     first = numpy_helper.from_array(np.array(0, np.int64), "first")
-    return _write(path, nodes, [_fp32("x", names[0], 4)], [_fp32("y", names[1], 4)], [first])
+    return write(path, nodes, [_fp32("x", names[0], 4)], [_fp32("y", names[1], 4)], [first])
 
 
 def refuses_synthetic(path: Path, *, is_proven: bool = True) -> Path:
@@ -351,15 +351,13 @@ def refuses_synthetic(path: Path, *, is_proven: bool = True) -> Path:
         nodes.append(helper.make_node("SequenceConstruct", ["found"], ["all"]))
         nodes.append(helper.make_node("SequenceAt", ["all", "first"], ["y"]))
         table.append(numpy_helper.from_array(np.array(0, np.int64), "first"))
-    return _write(path, nodes, [_int64("x", "batch", 4)], [_fp32("y", "batch", 4)], table)
+    return write(path, nodes, [_int64("x", "batch", 4)], [_fp32("y", "batch", 4)], table)
 
 
 def pools_images(path: Path, least: int = 32) -> Path:
     """FP32 [batch, 1, height, width] → y, means of ``least`` × ``least`` elements; a smaller image it refuses."""
     node = helper.make_node("AveragePool", ["x"], ["y"], kernel_shape=[least, least])
-    return _write(
-        path, [node], [_fp32("x", "batch", 1, "height", "width")], [_fp32("y", "batch", 1, "rows", "columns")]
-    )
+    return write(path, [node], [_fp32("x", "batch", 1, "height", "width")], [_fp32("y", "batch", 1, "rows", "columns")])
 
 
 def crops_images(path: Path, top: int) -> Path:
@@ -367,7 +365,7 @@ def crops_images(path: Path, top: int) -> Path:
     bounds = {"starts": top, "ends": 2**31, "axes": 2}
     given = [numpy_helper.from_array(np.array([value], np.int64), name) for name, value in bounds.items()]
     node = helper.make_node("Slice", ["x", *bounds], ["y"])
-    return _write(
+    return write(
         path, [node], [_fp32("x", "batch", 1, "height", "width")], [_fp32("y", "batch", 1, "rows", "width")], given
     )
 
@@ -376,7 +374,7 @@ def sequence_output(path: Path) -> Path:
     """An output that is no tensor: x FP32 [batch, 4] → y, the sequence of x twice."""
     nodes = [helper.make_node("SequenceConstruct", ["x", "x"], ["y"])]
     output = helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, ["batch", 4])
-    return _write(path, nodes, [_fp32("x", "batch", 4)], [output])
+    return write(path, nodes, [_fp32("x", "batch", 4)], [output])
 
 
 def external_weights(path: Path, location: str) -> Path:
@@ -388,7 +386,7 @@ def external_weights(path: Path, location: str) -> Path:
     weight.external_data.add(key="location", value=location)
     weight.external_data.add(key="length", value="16")
     nodes = [helper.make_node("Add", ["x", "w"], ["y"])]
-    return _write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)], [weight])
+    return write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)], [weight])
 
 
 def image_classifier(path: Path) -> Path:
@@ -405,7 +403,7 @@ def image_classifier(path: Path) -> Path:
         numpy_helper.from_array(np.array([1], np.int64), "axes"),
         numpy_helper.from_array(np.arange(5, dtype=np.float32).reshape(1, 5, 1, 1), "classes"),
     ]
-    return _write(path, nodes, [_fp32("data", 1, 3, 8, 8)], [_fp32("scores", 1, 5, 1, 1)], weights)
+    return write(path, nodes, [_fp32("data", 1, 3, 8, 8)], [_fp32("scores", 1, 5, 1, 1)], weights)
 
 
 def two_outputs(path: Path) -> Path:
@@ -418,7 +416,7 @@ def two_outputs(path: Path) -> Path:
         [helper.make_tensor_value_info(f"{role}{n}", TensorProto.INT32, ["batch", 16]) for n in (0, 1)]
         for role in ("INPUT", "OUTPUT")
     )
-    return _write(path, nodes, inputs, outputs)
+    return write(path, nodes, inputs, outputs)
 
 
 def not_onnx(path: Path) -> Path:
@@ -465,13 +463,14 @@ def _weight(rng: np.random.Generator, name: str, shape: tuple[int, int], gain: f
     return numpy_helper.from_array(values, name)
 
 
-def _write(
+def write(
     path: Path,
     nodes: Sequence[onnx.NodeProto],
     inputs: Sequence[onnx.ValueInfoProto],
     outputs: Sequence[onnx.ValueInfoProto],
     weights: Sequence[onnx.TensorProto] = (),
 ) -> Path:
+    """Write a graph as a model."""
     graph = helper.make_graph(nodes, path.stem, inputs, outputs, initializer=weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     path.write_bytes(model.SerializeToString())

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from models.builders import IR_VERSION, OPSET
+from models.builders import write
 
 Shape = Sequence[int | str | None]
 ROWS: Shape = ("batch", 2)
@@ -44,20 +44,6 @@ def picks(path: Path) -> Path:
         helper.make_node("Gather", ["table", "i"], ["b"]),
     ]
     return write(path, nodes, [_value("a", ROWS)], [_value("b", ROWS)], table)
-
-
-def write(
-    path: Path,
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Sequence[onnx.ValueInfoProto],
-    outputs: Sequence[onnx.ValueInfoProto],
-    weights: Sequence[onnx.TensorProto] = (),
-) -> Path:
-    """Write a graph as a model."""
-    graph = helper.make_graph(nodes, path.stem, inputs, outputs, initializer=weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
-    path.write_bytes(model.SerializeToString())
-    return path
 
 
 def _value(name: str, shape: Shape) -> onnx.ValueInfoProto:

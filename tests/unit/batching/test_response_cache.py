@@ -252,15 +252,16 @@ def test_requests_outlive_the_deadline_of_the_first() -> None:
     run(test)
 
 
-def test_a_rejected_run_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("error", [ServeError(ErrorKind.OVERLOADED, "full"), MemoryError()], ids=["full", "memory"])
+def test_a_rejected_run_leaves_nothing_behind(error: Exception) -> None:
     async def test() -> None:
         stage = Stage()
 
         def reject(_: InflightRequest) -> None:
-            raise ServeError(ErrorKind.OVERLOADED, "full")
+            raise error
 
         request = InflightRequest(Timing(0), (ROW,), 1)
-        with pytest.raises(ServeError, match="full"):
+        with pytest.raises(type(error)):
             stage.runs.submit(request, NO_TERMS, reject)
         assert await stage.cached() is None
 
@@ -316,5 +317,67 @@ def test_another_load_finds_nothing_and_the_memory_is_freed() -> None:
         await stage.runs.close()
         assert stage.cache.reading().entries == 1
         assert await other.cached() == 8
+
+    run(test)
+
+
+@pytest.mark.parametrize("output", [ROW, LARGE], ids=["small", "large"])
+def test_outputs_that_cannot_be_copied_are_answered(output: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lack_memory(_: object) -> None:
+        raise MemoryError
+
+    async def test() -> None:
+        monkeypatch.setattr(np, "array", lack_memory)
+        stage = Stage(max_bytes=1 << 30)
+        first, second = stage.submit(), stage.submit()
+        stage.queue.pop().complete((output,))
+        assert (await first)[0] is (await second)[0] is output
+        await stage.runs.close()
+        assert stage.cache.reading().entries == 0
+
+    run(test)
+
+
+def test_requests_are_enqueued_before_the_load_is_idle() -> None:
+    """Its batcher is closed then, and rejects whatever comes later."""
+
+    async def test() -> None:
+        stage = Stage()
+        large = stage.submit(LARGE)
+        idle = asyncio.create_task(stage.runs.wait_until_idle())
+        await until(lambda: bool(stage.queue))
+        assert not idle.done()
+        stage.answer()
+        assert value_of(await large) == 7
+        await idle
+        stage.submit(terms=Terms(finish_by_ns=5))
+        second = stage.submit()
+        idle = asyncio.create_task(stage.runs.wait_until_idle())
+        await asyncio.sleep(0)
+        stage.queue.pop().fail(ServeError(ErrorKind.DEADLINE, "late"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not idle.done()
+        stage.answer()
+        await idle
+        assert value_of(await second) == 7
+
+    run(test)
+
+
+def test_the_entries_of_a_load_are_dropped_in_several_turns_of_the_loop() -> None:
+    async def test() -> None:
+        stage = Stage(max_bytes=1 << 30)
+        other = Stage(cache=stage.cache)
+        for number in range(2500):
+            for one in (stage, other):
+                one.submit(np.array([number]))
+                one.answer(number)
+        ending = asyncio.create_task(stage.runs.close())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert 2500 < stage.cache.reading().entries < 5000
+        await ending
+        assert stage.cache.reading().entries == 2500
 
     run(test)

@@ -16,7 +16,7 @@ from ortserve.batching.sequence_table import Sequence, SequenceTable
 from ortserve.batching.sequences import OldestRuns, SequenceLimits, SequenceRuns
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
-from ortserve.core.sequence import END, ID, READY, START, ControlTensor, SequencePart, SequenceTensors
+from ortserve.core.sequence import END, ID, READY, START, ControlTensor, SequencePart, SequenceTensors, StateTensor
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -35,7 +35,7 @@ TENSORS = SequenceTensors(
         ControlTensor(ID, DataType.UINT64, one(0, np.uint64), one(0, np.uint64)),
     ),
     (one(0),),
-    (1,),
+    (StateTensor("STATE", "NEXT", 1, (1, -1)),),
     1,
 )
 """Inputs: the client's, START, READY, END, ID, the state. Outputs: the sum, and the same as the next state."""
@@ -458,6 +458,61 @@ async def test_direct_takes_a_cancelled_request_out_of_its_slot(stage: Stage) ->
     assert total(following) == 8
 
 
+@pytest.mark.parametrize("strategy", ["oldest", "direct"])
+def test_an_output_that_is_no_next_state_fails_its_request_only(strategy: str) -> None:
+    """Rows of a state that are not one would shift those of the other sequences in the next batch."""
+
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        stage = Stage(loop, clock, strategy=strategy)
+        stage.submit(1, 5, "S")
+        stage.submit(2, 7, "S")
+        await asyncio.sleep(0)
+        while stage.queue:
+            await stage.answer()
+        wrong = stage.submit(1, 1)
+        await asyncio.sleep(0)
+        stage.take().complete((one(6), np.array([[1], [2]])))
+        text = "output 'NEXT' is no next state: input 'STATE' expects [1,-1], got [2,1]"
+        assert (error(wrong).kind, error(wrong).message) == (ErrorKind.INTERNAL, text)
+        following = stage.submit(1, 2)
+        await stage.answer()
+        assert total(following) == 7
+
+    run_virtual(main)
+
+
+@virtual(slots=4, strategy="direct")
+async def test_direct_answers_requests_whose_batch_cannot_be_formed(stage: Stage) -> None:
+    requests = [InflightRequest(Timing(0), (row,), 1) for row in (one(1), one(1)[np.newaxis])]
+    for name, request in enumerate(requests, 1):
+        stage.runs.submit(request, NO_TERMS, SequencePart(name, True, False))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert all(request.is_settled for request in requests)
+    later = stage.submit(3, 4, "S")
+    await stage.answer()
+    assert total(later) == 4
+
+
+@virtual(slots=4, strategy="direct")
+async def test_direct_runs_no_request_whose_deadline_has_passed(stage: Stage) -> None:
+    stage.submit(1, 1, "S")
+    stage.submit(2, 2, "S")
+    await stage.answer()
+    stage.submit(1, 1)
+    await asyncio.sleep(0)
+    run = stage.take()
+    late, behind = stage.submit(2, 4, "", Terms(0, stage.clock() + 100 * MS)), stage.submit(2, 8)
+    await asyncio.sleep(0.2)
+    finish(run)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (error(late).kind, error(behind).kind) == (ErrorKind.DEADLINE, ErrorKind.INVALID_INPUT)
+    other = stage.submit(1, 1)
+    await stage.answer()
+    assert total(other) == 3
+
+
 def test_the_oldest_request_decides_the_shape_of_a_batch() -> None:
     ready = {0: Waiting("b", 5), 1: Waiting("a", 3), 3: Waiting("a", 9)}
     assert choose_slots(ready, 1, 0, 10) == ([1, 3], None)
@@ -483,6 +538,26 @@ def test_slots_are_given_lowest_first_and_to_the_first_that_waits() -> None:
     again = Sequence(9, None, (), 0)
     table.add(again)
     assert again.slot == 0
+
+
+MANY = 5000
+
+
+@virtual(slots=MANY, limits=SequenceLimits(MANY, MANY * 1000, MANY, MANY * 1000))
+async def test_many_sequences_end_in_several_turns_of_the_loop(stage: Stage) -> None:
+    for ends_by_close in (False, True):
+        for name in range(1, MANY + 1):
+            stage.submit(name, 1, "S")
+            finish(stage.take())
+        if ends_by_close:
+            ending = asyncio.create_task(stage.runs.close())
+            await asyncio.sleep(0)
+        else:
+            await asyncio.sleep(IDLE_NS / 1e9 + 0.0012)
+        assert MANY - 1000 <= len(stage.table) < MANY
+        await asyncio.sleep(0.1)
+        assert len(stage.table) == 0
+    await ending
 
 
 STEPS = st.lists(

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from fakes.inflight import submit_to
 from interpreted import interpreted_only
 from models import builders, interfaces
+from ortserve.batching.response_cache import ResponseCache
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.terms import Terms
@@ -47,9 +48,9 @@ async def load(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[L
     """Loads the models of ``tmp_path`` and closes them after the test."""
     registries: list[Registry] = []
 
-    async def load_all(**defaults: object) -> Registry:
+    async def load_all(cache: ResponseCache | None = None, **defaults: object) -> Registry:
         options = LoadOptions.model_validate({"warmup_s": 0.05} | defaults)
-        registries.append(Registry([tmp_path], options, Metrics(prometheus), time.monotonic_ns))
+        registries.append(Registry([tmp_path], options, Metrics(prometheus), time.monotonic_ns, cache=cache))
         await registries[-1].load_all()
         return registries[-1]
 
@@ -442,6 +443,24 @@ async def test_close_answers_admitted_requests_and_rejects_later_ones(tmp_path: 
         "Request for unknown model: 'm' version 1 is not at ready state: GONE"
     )
     assert registry.ready_versions("m") == []
+
+
+async def test_close_answers_requests_that_are_enqueued_late(tmp_path: Path, load: Load) -> None:
+    """Requests that let others go first are enqueued again; large ones are looked up in the cache before."""
+    policy = "queue_policy: {timeout_s: 0.001, timeout_action: delay}\nresponse_cache: true"
+    put(tmp_path, lambda path: builders.slow(path, steps=3000), "m", options=f"max_rows: 1\nwarmup_s: 0\n{policy}")
+    put(tmp_path, builders.variable_length, "lengths", options="warmup_s: 0\nresponse_cache: true")
+    registry = await load(ResponseCache(1 << 20))
+    served, lengths = registry.find("m", ""), registry.find("lengths", "")
+    terms = served.terms(time.monotonic_ns(), timeout_ns=None, priority=0, queue_timeout_ns=None)
+    assert terms.yields_when_late
+    rows = [np.full((1, 4), number, np.float32) for number in range(4)]
+    running = [submit_to(served, (row,), 1, terms=terms) for row in rows]
+    large = submit_to(lengths, (np.ones((1, 1_000_000), np.int64),), 1)
+    await asyncio.sleep(0)
+    await registry.close()
+    assert [outcome.done() and outcome.exception() for outcome in (*running, large)] == [None] * 5
+    assert (await large)[0].tolist() == [1_000_000]
 
 
 @pytest.mark.parametrize(

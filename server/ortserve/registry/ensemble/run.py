@@ -174,7 +174,11 @@ class EnsembleRun:
             ServeError: A step was rejected; the others are cancelled.
         """
         request = self._request
-        request.timing.queued_ns = self._clock()
+        timing, now_ns = request.timing, self._clock()
+        if timing.queued_ns:  # it has waited for earlier requests of its sequence
+            self._queue_ns = now_ns - timing.queued_ns
+        else:
+            timing.queued_ns = now_ns
         request.state = RUNNING
         request.withdraw = self._cancel
         for number in self._route.selection.first:

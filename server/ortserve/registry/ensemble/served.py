@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -12,19 +13,20 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import RequestedOutput
-from ortserve.core.sequence import SequencePart
+from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import Terms
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.ensemble.plan import Plan
 from ortserve.registry.ensemble.run import EnsembleRun, EnsembleTerms, Route, make_route
+from ortserve.registry.ensemble.turns import SequenceTurns, Turn
 from ortserve.registry.repository.configuration import ENSEMBLE_PLATFORM, Configuration
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.readings import StepTimes
 from ortserve.telemetry.series import ModelMetrics
 
 _MAX_ROUTES: Final = 256
-"""Sets of outputs whose steps are remembered."""
+"""Lists of outputs whose routes are remembered."""
 _STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 
@@ -72,8 +74,11 @@ class ServedEnsemble(ServedVersion):
         self._clock = clock
         self._cached = cached
         self._most_rows = math.inf if self.options.max_rows is None else self.options.max_rows
-        self._routes: dict[tuple[str, ...], Route] = {(): make_route(self.name, signature, plan, members, ())}
+        self._whole = make_route(self.name, signature, plan, members, ())
+        self._routes: OrderedDict[tuple[str, ...], Route] = OrderedDict()
+        self._turns: Final = SequenceTurns()
         self._running = 0
+        """Requests, with those that wait for their turn."""
         self._idle: asyncio.Event | None = None
         self._is_closed = False
         self._times: Final = StepTimes()
@@ -126,12 +131,23 @@ class ServedEnsemble(ServedVersion):
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         """As ``ServedVersion.submit_part``: every step with sequences gets the part. Nothing is cached.
 
+        The request starts when the earlier ones of its sequence have ended.
+
         Raises:
-            ServeError: As ``submit``.
+            ServeError: As ``submit``; overloaded, if too many requests wait for earlier ones.
         """
         self._check(request)
         assert isinstance(terms, EnsembleTerms)
-        self._run(terms, part, request)
+        if not part.id:  # the members report it
+            self._run(terms, part, request)
+            return
+        turn = Turn(request, terms, part)
+        if self._turns.enter(turn):
+            self._run_turn(turn)
+            return
+        self._running += 1
+        request.timing.queued_ns = self._clock()
+        request.withdraw = partial(self._on_cancelled, turn)
 
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """The outputs themselves: the steps' outputs have the form of clients."""
@@ -145,6 +161,8 @@ class ServedEnsemble(ServedVersion):
         """Answer all admitted requests, then release the members."""
         await self.wait_until_released()
         self._is_closed = True
+        if self._cached is not None:
+            await self._cached.wait_until_idle()
         if self._running:
             self._idle = asyncio.Event()
             await self._idle.wait()
@@ -162,13 +180,51 @@ class ServedEnsemble(ServedVersion):
             raise ServeError(ErrorKind.NOT_READY, _STOPPING, retry_after_s=1)
 
     def _run(self, terms: EnsembleTerms, part: SequencePart | None, request: InflightRequest) -> None:
-        route = self._routes.get(terms.outputs)
-        if route is None:
-            route = make_route(self.name, self.signature, self._plan, self.members, terms.outputs)
-            if len(self._routes) < _MAX_ROUTES:
-                self._routes[terms.outputs] = route
+        outputs = terms.outputs
+        route = self._whole if not outputs else self._routes.get(outputs) or self._add_route(outputs)
         self._running += 1
-        EnsembleRun(route, request, terms, part, self._times, self._clock, self._on_end).start()
+        on_end = self._on_end if part is None or not part.id else partial(self._on_turn_ended, part.id)
+        EnsembleRun(route, request, terms, part, self._times, self._clock, on_end).start()
+
+    def _run_turn(self, turn: Turn) -> None:
+        self._run(turn.terms, turn.part, turn.request)
+
+    def _on_turn_ended(self, sequence_id: SequenceId) -> None:
+        following = self._turns.leave(sequence_id)
+        self._on_end()
+        if following is not None:
+            # Not in this turn: many requests that all fail at once would nest their calls.
+            asyncio.get_running_loop().call_soon(self._follow, following)
+
+    def _follow(self, turn: Turn) -> None:
+        """Start a request that has waited, which counts as running."""
+        if turn.request.is_settled:  # it was cancelled
+            self._on_turn_ended(turn.part.id)
+            return
+        self._running -= 1
+        try:
+            self._run_turn(turn)
+        except Exception as error:  # noqa: BLE001 - any error is for the request
+            turn.request.fail(error)
+
+    def _on_cancelled(self, turn: Turn, _: InflightRequest) -> None:
+        """A request was cancelled that waits. Those behind it were sent for a state that it would have made."""
+        error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
+        for removed in self._turns.withdraw(turn):
+            self._on_end()
+            removed.request.fail(error)  # without effect for the cancelled one
+
+    def _add_route(self, outputs: tuple[str, ...]) -> Route:
+        """Find the route for a list of outputs that is new; other lists may have the same outputs."""
+        in_order = tuple([spec.name for spec in self.signature.outputs if spec.name in outputs])
+        route = self._routes.get(in_order)
+        if route is None:
+            route = make_route(self.name, self.signature, self._plan, self.members, in_order)
+        for names in (outputs, in_order):
+            self._routes[names] = route
+        while len(self._routes) > _MAX_ROUTES:
+            self._routes.popitem(last=False)
+        return route
 
     def _on_end(self) -> None:
         self._running -= 1

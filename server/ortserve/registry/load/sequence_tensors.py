@@ -11,7 +11,7 @@ from ortserve.codecs.binary_tensor import decode_binary_tensor
 from ortserve.config.model import ModelOptions
 from ortserve.config.sequences import FLAG_DATATYPES, ID_DATATYPES, SequenceControl, SequenceState
 from ortserve.core.dtypes import DataType
-from ortserve.core.sequence import ControlTensor, SequenceTensors
+from ortserve.core.sequence import ControlTensor, SequenceTensors, StateTensor
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
@@ -102,12 +102,21 @@ def resolve_tensors(
     inputs = signature.inputs_by_name
     controls = tuple(_control(inputs[name], control) for name, control in sequences.controls.items())
     initial: list[np.ndarray] = []
+    states: list[StateTensor] = []
     for state in sequences.states:
         source, target = inputs[state.input], signature.outputs[signature.output_index[state.output]]
         _check_state(state, source, target, is_batched=signature.is_batched)
-        initial.append(_first_state(state, source, folder, is_batched=signature.is_batched))
-    indices = tuple(signature.output_index[state.output] for state in sequences.states)
-    return SequenceTensors(controls, tuple(initial), indices, shown_outputs)
+        initial.append(_first_state(state, source, folder, sequences.max_state_bytes, is_batched=signature.is_batched))
+        shape = (1, *source.row_shape) if signature.is_batched else source.row_shape
+        states.append(
+            StateTensor(
+                state.input,
+                state.output,
+                signature.output_index[state.output],
+                None if source.has_any_shape else shape,
+            )
+        )
+    return SequenceTensors(controls, tuple(initial), tuple(states), shown_outputs)
 
 
 def _unknown(role: str, name: str, known: list[str]) -> ServeError:
@@ -151,6 +160,8 @@ def _check_state(state: SequenceState, source: TensorSpec, target: TensorSpec, *
             f"specifies {state.datatype.value}"
         )
     for spec in (source, target):
+        if spec.is_sequence:
+            raise invalid_input(f"state '{state.input}': expected a tensor, got the sequence of tensors '{spec.name}'")
         if spec.is_optional or (is_batched and spec.batch_axis is None):
             raise invalid_input(
                 f"state '{state.input}': expected rows in '{spec.name}', which is the same for all rows"
@@ -175,7 +186,9 @@ def _check_state(state: SequenceState, source: TensorSpec, target: TensorSpec, *
         )
 
 
-def _first_state(state: SequenceState, spec: TensorSpec, folder: Path | None, *, is_batched: bool) -> np.ndarray:
+def _first_state(
+    state: SequenceState, spec: TensorSpec, folder: Path | None, max_bytes: int, *, is_batched: bool
+) -> np.ndarray:
     """The first state of one sequence, as batches hold it."""
     dims = spec.row_shape if state.dims is None else state.dims
     if state.initial_dims is not None:
@@ -193,6 +206,12 @@ def _first_state(state: SequenceState, spec: TensorSpec, folder: Path | None, *,
             )
     item = tuple([1 if dim == -1 else dim for dim in dims])
     shape = (1, *item) if is_batched else item
+    nbytes = prod(shape) * np.dtype(spec.datatype.numpy).itemsize
+    if nbytes > max_bytes:
+        raise invalid_input(
+            f"state '{state.input}': expected a first state of at most max_state_bytes {max_bytes}, got {nbytes} bytes "
+            f"of shape {format_shape(shape)}"
+        )
     if state.initial_file is not None:
         return _read_state(state, state.initial_file, spec, shape, folder)
     zeros = np.zeros(shape, spec.datatype.numpy)

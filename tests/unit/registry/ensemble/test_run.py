@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -202,6 +203,92 @@ def test_only_steps_with_sequences_get_the_part_of_a_sequence(clock: Clock) -> N
     assert (plain.parts, follows.parts) == ([], [part])
 
 
+class SequenceStage:
+    """An ensemble of a plain step and one with sequences, whose requests the test answers."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.plain, self.follows = FakeMember("plain"), FakeMember("follows", takes_sequences=True)
+        steps: Steps = [("plain", {"a": "x"}, {"b": "p"}), ("follows", {"a": "p"}, {"b": "y"})]
+        self.served = serve({"plain": self.plain, "follows": self.follows}, ["y"], steps, clock)
+        self.clock = clock
+
+    def submit(self, value: float, sequence_id: int | str = 5) -> InflightRequest:
+        request = InflightRequest(Timing(self.clock()), (np.full((1, 2), value, np.float32),), 1)
+        terms = self.served.terms(self.clock(), timeout_ns=None, priority=0, queue_timeout_ns=None)
+        self.served.submit_part(request, terms, SequencePart(sequence_id))
+        return request
+
+    async def answer(self) -> None:
+        """Answer each request that a step has, the last one first, as batches of other shapes may."""
+        for member in (self.plain, self.follows):
+            for request in member.requests[::-1]:
+                member.requests.remove(request)
+                timing = request.timing
+                timing.queued_ns = timing.taken_ns = timing.staged_ns = timing.computed_ns = self.clock()
+                request.complete(request.inputs)
+        await asyncio.sleep(0)
+
+
+async def test_requests_of_a_sequence_do_not_overtake_each_other(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    ended: list[float] = []
+    for value, sequence_id in ((1, 5), (2, 5), (3, 5), (10, "other")):
+        stage.submit(value, sequence_id).on_settled = lambda request: ended.append(request.take_outputs()[0][0, 0])
+    assert len(stage.plain.requests) == 2
+    closing = asyncio.create_task(stage.served.close())
+    clock.now_ns = 5000
+    for _ in range(3):
+        await stage.answer()
+    assert ended == [1, 10, 2, 3]
+    await asyncio.wait_for(closing, 1)
+
+
+async def test_the_wait_for_earlier_requests_counts_as_queue(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    stage.submit(1)
+    second = stage.submit(2)
+    clock.now_ns = 5000
+    await stage.answer()
+    await stage.answer()
+    assert second.timing.phases_ns()[:2] == (0, 4000)
+
+
+async def test_requests_behind_a_cancelled_one_of_their_sequence_are_cancelled(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    first, second, third = (stage.submit(value) for value in (1, 2, 3))
+    second.cancel()
+    with pytest.raises(ServeError, match="an earlier request of sequence 5 was cancelled") as error:
+        third.take_outputs()
+    assert error.value.kind is ErrorKind.CANCELLED
+    fourth = stage.submit(4)
+    stage.plain.requests[0].fail(ServeError(ErrorKind.INTERNAL, "no"))
+    assert first.is_settled
+    fourth.cancel()  # its turn has come, and it has not started
+    fifth = stage.submit(5)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await stage.answer()
+    assert fifth.take_outputs()[0][0, 0] == 5
+    await asyncio.wait_for(stage.served.close(), 1)
+
+
+async def test_a_rejected_request_does_not_hold_up_its_sequence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = SequenceStage(clock)
+    first, second, third = (stage.submit(value) for value in (1, 2, 3))
+    monkeypatch.setattr("ortserve.registry.ensemble.turns.MOST_WAITING", 2)
+    with pytest.raises(ServeError, match="2 requests wait for earlier ones of their sequences"):
+        stage.submit(4)
+    stage.plain.rejection = ServeError(ErrorKind.OVERLOADED, "full")
+    await stage.answer()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert first.take_outputs()[0][0, 0] == 1
+    for request in (second, third):
+        with pytest.raises(ServeError, match="full"):
+            request.take_outputs()
+    await asyncio.wait_for(stage.served.close(), 1)
+
+
 def test_tensors_are_dropped_after_their_last_reader(members: dict[str, FakeMember], clock: Clock) -> None:
     served = serve(members, ["y"], DIAMOND, clock)
     request = submit(served, clock)
@@ -300,3 +387,19 @@ async def test_members_stay_open_until_the_ensemble_is_closed(members: dict[str,
     with pytest.raises(ServeError) as error:
         submit(served, clock)
     assert error.value.kind is ErrorKind.NOT_READY
+
+
+def test_lists_of_the_same_outputs_share_a_route_and_few_are_remembered(clock: Clock) -> None:
+    names = list("abcdef")
+    member = FakeMember("m", outputs=names)
+    served = serve({"m": member}, names, [("m", {"a": "x"}, {name: name for name in names})], clock)
+    arrays = {name: X + index for index, name in enumerate(names)}
+    for wanted in permutations(names, 4):
+        request = submit(served, clock, outputs=wanted)
+        member.answer(*arrays.values())
+        outputs = dict(zip(names, request.take_outputs(), strict=True))
+        assert all((outputs[name] is arrays[name]) is (name in wanted) for name in names)
+    assert len(served._routes) == 256
+    for _ in range(2):
+        submit(served, clock, outputs=("f", "f", "a"))
+    assert served._routes["f", "f", "a"] is served._routes["a", "f"]

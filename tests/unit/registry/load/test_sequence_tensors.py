@@ -1,5 +1,6 @@
 """Controls and states against the tensors of the model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_hidden_tensors_come_last_for_the_model_and_not_at_all_for_clients() -> 
     assert [one.name for one in found.model.inputs] == ["x", "wide", "START", "ID", "STATE"]
     assert [one.name for one in found.model.outputs] == ["y", "other", "NEXT"]
     assert found.sequences is not None
-    assert found.sequences.state_outputs == (2,)
+    assert [state.output_index for state in found.sequences.states] == [2]
 
 
 def test_a_state_output_that_is_listed_is_for_clients_too() -> None:
@@ -60,7 +61,8 @@ def test_a_state_output_that_is_listed_is_for_clients_too() -> None:
     found = resolve_interface(options, MODEL)
     assert [one.name for one in found.client.outputs] == ["NEXT", "y"]
     assert found.sequences is not None
-    assert (found.sequences.state_outputs, found.sequences.shown_outputs) == ((0,), 2)
+    assert [state.output_index for state in found.sequences.states] == [0]
+    assert found.sequences.shown_outputs == 2
 
 
 def test_first_states_are_zeros_with_1_for_free_sizes() -> None:
@@ -119,6 +121,10 @@ def test_ids_reach_the_model_by_their_low_bits() -> None:
         ({"states": [{"input": "STATE", "output": "NEXT", "dims": [3, -1]}]}, "the model expects dims [2,-1]"),
         ({"states": [{"input": "STATE", "output": "NEXT", "initial_dims": [3, 1]}]}, "initial_dims are [3,1]"),
         ({"states": [{"input": "STATE", "output": "NEXT", "initial_file": "f"}]}, "needs a model in a folder"),
+        (
+            {"states": [{"input": "STATE", "output": "NEXT", "initial_dims": [2, 2**31 - 1]}]},
+            "at most max_state_bytes 1073741824, got 17179869176 bytes of shape [1,2,2147483647]",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_fails_the_load(sequences: dict[str, Any], text: str) -> None:
@@ -138,3 +144,9 @@ def test_direct_needs_rows_in_all_inputs() -> None:
     model = ModelSignature((spec("x"), spec("scale", axis=None)), (spec("y"),))
     with pytest.raises(ServeError, match="direct needs rows in all inputs, and 'scale' has none"):
         resolve(model, strategy="direct")
+
+
+def test_a_state_is_no_sequence_of_tensors() -> None:
+    model = ModelSignature((spec("x"), spec("h")), (spec("y"), replace(spec("hs"), is_sequence=True)))
+    with pytest.raises(ServeError, match="state 'h': expected a tensor, got the sequence of tensors 'hs'"):
+        resolve(model, states=[{"input": "h", "output": "hs"}])

@@ -31,6 +31,8 @@ def accelerated(text: str) -> str:
     [
         ("", ("cuda", "cpu"), ["cuda", "cpu"]),
         ("instance_group { kind: KIND_AUTO }", ("cuda", "cpu"), ["cuda", "cpu"]),
+        ("", ("CUDA", "CPU"), ["cuda", "cpu"]),
+        (accelerated(TENSORRT % ""), ("Cuda", "Cpu"), ["tensorrt", "cuda", "cpu"]),
         ("instance_group { kind: KIND_CPU }", ("cuda", "cpu"), ["cpu"]),
         ("instance_group { kind: KIND_GPU }", ("cpu",), ["cuda"]),
         ("instance_group { kind: KIND_GPU gpus: 1 }", ("cpu",), [{"cuda": {"device_id": "1"}}]),

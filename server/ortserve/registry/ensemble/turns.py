@@ -1,0 +1,75 @@
+"""The order of an ensemble's requests in their sequences.
+
+The steps before one with sequences may run in other batches, or on other instances, and end in another order. So one
+request of a sequence runs at a time, and the model with states gets them in the order of their arrival.
+"""
+
+from collections import deque
+from typing import Final
+
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.sequence import SequenceId, SequencePart
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.ensemble.run import EnsembleTerms
+
+MOST_WAITING: Final = 16_384
+"""Requests of one ensemble that wait for earlier ones of their sequences."""
+
+
+class Turn:
+    """A request of a sequence."""
+
+    __slots__ = ("part", "request", "terms")
+
+    def __init__(self, request: InflightRequest, terms: EnsembleTerms, part: SequencePart) -> None:
+        self.request: Final[InflightRequest] = request
+        self.terms: Final[EnsembleTerms] = terms
+        self.part: Final[SequencePart] = part
+
+
+class SequenceTurns:
+    """The sequences of an ensemble that have a request under way, and the requests that wait. Loop thread only."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[SequenceId, deque[Turn]] = {}
+        self._count = 0
+
+    def enter(self, turn: Turn) -> bool:
+        """Whether a request may run at once. Otherwise it waits until ``leave`` returns it.
+
+        Raises:
+            ServeError: overloaded, if too many wait.
+        """
+        waiting = self._waiting.get(turn.part.id)
+        if waiting is None:
+            self._waiting[turn.part.id] = deque()
+            return True
+        if self._count >= MOST_WAITING:
+            raise ServeError(
+                ErrorKind.OVERLOADED,
+                f"Exceeds maximum queue size: {self._count} requests wait for earlier ones of their sequences",
+                retry_after_s=1,
+            )
+        self._count += 1
+        waiting.append(turn)
+        return False
+
+    def leave(self, sequence_id: SequenceId) -> Turn | None:
+        """The request of a sequence that ran has ended. Returns the one whose turn it is."""
+        waiting = self._waiting[sequence_id]
+        if not waiting:
+            del self._waiting[sequence_id]
+            return None
+        self._count -= 1
+        return waiting.popleft()
+
+    def withdraw(self, turn: Turn) -> list[Turn]:
+        """Remove the requests from ``turn`` on, or behind it if ``leave`` has returned it, the last one first."""
+        waiting = self._waiting.get(turn.part.id)
+        removed: list[Turn] = []
+        while waiting:
+            removed.append(waiting.pop())
+            if removed[-1] is turn:
+                break
+        self._count -= len(removed)
+        return removed
