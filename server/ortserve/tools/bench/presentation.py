@@ -169,6 +169,11 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
     missed = [problem for problem in result.problems if NO_VERDICT not in problem]
     overloaded = [f"{names.text(one)}: requests came faster than answers" for one in points if one.is_overloaded]
     beside = [f"{names.text(one)}: {text}" for one in points if (text := _beside(one))]
+    random = [
+        f"{names.text(one)}: compared with {one.outputs.expected}"
+        for one in points
+        if one.outputs and not one.outputs.checked
+    ]
     findings = [
         Finding(
             "generator_too_slow",
@@ -194,6 +199,14 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
             "More and more requests waited: the latencies grow with the time measured.",
             "Take percentiles at a lower rate; --find-capacity finds the highest that is sustained.",
             tuple(overloaded),
+        ),
+        Finding(
+            "outputs_not_compared",
+            "warning",
+            _some(random),
+            "Wrong answers are not detected.",
+            "Give random operators a seed, or compare with a model without them: --compare-outputs MODEL.",
+            tuple(random),
         ),
     ]
     return [one for one in findings if one.where]

@@ -115,9 +115,9 @@ class OutputCheck:
     """Answers that were compared with the expected outputs.
 
     Attributes:
-        checked: How many were compared.
+        checked: How many were compared; 0 if nothing can be compared.
         different: Of them.
-        expected: Where the expected outputs come from.
+        expected: Where the expected outputs come from, or why there are none.
         example: The first difference; empty for none.
     """
 

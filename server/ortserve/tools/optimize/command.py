@@ -115,7 +115,7 @@ def optimize(
         source: The model.
         folder: For the files of the steps.
         staged: As in ``deliver``.
-        progress: Told which step is done.
+        progress: Called before each step, with its number and name.
 
     Raises:
         ServeError: The model or an argument is wrong, or a step that was asked for cannot be done within its bound.

@@ -113,7 +113,7 @@ def run_steps(work: Work, steps: Sequence[Step], folder: Path, progress: Progres
         work: The source, whose file has external data only in ``files.data_file``.
         steps: In their order.
         folder: For all files of this function.
-        progress: Told which step is done.
+        progress: Called before each step, with its number and name.
 
     Raises:
         ServeError: A step that was asked for fails, or its error is too large.

@@ -72,7 +72,7 @@ def _findings(result: TuneResult) -> Iterator[Finding]:
             "noisy_machine",
             "warning",
             f"the current configuration against itself: {result.noise}",
-            "Only large gains can be told from the noise, so smaller ones may have been missed.",
+            "The search can miss gains that are smaller than this noise.",
             "Stop other work on this machine, or allow more time by --max-minutes.",
         )
     for one in result.variants:

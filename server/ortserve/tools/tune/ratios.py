@@ -95,5 +95,5 @@ def is_decided(logs: Sequence[float], noise: Noise) -> bool:
 
 
 def is_too_noisy(noise: Noise) -> bool:
-    """Whether pairs vary so much that a confirmation could prove nothing but large gains."""
+    """Whether pairs vary so much that a confirmation can only prove large gains."""
     return noise.spread > MOST_SPREAD

@@ -131,7 +131,7 @@ class TuneResult:
         seconds: That it took.
         noise: The current configuration against itself, in two processes: what a difference must exceed; null if
             it answers nothing within the bound.
-        is_too_noisy: Only large gains could be told from the noise.
+        is_too_noisy: Whether the figures varied so much that the search can have missed small gains.
         conclusion: In a sentence.
         has_gain: Whether a configuration was confirmed to be better.
         confirmation: Of the best configuration; null if nothing was better in the search.
