@@ -1,12 +1,8 @@
 """Every kind of finding: how much it matters, why, and what to do. ``findings`` decides when they apply."""
 
-import re
-from collections.abc import Mapping
 from typing import Final
 
-from pydantic import TypeAdapter
-
-from ortserve.tools.report import Finding, Level
+from ortserve.tools.report import Catalog
 
 _TEXTS: Final = """
 # processors
@@ -140,13 +136,5 @@ rows_depend (warning): requests of that model now run alone
     → set batched: false, or correct the model
 """
 
-CATALOG: Final = TypeAdapter(Mapping[str, tuple[Level, str, str]]).validate_python(
-    {kind: texts for kind, *texts in re.findall(r"^(\w+) \((\w+)\): (.+)\n    → (.+)$", _TEXTS, re.MULTILINE)}
-)
-"""Level, why it matters, and what to do, by kind."""
-
-
-def finding(kind: str, seen: str, *where: str, level: Level | None = None) -> Finding:
-    """A finding of the catalog. ``level`` replaces that of the catalog."""
-    usual, matters, remedy = CATALOG[kind]
-    return Finding(kind, level or usual, seen, matters, remedy, where)
+CATALOG: Final = Catalog(_TEXTS)
+finding: Final = CATALOG.finding

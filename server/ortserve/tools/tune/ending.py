@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.errors import ServeError
-from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.bench.statistics import Estimate, estimate_ratio
 from ortserve.tools.tune.budget import CONFIRMING_PAIRS, LEAST_PAIRS
 from ortserve.tools.tune.loads import Reading, steady
-from ortserve.tools.tune.ratios import LEAST_GAIN, estimate_ratio, is_confirmed, is_decided
+from ortserve.tools.tune.ratios import LEAST_GAIN, is_confirmed, is_decided
 from ortserve.tools.tune.result import Confirmation, KeyGain
 from ortserve.tools.tune.search import Bench, describe
 from ortserve.tools.tune.sides import Side

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.errors import ServeError
-from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.bench.statistics import Estimate, estimate_ratio
 from ortserve.tools.tune.budget import Budget
 from ortserve.tools.tune.journal import Journal, key_of, point_of
-from ortserve.tools.tune.ratios import LEAST_GAIN, Noise, estimate_ratio, is_hopeless
+from ortserve.tools.tune.ratios import LEAST_GAIN, Noise, is_hopeless
 from ortserve.tools.tune.result import State, Trial
 from ortserve.tools.tune.sides import Contender, Goal, Lab, Side, take_pair
 from ortserve.tools.tune.space import Changes, Parameter, Point, changes_of, default_point, joint_points
