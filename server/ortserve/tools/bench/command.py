@@ -82,8 +82,15 @@ def build_parser() -> ToolParser:
     add("--arrivals", default="constant", metavar="KIND", help=f"{arrivals} Default: constant.")
     add("--find-capacity", action="store_true", help="Search for the highest rate that is sustained (within --slo).")
     add("--seconds", type=_seconds, default=10.0, metavar="S", help="Most for each load. Default: 10.")
-    add("--warmup", dest="warmup_s", type=_seconds, default=1.0, metavar="S", help="Load before it. Default: 1.")
-    add("--rounds", type=_count, default=1, metavar="N", help="Have the loads take turns so often, sharing --seconds.")
+    add(
+        "--warmup",
+        dest="warmup_s",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="Load before the measurement. Default: 1.",
+    )
+    add("--rounds", type=_count, default=1, metavar="N", help="Turns of all loads, which share --seconds.")
     add("--processes", type=_count, default=1, metavar="N", help="Of the generator, for servers. Default: 1.")
     add("--connections", type=_count, default=512, metavar="N", help="Most of a generator process. Default: 512.")
     add("--timeout", dest="timeout_s", type=_seconds, default=10.0, metavar="S", help="For an answer. Default: 10.")
@@ -99,7 +106,13 @@ def build_parser() -> ToolParser:
     )
     add("--precision", type=_share, metavar="SHARE", help=precise)
     add("--slo", dest="slo_ms", type=_seconds, metavar="MS", help=slo)
-    add("--allow-errors", type=_share, default=0.0, metavar="SHARE", help="Failed requests for status 0. Default: 0.")
+    add(
+        "--allow-errors",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="Share that may fail with status 0. Default: 0.",
+    )
     add("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="Compare two results of --json.")
     add_access(parser)
     return parser

@@ -98,7 +98,7 @@ class Generator:
         late_p99_us: Likewise.
         sent_share: Of the requests that were due; 1 in a closed loop.
         too_slow_because: Why the figures are the generator's rather than the target's; empty if they are not.
-        waited_us: Mean time for which an answer that had come waited until the generator had processed others.
+        waited_us: Mean time between the arrival of an answer and its processing by the generator.
     """
 
     processes: int

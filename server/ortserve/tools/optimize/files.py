@@ -103,7 +103,9 @@ def drop_empty_data(model: Path) -> None:
 
 
 def prepare(source: Path, target: Path) -> None:
-    """Give a model the form that steps expect: nodes in order, external data in ``data_file``. A link if it has it.
+    """Give a model the form that steps expect: nodes in order, external data in ``data_file``.
+
+    A model that has this form already becomes a symbolic link.
 
     Raises:
         ServeError: invalid_input: the file is no model, or its external data are missing.

@@ -196,7 +196,7 @@ def _failed(step: Step, error: Exception, target: Path) -> Verdict:
 
 
 def judge(step: Step, before: Look, checked: Checked) -> Verdict:
-    """Decide over a step: its error first, then whether anything became better and nothing worse. Pure."""
+    """Decide whether a step is kept: by its error first, then by what became better or worse. Pure."""
     if excess := step.bound.excess(checked.agreement):
         return Verdict(False, excess)
     if step.is_requested:

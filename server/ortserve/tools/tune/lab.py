@@ -195,7 +195,7 @@ class ModelProcess:
             last = (said.strip().splitlines() or [""])[-1][:300]
             is_dead = error.message.startswith("a generator ended")
             raise ServeError(
-                error.kind, f"its process ended: {last or 'without a word'}" if is_dead else error.message
+                error.kind, f"its process ended: {last or 'without a message'}" if is_dead else error.message
             ) from None
         if seen.is_interrupted:
             raise KeyboardInterrupt

@@ -37,8 +37,8 @@ class Trial:
     Attributes:
         number: In the order of trials; 0 for the current configuration.
         changes: Of keys of model.yaml, against the current configuration.
-        state: ``measured``; ``pruned``, when it could be no gain any more; ``failed``, with wrong outputs, above the
-            bound, or without a run.
+        state: ``measured``; ``pruned``, stopped early because a gain was no longer possible; ``failed``, with wrong
+            outputs, above the bound, or without a run.
         why: Of failed ones.
         ratio: How much better than the current configuration by the objective, from rounds in turn; null if it failed.
         pairs: Of rounds.
@@ -139,7 +139,7 @@ class TuneResult:
         yaml: The keys for model.yaml; empty without a gain.
         written: The file that has them now; empty for none.
         why_not_written: In words; empty if it was.
-        trials: All, with those of a search that this one went on from.
+        trials: All, with those of the search that this one continued.
         variants: Other versions, with ``--variants``.
     """
 

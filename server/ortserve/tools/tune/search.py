@@ -202,7 +202,7 @@ class Search:
         return math.log(trial.ratio.value) - self._bench.noise.spread / math.sqrt(max(1, trial.pairs))
 
     def _winner(self) -> Point | None:
-        """The point of the best trial; of those that may be as good, of the one that changes least."""
+        """The point of the best trial. Among trials that may be equally good, the one with the fewest changes wins."""
         good = {key: trial for key, trial in self._journal.trials.items() if self._low(trial) > 0}
         if not good:
             return None
