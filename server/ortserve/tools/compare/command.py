@@ -37,13 +37,8 @@ def build_parser() -> ToolParser:
     add("--max-error", action="append", default=[], metavar="[MEASURE=]N", help=text)
     text = "Least ratio of the times of a run: 1.2 is 1.2 times as fast; up to 1, the most that may be lost."
     add("--min-speedup", type=number(float, 1e-6, 1000), metavar="X", help=text)
-    add(
-        "--batch",
-        type=number(int, 1, 65536),
-        default=BATCH,
-        metavar=f"{BATCH}",
-        help="Rows of a run, if both models are batched.",
-    )
+    text = "Rows of a run, if both models are batched."
+    add("--batch", type=number(int, 1, 65536), default=BATCH, metavar=f"{BATCH}", help=text)
     text = "Time for the measurement of speed; 0 measures none."
     add("--seconds", type=number(float, 0, 3600), default=SECONDS, metavar=f"{SECONDS:g}", help=text)
     add("--threads", type=number(int, 1, 65536), metavar="N", help="Threads of a run, for both.")

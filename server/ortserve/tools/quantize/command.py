@@ -77,9 +77,8 @@ def _parser() -> ToolParser:
     add("--weights", choices=("int8", "uint8"), help="Type of weights.")
     text = "Weights of 7 bits, which processors without VNNI need (auto)."
     add("--reduce-range", choices=("auto", "on", "off"), default="auto", help=text)
-    add(
-        "--ops", dest="operators", type=_names, default=(), metavar="MatMul,Conv", help="Quantize only these operators."
-    )
+    text = "Quantize only these operators."
+    add("--ops", dest="operators", type=_names, default=(), metavar="MatMul,Conv", help=text)
     add("--exclude", type=_names, action="extend", default=[], metavar="NODE,…", help="Leave these in floating point.")
     add = parser.add_argument_group("comparison with MODEL").add_argument
     text = (
@@ -95,16 +94,10 @@ def _parser() -> ToolParser:
     add("--samples", type=number(int, 1), default=256, metavar="N", help=text)
     add("--rank", action="store_true", help="Rank the nodes by their cost also if all can be quantized.")
     add("--trials", type=number(int, 1), default=60, metavar="N", help="Most models for the ranking (60).")
-    add(
-        "--minutes", type=number(float, 0), default=10.0, metavar="N", help="Time limit of calibration and search (10)."
-    )
-    add(
-        "--seconds",
-        type=number(float, 0),
-        default=4.0,
-        metavar="N",
-        help="For the measurement of speed; 0 for none (4).",
-    )
+    text = "Time limit of calibration and search (10)."
+    add("--minutes", type=number(float, 0), default=10.0, metavar="N", help=text)
+    text = "For the measurement of speed; 0 for none (4)."
+    add("--seconds", type=number(float, 0), default=4.0, metavar="N", help=text)
     return parser
 
 

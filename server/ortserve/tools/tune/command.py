@@ -87,26 +87,16 @@ def build_parser() -> ToolParser:
     add("--max-error", metavar="BOUND", help=bound)
     add = parser.add_argument_group("search").add_argument
     add("--max-minutes", type=number(float, 0.001), default=10.0, metavar="M", help="With confirmation. Default: 10.")
-    add(
-        "--max-trials",
-        type=number(int, 1),
-        default=10_000,
-        metavar="N",
-        help="Most trials, with those of a continued search.",
-    )
+    text = "Most trials, with those of a continued search."
+    add("--max-trials", type=number(int, 1), default=10_000, metavar="N", help=text)
     add("--variants", action="store_true", help="Also measure the other versions that tools made of this model.")
     add("--dry-run", action="store_true", help="Write nothing.")
-    add(
-        "--journal",
-        type=Path,
-        metavar="FILE",
-        help=f"Record of all trials; stays. Default: {JOURNAL}, removed at the end.",
-    )
+    text = f"Record of all trials; stays. Default: {JOURNAL}, removed at the end."
+    add("--journal", type=Path, metavar="FILE", help=text)
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="Continue an interrupted search; fail if there is none.")
-    again.add_argument(
-        "--fresh", action="store_true", help="Start a new search even if an interrupted one could continue."
-    )
+    text = "Start a new search even if an interrupted one could continue."
+    again.add_argument("--fresh", action="store_true", help=text)
     return parser
 
 
