@@ -21,11 +21,11 @@ from typing import Any, Final
 from gpu_models import encoder, residual
 from harness import circumstances, table
 from ortserve.tools.apart import call_apart
+from ortserve.tools.bench.statistics import estimate_ratio
 from ortserve.tools.subject import find_model
 from ortserve.tools.tune.lab import ProcessLab, prepare_requests
-from ortserve.tools.tune.ratios import estimate_ratio
 from ortserve.tools.tune.search import describe
-from ortserve.tools.tune.sides import Goal, Side, take_pairs
+from ortserve.tools.tune.sides import Goal, Side, take_pair
 
 ROOT: Final = Path(__file__).parents[1]
 CORPUS: Final = ROOT / "tests" / "rows" / "corpus"
@@ -71,7 +71,9 @@ def check(default: Path, tuned: Path, slo_ms: float) -> str:
     one, other = (ProcessLab(find_model(str(folder)), requests, goal, None).open({}) for folder in (default, tuned))
     try:
         before = Side(one, one.probed_per_s)
-        return str(estimate_ratio(take_pairs(before, before.beside(other), goal, PAIRS)))
+        after = before.beside(other)
+        logs = [take_pair(before, after, goal, is_swapped=number % 2 == 1) for number in range(PAIRS)]
+        return str(estimate_ratio(logs))
     finally:
         one.close()
         other.close()

@@ -30,8 +30,8 @@ from small_server import small_server
 
 EXAMPLE: Final = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
 SHORT: Final = ("--seconds", "0.5", "--warmup", "0.1")
-LONE: Final = 17
-"""Requests before a measurement: made inputs are tried once, then each of them is sent."""
+LONE: Final = 33
+"""Requests before a measurement: made inputs are tried once, then each of them is sent twice."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def test_narrow_interval_ends_the_measurement() -> None:
 def test_failures_are_counted_by_kind() -> None:
     def behave(number: int) -> str:
         ways = {3: "503", 5: "close", 7: "garbage", 11: "429"}
-        return next((way for each, way in ways.items() if number > 20 and number % each == 0), "ok")
+        return next((way for each, way in ways.items() if number >= LONE and number % each == 0), "ok")
 
     with small_server(behave=behave) as rejecting:
         ran = bench(rejecting.url, "--model", "m", "--rate", "200", *SHORT, "--warmup", "0", "--json")
@@ -432,6 +432,20 @@ def test_outputs_of_another_model_are_refused(server: ServerProcess, tmp_path: P
     status, line = fails(server.url, "--model", "digits", "--compare-outputs", other, *SHORT)
     assert status in (1, 2)
     assert "outputs" in line
+
+
+def test_random_outputs_are_not_compared(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    model = add_model(models, "random", builders.random_outputs)
+    with serving(models, *SHORT_WARMUP) as random:
+        targets = (str(model), "--way", "run,batcher"), (random.url, "--model", "random", "--compare-outputs", model)
+        for target in targets:
+            ran = bench(*target, *SHORT, "--json")
+            assert not ran.problems
+            for point in ran.result["points"]:
+                assert point["outputs"]["checked"] == 0
+                assert "differ for equal inputs: output 'y'" in point["outputs"]["expected"]
+        assert "Wrong answers are not detected" in bench(*targets[1], *SHORT).out
 
 
 def test_generators_share_the_load(server: ServerProcess) -> None:

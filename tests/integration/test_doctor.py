@@ -238,5 +238,5 @@ def test_page_lists_every_flag_and_kind() -> None:
     for action in build_parser()._actions:
         for flag in action.option_strings:
             assert flag in ("-h", "--help") or f"`{flag}" in text, flag
-    for kind, (level, _, _) in CATALOG.items():
+    for kind, (level, _, _) in CATALOG.kinds.items():
         assert re.search(rf"^\| `{kind}` \| {level} \|", text, re.MULTILINE), kind

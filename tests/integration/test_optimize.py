@@ -104,19 +104,23 @@ def test_a_copy_of_the_source_is_written_but_not_published(tmp_path: Path) -> No
     assert [path.name for path in folder.parent.iterdir()] == ["1"]
 
 
-def test_inputs_may_have_what_pruned_outputs_needed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fixed", [(), ("--dim", "n=2")])
+def test_inputs_may_have_what_pruned_outputs_needed(tmp_path: Path, fixed: tuple[str, ...]) -> None:
     nodes = [onnx.helper.make_node("Relu", ["x"], ["a"]), onnx.helper.make_node("Relu", ["z"], ["b"])]
     ends = {name: onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 4]) for name in "xzab"}
     graph = onnx.helper.make_graph(nodes, "two", [ends["x"], ends["z"]], [ends["a"], ends["b"]])
     source, data = tmp_path / "two.onnx", tmp_path / "data.npz"
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9), source)
-    np.savez(data, x=np.ones((5, 4), np.float32), z=np.ones((5, 4), np.float32))
+    shape = (5, 2, 4) if fixed else (5, 4)
+    np.savez(data, x=np.ones(shape, np.float32), z=np.ones(shape, np.float32))
 
-    done = run(source, "-o", tmp_path / "out.onnx", "--outputs", "a", "--inputs", data, "--json", *FAST)
+    done = run(source, "-o", tmp_path / "out.onnx", "--outputs", "a", *fixed, "--inputs", data, "--json", *FAST)
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["inputs"] == "data.npz: 5 samples"
-    assert [one.name for one in onnx.load(tmp_path / "out.onnx").graph.input] == ["x"]
+    (kept,) = onnx.load(tmp_path / "out.onnx").graph.input
+    assert kept.name == "x"
+    assert kept.type.tensor_type.shape.dim[0].dim_value == (2 if fixed else 0)
 
 
 def broken(path: Path) -> Path:

@@ -104,6 +104,28 @@ def test_batches_are_profiled_while_their_answers_stay_right(
     assert runs == result["server"]["batches"] + 1, "the serving session has no part in it"
 
 
+def test_samples_are_sent_where_no_requests_come(
+    server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.npz"
+    np.savez(data, x=np.ones((4, 64), np.float32))
+    arguments = [server.url, "mlp", "--requests", "10", "--inputs", str(data), "--rows", "2", "--json"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert json.loads(shown.out)["profile"]["rows"] == 2
+    np.savez(data, y=np.ones((4, 64), np.float32))
+    assert main(arguments) == 2
+    assert "array 'y' is no input of the model" in capsys.readouterr().err
+
+
+def test_waiting_for_requests_is_said(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([server.url, "mlp", "--timeout", "1.5"]) == 1
+    waiting, problem = capsys.readouterr().err.splitlines()
+    assert waiting == "ortserve profile: waiting for 100 requests to mlp, for at most 1.5 s (--inputs sends some)"
+    assert "1.5 s passed" in problem
+
+
 def test_loops_are_bounded_by_their_events(server: ServerProcess) -> None:
     with load(server, "repeats", np.array([1_000])):
         answer = post(server, "repeats", requests=30)

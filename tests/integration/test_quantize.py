@@ -113,6 +113,14 @@ def test_expensive_nodes_stay_in_floating_point_until_the_bound_is_kept(
     assert operators(out)["DequantizeLinear"] < 12
 
 
+def test_the_time_limit_holds_for_calibration(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = quantized(
+        capsys, DIGITS, "-o", tmp_path / "out.onnx", "--mode", "static", "--calibration", data / "images.npz",
+        "--max-error", "cosine=1", "--minutes", "0", "--seconds", "0",
+    )  # fmt: skip
+    assert "calibrated without 149 of the samples, for lack of time: more --minutes use them" in result["notes"]
+
+
 def test_a_bound_that_cannot_be_kept_writes_nothing(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,9 +51,14 @@ class VirtualLab:
         self.running = 0
         self.on_open: Callable[[Changes], None] = lambda changes: None
         self.memory: Callable[[Changes], int] = lambda changes: 10**8
+        self.slowness: Callable[[float], float] = lambda now_s: 1.0
+        """How much longer everything takes because of other work on the machine, by the time."""
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds * self.slowness(self.now_s)
 
     def open(self, changes: Changes, version: int | None = None) -> "VirtualContender":
-        self.now_s += self.open_s
+        self.pass_time(self.open_s)
         self.on_open(changes)
         self.opened.append(dict(changes))
         factor = self.truth(changes)
@@ -80,7 +85,7 @@ class VirtualContender:
             self.left -= 1
             if self.left < 0:
                 raise ServeError(ErrorKind.INTERNAL, "its process ended")
-        lab.now_s += offer.seconds + 0.3
+        lab.pass_time(offer.seconds + 0.3)
         factor = math.exp(lab.random.normal(0, lab.spread))
         rate = min(offer.high, max(offer.low, self.rate * factor)) if offer.high > offer.low else offer.low
         late = 0.0 if offer.high > offer.low or offer.low < self.rate else 0.5

@@ -28,7 +28,7 @@ _Problem: TypeAlias = tuple[ErrorKind, str] | OSError | None
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the process did instead: it ended, or ``is_late``. ``reason`` begins with a verb."""
+    """Why there is no result: the process ended, or took too long (``is_late``). ``reason`` begins with a verb."""
 
     reason: str
     is_late: bool = False

@@ -34,7 +34,7 @@ class Answer:
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON; None if it is none, or the status is an error."""
+        """The body as JSON; None if it is not JSON, or the status is an error."""
         try:
             return orjson.loads(self.body) if self.status == 200 else None
         except orjson.JSONDecodeError:

@@ -58,9 +58,8 @@ class ToolParser(argparse.ArgumentParser):
         )
         output = self.add_argument_group("output")
         output.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
-        output.add_argument(
-            *page_flags, dest="page", type=Path, metavar="PAGE.html", help="Also write a page for browsers."
-        )
+        text = "Also write a page for browsers."
+        output.add_argument(*page_flags, dest="page", type=Path, metavar="PAGE.html", help=text)
 
 
 def add_fail_on(parser: argparse.ArgumentParser, default: str) -> None:

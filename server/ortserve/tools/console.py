@@ -38,7 +38,7 @@ def print_report(report: Report) -> None:
 
 
 Step: TypeAlias = Callable[[float, str], None]
-"""Called with what is done of the total, and what is being done now; an empty text keeps the words."""
+"""Called with the part of the total that is done, and a text about the current work; empty keeps the last one."""
 
 
 @contextmanager

@@ -79,13 +79,7 @@ def staged_model(arguments: argparse.Namespace, source: Subject) -> Iterator[Pat
         yield folder / name
 
 
-def deliver(
-    staged: Path,
-    source: Subject,
-    provenance: Provenance,
-    arguments: argparse.Namespace,
-    options_text: str | None = None,
-) -> Delivered:
+def deliver(staged: Path, source: Subject, provenance: Provenance, arguments: argparse.Namespace) -> Delivered:
     """Publish the model, move it to ``--output``, or both, with its provenance.
 
     Args:
@@ -93,7 +87,6 @@ def deliver(
         source: What it was made from.
         provenance: Of the model.
         arguments: With what ``add_destination`` added.
-        options_text: As in ``publish_version``.
 
     Raises:
         ServeError: As ``publish_version``.
@@ -104,7 +97,7 @@ def deliver(
         write_provenance(provenance, provenance_beside(staged))
     if arguments.publish is not None:
         target, changed = _target(arguments, source), arguments.allow_changed_interface
-        published = publish_version(staged, target, provenance, options_text, allow_changed_interface=changed)
+        published = publish_version(staged, target, provenance, allow_changed_interface=changed)
     if arguments.output is not None:
         install_files(staged.parent, arguments.output)
     output = None if arguments.output is None else str(arguments.output)

@@ -1,8 +1,11 @@
 """A result for people, as blocks that the terminal and the page both show. Pure."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal, TypeAlias
+
+from pydantic import TypeAdapter
 
 Cell: TypeAlias = str | int | float | None
 """Numbers are aligned to the right and written with three digits; None is shown as a dash."""
@@ -41,6 +44,21 @@ class Finding:
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Findings by their levels."""
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
+
+
+class Catalog:
+    """Kinds of findings: how much each matters, why, and what to do."""
+
+    def __init__(self, text: str) -> None:
+        """``text`` has entries ``kind (level): why`` with ``→ what to do`` on a line of its own; ``#`` is a comment."""
+        entries = re.findall(r"^(\w+) \((\w+)\): ([^→]+)→ ([^→]+?)(?=\n\w|\n\n|\n*\Z)", text, re.MULTILINE)
+        kinds = {kind: (level, *(" ".join(one.split()) for one in texts)) for kind, level, *texts in entries}
+        self.kinds: Final = TypeAdapter(Mapping[str, tuple[Level, str, str]]).validate_python(kinds)
+
+    def finding(self, kind: str, seen: str, *where: str, level: Level | None = None) -> Finding:
+        """A finding of this kind. ``level`` replaces that of the catalog."""
+        usual, matters, remedy = self.kinds[kind]
+        return Finding(kind, level or usual, seen, matters, remedy, where)
 
 
 @dataclass(frozen=True, slots=True)

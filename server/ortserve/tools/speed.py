@@ -17,7 +17,7 @@ import psutil
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import invalid_input
 from ortserve.tools.apart import ObjectApart
-from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.bench.statistics import Estimate, estimate_ratio
 from ortserve.tools.console import progress
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import Subject
@@ -36,8 +36,6 @@ _WARM_S: Final = 1.0
 _PROCESSES: Final = 5
 """Per model. Two processes with one model differ as long as they live, by up to 8 % if a run takes 17 µs, because their
 memory is laid out differently."""
-_STUDENT: Final = 2.776
-"""The 97.5th percentile of Student's distribution for the mean of five values."""
 _LIMIT_S: Final = 900.0
 
 
@@ -155,13 +153,12 @@ def _measure_turns(models: Sequence[Timed], feeds: Sequence[Feeds], seconds: flo
 
 def _speed(first: Sequence[_Trial], own: Sequence[_Trial]) -> Speed:
     blocks = [block for trial in own for block in trial.blocks]
-    ratios = np.log([trial.ratio(reference) for reference, trial in zip(first, own, strict=True)])
-    mean, reach = float(ratios.mean()), _STUDENT * float(ratios.std(ddof=1)) / math.sqrt(_PROCESSES)
+    logs = [math.log(trial.ratio(reference)) for reference, trial in zip(first, own, strict=True)]
     return Speed(
         median_ms=float(np.median([block.wall_s for block in blocks])) * 1e3,
         cpu_ms=float(np.median([block.cpu_s for block in blocks])) * 1e3,
         runs=sum(block.runs for block in blocks),
-        ratio=Estimate(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)),
+        ratio=estimate_ratio(logs),
         rss_nbytes=max(trial.rss_nbytes for trial in own),
         opening_s=min(trial.opening_s for trial in own),
     )

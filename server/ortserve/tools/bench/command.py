@@ -66,40 +66,28 @@ def build_parser() -> ToolParser:
     add("--threads", type=_count, metavar="N", help="Threads of a run, in this process.")
     add = parser.add_argument_group("load").add_argument
     arrivals = "Of an open loop: constant, poisson, bursts:N, or a file of times in seconds, one a line."
-    add(
-        "--concurrency",
-        type=several(_count),
-        metavar="N,…",
-        help="Closed loop: callers that wait for answers. Default: 1.",
-    )
-    add(
-        "--rate",
-        "--rates",
-        type=several(number(float, 1e-6, 9_999_999)),
-        metavar="R,…",
-        help="Open loop: requests per second.",
-    )
+    text = "Closed loop: callers that wait for answers. Default: 1."
+    add("--concurrency", type=several(_count), metavar="N,…", help=text)
+    text = "Open loop: requests per second."
+    add("--rate", "--rates", type=several(number(float, 1e-6, 9_999_999)), metavar="R,…", help=text)
     add("--arrivals", default="constant", metavar="KIND", help=f"{arrivals} Default: constant.")
     add("--find-capacity", action="store_true", help="Search for the highest rate that is sustained (within --slo).")
     add("--seconds", type=_seconds, default=10.0, metavar="S", help="Most for each load. Default: 10.")
-    add("--warmup", dest="warmup_s", type=_seconds, default=1.0, metavar="S", help="Load before it. Default: 1.")
-    add("--rounds", type=_count, default=1, metavar="N", help="Have the loads take turns so often, sharing --seconds.")
+    text = "Load before the measurement. Default: 1."
+    add("--warmup", dest="warmup_s", type=_seconds, default=1.0, metavar="S", help=text)
+    add("--rounds", type=_count, default=1, metavar="N", help="Turns of all loads, which share --seconds.")
     add("--processes", type=_count, default=1, metavar="N", help="Of the generator, for servers. Default: 1.")
     add("--connections", type=_count, default=512, metavar="N", help="Most of a generator process. Default: 512.")
     add("--timeout", dest="timeout_s", type=_seconds, default=10.0, metavar="S", help="For an answer. Default: 10.")
     add = parser.add_argument_group("verdict").add_argument
     precise = "Stop when half the 95 %% interval of the percentile is within this share of it: 0.05."
     slo = "Latency bound: counts answers within it; status 1 if the percentile misses it."
-    add(
-        "--percentile",
-        type=number(float, 0.01, 99.9999),
-        default=99.0,
-        metavar="P",
-        help="The percentile that matters. Default: 99.",
-    )
+    text = "The percentile that matters. Default: 99."
+    add("--percentile", type=number(float, 0.01, 99.9999), default=99.0, metavar="P", help=text)
     add("--precision", type=_share, metavar="SHARE", help=precise)
     add("--slo", dest="slo_ms", type=_seconds, metavar="MS", help=slo)
-    add("--allow-errors", type=_share, default=0.0, metavar="SHARE", help="Failed requests for status 0. Default: 0.")
+    text = "Share that may fail with status 0. Default: 0."
+    add("--allow-errors", type=_share, default=0.0, metavar="SHARE", help=text)
     add("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="Compare two results of --json.")
     add_access(parser)
     return parser

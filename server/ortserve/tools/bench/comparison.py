@@ -30,11 +30,11 @@ def compare_results(first: BenchResult, second: BenchResult, names: tuple[str, s
     left = list(second.points)
     changes: list[Change] = []
     problems: list[str] = []
-    lonely: list[Point] = []
+    unmatched: list[Point] = []
     for one in first.points:
         other = next((other for other in left if _key(other) == _key(one)), None)
         if other is None:
-            lonely.append(one)
+            unmatched.append(one)
             continue
         left.remove(other)
         before, after = _values(one), _values(other)
@@ -43,9 +43,9 @@ def compare_results(first: BenchResult, second: BenchResult, names: tuple[str, s
             changes.append(Change(*_key(one), name, before[name].value, after[name].value, **found._asdict()))
         slow = {"first": one.generator.too_slow_because, "second": other.generator.too_slow_because}
         problems += [f"{one.way} {one.load}: {which}: {why[0]}" for which, why in slow.items() if why]
-    if len(lonely) == len(first.points):
+    if len(unmatched) == len(first.points):
         problems.append("the results have no load in common")
-    only = ["{} {} batch {}".format(*_key(one)) for one in (*lonely, *left)]
+    only = ["{} {} batch {}".format(*_key(one)) for one in (*unmatched, *left)]
     return BenchComparison("ortserve.bench.comparison/1", *names, tuple(changes), tuple(only), tuple(problems))
 
 

@@ -50,7 +50,7 @@ class Work:
         warmup_s: Not measured.
         seconds: Measured afterwards.
         timeout_s: For an answer.
-        look_every: Each so many answers one is looked at.
+        look_every: One of so many answers is kept for comparison.
     """
 
     key: str

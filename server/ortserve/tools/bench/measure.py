@@ -79,15 +79,8 @@ class _Series:
     def point(self) -> Point:
         """What the rounds found together."""
         prepared, load, settings = self._prepared, self._load, self._settings
-        subject = Subject(
-            target=prepared.target,
-            way=prepared.way,
-            server=prepared.server,
-            load=load.label,
-            concurrency=load.concurrency,
-            rate=load.rate,
-            batch=prepared.batch,
-        )
+        names = (prepared.target, prepared.way, prepared.server, load.label)
+        subject = Subject(*names, load.concurrency, load.rate, prepared.batch)
         chunks = [chunk for seen in self.rounds for chunk in seen.chunks]
         return make_point(
             subject,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,8 +99,8 @@ class Prepared:
         batch: Rows of a request.
         plan: For the generators.
         origin: Of the inputs.
-        expected: Outputs of each of the inputs.
-        expected_from: Where they come from.
+        expected: Outputs of each of the inputs; empty if nothing can be compared.
+        expected_from: Where they come from, or why there are none.
         read: Reads an answer that was looked at, by its number. Raises ServeError.
         control: Calls to the server; None in this process.
     """
@@ -117,6 +118,8 @@ class Prepared:
 
     def check(self, bodies: Sequence[tuple[int, Any]]) -> OutputCheck | None:
         """Compare answers with what was expected; None if there are none."""
+        if not self.expected:
+            return OutputCheck(0, 0, self.expected_from, "")
         problems = []
         for number, body in bodies:
             try:
@@ -141,6 +144,22 @@ def difference(expected: Outputs, got: Outputs) -> str:
     return ""
 
 
+def repeated(
+    run: Callable[[Arrays], Outputs], arrays: Sequence[Arrays], source: str
+) -> tuple[Sequence[Outputs], Sequence[Outputs], str]:
+    """Run each of the inputs twice, to see whether other answers can be compared with these.
+
+    Returns:
+        The outputs; the same to compare with, none if a model answers equal inputs differently; and where these come
+        from, or why there are none.
+    """
+    outputs = [run(one) for one in arrays]
+    for first, one in zip(outputs, arrays, strict=True):
+        if problem := difference(first, run(one)):
+            return outputs, (), f"nothing, because {source} differ for equal inputs: {problem}"
+    return outputs, outputs, source
+
+
 def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prepared:
     """A model in the generator's process.
 
@@ -149,7 +168,7 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
     """
     model = open_model(find_model(target), provider=settings.provider, threads=settings.threads)
     inputs, arrays = _inputs(model.signature, target, batch, settings, lambda one: bare_run(model, one))
-    expected = [bare_run(model, one) for one in arrays]
+    _, expected, source = repeated(partial(bare_run, model), arrays, "bare runs")
     signature = model.signature
     if way == "batcher":
         interface = resolve_interface(model.subject.options, signature)
@@ -158,12 +177,12 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
         expected = [as_clients_see(interface, outputs) for outputs in expected]
     plan = ModelPlan(target, way, settings.provider, settings.threads, arrays, batch)
     read = lambda _, outputs: _named(signature, outputs)  # noqa: E731
-    return Prepared(target, way, "", batch, plan, inputs.origin, expected, "bare runs", read)
+    return Prepared(target, way, "", batch, plan, inputs.origin, expected, source, read)
 
 
 @contextmanager
 def prepare_server(address: Address, protocol: str, batch: int, settings: Settings) -> Iterator[Prepared]:
-    """A model on a server. Sends each of the requests once. Registers shared memory while the block runs.
+    """A model on a server. Sends each of the requests twice. Registers shared memory while the block runs.
 
     Raises:
         ServeError: The server cannot be reached, is of another kind, or rejects the requests.
@@ -186,13 +205,12 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
         return decode_grpc(body) if address.is_grpc else decode_rest(body, json_size)
 
     inputs, arrays = _inputs(signature, model, batch, settings, ask)
-    answers, source = [ask(one) for one in arrays], "lone answers of the server"
-    expected = answers
+    answers, expected, source = repeated(ask, arrays, "lone answers of the server")
     if settings.compare_outputs:
-        source = settings.compare_outputs
-        reference = open_model(find_model(source))
-        expected = [_common(bare_run(reference, one), came) for one, came in zip(arrays, answers, strict=True)]
-        for wanted, came in zip(expected, answers, strict=True):
+        reference = open_model(find_model(settings.compare_outputs))
+        _, right, source = repeated(partial(bare_run, reference), arrays, settings.compare_outputs)
+        expected = [_common(*pair) for pair in zip(right, answers, strict=True)] if right else ()
+        for wanted, came in zip(expected, answers, strict=False):
             if problem := difference(wanted, came):
                 raise ServeError(ErrorKind.INTERNAL, f"{address.url}: not the outputs of {source}: {problem}")
     tensors = [tensors_of(signature, one) for one in arrays]

@@ -10,6 +10,7 @@ from ortserve.tools.bench.result import BenchComparison, BenchResult, Point
 from ortserve.tools.pictures import chart
 from ortserve.tools.report import (
     Block,
+    Catalog,
     Cell,
     Facts,
     Finding,
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
 _MOST_HISTOGRAMS: Final = 12
 _MOST_SEEN: Final = 4
 """Cases of a finding in its text; all are in ``where``."""
+_CATALOG: Final = Catalog("""
+generator_too_slow (problem): The figures may be those of the generator or of a busy machine, so there is no verdict.
+    → Lower the rate, use --processes, free processors, or run the generator on another machine.
+generator_beside_server (warning): It takes processors from the server: throughput may be too low by this share, and
+    latencies too long.
+    → Measure latencies at a moderate --rate; run the generator on another machine for the throughput.
+missed (problem): The exit status is not 0.
+    → See the tables.
+overloaded (warning): More and more requests waited: the latencies grow with the time measured.
+    → Take percentiles at a lower rate; --find-capacity finds the highest that is sustained.
+outputs_not_compared (warning): Wrong answers are not detected.
+    → Give random operators a seed, or compare with a model without them: --compare-outputs MODEL.
+""")
 _FULL: Final = 0.9
 _MUCH: Final = 0.1
 
@@ -169,34 +183,19 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
     missed = [problem for problem in result.problems if NO_VERDICT not in problem]
     overloaded = [f"{names.text(one)}: requests came faster than answers" for one in points if one.is_overloaded]
     beside = [f"{names.text(one)}: {text}" for one in points if (text := _beside(one))]
-    findings = [
-        Finding(
-            "generator_too_slow",
-            "problem",
-            _some(slow),
-            "The figures may be those of the generator or of a busy machine, so there is no verdict.",
-            "Lower the rate, use --processes, free processors, or run the generator on another machine.",
-            tuple(slow),
-        ),
-        Finding(
-            "generator_beside_server",
-            "warning",
-            _some(beside),
-            "It takes processors from the server: throughput may be too low by this share, and latencies too long.",
-            "Measure latencies at a moderate --rate; run the generator on another machine for the throughput.",
-            tuple(beside),
-        ),
-        Finding("missed", "problem", _some(missed), "The exit status is not 0.", "See the tables.", tuple(missed)),
-        Finding(
-            "overloaded",
-            "warning",
-            _some(overloaded),
-            "More and more requests waited: the latencies grow with the time measured.",
-            "Take percentiles at a lower rate; --find-capacity finds the highest that is sustained.",
-            tuple(overloaded),
-        ),
+    random = [
+        f"{names.text(one)}: compared with {one.outputs.expected}"
+        for one in points
+        if one.outputs and not one.outputs.checked
     ]
-    return [one for one in findings if one.where]
+    cases = {
+        "generator_too_slow": slow,
+        "generator_beside_server": beside,
+        "missed": missed,
+        "overloaded": overloaded,
+        "outputs_not_compared": random,
+    }
+    return [_CATALOG.finding(kind, "; ".join(found[:_MOST_SEEN]), *found) for kind, found in cases.items() if found]
 
 
 def _beside(point: Point) -> str:
@@ -206,10 +205,6 @@ def _beside(point: Point) -> str:
         return ""
     seen = f"this machine was {usage.machine_busy:.0%} busy, and of its and the server's processor time"
     return f"{seen} the generator took {own / (own + usage.processors):.0%}"
-
-
-def _some(cases: Sequence[str]) -> str:
-    return "; ".join(cases[:_MOST_SEEN])
 
 
 def _curve(curves: Sequence[Sequence[Point]], percent: float) -> str:

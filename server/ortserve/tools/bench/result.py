@@ -98,7 +98,7 @@ class Generator:
         late_p99_us: Likewise.
         sent_share: Of the requests that were due; 1 in a closed loop.
         too_slow_because: Why the figures are the generator's rather than the target's; empty if they are not.
-        waited_us: Mean time for which an answer that had come waited until the generator had processed others.
+        waited_us: Mean time between the arrival of an answer and its processing by the generator.
     """
 
     processes: int
@@ -115,9 +115,9 @@ class OutputCheck:
     """Answers that were compared with the expected outputs.
 
     Attributes:
-        checked: How many were compared.
+        checked: How many were compared; 0 if nothing can be compared.
         different: Of them.
-        expected: Where the expected outputs come from.
+        expected: Where the expected outputs come from, or why there are none.
         example: The first difference; empty for none.
     """
 

@@ -6,14 +6,23 @@ time vary more than those of independent samples would.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Final, NamedTuple
 
 import numpy as np
 
-_T: Final = {10: 2.262, 20: 2.093}
-"""Number of blocks: the 97.5th percentile of Student's distribution for their mean."""
+_T: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""The 97.5th percentile of Student's distribution for 1 to 15 degrees of freedom."""
 _Z: Final = 1.96
+_BLOCKS: Final = (10, 20)
+"""In which neighbours in time are compared."""
+
+
+def student(degrees: int) -> float:
+    """The 97.5th percentile of Student's distribution; beyond the table an approximation that is 0.01 off at most."""
+    return _T[degrees - 1] if degrees <= len(_T) else _Z + 2.4 / degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +79,35 @@ def estimate_percentile(values: np.ndarray, share: float) -> Estimate:
 def _spread(is_above: np.ndarray, share: float) -> float:
     """Standard errors to each side, counted in those of independent samples."""
     widest = _Z
-    for blocks, quantile in _T.items():
+    for blocks in _BLOCKS:
         size = len(is_above) // blocks
         if size < 10:
             continue
         means = is_above[: size * blocks].reshape(blocks, size).mean(axis=1)
         ratio = float(means.var(ddof=1)) * size / (share * (1 - share))
         if ratio > 1:
-            widest = max(widest, quantile * math.sqrt(ratio))
+            widest = max(widest, student(blocks - 1) * math.sqrt(ratio))
     return widest
 
 
 def estimate_rate(times_s: np.ndarray, begin_s: float, end_s: float) -> Estimate:
     """Events per second between two times, with an interval from 20 parts of the time."""
-    blocks = 20
+    blocks = _BLOCKS[-1]
     counts, _ = np.histogram(times_s, blocks, (begin_s, end_s))
     rate = float(counts.sum()) / (end_s - begin_s)
     if counts.sum() < blocks:
         return Estimate(rate)
-    reach = _T[blocks] * float(counts.std(ddof=1)) * math.sqrt(blocks) / (end_s - begin_s)
+    reach = student(blocks - 1) * float(counts.std(ddof=1)) * math.sqrt(blocks) / (end_s - begin_s)
     return Estimate(rate, max(0.0, rate - reach), rate + reach)
+
+
+def estimate_ratio(logs: Sequence[float]) -> Estimate:
+    """The mean ratio and its 95 % interval, from logarithms of the ratio of each pair; at least one."""
+    mean = fmean(logs)
+    if len(logs) < 2:
+        return Estimate(math.exp(mean))
+    reach = student(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return Estimate(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
 
 
 class Comparison(NamedTuple):

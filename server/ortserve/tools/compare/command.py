@@ -3,12 +3,12 @@
 import argparse
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ortserve.core.agreement import parse_bound
 from ortserve.errors import invalid_input
+from ortserve.tools.arguments import number
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
 from ortserve.tools.compare.measure import BATCH, SECONDS, compare_models
 from ortserve.tools.compare.presentation import present
@@ -36,11 +36,12 @@ def build_parser() -> ToolParser:
     text += "accuracy with its name, such as cosine=0.01; may be repeated."
     add("--max-error", action="append", default=[], metavar="[MEASURE=]N", help=text)
     text = "Least ratio of the times of a run: 1.2 is 1.2 times as fast; up to 1, the most that may be lost."
-    add("--min-speedup", type=_factor, metavar="X", help=text)
-    add("--batch", type=_rows, default=BATCH, metavar=f"{BATCH}", help="Rows of a run, if both models are batched.")
+    add("--min-speedup", type=number(float, 1e-6, 1000), metavar="X", help=text)
+    text = "Rows of a run, if both models are batched."
+    add("--batch", type=number(int, 1, 65536), default=BATCH, metavar=f"{BATCH}", help=text)
     text = "Time for the measurement of speed; 0 measures none."
-    add("--seconds", type=_seconds, default=SECONDS, metavar=f"{SECONDS:g}", help=text)
-    add("--threads", type=_rows, metavar="N", help="Threads of a run, for both.")
+    add("--seconds", type=number(float, 0, 3600), default=SECONDS, metavar=f"{SECONDS:g}", help=text)
+    add("--threads", type=number(int, 1, 65536), metavar="N", help="Threads of a run, for both.")
     add("--provider", metavar="NAME", help="The only execution provider to use for both, such as cuda.")
     return parser
 
@@ -89,24 +90,3 @@ def missed_speedup(speed: Speed, least: float) -> list[str]:
     if not missed:
         return []
     return [f"expected a speed-up of at least {number_text(least)}, got: {speed_text(speed)}"]
-
-
-def _factor(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) <= 1000:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected a ratio above 0, got {text!r}")
-
-
-def _rows(text: str) -> int:
-    with suppress(ValueError):
-        if 1 <= int(text) <= 65536:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"expected a number from 1 to 65536, got {text!r}")
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) <= 3600:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected seconds from 0 to 3600, got {text!r}")

@@ -42,7 +42,6 @@ def compare_models(
     *,
     seconds: float = SECONDS,
     batch: int = BATCH,
-    samples: int = SYNTHETIC_SAMPLES,
 ) -> CompareResult:
     """Compare a model with another one.
 
@@ -53,7 +52,6 @@ def compare_models(
         labels: Of the samples, an ``.npy``; needs ``inputs``.
         seconds: For the measurement of speed; 0 measures none.
         batch: Rows of a run, if both models are batched.
-        samples: Number of synthetic samples.
 
     Raises:
         ServeError: invalid_input: a model cannot be opened or run, their interfaces differ, or the inputs do not fit.
@@ -61,7 +59,7 @@ def compare_models(
     if labels is not None and inputs is None:
         raise invalid_input("--labels: expected --inputs, too, whose samples they belong to")
     with progress("comparing outputs in another process"):
-        compared = call_apart(_LIMIT_S, _compare_outputs, reference, candidate, inputs, labels, batch, samples)
+        compared = call_apart(_LIMIT_S, _compare_outputs, reference, candidate, inputs, labels, batch)
     speeds: Sequence[Speed | None] = (None, None)
     if seconds:
         speeds = compare_speed([reference, candidate], compared.feeds, seconds=seconds)
@@ -90,7 +88,7 @@ class _Compared:
 
 
 def _compare_outputs(
-    reference: Timed, candidate: Timed, file: Path | None, labels_file: Path | None, batch: int, samples: int
+    reference: Timed, candidate: Timed, file: Path | None, labels_file: Path | None, batch: int
 ) -> _Compared:
     first, second = reference.open(), candidate.open()
     if differences := signature_differences(first.signature, second.signature, may_narrow=True):
@@ -98,7 +96,7 @@ def _compare_outputs(
     rows = common_rows(first, second, batch)
     inputs = choose_inputs(first, file)
     labels = None if labels_file is None else read_labels(labels_file, inputs)
-    agreement = measure_agreement(first, second, inputs, samples, labels, rows=rows)
+    agreement = measure_agreement(first, second, inputs, labels=labels, rows=rows)
     feeds: list[Feeds] = []
     names = [spec.name for spec in first.signature.inputs]
     for number in range(_MOST_FEEDS):

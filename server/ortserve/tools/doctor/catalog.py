@@ -1,12 +1,8 @@
 """Every kind of finding: how much it matters, why, and what to do. ``findings`` decides when they apply."""
 
-import re
-from collections.abc import Mapping
 from typing import Final
 
-from pydantic import TypeAdapter
-
-from ortserve.tools.report import Finding, Level
+from ortserve.tools.report import Catalog
 
 _TEXTS: Final = """
 # processors
@@ -58,9 +54,9 @@ runtime_variables (warning): they change ONNX Runtime behind the options that mo
 # ONNX Runtime and GPUs
 runtime_distributions (problem): ortserve serve refuses to start
     → run the commands above
-provider_unusable (problem): models that wish for it fail to load, or run elsewhere with allow_fallback
+provider_unusable (problem): models that request it fail to load, or run elsewhere with allow_fallback
     → pip install 'onnxruntime-gpu[cuda,cudnn]', for TensorRT also tensorrt-cu13; see whether nvidia-smi works
-provider_without_gpu (warning): models that wish for it fail to load, or run elsewhere with allow_fallback
+provider_without_gpu (warning): models that request it fail to load, or run elsewhere with allow_fallback
     → give the container the GPU (docker run --gpus all); on a machine without one install ortserve[cpu]
 missing_library (warning): operators that need it fail: without cuDNN convolutions, without cuFFT Fourier transforms
     → pip install 'onnxruntime-gpu[cuda,cudnn]'
@@ -140,13 +136,5 @@ rows_depend (warning): requests of that model now run alone
     → set batched: false, or correct the model
 """
 
-CATALOG: Final = TypeAdapter(Mapping[str, tuple[Level, str, str]]).validate_python(
-    {kind: texts for kind, *texts in re.findall(r"^(\w+) \((\w+)\): (.+)\n    → (.+)$", _TEXTS, re.MULTILINE)}
-)
-"""Level, why it matters, and what to do, by kind."""
-
-
-def finding(kind: str, seen: str, *where: str, level: Level | None = None) -> Finding:
-    """A finding of the catalog. ``level`` replaces that of the catalog."""
-    usual, matters, remedy = CATALOG[kind]
-    return Finding(kind, level or usual, seen, matters, remedy, where)
+CATALOG: Final = Catalog(_TEXTS)
+finding: Final = CATALOG.finding

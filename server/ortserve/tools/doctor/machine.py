@@ -79,7 +79,7 @@ class Files:
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Numbers in the kernel's form ``0-3,8``, ascending; parts that are none are left out."""
+    """Numbers in the kernel's form ``0-3,8``, ascending; other parts are ignored."""
     numbers: set[int] = set()
     for part in text.split(","):
         if found := re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part):

@@ -3,11 +3,10 @@
 import hashlib
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -51,12 +50,12 @@ def measure_steadiness(allowed: Sequence[int], free_bytes: int, seconds: float) 
         while time.perf_counter() < end:
             taken.append(_seconds(lambda: hashlib.sha256(data).digest()))  # releases the interpreter lock
 
-    threads = _start([partial(work, *each) for each in zip(chosen, times, strict=True)])
-    with progress("testing how steady the processors are", seconds) as step:
+    with ThreadPoolExecutor(len(chosen)) as pool, progress("testing how steady the processors are", seconds) as step:
+        for each in zip(chosen, times, strict=True):
+            pool.submit(work, *each)
         while (left := end - time.perf_counter()) > 0:
             step(seconds - left, "")
             time.sleep(min(0.1, left))
-    _join(threads)
     stolen = getattr(psutil.cpu_times_percent(), "steal", 0.0) / 100
     copies = [_copy_speed(count, len(chosen), free_bytes) for count in (1, len(chosen))]
     return summarize(times, stolen, throttled_periods(quotas) - throttled, *copies)
@@ -95,20 +94,10 @@ def _copy_speed(threads: int, most_threads: int, free_bytes: int) -> float | Non
         while len(taken) < _LEAST_COPIES or time.perf_counter() < end:
             taken.append(_seconds(lambda: np.copyto(target, source)))  # releases the interpreter lock
 
-    _join(_start([partial(copy, *pair, taken) for pair, taken in zip(arrays, times, strict=True)]))
+    with ThreadPoolExecutor(threads) as pool:
+        for pair, taken in zip(arrays, times, strict=True):
+            pool.submit(copy, *pair, taken)
     return sum(2 * nbytes / statistics.median(taken) for taken in times) / 1e9
-
-
-def _start(works: Sequence[Callable[[], object]]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=work, daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()
 
 
 def _seconds(work: Callable[[], object]) -> float:

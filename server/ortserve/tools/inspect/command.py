@@ -34,13 +34,8 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
     add("--inputs", type=Path, metavar="DATA", help="Samples (.npz or a folder) for the measurement of memory.")
-    add(
-        "--batch",
-        type=several(number(int, 1, 1 << 20)),
-        default=[1, 8, 32],
-        metavar="1,8,32",
-        help="Batch sizes whose memory is shown.",
-    )
+    text = "Batch sizes whose memory is shown."
+    add("--batch", type=several(number(int, 1, 1 << 20)), default=[1, 8, 32], metavar="1,8,32", help=text)
     text = "Prefer this execution provider to the configured ones, such as cuda; may be repeated."
     add("--provider", action="append", default=[], metavar="NAME", help=text)
     text = "Only read and open the model: no trial of rows, no measured memory."

@@ -90,7 +90,7 @@ def open_optimized(subject: Subject, provider: str, level: str | None = None) ->
         file = Path(folder) / "optimized.onnx"
         entries = dict(subject.options.session.entries)
         if not read_model(subject.path).external_files:  # the graph refers to these
-            # ONNX Runtime writes weights of more than 1 KiB into this file, which leads to nothing.
+            # ONNX Runtime writes weights of more than 1 KiB into this file, which discards them.
             (Path(folder) / "weights").symlink_to("/dev/null")
             entries[_WEIGHTS] = "weights"
         settings: dict[str, Any] = {"optimized_model_file": str(file), "entries": entries}

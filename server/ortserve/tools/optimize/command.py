@@ -115,7 +115,7 @@ def optimize(
         source: The model.
         folder: For the files of the steps.
         staged: As in ``deliver``.
-        progress: Told which step is done.
+        progress: Called before each step, with its number and name.
 
     Raises:
         ServeError: The model or an argument is wrong, or a step that was asked for cannot be done within its bound.
@@ -174,14 +174,15 @@ def optimize(
 def plan(given: argparse.Namespace, source: Look, opening: Timed) -> Iterator[Step]:
     """The steps in their order.
 
-    Fusions come before the clean-up, which removes the shape computations by which they recognize attentions.
+    Dimensions come first, because the samples of ``--inputs`` fit them and not those of the source. Fusions come before
+    the clean-up, which removes the shape computations by which they recognize attentions.
     """
     bound = given.max_error or (_HALF if source.has_half else _FP32)
-    if given.outputs:
-        yield Step("outputs", {"": partial(making.keep_outputs, names=given.outputs)}, bound, True, "outputs")
     if given.dim or given.name_dim:
         make = partial(making.set_dimensions, fixed=dict(given.dim), named=dict(given.name_dim))
         yield Step("dimensions", {"": make}, bound, True, "sizes")
+    if given.outputs:
+        yield Step("outputs", {"": partial(making.keep_outputs, names=given.outputs)}, bound, True, "outputs")
     if given.opset:
         yield Step("opset", {"": partial(making.set_opset, opset=given.opset)}, bound, True)
     if "fusions" not in given.skip and _FUSABLE & source.operators.keys():

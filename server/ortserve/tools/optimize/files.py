@@ -1,6 +1,6 @@
 """Model files of steps, whose large weights are read and written one tensor at a time."""
 
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MOST_INLINE_BYTES: Final = (1 << 31) - (1 << 24)
 """Protocol Buffers hold less than 2 GiB; the graph needs some of that."""
+_MAPS: Final = "types of outputs that are maps"
 LEAST_EXTERNAL_BYTES: Final = 1024
 """Smaller weights stay in the model file: ONNX Runtime reads shapes and axes before it reads external data."""
 
@@ -34,11 +35,45 @@ def needs_data_file(model: Path) -> bool:
     return data_file(model).exists() or nbytes_of(model) > MOST_INLINE_BYTES
 
 
+def load(source: Path) -> "onnx_ir.Model":
+    """Read a model, whose external data stay on the disk, for ``save``."""
+    import onnx_ir
+
+    model = from_proto(onnx.load(source, load_external_data=False))
+    onnx_ir.external_data.set_base_dir(model.graph, source.parent)
+    return model
+
+
+def from_proto(proto: onnx.ModelProto) -> "onnx_ir.Model":
+    """A model of ``onnx_ir``, which knows no maps: outputs that are maps keep their types for ``save``."""
+    import onnx_ir
+
+    maps = {value.name: value for value in proto.graph.output if "map_type" in str(value.type)}
+    types = {name: value.type.SerializeToString() for name, value in maps.items()}
+    for value in maps.values():
+        value.ClearField("type")
+    kept = [value for value in proto.graph.value_info if "map_type" not in str(value.type)]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(kept)
+    model: onnx_ir.Model = onnx_ir.from_proto(proto)
+    model.meta[_MAPS] = types
+    return model
+
+
+def _restore_maps(file: Path, types: Mapping[str, bytes]) -> None:
+    if types:
+        proto = onnx.load(file, load_external_data=False)
+        for value in proto.graph.output:
+            if value.name in types:
+                value.type.ParseFromString(types[value.name])
+        file.write_bytes(proto.SerializeToString())
+
+
 def save(model: "onnx_ir.Model", target: Path, source: Path | None = None) -> None:
     """Write a model, with its large weights in ``data_file`` if they must be there.
 
     Args:
-        model: Weights that it refers to are copied one at a time.
+        model: Of ``load`` or ``from_proto``. Weights that it refers to are copied one at a time.
         target: The new file.
         source: The model that it came from; None for large weights in ``data_file`` in any case.
     """
@@ -51,20 +86,14 @@ def save(model: "onnx_ir.Model", target: Path, source: Path | None = None) -> No
         drop_empty_data(target)
     else:
         onnx_ir.save(model, target)
+    _restore_maps(target, model.meta.get(_MAPS, {}))
 
 
 def pack(source: Path, target: Path) -> None:
     """Copy a model with its nodes in order and its large weights, wherever they were, in ``data_file``."""
-    import onnx_ir  # only the process of a step needs it
-
-    try:
-        model = onnx_ir.load(source)
-        model.graph.sort()
-        save(model, target)
-    except onnx_ir.serde.SerdeError:  # it knows no maps, which classifiers give out; they have no large weights
-        name = data_file(target).name
-        onnx.save(onnx.load(source), target, save_as_external_data=True, location=name)
-        drop_empty_data(target)
+    model = load(source)
+    model.graph.sort()
+    save(model, target)
 
 
 def drop_empty_data(model: Path) -> None:
@@ -74,23 +103,21 @@ def drop_empty_data(model: Path) -> None:
 
 
 def prepare(source: Path, target: Path) -> None:
-    """Give a model the form that steps expect: nodes in order, external data in ``data_file``. A link if it has it.
+    """Give a model the form that steps expect: nodes in order, external data in ``data_file``.
+
+    A model that has this form already becomes a symbolic link.
 
     Raises:
         ServeError: invalid_input: the file is no model, or its external data are missing.
     """
-    import onnx_ir
-
     try:
-        onnx.load(source, load_external_data=False)
         if read_model(source).external_files or source.stat().st_size > MOST_INLINE_BYTES:
             return pack(source, target)
-        with suppress(onnx_ir.serde.SerdeError):
-            model = onnx_ir.load(source)
-            order = list(model.graph.all_nodes())
-            model.graph.sort()
-            if order != list(model.graph.all_nodes()):
-                return save(model, target, source)
+        model = load(source)
+        order = list(model.graph.all_nodes())
+        model.graph.sort()
+        if order != list(model.graph.all_nodes()):
+            return save(model, target, source)
         target.symlink_to(source.absolute())
     except FileNotFoundError as error:
         raise invalid_input(f"{source}: its external data '{Path(error.filename).name}' are missing") from None

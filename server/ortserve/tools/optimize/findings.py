@@ -9,67 +9,53 @@ from ortserve.tools.compare.result import CompareResult
 from ortserve.tools.optimize.checking import Look
 from ortserve.tools.optimize.pipeline import Work
 from ortserve.tools.provenance import speed_text
-from ortserve.tools.report import Finding
+from ortserve.tools.report import Catalog, Finding
 
 _RUNTIME: Final = frozenset({"com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
+
+
+_CATALOG: Final = Catalog(
+    f"""
+optimized_source (warning): Other tools do not know these operators, so most steps find nothing to do.
+    → optimize the model that the exporter wrote
+not_portable (warning): Layouts of weights follow the instruction set; elsewhere the model fails or is slow.
+    → session.graph_optimization: none in model.yaml loads it without repeating the work
+runtime_operators (advice): Other runtimes do not have these operators. Opset converters and quantizers do not know them
+    either.
+    → keep the source for other uses; quantize it rather than this model
+lost_fusions (warning): Known sizes let ONNX Runtime rewrite multiplications before other fusions can use them.
+    → leave the dimensions free, or compare both: the source and this model
+half_on_cpu (warning): ONNX Runtime converts to fp32 and back around most operators there.
+    → use it on GPUs, or only to save space
+slower (warning): It was asked for.
+    → use the source
+synthetic_inputs (advice): {SYNTHETIC_NOTE[:1].upper()}{SYNTHETIC_NOTE[1:]}.
+    → --inputs DATA.npz with an array of samples for each input
+"""
+)
 
 
 def find(
     before: Look, work: Work, compared: CompareResult, level: str | None, precision: str | None
 ) -> Iterator[Finding]:
     """All findings. ``level`` and ``precision`` are what was asked for."""
-    if old := _RUNTIME & {*before.domains}:
-        yield Finding(
-            "optimized_source",
-            "warning",
-            f"the source has operators of {', '.join(sorted(old))}: it was optimized or quantized before",
-            "Other tools do not know these operators, so most steps find nothing to do.",
-            "optimize the model that the exporter wrote",
-        )
+    found = _CATALOG.finding
+    if old := ", ".join(sorted(_RUNTIME & {*before.domains})):
+        yield found("optimized_source", f"the source has operators of {old}: it was optimized or quantized before")
     new = sorted(_RUNTIME & {*work.look.domains} - {*before.domains})
     if level is not None and ("com.microsoft.nchwc" in new or level in ("layout", "all")):
-        yield Finding(
-            "not_portable",
-            "warning",
-            f"saved at level {level}: only for this version of ONNX Runtime and processors with these instruction sets",
-            "Layouts of weights follow the instruction set; elsewhere the model fails or is slow.",
-            "session.graph_optimization: none in model.yaml loads it without repeating the work",
-        )
+        only = "only for this version of ONNX Runtime and processors with these instruction sets"
+        yield found("not_portable", f"saved at level {level}: {only}")
     elif new:
-        yield Finding(
-            "runtime_operators",
-            "advice",
-            f"only for ONNX Runtime: operators of {', '.join(new)}",
-            "Other runtimes do not have these operators. Opset converters and quantizers do not know them either.",
-            "keep the source for other uses; quantize it rather than this model",
-        )
+        yield found("runtime_operators", f"only for ONNX Runtime: operators of {', '.join(new)}")
     sizes = next((step for step in work.steps if step.name == "dimensions"), None)
     if sizes and sizes.nodes_run and before.shape.nodes_run and sizes.nodes_run > before.shape.nodes_run:
-        yield Finding(
-            "lost_fusions",
-            "warning",
-            f"with these dimensions {sizes.nodes_run:,} nodes run instead of {before.shape.nodes_run:,}",
-            "Known sizes let ONNX Runtime rewrite multiplications before other fusions can use them.",
-            "leave the dimensions free, or compare both: the source and this model",
-        )
+        seen = f"with these dimensions {sizes.nodes_run:,} nodes run instead of {before.shape.nodes_run:,}"
+        yield found("lost_fusions", seen)
     speed = compared.speed
     if speed is not None and precision and before.provider == CPU and not speed.is_faster:
-        yield Finding(
-            "half_on_cpu",
-            "warning",
-            f"{precision} gains no time on a CPU: {speed_text(speed)}",
-            "ONNX Runtime converts to fp32 and back around most operators there.",
-            "use it on GPUs, or only to save space",
-        )
+        yield found("half_on_cpu", f"{precision} gains no time on a CPU: {speed_text(speed)}")
     elif speed is not None and speed.is_slower:
-        yield Finding(
-            "slower", "warning", f"slower than the source: {speed_text(speed)}", "It was asked for.", "use the source"
-        )
+        yield found("slower", f"slower than the source: {speed_text(speed)}")
     if work.inputs is None:
-        yield Finding(
-            "synthetic_inputs",
-            "advice",
-            f"{compared.agreement.samples} synthetic samples were compared",
-            f"{SYNTHETIC_NOTE[:1].upper()}{SYNTHETIC_NOTE[1:]}.",
-            "--inputs DATA.npz with an array of samples for each input",
-        )
+        yield found("synthetic_inputs", f"{compared.agreement.samples} synthetic samples were compared")

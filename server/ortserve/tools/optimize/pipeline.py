@@ -113,7 +113,7 @@ def run_steps(work: Work, steps: Sequence[Step], folder: Path, progress: Progres
         work: The source, whose file has external data only in ``files.data_file``.
         steps: In their order.
         folder: For all files of this function.
-        progress: Told which step is done.
+        progress: Called before each step, with its number and name.
 
     Raises:
         ServeError: A step that was asked for fails, or its error is too large.
@@ -196,7 +196,7 @@ def _failed(step: Step, error: Exception, target: Path) -> Verdict:
 
 
 def judge(step: Step, before: Look, checked: Checked) -> Verdict:
-    """Decide over a step: its error first, then whether anything became better and nothing worse. Pure."""
+    """Decide whether a step is kept: by its error first, then by what became better or worse. Pure."""
     if excess := step.bound.excess(checked.agreement):
         return Verdict(False, excess)
     if step.is_requested:

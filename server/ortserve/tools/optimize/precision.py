@@ -14,7 +14,7 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.tools.compare.measure import measure_agreement
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.opening import OpenModel
-from ortserve.tools.optimize.files import save
+from ortserve.tools.optimize.files import from_proto, save
 from ortserve.tools.speed import Timed
 
 if TYPE_CHECKING:
@@ -156,14 +156,12 @@ def _observe(
     model: ModelProto, path: Path, source: Path, opening: Timed, first: OpenModel, arrays: Sequence[np.ndarray]
 ) -> tuple[set[str], dict[str, float]]:
     """The fp32 values of a model, as ONNX Runtime types them, and their largest absolute numbers for some inputs."""
-    import onnx_ir
-
     observed = ModelProto()
     observed.CopyFrom(model)
     outputs = {output.name for output in model.graph.output}
     values = dict.fromkeys(name for node in model.graph.node for name in node.output if name and name not in outputs)
     observed.graph.output.extend(ValueInfoProto(name=name) for name in values)
-    save(onnx_ir.from_proto(observed), path, source)
+    save(from_proto(observed), path, source)
     settings = {"graph_optimization": "none"}
     session = replace(opening, subject=replace(opening.subject, path=path), settings=settings).open().session
     feeds = dict(zip((spec.name for spec in first.signature.inputs), first.for_model(arrays), strict=True))
@@ -178,7 +176,6 @@ def _observe(
 
 def _converted(model: ModelProto, kept: Sequence[str], types: Collection[str], name: str) -> "onnx_ir.Model":
     """A copy with all nodes but some computing with 16 bits; inputs and outputs of the model stay as they are."""
-    import onnx_ir
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     copy = ModelProto()
@@ -196,7 +193,7 @@ def _converted(model: ModelProto, kept: Sequence[str], types: Collection[str], n
     copy.graph.node.extend(nodes[::-1])
     if name == "bf16":
         _to_bfloat16(copy, model)
-    converted: onnx_ir.Model = onnx_ir.from_proto(copy)
+    converted = from_proto(copy)
     converted.graph.sort()
     return converted
 

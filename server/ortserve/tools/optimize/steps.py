@@ -12,7 +12,15 @@ from onnx import GraphProto, ValueInfoProto
 
 from ortserve.errors import invalid_input
 from ortserve.tools.opening import open_model
-from ortserve.tools.optimize.files import LEAST_EXTERNAL_BYTES, data_file, drop_empty_data, needs_data_file, save
+from ortserve.tools.optimize.files import (
+    LEAST_EXTERNAL_BYTES,
+    data_file,
+    drop_empty_data,
+    from_proto,
+    load,
+    needs_data_file,
+    save,
+)
 from ortserve.tools.speed import Timed
 
 MODEL_TYPES: Final = (
@@ -32,10 +40,9 @@ def keep_outputs(source: Path, target: Path, names: Sequence[str]) -> Notes:
     Raises:
         ServeError: invalid_input: there is no such output.
     """
-    import onnx_ir
     from onnx_ir.passes import common
 
-    model = onnx_ir.load(source)
+    model = load(source)
     graph = model.graph
     known = [output.name or "" for output in graph.outputs]
     if unknown := [name for name in names if name not in known]:
@@ -115,10 +122,9 @@ def set_opset(source: Path, target: Path, opset: int) -> Notes:
     Raises:
         ServeError: invalid_input: a converter is missing.
     """
-    import onnx_ir
     from onnxscript.version_converter import convert_version
 
-    model = onnx_ir.load(source)
+    model = load(source)
     with suppress(ValueError):  # it does not know the opset
         convert_version(model, opset)
         if model.opset_imports.get("") == opset and all(
@@ -130,7 +136,7 @@ def set_opset(source: Path, target: Path, opset: int) -> Notes:
         converted = onnx.version_converter.convert_version(onnx.load(source), opset)
     except (RuntimeError, ValueError) as error:
         raise invalid_input(f"--opset {opset}: {str(error).splitlines()[0]}") from None
-    save(onnx_ir.from_proto(converted), target, source)
+    save(from_proto(converted), target, source)
     return ("converted by onnx",)
 
 
@@ -148,19 +154,17 @@ def fuse_by_transformers(source: Path, target: Path, kind: str, heads: int, hidd
 
 def fuse_by_onnxscript(source: Path, target: Path) -> Notes:
     """Fuse by ``onnxscript``, which knows what PyTorch's newer exporter writes."""
-    import onnx_ir
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-    save(optimize_for_ort(onnx_ir.load(source))[0], target, source)
+    save(optimize_for_ort(load(source))[0], target, source)
     return ()
 
 
 def fold(source: Path, target: Path) -> Notes:
     """Fold constants and remove dead and duplicate nodes by ``onnxscript``'s optimizer, which knows no fusions."""
-    import onnx_ir
     from onnxscript import optimizer
 
-    model = onnx_ir.load(source)
+    model = load(source)
     optimizer.optimize(model)
     save(model, target, source)
     return ()
@@ -168,20 +172,18 @@ def fold(source: Path, target: Path) -> Notes:
 
 def slim(source: Path, target: Path) -> Notes:
     """The same by ``onnxslim``, which also merges shape computations and normalizations into convolutions."""
-    import onnx_ir
     import onnxslim
 
     model = onnxslim.slim(onnx.load(source), skip_fusion_patterns=_LEFT_TO_RUNTIME)
-    save(onnx_ir.from_proto(model), target, source)
+    save(from_proto(model), target, source)
     return ()
 
 
 def share_weights(source: Path, target: Path) -> Notes:
     """Keep equal weights once. They are compared by digests."""
-    import onnx_ir
     from onnx_ir.passes.common import DeduplicateHashedInitializersPass
 
-    model = onnx_ir.load(source)
+    model = load(source)
     before = len(model.graph.initializers)
     DeduplicateHashedInitializersPass()(model)
     save(model, target, source)

@@ -51,11 +51,12 @@ def _parser() -> ToolParser:
     parser.add_argument("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
     count, seconds = number(int, 1), number(float, 1e-3)
+    help_text = "Samples, .npz or a folder (synthetic inputs); with a URL, to send instead of waiting for requests."
+    parser.add_argument("--inputs", type=Path, metavar="DATA", help=help_text)
+    parser.add_argument("--rows", type=count, default=1, metavar="N", help="Rows of a run, or of a request sent (1).")
     runs = parser.add_argument_group("runs in this process")
     runs.add_argument("--runs", type=count, default=50, metavar="N", help="Runs with and without profiling (50).")
     runs.add_argument("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
-    runs.add_argument("--rows", type=count, default=1, metavar="N", help="Rows of a run (1).")
-    runs.add_argument("--inputs", type=Path, metavar="DATA", help="Samples, .npz or a folder (synthetic inputs).")
     runs.add_argument("--provider", metavar="NAME", help="Execution provider: cpu, cuda, tensorrt, openvino.")
     runs.add_argument("--threads", type=count, metavar="N", help="Threads of a run.")
     help_text = "Session setting of model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
@@ -94,8 +95,8 @@ def _run_on_server(given: argparse.Namespace) -> Outcome:
     address = address_of(given.target, given, needs_http=True)
     expect_writable("--trace", given.trace)
     with progress(f"waiting for requests of {given.model}, and profiling them"):
-        limits = {"requests": given.requests, "timeout_s": given.timeout}
-        runs, batches = profile_server(address, given.model, **limits, keep=given.trace)
+        asked = {"requests": given.requests, "timeout_s": given.timeout, "inputs": given.inputs, "rows": given.rows}
+        runs, batches = profile_server(address, given.model, **asked, keep=given.trace)
     result = ProfileResult(profile=profile_of(runs), server=batches)
     return Outcome(result, report(result, [runs]))
 

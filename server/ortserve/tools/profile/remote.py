@@ -1,28 +1,41 @@
 """Profiles of a running server's batches, which it keeps as they run and then runs again itself."""
 
-from contextlib import closing
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
+from threading import Event, Timer
 from typing import Any, Final
 
 import orjson
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.address import Address
+from ortserve.tools.bench.encoding import encode_rest, tensors_of
 from ortserve.tools.client import Client, another_kind, path_of
+from ortserve.tools.control import Control
+from ortserve.tools.inputs import read_inputs
 from ortserve.tools.profile.result import Batches
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.trace import read_trace
 
 _TRACE_KEY: Final = b',"trace":'
+_SAY_AFTER_S: Final = 1.0
+_MOST_REQUESTS: Final = 16
+"""Different ones that this process sends."""
 _LONGEST_RUNS_S: Final = 180.0
 """After the batches were kept, the server runs them for at most 60 s, and opens a session or two."""
 
 
 def profile_server(
-    address: Address, model: str, *, requests: int, timeout_s: float, keep: Path | None
+    address: Address, model: str, *, requests: int, timeout_s: float, keep: Path | None, inputs: Path | None, rows: int
 ) -> tuple[Runs, Batches]:
     """Let a server profile the batches of a model's next requests.
+
+    Without ``inputs``, a line on standard error says that the server waits for requests, unless it is a terminal.
 
     Args:
         address: Of its HTTP port.
@@ -30,13 +43,18 @@ def profile_server(
         requests: How many.
         timeout_s: Time to wait for them.
         keep: Where to keep the trace; None for nowhere.
+        inputs: Samples to send meanwhile; None to wait for the requests of others.
+        rows: Of each request with them.
 
     Raises:
         ServeError: The server cannot be reached, is none that profiles, or rejects the call.
     """
     name, _, version = model.partition("/")
     asked = orjson.dumps({"requests": requests, "timeout_s": timeout_s})
-    with closing(Client(address, timeout_s + _LONGEST_RUNS_S)) as client:
+    sending = _say_waiting(f"{requests} requests to {model}, for at most {timeout_s:g} s")
+    if inputs is not None:
+        sending = _send(Control(address, name, version), inputs, rows)
+    with sending, closing(Client(address, timeout_s + _LONGEST_RUNS_S)) as client:
         body = client.call(f"{path_of(name, version)}/profile", asked, {"content-type": "application/json"}).body
     try:
         head, _, rest = body.partition(_TRACE_KEY)
@@ -71,3 +89,43 @@ def profile_server(
     if keep is not None:
         keep.write_bytes(recorded)
     return runs, summary
+
+
+@contextmanager
+def _say_waiting(what: str) -> Iterator[None]:
+    """Say what the block waits for, if it takes more than a moment. On terminals the progress bar does."""
+    timer = Timer(_SAY_AFTER_S, sys.stderr.write, [f"ortserve profile: waiting for {what} (--inputs sends some)\n"])
+    if not sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _send(control: Control, file: Path, rows: int) -> Iterator[None]:
+    """Send the samples of a file in turn, one request at a time, while the block runs.
+
+    Raises:
+        ServeError: The samples do not fit the model, or the server rejects them.
+    """
+    signature = control.describe()[1]
+    inputs = read_inputs(file, signature)
+    arrays = (inputs.take(rows, number) for number in range(min(_MOST_REQUESTS, inputs.samples)))
+    requests = [encode_rest(tensors_of(signature, one), is_binary=True) for one in arrays]
+    is_over = Event()
+
+    def send() -> None:
+        for request in cycle(requests):
+            if is_over.is_set():
+                return
+            control.infer(request.headers, request.body)
+
+    with ThreadPoolExecutor(1) as pool:
+        sender = pool.submit(send)
+        try:
+            yield
+        finally:
+            is_over.set()
+            sender.result()  # its error explains why too few requests came

@@ -1,7 +1,7 @@
 """ONNX Runtime's trace of a session, as runs of operators with their self times. Pure.
 
 The trace is a JSON array with one event per line, in the order in which the events end. The nodes of a graph inside an
-If, Loop or Scan come before that node and after nothing that names it: they are nested by time, thread by thread.
+If, Loop or Scan come before that node and do not name it: times say which events contain others, thread by thread.
 """
 
 from collections import defaultdict

@@ -43,6 +43,8 @@ _MEMORY_FACTOR: Final = 3
 """The library's peak, measured: 3.1 times the weights; a third of that for weights only."""
 _DISK_FACTOR: Final = 3
 """The prepared model, a copy that the library makes, and quantized ones."""
+_CALIBRATION_SHARE: Final = 0.5
+"""Of the time limit: the search has the rest."""
 _DEFAULT_BOUND: Final = ErrorBound("cosine", 0.02)
 _DEFAULT_BOUND_OF_LABELS: Final = ErrorBound("accuracy", 0.005)
 
@@ -75,9 +77,8 @@ def _parser() -> ToolParser:
     add("--weights", choices=("int8", "uint8"), help="Type of weights.")
     text = "Weights of 7 bits, which processors without VNNI need (auto)."
     add("--reduce-range", choices=("auto", "on", "off"), default="auto", help=text)
-    add(
-        "--ops", dest="operators", type=_names, default=(), metavar="MatMul,Conv", help="Quantize only these operators."
-    )
+    text = "Quantize only these operators."
+    add("--ops", dest="operators", type=_names, default=(), metavar="MatMul,Conv", help=text)
     add("--exclude", type=_names, action="extend", default=[], metavar="NODE,…", help="Leave these in floating point.")
     add = parser.add_argument_group("comparison with MODEL").add_argument
     text = (
@@ -93,14 +94,10 @@ def _parser() -> ToolParser:
     add("--samples", type=number(int, 1), default=256, metavar="N", help=text)
     add("--rank", action="store_true", help="Rank the nodes by their cost also if all can be quantized.")
     add("--trials", type=number(int, 1), default=60, metavar="N", help="Most models for the ranking (60).")
-    add("--minutes", type=number(float, 0), default=10.0, metavar="N", help="Time limit of the search (10).")
-    add(
-        "--seconds",
-        type=number(float, 0),
-        default=4.0,
-        metavar="N",
-        help="For the measurement of speed; 0 for none (4).",
-    )
+    text = "Time limit of calibration and search (10)."
+    add("--minutes", type=number(float, 0), default=10.0, metavar="N", help=text)
+    text = "For the measurement of speed; 0 for none (4)."
+    add("--seconds", type=number(float, 0), default=4.0, metavar="N", help=text)
     return parser
 
 
@@ -162,6 +159,7 @@ def _quantize(
     _check_room(source_nbytes, target.parent)
     files = Files(given.calibration, given.inputs, given.labels, given.samples)
     tried: list[Tried] = []
+    deadline, left = time.monotonic() + given.minutes * 60, 0
     with (
         staging_folder(target.parent) as folder,
         progress("reading the samples") as step,
@@ -172,7 +170,7 @@ def _quantize(
         nodes, path = ready.candidates.nodes, folder / "trial" / target.name
         if settings.mode == "static":
             step(0, f"calibrating with {ready.calibration}")
-            workbench.call(Workbench.calibrate)
+            left = workbench.call(Workbench.calibrate, _CALIBRATION_SHARE * (deadline - time.monotonic()))
 
         def attempt(names: tuple[str, ...]) -> Tried:
             """Make and compare a model, in the place of the last one."""
@@ -181,7 +179,6 @@ def _quantize(
             tried.append(workbench.call(Workbench.attempt, names, path))
             return tried[-1]
 
-        deadline = time.monotonic() + given.minutes * 60
         found = find_nodes(
             nodes,
             bounds,
@@ -205,6 +202,8 @@ def _quantize(
     nbytes = model_nbytes(target, read_model(target))
     notes = [*ready.notes, *left_out(model, settings)]
     notes += consequences(settings, nbytes / source_nbytes, speeds[1], lost)
+    if left:
+        notes.append(f"calibrated without {left} of the samples, for lack of time: more --minutes use them")
     if problem := next((one.problem for one in tried if one.problem), ""):
         notes.append(f"with some nodes quantized the model cannot run: {problem}")
     if not found.is_complete:

@@ -1,6 +1,8 @@
 """Makes quantized models and compares them with their source, in a process of its own (``apart.ObjectApart``)."""
 
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -76,17 +78,32 @@ class Workbench:
             (*evaluation.notes, *self._prepared.notes),
         )
 
-    def calibrate(self) -> None:
-        """Find the ranges of activations.
+    def calibrate(self, limit_s: float) -> int:
+        """Find the ranges of activations, from as many samples as the time allows, and one at least.
+
+        Returns:
+            The number of samples that there was no time for.
 
         Raises:
             ServeError: invalid_input: the model cannot be calibrated with the samples.
         """
         assert self._calibration is not None
+        left = self._calibration.samples
+        deadline = time.monotonic() + limit_s
+
+        def in_time() -> Iterator[Feeds]:
+            nonlocal left
+            for feeds in self._calibration.feeds(self._source) if self._calibration else ():
+                yield feeds
+                left -= 1
+                if time.monotonic() > deadline:
+                    return
+
         try:
-            calibrate(self._prepared, self._settings, self._calibration.feeds(self._source))
+            calibrate(self._prepared, self._settings, in_time())
         except ORT_ERRORS as error:
             raise invalid_input(f"calibration failed: {without_paths(str(error))}") from None
+        return left
 
     def attempt(self, names: tuple[str, ...], target: Path) -> Tried:
         """Quantize these nodes, and compare the model with the source. A model that cannot run is a result, too.

@@ -16,7 +16,10 @@ KEEPING_PAIRS: Final = 4
 
 
 class Budget:
-    """Learns how long it takes to open a configuration and to measure a pair of rounds."""
+    """Learns how long it takes to open a configuration and to measure a pair of rounds.
+
+    The estimates rise at once and fall slowly, because other work on the machine usually lasts.
+    """
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
         """``clock`` counts seconds; the budget begins now."""
@@ -39,18 +42,22 @@ class Budget:
         later_s = self.cost_s(1 + self.later, self.later * KEEPING_PAIRS) if self.later else 0.0
         return self._limit_s - self.spent_s - min(later_s, _MOST_LATER * self._limit_s)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left for another pair."""
+        return self.left_s < self._pair_s
+
     def is_mostly_spent(self, share: float) -> bool:
         """Whether this share of the time is over."""
         return self.spent_s > share * self._limit_s
 
     def opened(self, seconds: float) -> None:
         """A configuration was opened."""
-        self._open_s += _SMOOTHING * (seconds - self._open_s)
+        self._open_s = max(seconds, self._open_s + _SMOOTHING * (seconds - self._open_s))
 
-    def measured(self, seconds: float, pairs: int) -> None:
-        """Pairs of rounds were measured."""
-        if pairs:
-            self._pair_s += _SMOOTHING * (seconds / pairs - self._pair_s)
+    def measured(self, seconds: float) -> None:
+        """A pair of rounds was measured."""
+        self._pair_s = max(seconds, self._pair_s + _SMOOTHING * (seconds - self._pair_s))
 
     def cost_s(self, processes: int, pairs: int) -> float:
         """What so many new processes and pairs take, with some reserve."""

@@ -87,13 +87,16 @@ def build_parser() -> ToolParser:
     add("--max-error", metavar="BOUND", help=bound)
     add = parser.add_argument_group("search").add_argument
     add("--max-minutes", type=number(float, 0.001), default=10.0, metavar="M", help="With confirmation. Default: 10.")
-    add("--max-trials", type=number(int, 1), default=10_000, metavar="N", help="With those of a search that goes on.")
+    text = "Most trials, with those of a continued search."
+    add("--max-trials", type=number(int, 1), default=10_000, metavar="N", help=text)
     add("--variants", action="store_true", help="Also measure the other versions that tools made of this model.")
     add("--dry-run", action="store_true", help="Write nothing.")
-    add("--journal", type=Path, metavar="FILE", help=f"Of all trials; kept. Default: {JOURNAL}, kept until the end.")
+    text = f"Record of all trials; stays. Default: {JOURNAL}, removed at the end."
+    add("--journal", type=Path, metavar="FILE", help=text)
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="Fail unless a search can be gone on with.")
-    again.add_argument("--fresh", action="store_true", help="Begin anew even if a search could be gone on with.")
+    again.add_argument("--resume", action="store_true", help="Continue an interrupted search; fail if there is none.")
+    text = "Start a new search even if an interrupted one could continue."
+    again.add_argument("--fresh", action="store_true", help=text)
     return parser
 
 
@@ -204,7 +207,7 @@ def _journal(
 
 
 def search_key(given: argparse.Namespace, subject: Subject, requests: Requests) -> dict[str, Any]:
-    """What decides the figures of a search: only a journal with the same is gone on with."""
+    """What decides the figures of a search: a journal with other values belongs to another search."""
     inputs = given.inputs.stat() if given.inputs else None
     return {
         "model": describe_model(subject.path, subject.name, subject.version).digest,

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.errors import ServeError
-from ortserve.tools.bench.statistics import Estimate
-from ortserve.tools.tune.budget import CONFIRMING_PAIRS
+from ortserve.tools.bench.statistics import Estimate, estimate_ratio
+from ortserve.tools.tune.budget import CONFIRMING_PAIRS, LEAST_PAIRS
 from ortserve.tools.tune.loads import Reading, steady
-from ortserve.tools.tune.ratios import LEAST_GAIN, estimate_ratio, is_confirmed, is_decided
+from ortserve.tools.tune.ratios import LEAST_GAIN, is_confirmed, is_decided
 from ortserve.tools.tune.result import Confirmation, KeyGain
 from ortserve.tools.tune.search import Bench, describe
 from ortserve.tools.tune.sides import Side
@@ -64,7 +64,7 @@ def confirm(bench: Bench, point: Point, guess: float) -> tuple[Confirmation, str
     """Compare a configuration with the current one in new processes, for a number of pairs that is set beforehand.
 
     Returns:
-        The comparison, and how the configuration misses the bound; empty if it does not.
+        The comparison, and why it confirms nothing, apart from its ratio: the bound is missed, or the time was over.
     """
     changes = changes_of(bench.space, point)
     bench.show(f"confirming {describe(changes)}")
@@ -73,6 +73,8 @@ def confirm(bench: Bench, point: Point, guess: float) -> tuple[Confirmation, str
     rates: list[float | None] = [None, None]
     current, best = list[Reading](), list[Reading]()
     for number in range(processes):
+        if logs and budget.is_over:
+            break
         with ExitStack() as stack:
             before = Side(stack.enter_context(closing(bench.open({}))), guess)
             after = before.beside(stack.enter_context(closing(bench.open(changes))))
@@ -83,7 +85,9 @@ def confirm(bench: Bench, point: Point, guess: float) -> tuple[Confirmation, str
         current, best = before.readings + current, after.readings + best
     before.readings, after.readings = current, best
     confirmation = Confirmation(estimate_ratio(logs), len(logs), before.figures(goal), after.figures(goal), *rates)
-    return confirmation, goal.misses(best, current)
+    too_few = len(logs) < min(pairs, LEAST_PAIRS)
+    why = "there was no time to confirm it, allow more by --max-minutes" if too_few else goal.misses(best, current)
+    return confirmation, why
 
 
 def sustain(bench: Bench, side: Side) -> float | None:
@@ -107,6 +111,8 @@ def leave_out(bench: Bench, winner: Point, guess: float) -> tuple[Point, tuple[K
     kept, gains, budget = dict(winner), list[KeyGain](), bench.budget
     names = [parameter.name for parameter in bench.space if parameter.name in winner]
     names.reverse()  # those that usually matter least first
+    if budget.left_s < budget.cost_s(5, CONFIRMING_PAIRS + _LEAST_PAIRS):
+        return winner, tuple(KeyGain(name, changes_of(bench.space, {name: winner[name]}), None, True) for name in names)
     with ExitStack() as opened:
         full = Side(opened.enter_context(closing(bench.open(changes_of(bench.space, kept)))), guess)
         for number, name in enumerate(names):

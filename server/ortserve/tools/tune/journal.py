@@ -1,4 +1,4 @@
-"""The journal of a search: all trials in a file, so that a search that was ended goes on where it was."""
+"""The journal of a search: all trials in a file, so that an interrupted search can continue."""
 
 import fcntl
 import json
@@ -31,7 +31,7 @@ class Journal:
     """The trials of one search. Not for several processes at a time."""
 
     def __init__(self, study: optuna.Study, space: Sequence[Parameter]) -> None:
-        """Go on with a study: trials that were cut off count as failed, and are asked again first."""
+        """Go on with a study: trials that were interrupted count as failed, and ``ask`` proposes them again first."""
         self._study = study
         self._space = space
         self._asked: optuna.Trial | None = None
@@ -92,16 +92,16 @@ def read_study(storage: optuna.storages.BaseStorage) -> optuna.Study:
 def open_journal(
     file: Path | None, subject: dict[str, Any], space: Sequence[Parameter], *, resume: bool | None
 ) -> Iterator[Journal]:
-    """Open a journal, and go on with its search if it is of the same subject.
+    """Open a journal, and continue its search if it has the same subject.
 
     Args:
         file: The journal; made if it does not exist. None to keep nothing.
         subject: What decides the figures: model, options, objective, machine.
         space: All parameters.
-        resume: True to insist on a search to go on with, False to begin anew, None to go on if possible.
+        resume: True to require a search that can continue, False to start a new one, None to continue if possible.
 
     Raises:
-        ServeError: invalid_input: another process uses the file, it is no journal, or there is nothing to go on with.
+        ServeError: invalid_input: another process uses the file, it is no journal, or no search in it can continue.
     """
     optuna.logging.disable_default_handler()
     logging.getLogger("optuna").setLevel(logging.CRITICAL)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,11 +15,11 @@ from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.tensor import Tensor
 from ortserve.engine.provider_options import CPU
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.interface import resolve_interface
 from ortserve.tools.bench.generator import Work
 from ortserve.tools.bench.generators import Generators, Seen
-from ortserve.tools.bench.prepare import as_clients_see, as_clients_send, bare_run, difference, take_inputs
+from ortserve.tools.bench.prepare import as_clients_see, as_clients_send, bare_run, difference, repeated, take_inputs
 from ortserve.tools.bench.samples import join
 from ortserve.tools.bench.target import ModelPlan
 from ortserve.tools.inputs import choose_inputs
@@ -81,7 +82,10 @@ def prepare_requests(subject: Subject, file: Path | None, rows: int) -> Requests
     inputs = choose_inputs(model, file)
     rows = rows if model.signature.is_batched else 1
     arrays = take_inputs(inputs, rows)
-    answers = [as_clients_see(interface, bare_run(model, one)) for one in arrays]
+    _, right, source = repeated(partial(bare_run, model), arrays, "bare runs")
+    if not right:
+        raise invalid_input(f"{subject.path}: trials cannot be compared with {source}; give random operators a seed")
+    answers = [as_clients_see(interface, one) for one in right]
     served = subject.options.served_outputs
     names = [spec.name for spec in interface.client.outputs]
     names = list(dict.fromkeys(served)) if served else names
@@ -191,7 +195,7 @@ class ModelProcess:
             last = (said.strip().splitlines() or [""])[-1][:300]
             is_dead = error.message.startswith("a generator ended")
             raise ServeError(
-                error.kind, f"its process ended: {last or 'without a word'}" if is_dead else error.message
+                error.kind, f"its process ended: {last or 'without a message'}" if is_dead else error.message
             ) from None
         if seen.is_interrupted:
             raise KeyboardInterrupt

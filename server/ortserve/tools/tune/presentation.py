@@ -53,7 +53,9 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
     if result.yaml:
         blocks.append(Text(f"{result.written or result.why_not_written}:\n\n{result.yaml.rstrip()}"))
     if has_pictures and any(one.figures and one.ratio for one in result.trials):
-        blocks.append(Picture("Trials", _front(result), "The line joins those that no other one beats in both."))
+        blocks.append(
+            Picture("Trials", _front(result), "The line joins the trials that no other trial beats in both figures.")
+        )
     blocks += [one for one in tables if one.rows]
     return Report(f"ortserve tune {result.model}", [*blocks, Findings(list(_findings(result)))])
 
@@ -72,7 +74,7 @@ def _findings(result: TuneResult) -> Iterator[Finding]:
             "noisy_machine",
             "warning",
             f"the current configuration against itself: {result.noise}",
-            "Only large gains can be told from the noise, so smaller ones may have been missed.",
+            "The search can miss gains that are smaller than this noise.",
             "Stop other work on this machine, or allow more time by --max-minutes.",
         )
     for one in result.variants:

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean, variance
 from typing import Final
 
 from ortserve.tools.bench.statistics import Estimate
 
-_T: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""The 97.5th percentile of Student's distribution for 1 to 15 degrees of freedom."""
 _Z: Final = 1.96
 """The 97.5th percentile of the normal distribution."""
 _Z_PRUNING: Final = 1.0
@@ -24,22 +23,6 @@ MOST_SPREAD: Final = 0.2
 """Of the same: six pairs then prove gains of more than about 20 %."""
 
 
-def estimate_ratio(logs: Sequence[float]) -> Estimate:
-    """The mean ratio and its 95 % interval, from logarithms of the ratio of each pair; at least one."""
-    mean, spread = _moments(logs)
-    if len(logs) < 2:
-        return Estimate(math.exp(mean))
-    degrees = len(logs) - 1
-    reach = (_T[degrees - 1] if degrees <= len(_T) else 1.96 + 2.4 / degrees) * spread / math.sqrt(len(logs))
-    return Estimate(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
-
-
-def _moments(logs: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation."""
-    mean = sum(logs) / len(logs)
-    return mean, math.sqrt(sum((log - mean) ** 2 for log in logs) / max(1, len(logs) - 1))
-
-
 class Noise:
     """How much the logarithms of pairs vary: learned from all comparisons of a search."""
 
@@ -50,7 +33,7 @@ class Noise:
     def learn(self, logs: Sequence[float]) -> None:
         """Add the pairs of one comparison."""
         if len(logs) > 1:
-            self._squares += (len(logs) - 1) * _moments(logs)[1] ** 2
+            self._squares += (len(logs) - 1) * variance(logs)
             self._degrees += len(logs) - 1
 
     @property
@@ -73,8 +56,7 @@ class Noise:
 
     def _around(self, logs: Sequence[float], z: float) -> tuple[float, float]:
         reach = z * self.spread / math.sqrt(len(logs))
-        mean = sum(logs) / len(logs)
-        return mean - reach, mean + reach
+        return fmean(logs) - reach, fmean(logs) + reach
 
 
 def is_hopeless(logs: Sequence[float], noise: Noise) -> bool:
@@ -95,5 +77,5 @@ def is_decided(logs: Sequence[float], noise: Noise) -> bool:
 
 
 def is_too_noisy(noise: Noise) -> bool:
-    """Whether pairs vary so much that a confirmation could prove nothing but large gains."""
+    """Whether pairs vary so much that a confirmation can only prove large gains."""
     return noise.spread > MOST_SPREAD

@@ -37,8 +37,8 @@ class Trial:
     Attributes:
         number: In the order of trials; 0 for the current configuration.
         changes: Of keys of model.yaml, against the current configuration.
-        state: ``measured``; ``pruned``, when it could be no gain any more; ``failed``, with wrong outputs, above the
-            bound, or without a run.
+        state: ``measured``; ``pruned``, stopped early because a gain was no longer possible; ``failed``, with wrong
+            outputs, above the bound, or without a run.
         why: Of failed ones.
         ratio: How much better than the current configuration by the objective, from rounds in turn; null if it failed.
         pairs: Of rounds.
@@ -131,7 +131,7 @@ class TuneResult:
         seconds: That it took.
         noise: The current configuration against itself, in two processes: what a difference must exceed; null if
             it answers nothing within the bound.
-        is_too_noisy: Only large gains could be told from the noise.
+        is_too_noisy: Whether the figures varied so much that the search can have missed small gains.
         conclusion: In a sentence.
         has_gain: Whether a configuration was confirmed to be better.
         confirmation: Of the best configuration; null if nothing was better in the search.
@@ -139,7 +139,7 @@ class TuneResult:
         yaml: The keys for model.yaml; empty without a gain.
         written: The file that has them now; empty for none.
         why_not_written: In words; empty if it was.
-        trials: All, with those of a search that this one went on from.
+        trials: All, with those of the search that this one continued.
         variants: Other versions, with ``--variants``.
     """
 

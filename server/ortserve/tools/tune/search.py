@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.errors import ServeError
-from ortserve.tools.bench.statistics import Estimate
+from ortserve.tools.bench.statistics import Estimate, estimate_ratio
 from ortserve.tools.tune.budget import Budget
 from ortserve.tools.tune.journal import Journal, key_of, point_of
-from ortserve.tools.tune.ratios import LEAST_GAIN, Noise, estimate_ratio, is_hopeless
+from ortserve.tools.tune.ratios import LEAST_GAIN, Noise, is_hopeless
 from ortserve.tools.tune.result import State, Trial
-from ortserve.tools.tune.sides import Contender, Goal, Lab, Side, take_pairs
+from ortserve.tools.tune.sides import Contender, Goal, Lab, Side, take_pair
 from ortserve.tools.tune.space import Changes, Parameter, Point, changes_of, default_point, joint_points
 
 _PAIRS: Final = 4
@@ -59,13 +59,17 @@ class Bench:
     def compare(
         self, one: Side, other: Side, count: int, is_enough: Callable[[list[float], Noise], bool] | None = None
     ) -> list[float]:
-        """Pairs of two sides, at most so many; their noise and duration are learned. Raises ServeError."""
-        began_s, rounds = self.budget.spent_s, len(one.readings)
-        stop = (lambda logs: False) if is_enough is None else (lambda logs: is_enough(logs, self.noise))
-        try:
-            logs = take_pairs(one, other, self.goal, count, stop)
-        finally:
-            self.budget.measured(self.budget.spent_s - began_s, len(one.readings) - rounds)
+        """Pairs of two sides, at most so many, fewer when the time is over. Learns their noise and duration.
+
+        Raises:
+            ServeError: One of the sides is unusable.
+        """
+        logs: list[float] = []
+        budget = self.budget
+        while len(logs) < count and not (logs and (budget.is_over or (is_enough and is_enough(logs, self.noise)))):
+            began_s = budget.spent_s
+            logs.append(take_pair(one, other, self.goal, is_swapped=len(logs) % 2 == 1))
+            budget.measured(budget.spent_s - began_s)
         self.noise.learn(logs)
         return logs
 
@@ -198,7 +202,7 @@ class Search:
         return math.log(trial.ratio.value) - self._bench.noise.spread / math.sqrt(max(1, trial.pairs))
 
     def _winner(self) -> Point | None:
-        """The point of the best trial; of those that may be as good, of the one that changes least."""
+        """The point of the best trial. Among trials that may be equally good, the one with the fewest changes wins."""
         good = {key: trial for key, trial in self._journal.trials.items() if self._low(trial) > 0}
         if not good:
             return None

@@ -1,7 +1,7 @@
 """Two configurations that take turns under the same load."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Final, Literal, Protocol, TypeAlias
@@ -159,26 +159,19 @@ class Side:
         )
 
 
-def take_pairs(
-    current: Side,
-    candidate: Side,
-    goal: Goal,
-    count: int,
-    is_enough: Callable[[list[float]], bool] = lambda logs: False,
-) -> list[float]:
-    """Measure both in turn, A B B A: what drifts with time is in both. The requests of a pair come in one pattern.
+def take_pair(current: Side, candidate: Side, goal: Goal, *, is_swapped: bool) -> float:
+    """Measure both under one pattern of requests, the current one first unless ``is_swapped``.
+
+    Pairs in turn, A B B A, have what drifts with time in both.
 
     Returns:
-        Of each pair, the logarithm of the candidate's figure divided by the current one's.
+        The logarithm of the candidate's figure divided by the current one's.
 
     Raises:
         ServeError: One of them is unusable.
     """
-    logs: list[float] = []
-    while len(logs) < count and not (logs and is_enough(logs)):
-        seed, figures = len(current.readings), dict[bool, float]()
-        for is_current in (len(logs) % 2 == 0, len(logs) % 2 == 1):
-            side = current if is_current else candidate
-            figures[is_current] = side.measure(goal, seed, may_fall=is_current)
-        logs.append(figures[False] - figures[True])
-    return logs
+    seed, figures = len(current.readings), dict[bool, float]()
+    for is_current in (not is_swapped, is_swapped):
+        side = current if is_current else candidate
+        figures[is_current] = side.measure(goal, seed, may_fall=is_current)
+    return figures[False] - figures[True]

@@ -223,11 +223,11 @@ def test_metrics_with(kind: str) -> None:
 
 def test_every_kind_of_the_catalog_is_tested() -> None:
     tested = (MACHINES, STEADINESS, RUNTIMES, MODELS, SERVERS, OF_METRICS, OF_LIMITS, OF_OPTIONS)
-    assert set().union(*tested) == CATALOG.keys()
+    assert set().union(*tested) == CATALOG.kinds.keys()
 
 
 def test_every_kind_says_why_it_matters_and_what_to_do() -> None:
-    for kind, (level, matters, remedy) in CATALOG.items():
+    for kind, (level, matters, remedy) in CATALOG.kinds.items():
         assert level in LEVELS, kind
         assert matters, kind
         assert remedy, kind

@@ -1,6 +1,6 @@
 """Steps from file to file, against plain runs of ONNX Runtime."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from models import builders
+from models import builders, interfaces
 from ortserve.errors import ServeError
 from ortserve.tools.optimize import steps
 from ortserve.tools.optimize.files import LEAST_EXTERNAL_BYTES, data_file, pack, prepare
@@ -51,12 +51,12 @@ def feeds(rows: int = 3) -> dict[str, np.ndarray]:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     (tmp_path / "in").mkdir()
-    (tmp_path / "out").mkdir()
     return two_branches(tmp_path / "in" / "m.onnx")
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir(exist_ok=True)
     return tmp_path / "out" / "m.onnx"
 
 
@@ -91,7 +91,6 @@ def test_packing_takes_weights_out_of_any_external_file(tmp_path: Path, source: 
 
 
 def test_a_model_without_large_weights_has_no_data_file(tmp_path: Path, target: Path) -> None:
-    target.parent.mkdir()
     pack(builders.scalar_sum(tmp_path / "small.onnx"), target)
     assert not data_file(target).exists()
 
@@ -100,7 +99,6 @@ CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
 
 
 def test_maps_which_onnx_ir_does_not_know_are_no_obstacle(target: Path, tmp_path: Path) -> None:
-    target.parent.mkdir()
     classifier = CORPUS / "lightgbm_classifier.onnx"
     prepare(classifier, target)
     assert target.samefile(classifier)
@@ -109,7 +107,6 @@ def test_maps_which_onnx_ir_does_not_know_are_no_obstacle(target: Path, tmp_path
 
 
 def test_nodes_are_put_in_order(target: Path) -> None:
-    target.parent.mkdir()
     with pytest.raises(onnx.checker.ValidationError, match="topologically sorted"):
         onnx.checker.check_model(CORPUS / "half_cnn.onnx")
     prepare(CORPUS / "half_cnn.onnx", target)
@@ -189,3 +186,18 @@ def test_wrong_arguments_are_named(
     with pytest.raises(ServeError) as error:
         step(source, target, *arguments)
     assert problem in error.value.message
+
+
+@pytest.mark.parametrize("step", [steps.fold, steps.share_weights, pack])
+def test_outputs_that_are_maps_stay_maps(target: Path, tmp_path: Path, step: Callable[[Path, Path], object]) -> None:
+    source = interfaces.zipmap_classifier(tmp_path / "maps.onnx")
+    step(source, target)
+    before, after = onnx.load(source), onnx.load(target)
+    assert list(after.graph.output) == list(before.graph.output)
+    x = np.array([[1, 2], [4, 3]], np.float32)
+    assert run(target, {"x": x})["probabilities"] == run(source, {"x": x})["probabilities"]
+
+
+def test_outputs_beside_maps_can_be_kept(target: Path, tmp_path: Path) -> None:
+    steps.keep_outputs(interfaces.zipmap_classifier(tmp_path / "maps.onnx"), target, ["label"])
+    assert [one.name for one in onnx.load(target).graph.output] == ["label"]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ortserve.tools.bench.statistics import Estimate
-from ortserve.tools.tune.ratios import Noise, estimate_ratio, is_confirmed, is_hopeless, is_too_noisy
+from ortserve.tools.bench.statistics import Estimate, estimate_ratio
+from ortserve.tools.tune.ratios import Noise, is_confirmed, is_hopeless, is_too_noisy
 
 
 @pytest.mark.parametrize("count", [2, 4, 6, 12, 20])

@@ -60,6 +60,24 @@ def test_keeps_the_time(minutes: float, open_s: float) -> None:
     assert lab.now_s <= minutes * 60 * 1.1 + 4 * open_s * (minutes < 1)
 
 
+@pytest.mark.parametrize("after_s", [0, 20, 60, 90, 110])
+@pytest.mark.parametrize("slowness", [3, 8])
+def test_keeps_the_time_beside_other_work(after_s: float, slowness: float) -> None:
+    lab = VirtualLab(two_keys_help)
+    lab.slowness = lambda now_s: slowness if now_s > after_s else 1.0
+    search(lab, minutes=3)
+    assert lab.now_s <= 180 * 1.2
+
+
+def test_confirms_nothing_when_the_time_is_over() -> None:
+    lab = VirtualLab(two_keys_help)
+    lab.slowness = lambda now_s: 8 if now_s > 90 else 1.0
+    ending, _ = search(lab, minutes=3)
+    assert ending is not None
+    assert not ending.point
+    assert "there was no time to confirm it" in ending.why
+
+
 def test_never_chooses_a_configuration_with_wrong_outputs() -> None:
     def truth(changes: Changes) -> float:
         return 0.0 if changes.get("session.spinning") else two_keys_help(changes)
