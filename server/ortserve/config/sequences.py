@@ -66,7 +66,7 @@ class SequenceOptions(BaseModel):
     """Maximum number of sequences, waiting ones included; further ones are rejected as ``overloaded``."""
     max_state_bytes: int = Field(default=1024**3, ge=1, le=2**44)
     """Maximum size of all states. A sequence that would exceed it is rejected at its start as ``overloaded``; one whose
-    state grows beyond it ends."""
+    state grows beyond it ends. The load fails if a first state is larger."""
     min_slot_utilization: float = Field(default=0.0, ge=0, le=1)
     """Share of the slots that lets a batch run before ``queue_delay_s`` has passed, with ``direct``. 0: every batch
     runs at once."""

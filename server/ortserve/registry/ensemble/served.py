@@ -19,7 +19,7 @@ from ortserve.core.terms import Terms
 from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.ensemble.plan import Plan
 from ortserve.registry.ensemble.run import EnsembleRun, EnsembleTerms, Route, make_route
-from ortserve.registry.ensemble.turns import SequenceTurns, Turn
+from ortserve.registry.ensemble.turns import EnsembleTurn, SequenceTurns
 from ortserve.registry.repository.configuration import ENSEMBLE_PLATFORM, Configuration
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.readings import StepTimes
@@ -141,7 +141,7 @@ class ServedEnsemble(ServedVersion):
         if not part.id:  # the members report it
             self._run(terms, part, request)
             return
-        turn = Turn(request, terms, part)
+        turn = EnsembleTurn(request, terms, part)
         if self._turns.enter(turn):
             self._run_turn(turn)
             return
@@ -186,7 +186,7 @@ class ServedEnsemble(ServedVersion):
         on_end = self._on_end if part is None or not part.id else partial(self._on_turn_ended, part.id)
         EnsembleRun(route, request, terms, part, self._times, self._clock, on_end).start()
 
-    def _run_turn(self, turn: Turn) -> None:
+    def _run_turn(self, turn: EnsembleTurn) -> None:
         self._run(turn.terms, turn.part, turn.request)
 
     def _on_turn_ended(self, sequence_id: SequenceId) -> None:
@@ -196,7 +196,7 @@ class ServedEnsemble(ServedVersion):
             # Not in this turn: many requests that all fail at once would nest their calls.
             asyncio.get_running_loop().call_soon(self._follow, following)
 
-    def _follow(self, turn: Turn) -> None:
+    def _follow(self, turn: EnsembleTurn) -> None:
         """Start a request that has waited, which counts as running."""
         if turn.request.is_settled:  # it was cancelled
             self._on_turn_ended(turn.part.id)
@@ -207,7 +207,7 @@ class ServedEnsemble(ServedVersion):
         except Exception as error:  # noqa: BLE001 - any error is for the request
             turn.request.fail(error)
 
-    def _on_cancelled(self, turn: Turn, _: InflightRequest) -> None:
+    def _on_cancelled(self, turn: EnsembleTurn, _: InflightRequest) -> None:
         """A request was cancelled that waits. Those behind it were sent for a state that it would have made."""
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
         for removed in self._turns.withdraw(turn):

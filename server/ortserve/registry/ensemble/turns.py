@@ -16,7 +16,7 @@ MOST_WAITING: Final = 16_384
 """Requests of one ensemble that wait for earlier ones of their sequences."""
 
 
-class Turn:
+class EnsembleTurn:
     """A request of a sequence."""
 
     __slots__ = ("part", "request", "terms")
@@ -31,10 +31,10 @@ class SequenceTurns:
     """The sequences of an ensemble that have a request under way, and the requests that wait. Loop thread only."""
 
     def __init__(self) -> None:
-        self._waiting: dict[SequenceId, deque[Turn]] = {}
+        self._waiting: dict[SequenceId, deque[EnsembleTurn]] = {}
         self._count = 0
 
-    def enter(self, turn: Turn) -> bool:
+    def enter(self, turn: EnsembleTurn) -> bool:
         """Whether a request may run at once. Otherwise it waits until ``leave`` returns it.
 
         Raises:
@@ -54,7 +54,7 @@ class SequenceTurns:
         waiting.append(turn)
         return False
 
-    def leave(self, sequence_id: SequenceId) -> Turn | None:
+    def leave(self, sequence_id: SequenceId) -> EnsembleTurn | None:
         """The request of a sequence that ran has ended. Returns the one whose turn it is."""
         waiting = self._waiting[sequence_id]
         if not waiting:
@@ -63,10 +63,10 @@ class SequenceTurns:
         self._count -= 1
         return waiting.popleft()
 
-    def withdraw(self, turn: Turn) -> list[Turn]:
+    def withdraw(self, turn: EnsembleTurn) -> list[EnsembleTurn]:
         """Remove the requests from ``turn`` on, or behind it if ``leave`` has returned it, the last one first."""
         waiting = self._waiting.get(turn.part.id)
-        removed: list[Turn] = []
+        removed: list[EnsembleTurn] = []
         while waiting:
             removed.append(waiting.pop())
             if removed[-1] is turn:
