@@ -29,7 +29,7 @@ class AccessOptions(BaseModel):
     """File or folder of the keys for metadata, configurations, statistics, learned batch times, the repository index,
     the documentation and gRPC reflection. Unset: these calls need no key."""
     control_keys_file: Path | None = None
-    """File or folder of the keys for loading and unloading models, shared memory, trace settings, log settings and
+    """File or folder of the keys for loading and unloading models, changing labels, shared memory, trace settings, log settings and
     profiling. Unset: these calls need no key."""
     metrics_keys_file: Path | None = None
     """File or folder of the keys for the metrics port. Unset: metrics need no key."""

@@ -9,6 +9,7 @@ __all__ = [
     "gate",
     "inference",
     "key_files",
+    "labels",
     "load",
     "management",
     "models",

@@ -9,6 +9,7 @@ from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.registry.serving import ServedVersion
+from ortserve.service.labels import LabelService
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.repository import RepositoryService
 from ortserve.service.trace_settings import TraceSettings
@@ -126,3 +127,4 @@ class Management:
     logs: LogSettings
     traces: TraceSettings
     profiling: ProfilingService
+    labels: LabelService

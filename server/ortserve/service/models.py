@@ -156,7 +156,7 @@ class ModelService:
             ServeError: not_found or not_ready.
         """
         served = self._registry.find(name, version)
-        versions = (version,) if version else tuple(str(ready) for ready in self._registry.ready_versions(name))
+        versions = (served.version,) if version else tuple(str(ready) for ready in self._registry.ready_versions(name))
         properties = served.properties
         if served.recording is not None:
             properties = {**properties, "recording": served.recording.describe()}

@@ -1,0 +1,81 @@
+"""REST calls about the labels of a model's versions: read, change, promote and roll back."""
+
+from typing import Any, Final
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from ortserve.errors import invalid_input
+from ortserve.frontends.http.documents import (
+    LabelsDocument,
+    LabelsRequestDocument,
+    ModelName,
+    PromoteRequestDocument,
+    request_body,
+)
+from ortserve.frontends.http.request_body import read_json_object
+from ortserve.service.labels import LabelService, ModelLabels
+
+_LABELS_BODY: Final = request_body(LabelsRequestDocument)
+_PROMOTE_BODY: Final = request_body(PromoteRequestDocument)
+
+
+def label_routes(labels: LabelService) -> APIRouter:
+    """Routes that read and change labels."""
+    router = APIRouter(prefix="/v2/models/{model}", tags=["versions"])
+
+    @router.get("/labels", response_model=LabelsDocument)
+    async def read(model: ModelName) -> JSONResponse:
+        """The labels of the model, and the version that a rollback would make `stable` again."""
+        return _answer(model, labels.read(model))
+
+    @router.put("/labels", response_model=LabelsDocument, openapi_extra=_LABELS_BODY)
+    async def change(model: ModelName, request: Request) -> JSONResponse:
+        """Change labels, all in one step; others stay. null removes a label that a call set: then that of the
+        model's configuration holds again, if there is one. The change survives a restart.
+        """
+        return _answer(model, await labels.change(model, _changes(await read_json_object(request.receive))))
+
+    @router.post("/promote", response_model=LabelsDocument, openapi_extra=_PROMOTE_BODY)
+    async def promote(model: ModelName, request: Request) -> JSONResponse:
+        """Make a version `stable`: it answers requests without a version from now on. The one before serves on."""
+        version = (await read_json_object(request.receive)).get("version")
+        return _answer(model, await labels.promote(model, _number("version", version)))
+
+    @router.post("/rollback", response_model=LabelsDocument)
+    async def rollback(model: ModelName) -> JSONResponse:
+        """Make the version `stable` again that was before the last promotion."""
+        return _answer(model, await labels.rollback(model))
+
+    return router
+
+
+def _changes(document: dict[str, Any]) -> dict[str, int | None]:
+    """Raises ServeError: invalid_input."""
+    given = document.get("labels")
+    if not isinstance(given, dict) or document.keys() != {"labels"}:
+        raise invalid_input("expected an object with one key, 'labels': an object of versions by label")
+    return {
+        label: None if version is None else _number(f"label '{label:.100}'", version)
+        for label, version in given.items()
+    }
+
+
+def _number(what: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise invalid_input(f"{what}: expected the number of a version, got {value!r:.100}")
+    return value
+
+
+def _answer(model: str, given: ModelLabels) -> JSONResponse:
+    labels = [
+        {
+            "name": label.name,
+            "version": str(label.version),
+            "state": label.state,
+            "set_by": "call" if label.is_set_by_call else "configuration",
+        }
+        for label in given.labels
+    ]
+    document = {"model": model, "labels": labels}
+    return JSONResponse(document if given.previous is None else {**document, "previous": str(given.previous)})
