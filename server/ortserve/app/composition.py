@@ -60,6 +60,7 @@ from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.recorder import Recorder, SamplingRecorder
 from ortserve.service.repository import RepositoryService
+from ortserve.service.rollout.control import RolloutService
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.trace_settings import TRACE, TraceSettings, TraceWriter
 from ortserve.telemetry.logs import AccessLog, LogSwitches
@@ -175,13 +176,17 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         memory=memory,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
+    labels = LabelService(registry)
+    rollouts = RolloutService(registry, labels, monotonic_ns)
+    metrics.set_rollouts_source(rollouts.readings)
     management = Management(
         repository,
         StatisticsService(registry, monotonic_ns),
         LogSettings(switches),
         traces,
         ProfilingService(registry, options, monotonic_ns),
-        LabelService(registry),
+        labels,
+        rollouts,
     )
     frontends = _Frontends(
         options,

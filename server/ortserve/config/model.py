@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ortserve.config.ensemble import EnsembleOptions
 from ortserve.config.expectation import describe_problems
+from ortserve.config.rollout import RolloutOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
@@ -263,6 +264,9 @@ class ModelOptions(LoadOptions):
     """Names of versions, such as ``{stable: 3, canary: 4}``, that requests may use instead of the number. Requests
     without a version go to the version that is labelled ``stable``, if there is that label. Only a ``model.yaml`` can
     set it; calls can change labels while the server runs."""
+    rollout: RolloutOptions | None = None
+    """Tries another version with requests for the one that is labelled ``stable``: ``{candidate: 4, mode: canary}``.
+    Only a ``model.yaml`` can set it; calls can start and end rollouts while the server runs."""
 
     @property
     def is_set_to_batch(self) -> bool:

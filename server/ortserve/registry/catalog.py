@@ -8,7 +8,7 @@ from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.coordination import WAITING, Progress
 from ortserve.registry.repository.source import VersionSource
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.serving import Rollout, ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
 UNLOADED: Final = "unloaded"
@@ -99,6 +99,7 @@ class Catalog:
         self._serving: dict[tuple[str, str], ServedVersion] = {}
         """By model and what requests may name: a number, a label, or nothing."""
         self._labels: dict[str, Mapping[str, int]] = {}
+        self._rollouts: dict[str, Rollout] = {}
         self.is_complete = False
         """Whether initial loading is over. Until then a model that is unknown may still come."""
 
@@ -172,6 +173,21 @@ class Catalog:
             self._serving.pop((name, ""), None)
             if (served := self._serving.get((name, STABLE))) is not None:
                 self._serving[name, ""] = served
+        self._attach_rollout(name)
+
+    def roll_out(self, name: str, rollout: Rollout | None) -> None:
+        """Attach a rollout to the version of a model that is labelled ``stable``, instead of the one before."""
+        if rollout is None:
+            self._rollouts.pop(name, None)
+        else:
+            self._rollouts[name] = rollout
+        self._attach_rollout(name)
+
+    def _attach_rollout(self, name: str) -> None:
+        stable = self._serving.get((name, STABLE)) if STABLE in self.labels(name) else None
+        for record in self.ready(name):
+            assert record.served is not None
+            record.served.rollout = self._rollouts.get(name) if record.served is stable else None
 
     def labels(self, name: str) -> Mapping[str, int]:
         """Versions of a model by label, whether they serve or not."""

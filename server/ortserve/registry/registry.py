@@ -14,6 +14,7 @@ from ortserve.batching.sequences import SequenceRuns
 from ortserve.clock import Clock
 from ortserve.config.ensemble import LATEST
 from ortserve.config.model import LoadOptions
+from ortserve.config.rollout import RolloutOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
@@ -116,6 +117,9 @@ class Registry:
         self.find: Final = self._catalog.find
         self.labels: Final = self._catalog.labels
         self.state_of: Final = self._state.of
+        self.roll_out: Final = self._catalog.roll_out
+        self.on_versions: Callable[[str], None] = _ignore_name
+        """Called with a model whose configuration, labels or rollout may have changed."""
         self.knows: Final = self._catalog.knows
         self.records: Final = self._catalog.records
 
@@ -255,7 +259,9 @@ class Registry:
 
     def _named_versions(self, name: str) -> frozenset[int]:
         """The versions of a model that calls named, or that its configuration labels. From any thread."""
-        return self._state.of(name).versions | frozenset(self._file_labels.get(name, {}).values())
+        labelled = frozenset(self._file_labels.get(name, {}).values())
+        rollout = self.rollout(name)
+        return self._state.of(name).versions | labelled | ({rollout.candidate} if rollout else frozenset())
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         source, failures = await self._load_once(name, config, files, None)
@@ -462,6 +468,7 @@ class Registry:
         else:
             self._retries.forget(name)
         self._follow_file(name)
+        self.on_versions(name)
         if not failures:
             kept = self._named_versions(name).intersection(changes.retire)
             for version in sorted(kept):
@@ -487,6 +494,15 @@ class Registry:
         moved = {label: labels.get(label) for label in {**labels, **before} if labels.get(label) != before.get(label)}
         log_event(logger, logging.INFO, "labels changed", model=name, **_texts(moved))
 
+    def rollout(self, name: str) -> RolloutOptions | None:
+        """The rollout of a model that a call started, or else that of its configuration, unless it has ended."""
+        state, source = self._state.of(name), self._sources.get(name)
+        if state.rollout is not None:
+            return state.rollout
+        given = None if source is None else source.rollout
+        has_ended = given is not None and state.ended is not None and state.ended.candidate == given.candidate
+        return None if has_ended else given
+
     async def change_state(self, name: str, state: ModelState) -> None:
         """Keep what a call changed of a model, then put its labels into effect in one step.
 
@@ -497,6 +513,7 @@ class Registry:
         """
         await self._state.put(name, state)
         self._put_labels(name)
+        self.on_versions(name)
         self._start(self._settle_labels(name))
 
     async def _settle_labels(self, name: str) -> None:
@@ -537,6 +554,10 @@ def _with_members(names: Iterable[str], found: Mapping[str, ModelSource]) -> lis
             wanted[name] = None
             pending += [member for member in members_of(found.get(name)) if member in found]
     return list(wanted)
+
+
+def _ignore_name(_: str) -> None:
+    pass
 
 
 def _texts(labels: Mapping[str, int | None]) -> dict[str, str]:

@@ -11,14 +11,44 @@ from ortserve.batching.statistics import Learned
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
-from ortserve.core.request import RequestedOutput
+from ortserve.core.request import InferRequest, RequestedOutput
 from ortserve.core.sequence import SequencePart
 from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import Terms
+from ortserve.core.timing import Timing
 from ortserve.registry.recording import Recording
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.telemetry.logs import RejectionLog
 from ortserve.telemetry.series import ModelMetrics
+
+
+class Rollout(ABC):
+    """Tries a candidate with requests for the version that it is attached to. Loop thread only."""
+
+    is_canary: bool
+    """Whether the candidate may answer requests."""
+
+    @abstractmethod
+    def candidate_for(self, request: InferRequest) -> "ServedVersion | None":
+        """The candidate, if it should answer this request."""
+
+    @abstractmethod
+    def observe(self, request: InferRequest, outputs: Arrays, timing: Timing) -> None:
+        """Note a request that the version has answered.
+
+        Args:
+            request: As the caller sent it.
+            outputs: As clients see them; nothing writes to them any more.
+            timing: Of the request, up to ``computed_ns``.
+        """
+
+    @abstractmethod
+    def candidate_answered(self, timing: Timing) -> None:
+        """Note a request that the candidate has answered."""
+
+    @abstractmethod
+    def candidate_failed(self, error: Exception) -> None:
+        """Note a request that the candidate rejected or failed, and that the version has answered."""
 
 
 class ServedVersion(ABC):
@@ -66,6 +96,8 @@ class ServedVersion(ABC):
         self.declared: Final[pb.ModelConfig] = configuration.declared
         """Its ``config.pbtxt``; empty without one."""
         self.is_cached: Final[bool] = is_cached
+        self.rollout: Rollout | None = None
+        """Tries another version in the place of this one; None for nearly all versions."""
         self._holders = 0
         self._released: asyncio.Event | None = None
 
@@ -78,6 +110,11 @@ class ServedVersion(ABC):
     @abstractmethod
     def max_rows(self) -> int:
         """Most rows that run together."""
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait for a run; 0 for a version without a queue of its own."""
+        return 0
 
     @abstractmethod
     def terms(

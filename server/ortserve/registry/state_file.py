@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ortserve.config.rollout import RolloutOptions, make_rollout_options
 from ortserve.core.version_names import is_label
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
@@ -31,21 +32,42 @@ _LOCK_LOOK_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
+class EndedRollout:
+    """How a rollout ended.
+
+    Attributes:
+        candidate: The version that was tried.
+        result: ``promoted``, ``rolled_back`` or ``stopped``.
+        reason: In words, with the figures.
+    """
+
+    candidate: int
+    result: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelState:
     """What calls changed of one model.
 
     Attributes:
         labels: Versions by label; they hold instead of those of ``model.yaml``.
         previous: The version that was ``stable`` before the last promotion; None without one.
+        rollout: Started by a call; it holds instead of that of ``model.yaml``.
+        ended: How the last rollout ended. It does not start again by itself.
     """
 
     labels: Mapping[str, int] = field(default_factory=dict)
     previous: int | None = None
+    rollout: RolloutOptions | None = None
+    ended: EndedRollout | None = None
 
     @property
     def versions(self) -> frozenset[int]:
         """The versions that the state names."""
-        return frozenset((*self.labels.values(), *(() if self.previous is None else (self.previous,))))
+        candidate = None if self.rollout is None else self.rollout.candidate
+        named = (*self.labels.values(), self.previous, candidate)
+        return frozenset(version for version in named if version is not None)
 
 
 NOTHING_CHANGED: Final = ModelState()
@@ -124,7 +146,24 @@ def _state_of(name: str, given: Any) -> ModelState:
         or not (previous is None or (type(previous) is int and previous > 0))
     ):
         raise ValueError(f"expected labels with versions of model '{name}', got {given!r:.200}")
-    return ModelState(labels, previous)
+    rollout, ended = given.get("rollout"), given.get("ended")
+    try:
+        return ModelState(
+            labels,
+            previous,
+            None if rollout is None else make_rollout_options(rollout, "rollout"),
+            None
+            if ended is None
+            else EndedRollout(int(ended["candidate"]), str(ended["result"]), str(ended["reason"])),
+        )
+    except (ServeError, LookupError, TypeError) as error:
+        raise ValueError(f"model '{name}': {error!s:.200}") from None
+
+
+def _document(state: ModelState) -> dict[str, Any]:
+    rollout = None if state.rollout is None else state.rollout.model_dump(mode="json")
+    ended = None if state.ended is None else asdict(state.ended)
+    return {"labels": dict(state.labels), "previous": state.previous, "rollout": rollout, "ended": ended}
 
 
 def _change(folder: Path, model: str, state: ModelState) -> None:
@@ -145,7 +184,7 @@ def _change(folder: Path, model: str, state: ModelState) -> None:
             states[model] = state
         if len(states) > _MOST_MODELS:
             raise OSError(f"{FILE_NAME} has the most models that it may have: {_MOST_MODELS}")
-        document = {"schema": SCHEMA, "models": {name: asdict(one) for name, one in sorted(states.items())}}
+        document = {"schema": SCHEMA, "models": {name: _document(one) for name, one in sorted(states.items())}}
         beside = folder / f".{FILE_NAME}.new"
         with beside.open("w") as file:
             json.dump(document, file, indent=1)

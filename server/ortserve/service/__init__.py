@@ -16,6 +16,7 @@ __all__ = [
     "profiling",
     "recorder",
     "repository",
+    "rollout",
     "shared_memory",
     "trace_settings",
 ]

@@ -80,10 +80,10 @@ class LabelService:
             if not is_label(label):
                 expected = "at most 63 letters, digits, '_', '.' and '-', beginning with a letter or '_'"
                 raise invalid_input(f"label '{label:.100}': expected {expected}")
-        async with self._lock(model):
+        async with self.lock(model):
             for label, version in changes.items():
                 if version is not None:
-                    self._check_serves(model, version, f"label '{label}'")
+                    self.check_serves(model, version, f"label '{label}'")
             state = self._registry.state_of(model)
             labels = {**state.labels, **changes}
             kept = {label: version for label, version in labels.items() if version is not None}
@@ -99,19 +99,17 @@ class LabelService:
         Raises:
             ServeError: As ``change``; conflict, if the version is ``stable`` already.
         """
-        async with self._lock(model):
-            self._check_serves(model, version, "promote")
-            await self.promote_locked(model, version)
+        async with self.lock(model):
+            self.check_serves(model, version, "promote")
+            previous = self._stable(model)
+            if previous == version:
+                raise ServeError(
+                    ErrorKind.CONFLICT, f"version {version} of model '{model}' is labelled '{STABLE}' already"
+                )
+            state = self._registry.state_of(model)
+            labels = {**state.labels, STABLE: version}
+            await self._registry.change_state(model, replace(state, labels=labels, previous=previous))
         return self.read(model)
-
-    async def promote_locked(self, model: str, version: int) -> None:
-        """As ``promote``, while the lock of the model is held."""
-        previous = self._stable(model)
-        if previous == version:
-            raise ServeError(ErrorKind.CONFLICT, f"version {version} of model '{model}' is labelled '{STABLE}' already")
-        state = self._registry.state_of(model)
-        labels = {**state.labels, STABLE: version}
-        await self._registry.change_state(model, replace(state, labels=labels, previous=previous))
 
     async def rollback(self, model: str) -> ModelLabels:
         """Make the version ``stable`` again that was before the last ``promote``.
@@ -119,12 +117,12 @@ class LabelService:
         Raises:
             ServeError: As ``change``; conflict, if there is no such version.
         """
-        async with self._lock(model):
+        async with self.lock(model):
             self._states(model)
             state: ModelState = self._registry.state_of(model)
             if state.previous is None:
                 raise ServeError(ErrorKind.CONFLICT, f"model '{model}' has no promotion to roll back")
-            self._check_serves(model, state.previous, "rollback")
+            self.check_serves(model, state.previous, "rollback")
             labels = {**state.labels, STABLE: state.previous}
             await self._registry.change_state(model, replace(state, labels=labels, previous=None))
         return self.read(model)
@@ -140,7 +138,8 @@ class LabelService:
             raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
         return {record.version: record.state for record in self._registry.models()[model]}
 
-    def _check_serves(self, model: str, version: int, what: str) -> None:
+    def check_serves(self, model: str, version: int, what: str) -> None:
+        """Raises ServeError: not_found or not_ready, beginning with ``what``, for a version that does not serve."""
         states = self._states(model)
         if states.get(version) is State.READY:
             return
@@ -152,5 +151,6 @@ class LabelService:
             f"{what}: expected a version of model '{model}' that serves ({ready}), got {version}, which is {state}",
         )
 
-    def _lock(self, model: str) -> asyncio.Lock:
+    def lock(self, model: str) -> asyncio.Lock:
+        """Held during a change of a model's state."""
         return self._locks.setdefault(model, asyncio.Lock())

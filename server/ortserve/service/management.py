@@ -12,6 +12,7 @@ from ortserve.registry.serving import ServedVersion
 from ortserve.service.labels import LabelService
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.repository import RepositoryService
+from ortserve.service.rollout.control import RolloutService
 from ortserve.service.trace_settings import TraceSettings
 from ortserve.telemetry.logs import LogSwitches
 from ortserve.telemetry.statistics import VersionStatistics, read_statistics
@@ -128,3 +129,4 @@ class Management:
     traces: TraceSettings
     profiling: ProfilingService
     labels: LabelService
+    rollouts: RolloutService

@@ -32,7 +32,7 @@ CONTROL: Final = (
     "/v2/models/{model}/promote",
     "/v2/models/{model}/rollback",
 )
-READ_OR_CONTROL: Final = ("/v2/models/{model}/labels",)
+READ_OR_CONTROL: Final = ("/v2/models/{model}/labels", "/v2/models/{model}/rollout")
 """Reading needs a key of another group than changing."""
 GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")
 

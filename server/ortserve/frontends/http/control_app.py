@@ -76,7 +76,7 @@ def make_control_app(
     app.include_router(settings_routes(management.logs, management.traces))
     app.include_router(profile_routes(management.profiling))
     app.include_router(model_routes(models))
-    app.include_router(label_routes(management.labels))
+    app.include_router(label_routes(management.labels, management.rollouts))
     app.include_router(shared_memory_routes(shared_memory))
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)

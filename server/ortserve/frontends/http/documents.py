@@ -165,7 +165,18 @@ class LabelsRequestDocument(BaseModel):
 
 
 class PromoteRequestDocument(BaseModel):
-    version: int = Field(description="The version that becomes stable", examples=[4])
+    version: int | None = Field(
+        None, description="The version that becomes stable; by default the candidate of the rollout", examples=[4]
+    )
+
+
+class RolloutDocument(BaseModel):
+    model: str
+    rollout: dict[str, Any] | None = Field(description="Its options; null without one")
+    problem: str = Field(description="Why requests do not reach the candidate; empty if they do")
+    figures: dict[str, int | float | None] = Field(description="Requests by outcome, and times")
+    worst_errors: dict[str, float | None] = Field(description="By measure; null for an infinite one")
+    ended: dict[str, Any] | None = Field(description="How the last rollout ended")
 
 
 class StatisticDurationDocument(BaseModel):

@@ -1,27 +1,33 @@
-"""REST calls about the labels of a model's versions: read, change, promote and roll back."""
+"""REST calls about the versions of a model: labels, rollouts, promotion and rollback."""
 
+from dataclasses import asdict
 from typing import Any, Final
 
-from fastapi import APIRouter, Request
+import orjson
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from ortserve.config.rollout import RolloutOptions
 from ortserve.errors import invalid_input
 from ortserve.frontends.http.documents import (
     LabelsDocument,
     LabelsRequestDocument,
     ModelName,
     PromoteRequestDocument,
+    RolloutDocument,
     request_body,
 )
 from ortserve.frontends.http.request_body import read_json_object
 from ortserve.service.labels import LabelService, ModelLabels
+from ortserve.service.rollout.control import RolloutService, RolloutStatus
 
 _LABELS_BODY: Final = request_body(LabelsRequestDocument)
 _PROMOTE_BODY: Final = request_body(PromoteRequestDocument)
+_ROLLOUT_BODY: Final = request_body(RolloutOptions)
 
 
-def label_routes(labels: LabelService) -> APIRouter:
-    """Routes that read and change labels."""
+def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
+    """Routes that read and change labels and rollouts."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["versions"])
 
     @router.get("/labels", response_model=LabelsDocument)
@@ -38,16 +44,48 @@ def label_routes(labels: LabelService) -> APIRouter:
 
     @router.post("/promote", response_model=LabelsDocument, openapi_extra=_PROMOTE_BODY)
     async def promote(model: ModelName, request: Request) -> JSONResponse:
-        """Make a version `stable`: it answers requests without a version from now on. The one before serves on."""
+        """Make a version `stable`: it answers requests without a version from now on. The one before serves on.
+
+        Without a version, the candidate of the model's rollout is promoted, which ends the rollout.
+        """
         version = (await read_json_object(request.receive)).get("version")
-        return _answer(model, await labels.promote(model, _number("version", version)))
+        given = None if version is None else _number("version", version)
+        return _answer(model, await rollouts.promote(model, given))
 
     @router.post("/rollback", response_model=LabelsDocument)
     async def rollback(model: ModelName) -> JSONResponse:
-        """Make the version `stable` again that was before the last promotion."""
-        return _answer(model, await labels.rollback(model))
+        """End the rollout of the model; without one, make the version `stable` again that was before."""
+        return _answer(model, await rollouts.rollback(model))
+
+    @router.get("/rollout", response_model=RolloutDocument)
+    async def rollout(model: ModelName) -> Response:
+        """The rollout of the model, what was seen of its candidate, and how the last one ended."""
+        return _describe(model, rollouts.read(model))
+
+    @router.put("/rollout", response_model=RolloutDocument, openapi_extra=_ROLLOUT_BODY)
+    async def start(model: ModelName, request: Request) -> Response:
+        """Start a rollout, or change the one that runs; its figures begin anew. It survives a restart."""
+        return _describe(model, await rollouts.start(model, await read_json_object(request.receive)))
+
+    @router.delete("/rollout", response_model=RolloutDocument)
+    async def stop(model: ModelName) -> Response:
+        """End the rollout and leave the labels as they are."""
+        return _describe(model, await rollouts.stop(model))
 
     return router
+
+
+def _describe(model: str, status: RolloutStatus) -> Response:
+    options = None if status.options is None else status.options.model_dump(mode="json")
+    document = {
+        "model": model,
+        "rollout": options,
+        "problem": status.problem,
+        "figures": asdict(status.figures),
+        "worst_errors": status.worst,
+        "ended": None if status.ended is None else asdict(status.ended),
+    }
+    return Response(orjson.dumps(document), media_type="application/json")  # writes infinite errors as null
 
 
 def _changes(document: dict[str, Any]) -> dict[str, int | None]:

@@ -20,6 +20,7 @@ from ortserve.config.model import (
     VersionPolicy,
     says_required,
 )
+from ortserve.config.rollout import RolloutOptions
 from ortserve.config.session import Scalar, option_text, provider_parts
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.configuration import Configuration, read_configuration
@@ -71,6 +72,7 @@ class ModelSource:
         has_files: Whether version folders exist; meaningful if there is a problem.
         without_effect: For each part of the configuration that has no effect here, its path and the reason.
         labels: Versions by label, as configured. A change of them is no change of the versions.
+        rollout: As configured, as for ``labels``; None without one.
     """
 
     name: str
@@ -80,6 +82,7 @@ class ModelSource:
     has_files: bool = True
     without_effect: tuple[str, ...] = ()
     labels: Mapping[str, int] = field(default_factory=dict)
+    rollout: RolloutOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +142,10 @@ def make_source(files: ModelFiles, configuration: Configuration, named: Collecti
         OSError: A file was removed meanwhile.
     """
     options = configuration.options
-    labels = options.labels
-    configuration = replace(configuration, options=options.model_copy(update={"labels": {}}))
-    also = {*labels.values(), *named} & files.versions.keys()
+    labels, rollout = options.labels, options.rollout
+    configuration = replace(configuration, options=options.model_copy(update={"labels": {}, "rollout": None}))
+    candidates = () if rollout is None else (rollout.candidate,)
+    also = {*labels.values(), *candidates, *named} & files.versions.keys()
     versions = sorted({*choose_versions(options.version_policy, files.versions), *also})
     return ModelSource(
         files.name,
@@ -149,6 +153,7 @@ def make_source(files: ModelFiles, configuration: Configuration, named: Collecti
         options.required,
         without_effect=configuration.without_effect,
         labels=labels,
+        rollout=rollout,
     )
 
 
