@@ -75,7 +75,7 @@ def start(server: ServerProcess, model: str, **options: Any) -> None:
 
 
 def stable_of(server: ServerProcess, model: str) -> str:
-    labels = asked(server, "GET", f"{model}/labels").json()["labels"]
+    labels: list[dict[str, str]] = asked(server, "GET", f"{model}/labels").json()["labels"]
     return next(label["version"] for label in labels if label["name"] == "stable")
 
 

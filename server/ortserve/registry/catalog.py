@@ -8,7 +8,8 @@ from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.coordination import WAITING, Progress
 from ortserve.registry.repository.source import VersionSource
-from ortserve.registry.serving import Rollout, ServedVersion
+from ortserve.registry.rollout import Rollout
+from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
 UNLOADED: Final = "unloaded"

@@ -11,44 +11,15 @@ from ortserve.batching.statistics import Learned
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
-from ortserve.core.request import InferRequest, RequestedOutput
+from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequencePart
 from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import Terms
-from ortserve.core.timing import Timing
 from ortserve.registry.recording import Recording
 from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.rollout import Rollout
 from ortserve.telemetry.logs import RejectionLog
 from ortserve.telemetry.series import ModelMetrics
-
-
-class Rollout(ABC):
-    """Tries a candidate with requests for the version that it is attached to. Loop thread only."""
-
-    is_canary: bool
-    """Whether the candidate may answer requests."""
-
-    @abstractmethod
-    def candidate_for(self, request: InferRequest) -> "ServedVersion | None":
-        """The candidate, if it should answer this request."""
-
-    @abstractmethod
-    def observe(self, request: InferRequest, outputs: Arrays, timing: Timing) -> None:
-        """Note a request that the version has answered.
-
-        Args:
-            request: As the caller sent it.
-            outputs: As clients see them; nothing writes to them any more.
-            timing: Of the request, up to ``computed_ns``.
-        """
-
-    @abstractmethod
-    def candidate_answered(self, timing: Timing) -> None:
-        """Note a request that the candidate has answered."""
-
-    @abstractmethod
-    def candidate_failed(self, error: Exception) -> None:
-        """Note a request that the candidate rejected or failed, and that the version has answered."""
 
 
 class ServedVersion(ABC):

@@ -28,7 +28,8 @@ from ortserve.errors import (
     out_of_memory,
 )
 from ortserve.registry.registry import Registry
-from ortserve.registry.serving import Rollout, ServedVersion
+from ortserve.registry.rollout import Rollout
+from ortserve.registry.serving import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import Call
 from ortserve.service.codec_threads import CodecThreads
@@ -231,13 +232,11 @@ class InferenceService:
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
             request = replace(request, inputs=[tensor], raw_input=None)
         rollout = served.rollout
-        candidate = None if rollout is None else rollout.candidate_for(request)
-        if rollout is None or candidate is None:
-            outputs = await _run_on(served, call, request)
-        else:
-            outputs = await _try_candidate(served, candidate, rollout, call, request)
-            assert call.served is not None
+        if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request)):
+            outputs = await self._try_candidate(candidate, rollout, call, request)
             served = call.served
+        else:
+            outputs = await _run_on(served, call, request)
         if transfer is not None:
             shown = served.cut_back(outputs, call.inputs)
             if classifies_long(request, served, shown):
@@ -245,6 +244,23 @@ class InferenceService:
             else:
                 call.response = build_response(request, served, shown)
             await transfer.place(call.response.outputs)
+        return outputs
+
+    async def _try_candidate(self, candidate: str, rollout: Rollout, call: Call, request: InferRequest) -> Arrays:
+        """Run a request on the candidate of a rollout or, if it fails, on the version that it is tried for."""
+        try:
+            tried = self._registry.find(request.model_name, candidate)
+            outputs = await _run_on(tried, call, request)
+            tried.cut_back(outputs, call.inputs)
+        except Exception as error:  # noqa: BLE001 - no caller is to see a failure of a candidate
+            failure = error.with_traceback(None)
+        else:
+            rollout.candidate_answered(call.timing)
+            return outputs
+        # Found again, because the version may have been replaced meanwhile.
+        served = call.served = self._registry.find(request.model_name, request.model_version)
+        outputs = await _run_on(served, call, request)
+        rollout.candidate_failed(failure)  # not for a request that fails on both
         return outputs
 
     def _on_settled(self, call: Call) -> None:
@@ -388,24 +404,6 @@ async def _run_on(served: ServedVersion, call: Call, request: InferRequest) -> A
     _submit(run, call, request, served)
     outputs = await run
     call.served, call.inputs, call.rows = served, run.inputs, rows
-    return outputs
-
-
-async def _try_candidate(
-    served: ServedVersion, candidate: ServedVersion, rollout: Rollout, call: Call, request: InferRequest
-) -> Arrays:
-    """Run a request on the candidate of a rollout or, if it fails, on the version that it is tried for."""
-    try:
-        outputs = await _run_on(candidate, call, request)
-        candidate.cut_back(outputs, call.inputs)
-    except Exception as error:  # noqa: BLE001 - no caller is to see a failure of a candidate
-        failure = error.with_traceback(None)
-    else:
-        rollout.candidate_answered(call.timing)
-        return outputs
-    call.served = served
-    outputs = await _run_on(served, call, request)
-    rollout.candidate_failed(failure)  # not for a request that fails on both
     return outputs
 
 

@@ -137,10 +137,6 @@ class RolloutService:
             for figures in (live.figures(),)
         ]
 
-    def close(self) -> None:
-        """Compare no more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     def _active(self, model: str) -> RolloutOptions:
         options = self._registry.rollout(model)
         if options is None:

@@ -18,7 +18,8 @@ from ortserve.core.request import InferRequest
 from ortserve.core.timing import Timing
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.serving import Rollout, ServedVersion
+from ortserve.registry.rollout import Rollout
+from ortserve.registry.serving import ServedVersion
 from ortserve.service.rollout.comparison import MEASURES, disagrees, errors_of
 from ortserve.service.rollout.decision import Decision, Figures, decide
 from ortserve.service.rollout.latencies import Latencies
@@ -88,6 +89,7 @@ class LiveRollout(Rollout):
         self._draw = draw
         self._loop = asyncio.get_running_loop()
         self._key = blake2b(f"{model}/{options.candidate}".encode(), digest_size=32).digest()
+        self._candidate = str(options.candidate)
         self._copies = 0
         self._copied_bytes = 0
         self.is_over = False
@@ -114,14 +116,8 @@ class LiveRollout(Rollout):
             self._candidate_times.percentile_s(99),
         )
 
-    def candidate_for(self, request: InferRequest) -> ServedVersion | None:
-        if not self._is_chosen(request):
-            return None
-        try:
-            return self._find(self.model, str(self.options.candidate))
-        except ServeError:
-            self._count("rejected")
-            return None
+    def candidate_for(self, request: InferRequest) -> str:
+        return self._candidate if self._is_chosen(request) else ""
 
     def candidate_answered(self, timing: Timing) -> None:
         self._candidate_times.add(timing.computed_ns - timing.queued_ns)
@@ -160,7 +156,7 @@ class LiveRollout(Rollout):
         """Run a copy on the candidate if neither version has requests waiting."""
         try:
             stable = self._find(self.model, STABLE)
-            candidate = self._find(self.model, str(self.options.candidate))
+            candidate = self._find(self.model, self._candidate)
             if stable.queued_rows or candidate.queued_rows:
                 raise ServeError(ErrorKind.OVERLOADED, "requests of callers come first")
             now_ns = self._clock()
