@@ -59,6 +59,16 @@ def test_actions_show_and_change_models(
     assert shown(capsys, controlled, "labels", "m", "canary=2", *with_key)["labels"]["canary"] == "2"
     assert shown(capsys, controlled, "promote", "m", "2", *with_key)["previous"] == "1"
     assert shown(capsys, controlled, "rollback", "m", *with_key)["labels"]["stable"] == "1"
+    started = ("rollout", "m", "candidate=2", "mode=canary", "sticky=user", "rules.max_error_rate=0.5")
+    rollout = shown(capsys, controlled, *started, *with_key)["rollout"]
+    assert (rollout["rollout"]["sticky"], rollout["rollout"]["rules"]["max_error_rate"]) == ("user", 0.5)
+    assert main(["models", "rollout", "m", "--url", controlled.url]) == 0
+    assert "stable requests" in capsys.readouterr().out
+    stopped = shown(capsys, controlled, "rollout", "m", "stop", *with_key)["rollout"]
+    assert (stopped["rollout"], stopped["ended"]["result"]) == (None, "stopped")
+    shown(capsys, controlled, *started, *with_key)
+    assert shown(capsys, controlled, "promote", "m", *with_key)["labels"]["stable"] == "2"
+    shown(capsys, controlled, "rollback", "m", *with_key)
     labels = shown(capsys, controlled, "labels", "m", "canary=", "stable=", *with_key)["labels"]
     assert labels == {"stable": "1", "lost": "7"}
     status = shown(capsys, controlled, "status", "m")
@@ -82,7 +92,8 @@ def test_each_error_is_one_line_that_says_what_to_do(
     assert "expected the name of a MODEL" in refused(capsys, 2, "status", *url)
     assert "expected no model" in refused(capsys, 2, "list", "m", *url)
     assert "expected NAME=VERSION or NAME=, got 'a=b'" in refused(capsys, 2, "labels", "m", "a=b", *url)
-    assert "expected the number of one version, got ''" in refused(capsys, 2, "promote", "m", *url)
+    assert "expected the number of one version, got 'x'" in refused(capsys, 2, "promote", "m", "x", *url)
     assert "expected nothing after the model, got 'x'" in refused(capsys, 2, "unload", "m", "x", *url)
-    assert "--watch: expected list or status" in refused(capsys, 2, "load", "m", "--watch", *url)
+    assert "--watch: expected list, status or rollout" in refused(capsys, 2, "load", "m", "--watch", *url)
+    assert "expected KEY=VALUE or stop, got 'go'" in refused(capsys, 2, "rollout", "m", "go", *url)
     assert "HTTP port" in refused(capsys, 2, "list", "--url", f"grpc://{controlled.grpc}")

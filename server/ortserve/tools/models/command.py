@@ -2,8 +2,10 @@
 
 import argparse
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import orjson
 
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
@@ -21,8 +23,9 @@ _ACTIONS: Final = {
     "load": "load a model, or reload it if it has changed; returns when it serves",
     "unload": "unload a model; returns when its last request is answered",
     "labels": "show labels; change those given as NAME=VERSION; NAME= removes one that a call set",
-    "promote": "make a version stable, in one step",
-    "rollback": "make the version stable again that was before the last promotion",
+    "rollout": "show the rollout; start or change it with KEY=VALUE, as in model.yaml; stop ends it",
+    "promote": "make the candidate of the rollout, or a version, stable in one step",
+    "rollback": "end the rollout, or make the version stable again that was before the last promotion",
 }
 
 
@@ -41,9 +44,14 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
     add("model", nargs="?", default="", metavar="MODEL", help="name of the model, for all actions but list")
-    add("changes", nargs="*", metavar="CHANGE", help="labels: NAME=VERSION; promote: the version")
+    add(
+        "changes",
+        nargs="*",
+        metavar="CHANGE",
+        help="labels: NAME=VERSION; rollout: KEY=VALUE, rules.KEY=VALUE or stop; promote: the version",
+    )
     add("--url", default="http://127.0.0.1:8000", help="HTTP port of the server. Default: %(default)s.")
-    add("--watch", action="store_true", help="list, status: print again after each change, until interrupted.")
+    add("--watch", action="store_true", help="list, status, rollout: print again after each change, until interrupted.")
     seconds = number(float, 1, 86_400)
     text = "Time to wait for a load, an unload or a change of labels. Default: %(default)g."
     add("--timeout-s", type=seconds, default=600.0, metavar="SECONDS", help=text)
@@ -65,14 +73,15 @@ def act(arguments: argparse.Namespace) -> Outcome:
     action, model = arguments.action, arguments.model
     if bool(model) == (action == "list"):
         raise invalid_input(f"{action}: expected {'no model' if model else 'the name of a MODEL'}")
-    if arguments.changes and action not in ("labels", "promote"):
+    if arguments.changes and action not in ("labels", "rollout", "promote"):
         raise invalid_input(f"{action}: expected nothing after the model, got '{arguments.changes[0]}'")
-    if arguments.watch and action not in ("list", "status"):
-        raise invalid_input(f"--watch: expected list or status, got {action}")
+    if arguments.watch and (action not in ("list", "status", "rollout") or arguments.changes):
+        raise invalid_input(f"--watch: expected list, status or rollout without a change, got {action}")
     if arguments.watch and arguments.json:
         raise invalid_input("--watch: expected tables, got --json")
     labels = _labels(arguments.changes) if action == "labels" else {}
-    version = _version(arguments.changes) if action == "promote" else 0
+    options = _options(arguments.changes) if action == "rollout" else {}
+    promoted = _version(arguments.changes) if action == "promote" else {}
     server = ModelServer(address_of(arguments.url, arguments, needs_http=True), arguments.timeout_s)
     try:
         if action in ("load", "unload"):
@@ -80,8 +89,12 @@ def act(arguments: argparse.Namespace) -> Outcome:
                 server.change_watched(repository_path(model, action), model, step)
         elif labels:
             server.change("PUT", f"{path_of(model)}/labels", {"labels": labels})
+        elif options:
+            server.change("PUT", f"{path_of(model)}/rollout", options)
+        elif arguments.changes and action == "rollout":
+            server.change("DELETE", f"{path_of(model)}/rollout", {})
         elif action == "promote":
-            server.change("POST", f"{path_of(model)}/promote", {"version": version})
+            server.change("POST", f"{path_of(model)}/promote", promoted)
         elif action == "rollback":
             server.change("POST", f"{path_of(model)}/rollback", {})
         outcome = _shown(server, arguments)
@@ -113,6 +126,7 @@ def _shown(server: ModelServer, arguments: argparse.Namespace) -> Outcome:
         versions=versions,
         labels=labels,
         previous=document.get("previous") or "",
+        rollout=server.rollout(model) if action in ("status", "rollout") else None,
     )
     return Outcome(result, _report(result))
 
@@ -142,9 +156,38 @@ def _report(result: ModelsResult) -> Report:
     lost = {label: f"version {version}" for label, version in result.labels.items() if version not in known}
     blocks: list[Block] = [
         Table("Versions", columns, rows),
-        *([Facts("Labels without a version", lost)] if lost else []),
+        *([Facts("Lost labels", lost)] if lost else []),
+        *_rollout_facts(result.rollout or {}),
     ]
     return Report(f"Models of {result.url}", blocks)
+
+
+def _rollout_facts(document: Mapping[str, Any]) -> Iterator[Facts]:
+    if (options := document.get("rollout")) is not None:
+        problem = {"problem": document["problem"]} if document["problem"] else {}
+        worst = {f"worst {name} error": error for name, error in document["worst_errors"].items()}
+        shown = {name: value if isinstance(value, int | float | str) else str(value) for name, value in options.items()}
+        figures = {name.replace("_", " "): value for name, value in document["figures"].items()}
+        yield Facts("Rollout", {**shown, **problem})
+        yield Facts("Candidate", {**figures, **worst})
+    if document.get("ended") is not None:
+        yield Facts("Last rollout", document["ended"])
+
+
+def _options(changes: Sequence[str]) -> dict[str, Any]:
+    """The options of a rollout; empty to show or stop it. Raises ServeError: invalid_input."""
+    options: dict[str, Any] = {}
+    for change in changes if list(changes) != ["stop"] else ():
+        path, equals, text = change.partition("=")
+        group, dot, key = path.rpartition(".")
+        if not equals or not key:
+            raise invalid_input(f"rollout: expected KEY=VALUE or stop, got '{change}'")
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            value = text
+        (options.setdefault(group, {}) if dot else options)[key] = value
+    return options
 
 
 def _labels(changes: Sequence[str]) -> dict[str, int | None]:
@@ -158,8 +201,10 @@ def _labels(changes: Sequence[str]) -> dict[str, int | None]:
     return labels
 
 
-def _version(changes: Sequence[str]) -> int:
-    """Raises ServeError: invalid_input."""
+def _version(changes: Sequence[str]) -> dict[str, int]:
+    """The version to promote; empty for the candidate. Raises ServeError: invalid_input."""
+    if not changes:
+        return {}
     if len(changes) != 1 or not (changes[0].isascii() and changes[0].isdigit()):
         raise invalid_input(f"promote: expected the number of one version, got '{' '.join(changes)}'")
-    return int(changes[0])
+    return {"version": int(changes[0])}

@@ -1,6 +1,7 @@
 """What ``ortserve models --json`` prints."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +37,13 @@ class ModelsResult:
 
     Attributes:
         schema: Of this result.
-        action: list, status, load, unload, labels, promote or rollback.
+        action: list, status, load, unload, labels, rollout, promote or rollback.
         url: Of the server.
         versions: All of the server, or those of the model that the action was about.
         labels: Versions by label, those that do not serve included; empty for list.
         previous: The version that a rollback would make stable again; empty for none.
+        rollout: The rollout of the model and its figures, as the server describes it; null for other actions than
+            status and rollout, and for servers that have no rollouts.
     """
 
     schema: str = "ortserve.models/1"
@@ -49,3 +52,4 @@ class ModelsResult:
     versions: tuple[VersionStatus, ...]
     labels: dict[str, str]
     previous: str = ""
+    rollout: dict[str, Any] | None = None

@@ -38,13 +38,11 @@ class ModelServer:
 
     def labels(self, model: str) -> dict[str, Any]:
         """The labels of a model and where they come from; none for servers that have no labels."""
-        try:
-            answer: dict[str, Any] = self._read(f"{path_of(model)}/labels", None, dict)
-        except ServeError as error:
-            if error.kind in (ErrorKind.NOT_FOUND, ErrorKind.UNSUPPORTED):
-                return {}
-            raise
-        return answer
+        return self._read_if_known(f"{path_of(model)}/labels") or {}
+
+    def rollout(self, model: str) -> dict[str, Any] | None:
+        """The rollout of a model; None for servers that have no rollouts."""
+        return self._read_if_known(f"{path_of(model)}/rollout")
 
     def versions(self, model: str = "", *, with_counts: bool = False) -> tuple[VersionStatus, ...]:
         """The versions of a model, or of all.
@@ -87,6 +85,15 @@ class ModelServer:
     def _counts(self, model: str) -> dict[str, dict[str, Any]]:
         stats = self._read(f"{path_of(model)}/stats", None, dict)
         return {one["version"]: one for one in stats.get("model_stats", ())}
+
+    def _read_if_known(self, path: str) -> dict[str, Any] | None:
+        try:
+            document: dict[str, Any] = self._read(path, None, dict)
+        except ServeError as error:
+            if error.kind in (ErrorKind.NOT_FOUND, ErrorKind.UNSUPPORTED):
+                return None
+            raise
+        return document
 
     def _read(self, path: str, body: bytes | None, kind: type) -> Any:
         document = self._client.call(path, body).json()
