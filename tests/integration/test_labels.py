@@ -259,5 +259,7 @@ def test_no_request_fails_while_versions_are_promoted_and_rolled_back(labelled: 
             assert versions_that_answer(labelled, "") == {"2"}
             asked(labelled, "POST", "m/rollback").raise_for_status()
             assert versions_that_answer(labelled, "") == {"1"}
-    asked(labelled, "PUT", "m/labels", labels={"stable": None}).raise_for_status()
     assert set(answered) == {"1", "2"}
+    assert asked(labelled, "POST", "m/promote", version=2).raise_for_status().json()["previous"] == "1"
+    asked(labelled, "PUT", "m/labels", labels={"stable": None}).raise_for_status()
+    assert asked(labelled, "POST", "m/rollback").status_code == 409

@@ -67,6 +67,8 @@ class LabelService:
     async def change(self, model: str, changes: Mapping[str, int | None]) -> ModelLabels:
         """Change labels of a model, all in one step. Labels that ``changes`` does not name stay.
 
+        A change of ``stable`` leaves nothing to roll back to.
+
         Args:
             model: Its name.
             changes: Versions by label, which must serve; None removes what calls set, so that the configuration's
@@ -90,7 +92,8 @@ class LabelService:
             if len(kept) > MOST_LABELS:
                 raise invalid_input(f"labels: expected at most {MOST_LABELS} of model '{model}', got {len(kept)}")
             self._states(model)
-            await self._registry.change_state(model, replace(state, labels=kept))
+            previous = None if STABLE in changes else state.previous  # is the one before another ``stable``
+            await self._registry.change_state(model, replace(state, labels=kept, previous=previous))
         return self.read(model)
 
     async def promote(self, model: str, version: int) -> ModelLabels:

@@ -133,7 +133,7 @@ def _documented_infer_routes() -> APIRouter:
 
     @router.post("/infer", response_model=InferResponseDocument)
     async def infer(model: ModelName, request: Annotated[InferRequestDocument, request_body]) -> Response:
-        """Run the model's highest ready version."""
+        """Run the version of the model that is labelled `stable`; without that label the highest ready one."""
         raise AssertionError("documented only")
 
     @router.post("/versions/{version}/infer", response_model=InferResponseDocument)
