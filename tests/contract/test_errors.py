@@ -422,8 +422,15 @@ def test_garbage_instead_of_a_protobuf_message_is_invalid(server: ServerProcess)
         assert "inference.ModelInferRequest" in came.text
 
 
-@pytest.mark.parametrize("version", ["latest", "-1", "1.0", "²"])
-def test_version_that_is_not_a_number_is_rejected(server: ServerProcess, version: str) -> None:
+def test_label_that_the_model_does_not_have_is_not_found(server: ServerProcess) -> None:
+    came = refusal(send_grpc_raw(server, replace(GOOD, version="latest")))
+    assert came.status is StatusCode.NOT_FOUND
+    assert "'simple' version latest is not found" in came.text
+    assert refusal(send_rest_json(server, replace(GOOD, version="latest"))).status == 404
+
+
+@pytest.mark.parametrize("version", ["1st", "-1", "1.0", "²"])
+def test_version_that_is_neither_a_number_nor_a_label_is_rejected(server: ServerProcess, version: str) -> None:
     came = refusal(send_grpc_raw(server, replace(GOOD, version=version)))
     assert came.status is StatusCode.INVALID_ARGUMENT
     assert f"'{version}'" in came.text
@@ -451,9 +458,9 @@ def test_unknown_method_is_unimplemented(server: ServerProcess) -> None:
         ("GET", "/", 404, "Not Found"),
         ("GET", "/v1/models/simple", 404, "Not Found"),
         ("POST", "/v2/models/simple/guess", 404, "Not Found"),
-        ("POST", "/v2/models/simple/versions/one/infer", 404, "Not Found"),
-        ("GET", "/v2/models/simple/versions/one", 404, "Not Found"),
-        ("GET", "/v2/models/simple/versions/one/ready", 404, "Not Found"),
+        ("POST", "/v2/models/simple/versions/1st/infer", 404, "Not Found"),
+        ("GET", "/v2/models/simple/versions/one", 404, "Request for unknown model: 'simple' version one is not found"),
+        ("GET", "/v2/models/simple/versions/1st/ready", 404, "Not Found"),
         ("GET", "/v2/models/nowhere", 404, "Request for unknown model: 'nowhere' is not found"),
         ("GET", "/v2/models/nowhere/ready", 404, "Request for unknown model: 'nowhere' is not found"),
         ("GET", "/v2/models/simple/versions/7", 404, "Request for unknown model: 'simple' version 7 is not found"),

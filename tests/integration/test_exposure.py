@@ -29,6 +29,6 @@ def test_server_on_other_addresses_logs_its_open_groups(tmp_path: Path) -> None:
     with serving("--example", *SHORT_WARMUP, *flags) as server:
         (line,) = [line for line in server.lines if "these groups need no key" in line]
         assert " WARNING " in line
-        assert 'open="metadata, control (log settings, loading models), metrics"' in line
+        assert 'open="metadata, control (log settings, labels, loading models), metrics"' in line
         (line,) = [line for line in server.lines if "keys are sent in plain text" in line]
         assert " WARNING " in line

@@ -205,9 +205,9 @@ async def test_garbage_is_an_invalid_argument(channel: grpc.aio.Channel, method:
 @pytest.mark.parametrize(
     ("method", "data"),
     [
-        ("ModelReady", pb.ModelReadyRequest(name="double", version="one").SerializeToString()),
-        ("ModelMetadata", pb.ModelMetadataRequest(name="double", version="one").SerializeToString()),
-        ("ModelInfer", infer_request(version="one")),
+        ("ModelReady", pb.ModelReadyRequest(name="double", version="1st").SerializeToString()),
+        ("ModelMetadata", pb.ModelMetadataRequest(name="double", version="1st").SerializeToString()),
+        ("ModelInfer", infer_request(version="1st")),
     ],
 )
 async def test_version_that_is_not_a_number_is_an_invalid_argument(
@@ -216,8 +216,8 @@ async def test_version_that_is_not_a_number_is_an_invalid_argument(
     error = await failure(channel, method, data)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert error.details() == (
-        "failed to get model version from specified version string 'one' (details: stol), "
-        "version should be an integral value > 0"
+        "failed to get model version from specified version string '1st' (details: stol), "
+        "version should be an integral value > 0 or a label"
     )
 
 

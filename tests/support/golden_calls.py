@@ -116,7 +116,7 @@ def _rest_calls() -> dict[str, RestCall | GrpcCall]:
         "REST error of a request": RestCall("/v2/models/simple/infer", missing),
         "REST error of a document": RestCall("/v2/models/simple/infer", b'{"inputs": 1}'),
         "REST error of an unknown model": RestCall("/v2/models/nobody/infer", missing),
-        "REST error of a path": RestCall("/v2/models/simple/versions/x"),
+        "REST error of a path": RestCall("/v2/models/simple/versions/1x"),
         "REST model metadata": RestCall("/v2/models/simple", strip=("properties",)),
         "REST model metadata of a version": RestCall("/v2/models/echo_text/versions/1", strip=("properties",)),
         "REST model readiness": RestCall("/v2/models/simple/ready"),

@@ -47,17 +47,20 @@ from ortserve.frontends.tls.transport import TlsPort
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.recording import Recordings
 from ortserve.registry.registry import Registry
+from ortserve.registry.state_file import DEFAULT_FOLDER, StateFile
 from ortserve.service.access import Access, Group, Guard
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
+from ortserve.service.labels import LabelService
 from ortserve.service.load import LoadMeter
 from ortserve.service.management import LogSettings, Management, StatisticsService
 from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.recorder import Recorder, SamplingRecorder
 from ortserve.service.repository import RepositoryService
+from ortserve.service.rollout.control import RolloutService
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.trace_settings import TRACE, TraceSettings, TraceWriter
 from ortserve.telemetry.logs import AccessLog, LogSwitches
@@ -136,7 +139,8 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     if cache is not None:
         metrics.set_cache_source(cache.reading)
     recordings = Recordings(options.record_dir) if options.record_dir else None
-    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, cache, recordings)
+    state = StateFile(_state_folder(options))
+    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, cache, recordings, state)
     polling = make_busy_polling(options, registry)
     metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(
@@ -172,12 +176,17 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         memory=memory,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
+    labels = LabelService(registry)
+    rollouts = RolloutService(registry, labels, monotonic_ns)
+    metrics.set_rollouts_source(rollouts.readings)
     management = Management(
         repository,
         StatisticsService(registry, monotonic_ns),
         LogSettings(switches),
         traces,
         ProfilingService(registry, options, monotonic_ns),
+        labels,
+        rollouts,
     )
     frontends = _Frontends(
         options,
@@ -349,6 +358,13 @@ class _Frontends:
         calls.append(HealthCalls(self.models, streams, services))
         calls.extend(ReflectionCalls(service, streams, services) for service in REFLECTION_SERVICES)
         return calls
+
+
+def _state_folder(options: ServerOptions) -> Path | None:
+    """Where the server keeps what calls change; None if it has no place for it."""
+    if options.state_dir is not None:
+        return options.state_dir
+    return options.repositories[0] / DEFAULT_FOLDER if options.repositories else None
 
 
 def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:

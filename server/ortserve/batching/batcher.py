@@ -51,6 +51,11 @@ class Batcher:
         """Most rows that run together: of several requests or, if each runs alone, of one."""
         return self._runs.policy.request_rows
 
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait for a run."""
+        return self._queue.rows
+
     def submit(self, request: InflightRequest, shape_class: Hashable, terms: Terms = NO_TERMS) -> None:
         """Enqueue a request; it is settled later.
 

@@ -12,7 +12,7 @@ from ortserve.cli import health, serve
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.engine.distributions import installed_runtimes
 
-_TOOLS = ("inspect", "profile", "bench", "doctor", "compare", "optimize", "quantize", "tune", "publish")
+_TOOLS = ("inspect", "profile", "bench", "doctor", "compare", "optimize", "quantize", "tune", "publish", "models")
 _TOOLS_NEED = (
     *("onnxruntime", "rich", "jinja2", "onnx", "matplotlib", "psutil", "squarify"),
     *("onnx_ir", "onnxscript", "onnxslim", "optuna", "ruamel", "sympy"),
@@ -34,6 +34,7 @@ commands:
   optimize  make a model faster or smaller, checked against it at each step
   quantize  make a model of small integers, and prove what it costs and gains
   tune      search for the options of a model that serve a load best
+  models    show and change the models of a running server
   publish   make a model the next version of a model in a repository
   version   print the versions of ortserve, Python and ONNX Runtime
 

@@ -36,6 +36,7 @@ from ortserve.core.encoded import Reading
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
+from ortserve.core.version_names import is_version
 from ortserve.errors import ContentsError, ServeError, invalid_input
 
 M = TypeVar("M", bound=Message)
@@ -151,16 +152,16 @@ def parse_message(message_type: type[M], data: bytes | memoryview) -> M:
         raise malformed(message_type.DESCRIPTOR.full_name) from None
 
 
-def require_version_number(version: str) -> None:
-    """Check a model version: decimal digits, or empty for the server's choice.
+def require_version(version: str) -> None:
+    """Check a model version: decimal digits, a label, or empty for the server's choice.
 
     Raises:
-        ServeError: invalid_input otherwise.
+        ServeError: invalid_input otherwise. Its first words are Triton's.
     """
-    if version and not (version.isascii() and version.isdigit()):
+    if version and not is_version(version):
         raise invalid_input(
             f"failed to get model version from specified version string '{version}' (details: stol), "
-            "version should be an integral value > 0"
+            "version should be an integral value > 0 or a label"
         )
 
 
@@ -173,7 +174,7 @@ _cached_head: Final = lru_cache(maxsize=_KEPT)(_parse_head)
 
 def _read_head(message: ModelInferRequest) -> _Head:
     model, version = message.model_name, message.model_version
-    require_version_number(version)
+    require_version(version)
     in_regions: dict[int, RegionInput] = {}
     places: dict[str, RegionSpan] = {}
     return _Head(

@@ -9,6 +9,7 @@ __all__ = [
     "model",
     "option_groups",
     "options",
+    "rollout",
     "sequences",
     "session",
     "tensors",

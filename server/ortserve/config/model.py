@@ -14,14 +14,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ortserve.config.ensemble import EnsembleOptions
 from ortserve.config.expectation import describe_problems
+from ortserve.config.rollout import RolloutOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
 from ortserve.config.yaml_file import read_yaml
+from ortserve.core.version_names import is_label
 from ortserve.errors import invalid_input
 
 MOST_INSTANCES: Final = 64
 """Maximum number of instances of one version."""
+
+MOST_LABELS: Final = 64
+"""Maximum number of labels of one model."""
 
 
 class QueuePolicy(BaseModel):
@@ -160,6 +165,15 @@ class SpecificVersions(BaseModel):
     specific: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
 
 
+def _label(name: str) -> str:
+    if not is_label(name):
+        raise ValueError(
+            f"labels: expected names of at most 63 letters, digits, '_', '.' and '-' that begin with a letter or '_', "
+            f"got '{name:.100}'"
+        )
+    return name
+
+
 VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
 
 
@@ -243,7 +257,16 @@ class ModelOptions(LoadOptions):
         default=LatestVersions(latest=1),
         json_schema_extra={"expects": "{latest: n}, {all: true} or {specific: [n, ...]}"},
     )
-    """Served versions: the ``n`` highest, all, or the listed ones."""
+    """Served versions: the ``n`` highest, all, or the listed ones; in addition those that labels name."""
+    labels: Mapping[Annotated[str, AfterValidator(_label)], Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, max_length=MOST_LABELS, json_schema_extra={"expects": "{name: version, ...}, at most 64"}
+    )
+    """Names of versions, such as ``{stable: 3, canary: 4}``, that requests may use instead of the number. Requests
+    without a version go to the version that is labelled ``stable``, if there is that label. Only a ``model.yaml`` can
+    set it; calls can change labels while the server runs."""
+    rollout: RolloutOptions | None = None
+    """Tries another version with requests for the one that is labelled ``stable``: ``{candidate: 4, mode: canary}``.
+    Only a ``model.yaml`` can set it; calls can start and end rollouts while the server runs."""
 
     @property
     def is_set_to_batch(self) -> bool:

@@ -29,8 +29,8 @@ class AccessOptions(BaseModel):
     """File or folder of the keys for metadata, configurations, statistics, learned batch times, the repository index,
     the documentation and gRPC reflection. Unset: these calls need no key."""
     control_keys_file: Path | None = None
-    """File or folder of the keys for loading and unloading models, shared memory, trace settings, log settings and
-    profiling. Unset: these calls need no key."""
+    """File or folder of the keys for loading and unloading models, changing labels, shared memory, trace settings, log
+    settings and profiling. Unset: these calls need no key."""
     metrics_keys_file: Path | None = None
     """File or folder of the keys for the metrics port. Unset: metrics need no key."""
     keys_poll_s: float = Field(default=5.0, ge=0.01, le=3600)

@@ -66,6 +66,9 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     are loaded at the start; clients load and unload models."""
     load_model: tuple[str, ...] = ()
     """Models to load at the start in mode ``explicit``; ``*`` for all. May be repeated."""
+    state_dir: Path | None = None
+    """Folder of the file that keeps what calls change, such as labels, over restarts. Unset: ``.ortserve`` in the first
+    repository, made by the first such call."""
     repository_poll_s: float = Field(default=15.0, gt=0, le=86400)
     """Interval of scans in mode ``poll``. A scan may find a folder that is still being copied: its load fails, the
     previous version keeps serving, and the next scan retries. Rename complete folders into place to avoid this. Names

@@ -20,4 +20,5 @@ __all__ = [
     "tensor",
     "terms",
     "timing",
+    "version_names",
 ]

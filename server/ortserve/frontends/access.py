@@ -102,7 +102,7 @@ def unguarded_groups(
     """
     if is_loopback(host):
         return ()
-    control = ["log settings"]
+    control = ["log settings", "labels"]
     if loads_models:
         control.append("loading models")
     if shares_memory:

@@ -8,6 +8,8 @@ __all__ = [
     "registry",
     "repository",
     "request_shapes",
+    "rollout",
     "served",
     "serving",
+    "state_file",
 ]

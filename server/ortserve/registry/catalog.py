@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from typing import Final
 
+from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.coordination import WAITING, Progress
 from ortserve.registry.repository.source import VersionSource
+from ortserve.registry.rollout import Rollout
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
@@ -96,15 +98,18 @@ class Catalog:
     def __init__(self) -> None:
         self._records: dict[str, dict[int, VersionRecord]] = {}
         self._serving: dict[tuple[str, str], ServedVersion] = {}
+        """By model and what requests may name: a number, a label, or nothing."""
+        self._labels: dict[str, Mapping[str, int]] = {}
+        self._rollouts: dict[str, Rollout] = {}
         self.is_complete = False
         """Whether initial loading is over. Until then a model that is unknown may still come."""
 
     def find(self, name: str, version: str) -> ServedVersion:
-        """Find the version that answers: the one named, or the highest that is ready.
+        """Find the version that answers: the one named; else the one labelled ``stable``; else the highest ready one.
 
         Args:
             name: Of the model.
-            version: A number without leading zeros, or ``""`` for any.
+            version: A number without leading zeros, a label, or ``""`` for any.
 
         Raises:
             ServeError: not_found or not_ready.
@@ -150,13 +155,49 @@ class Catalog:
         del self._records[record.model][record.version]
 
     def route(self, name: str) -> None:
-        """Send requests for a model to its ready versions, and requests without a version to the highest of them."""
+        """Send requests for a model to its ready versions, by number and label.
+
+        Requests without a version go to the version labelled ``stable``, ready or not, or without that label to the
+        highest ready one.
+        """
         for key in [key for key in self._serving if key[0] == name]:
             del self._serving[key]
         for record in self.ready(name):
             assert record.served is not None
             self._serving[name, str(record.version)] = record.served
             self._serving[name, ""] = record.served
+        labels = self.labels(name)
+        for label, version in labels.items():
+            if (served := self._serving.get((name, str(version)))) is not None:
+                self._serving[name, label] = served
+        if STABLE in labels:
+            self._serving.pop((name, ""), None)
+            if (served := self._serving.get((name, STABLE))) is not None:
+                self._serving[name, ""] = served
+        self._attach_rollout(name)
+
+    def roll_out(self, name: str, rollout: Rollout | None) -> None:
+        """Attach a rollout to the version of a model that is labelled ``stable``, instead of the one before."""
+        if rollout is None:
+            self._rollouts.pop(name, None)
+        else:
+            self._rollouts[name] = rollout
+        self._attach_rollout(name)
+
+    def _attach_rollout(self, name: str) -> None:
+        stable = self._serving.get((name, STABLE)) if STABLE in self.labels(name) else None
+        for record in self.ready(name):
+            assert record.served is not None
+            record.served.rollout = self._rollouts.get(name) if record.served is stable else None
+
+    def labels(self, name: str) -> Mapping[str, int]:
+        """Versions of a model by label, whether they serve or not."""
+        return self._labels.get(name, {})
+
+    def label(self, name: str, labels: Mapping[str, int]) -> None:
+        """Replace the labels of a model, all in one step."""
+        self._labels[name] = labels
+        self.route(name)
 
     def _error(self, name: str, version: str) -> ServeError:
         """Why no version answers."""
@@ -166,14 +207,18 @@ class Catalog:
             return ServeError(ErrorKind.NOT_READY, text, retry_after_s=1)
         if records is None:
             return ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
-        if version:
-            record = next((record for record in records.values() if record.label == version), None)
+        labels = self.labels(name)
+        label = version or (STABLE if STABLE in labels else "")
+        number = str(labels[label]) if label in labels else version
+        if number:
+            text = f"Request for unknown model: '{name}' version {number}"
+            if label in labels:
+                text += f", which is labelled '{label}',"
+            record = next((record for record in records.values() if record.label == number), None)
             if record is None:
-                return ServeError(
-                    ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' version {version} is not found"
-                )
+                return ServeError(ErrorKind.NOT_FOUND, f"{text} is not found")
             asked = [record]
-            text = f"Request for unknown model: '{name}' version {version} is not at ready state"
+            text += " is not at ready state"
         else:
             asked = list(records.values())
             text = f"Request for unknown model: '{name}' has no available versions"

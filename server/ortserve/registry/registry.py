@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -13,14 +14,17 @@ from ortserve.batching.sequences import SequenceRuns
 from ortserve.clock import Clock
 from ortserve.config.ensemble import LATEST
 from ortserve.config.model import LoadOptions
+from ortserve.config.rollout import RolloutOptions
 from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.dependents import dependents_of, members_of, reject_cycles, required_versions
+from ortserve.registry.labels import follow_file, needed_versions
 from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.client_model import client_source, read_client_model
 from ortserve.registry.repository.model_files import read_repositories
 from ortserve.registry.repository.source import ModelSource, plan_changes, read_source, read_sources
+from ortserve.registry.state_file import ModelState, StateFile
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
@@ -77,6 +81,7 @@ class Registry:
         activity: LoopActivity | None = None,
         cache: ResponseCache | None = None,
         recordings: Recordings | None = None,
+        state: StateFile | None = None,
     ) -> None:
         """Load nothing yet.
 
@@ -89,6 +94,7 @@ class Registry:
             activity: Reports runs on the event loop; None if the loop is not watched.
             cache: For models with ``response_cache``; None if no model uses one.
             recordings: Of the server; None if it records no requests.
+            state: What calls changed earlier; None for nothing, and to keep nothing.
         """
         self._repositories = repositories
         self._defaults = defaults
@@ -102,10 +108,18 @@ class Registry:
         self._sources: dict[str, ModelSource] = {}
         """The source of the latest load of each model, failed or not."""
         self._retries = LoadRetries()
+        self._state = state or StateFile(None)
+        self._file_labels: dict[str, dict[str, int]] = {}
+        """Of the models' configurations, as they are in effect."""
         self._changes: set[asyncio.Task[Any]] = set()
         self.on_change: Callable[[], None] = _ignore
         """Called after the state of a version has changed, and when initial loading is over."""
         self.find: Final = self._catalog.find
+        self.labels: Final = self._catalog.labels
+        self.state_of: Final = self._state.of
+        self.roll_out: Final = self._catalog.roll_out
+        self.on_versions: Callable[[str], None] = _ignore_name
+        """Called with a model whose configuration, labels or rollout may have changed."""
         self.knows: Final = self._catalog.knows
         self.records: Final = self._catalog.records
 
@@ -238,7 +252,16 @@ class Registry:
 
     async def _read_sources(self) -> list[ModelSource]:
         # Not on the threads of loads, where it would wait for models that are loading.
-        return await asyncio.to_thread(read_sources, self._repositories, self._defaults)
+        return await asyncio.to_thread(read_sources, self._repositories, self._defaults, self._named_versions)
+
+    def _read_source(self, name: str) -> ModelSource | None:
+        return read_source(name, self._repositories, self._defaults, self._named_versions(name))
+
+    def _named_versions(self, name: str) -> frozenset[int]:
+        """The versions of a model that calls named, or that its configuration labels. From any thread."""
+        labelled = frozenset(self._file_labels.get(name, {}).values())
+        rollout = self.rollout(name)
+        return self._state.of(name).versions | labelled | ({rollout.candidate} if rollout else frozenset())
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         source, failures = await self._load_once(name, config, files, None)
@@ -297,7 +320,7 @@ class Registry:
         pending = list(members_of(ensemble))
         while pending:
             name = pending.pop()
-            if name not in found and (source := read_source(name, self._repositories, self._defaults)) is not None:
+            if name not in found and (source := self._read_source(name)) is not None:
                 found[name] = source
                 pending += members_of(source)
         return found
@@ -317,7 +340,7 @@ class Registry:
         except ServeError as error:
             raise _load_failure(name, f"{_NOT_POLLED}: {error.message}") from None
         try:
-            source = read_source(name, self._repositories, self._defaults)
+            source = self._read_source(name)
         except ServeError:  # Its message names the folder, which clients must not learn.
             raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
         if source is None:
@@ -328,6 +351,7 @@ class Registry:
         await self._drop_dependents(name)
         async with self._lock(name):
             source = self._sources.pop(name, None)
+            self._file_labels.pop(name, None)
             self._retries.forget(name)
             self._drain(name)
             await self._drop_dependents(name)  # Those that were loaded meanwhile hold the model.
@@ -432,6 +456,7 @@ class Registry:
         changes = plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
         for reason in source.without_effect if changes.load else ():
             log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
+        self._follow_file(name)  # Before the first load of a model, so that no other version answers meanwhile.
         incoming = [self._versions.announce(name, version, source) for version in changes.load]
         failures = [
             f"version {record.version}: {reason}"
@@ -442,11 +467,71 @@ class Registry:
             self._retries.note_failure(name, self._clock())
         else:
             self._retries.forget(name)
-            for version in changes.retire:
+        self._follow_file(name)
+        self.on_versions(name)
+        if not failures:
+            kept = self._named_versions(name).intersection(changes.retire)
+            for version in sorted(kept):
+                log_event(logger, logging.WARNING, "version is kept for its label", model=name, version=version)
+            for version in set(changes.retire) - kept:
                 self._versions.drain(self._catalog.of(name)[version], UNLOADED)
         if self._catalog.ready(name) != serving:
             await self._follow(name, applied)
         return failures
+
+    def _follow_file(self, name: str) -> None:
+        """Put the labels of a model's configuration into effect, as far as their versions serve."""
+        before, given = self._file_labels.get(name, {}), self._sources[name].labels
+        self._file_labels[name] = follow_file(before, given, self.ready_versions(name))
+        self._put_labels(name)
+
+    def _put_labels(self, name: str) -> None:
+        labels = {**self._file_labels.get(name, {}), **self._state.of(name).labels}
+        before = self._catalog.labels(name)
+        if labels == before:
+            return
+        self._catalog.label(name, labels)
+        moved = {label: labels.get(label) for label in {**labels, **before} if labels.get(label) != before.get(label)}
+        log_event(logger, logging.INFO, "labels changed", model=name, **_texts(moved))
+
+    def rollout(self, name: str) -> RolloutOptions | None:
+        """The rollout of a model that a call started, or else that of its configuration, unless it has ended."""
+        state, source = self._state.of(name), self._sources.get(name)
+        if state.rollout is not None:
+            return state.rollout
+        given = None if source is None else source.rollout
+        has_ended = given is not None and state.ended is not None and state.ended.candidate == given.candidate
+        return None if has_ended else given
+
+    async def change_state(self, name: str, state: ModelState) -> None:
+        """Keep what a call changed of a model, then put its labels into effect in one step.
+
+        Versions that are needed no more drain afterwards, and ensembles follow.
+
+        Raises:
+            ServeError: conflict, if the change cannot be kept; nothing has changed then.
+        """
+        await self._state.put(name, state)
+        self._put_labels(name)
+        self.on_versions(name)
+        self._start(self._settle_labels(name))
+
+    async def _settle_labels(self, name: str) -> None:
+        """Retire the versions of a model that neither its policy nor a label needs any more."""
+        async with self._lock(name):
+            source = self._sources.get(name)
+            if source is None:
+                return
+            named = self._named_versions(name)
+            needed = needed_versions(source, named)
+            # Otherwise an earlier version may serve in place of one that failed.
+            if needed.issubset(self.ready_versions(name)):
+                versions = {number: version for number, version in source.versions.items() if number in needed}
+                self._sources[name] = replace(source, versions=versions)
+                for record in self._catalog.ready(name):
+                    if record.version not in needed | named:
+                        self._versions.drain(record, UNLOADED)
+            await self._follow(name)
 
     def _start_replacing(self, record: VersionRecord) -> None:
         self._start(self._replace(record))
@@ -469,6 +554,15 @@ def _with_members(names: Iterable[str], found: Mapping[str, ModelSource]) -> lis
             wanted[name] = None
             pending += [member for member in members_of(found.get(name)) if member in found]
     return list(wanted)
+
+
+def _ignore_name(_: str) -> None:
+    pass
+
+
+def _texts(labels: Mapping[str, int | None]) -> dict[str, str]:
+    """Labels as fields of a log line."""
+    return {"labels": ", ".join(f"{label}={'-' if version is None else version}" for label, version in labels.items())}
 
 
 def _ignore() -> None:

@@ -106,6 +106,10 @@ class ServedModel(ServedVersion):
         """Most rows that run together."""
         return self._batcher.max_rows
 
+    @property
+    def queued_rows(self) -> int:
+        return self._batcher.queued_rows
+
     def terms(
         self,
         received_ns: int,

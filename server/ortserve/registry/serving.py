@@ -17,6 +17,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import Terms
 from ortserve.registry.recording import Recording
 from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.rollout import Rollout
 from ortserve.telemetry.logs import RejectionLog
 from ortserve.telemetry.series import ModelMetrics
 
@@ -66,6 +67,8 @@ class ServedVersion(ABC):
         self.declared: Final[pb.ModelConfig] = configuration.declared
         """Its ``config.pbtxt``; empty without one."""
         self.is_cached: Final[bool] = is_cached
+        self.rollout: Rollout | None = None
+        """Tries another version in the place of this one; None for nearly all versions."""
         self._holders = 0
         self._released: asyncio.Event | None = None
 
@@ -78,6 +81,11 @@ class ServedVersion(ABC):
     @abstractmethod
     def max_rows(self) -> int:
         """Most rows that run together."""
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait for a run; 0 for a version without a queue of its own."""
+        return 0
 
     @abstractmethod
     def terms(

@@ -23,7 +23,7 @@ class Group(StrEnum):
     METADATA = "metadata"
     """Metadata, configurations, statistics, the index, the documentation and reflection."""
     CONTROL = "control"
-    """Loading, shared memory, trace and log settings, both changing and reading them."""
+    """Loading, changes of labels, shared memory, trace and log settings, both changing and reading them."""
     METRICS = "metrics"
     """The metrics port."""
 

@@ -28,6 +28,7 @@ from ortserve.errors import (
     out_of_memory,
 )
 from ortserve.registry.registry import Registry
+from ortserve.registry.rollout import Rollout
 from ortserve.registry.serving import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import Call
@@ -177,8 +178,9 @@ class InferenceService:
     def _start_request(self, call: Call, request: InferRequest) -> None:
         call.request = request
         served = call.served = self._registry.find(request.model_name, request.model_version)
-        raw = request.raw_input
-        if request.regions is not None or (raw is not None and is_long_text(raw, served.signature)):
+        raw, rollout = request.raw_input, served.rollout
+        is_tried = rollout is not None and rollout.is_canary
+        if is_tried or request.regions is not None or (raw is not None and is_long_text(raw, served.signature)):
             call.settle_by(self._run_in_steps(call, request))
             return
         call.inputs, call.rows = check_request(request, served.signature, served.name)
@@ -229,11 +231,12 @@ class InferenceService:
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
             request = replace(request, inputs=[tensor], raw_input=None)
-        inputs, call.rows = check_request(request, served.signature, served.name)
-        run = call.child(inputs, call.rows)
-        _submit(run, call, request, served)
-        outputs = await run
-        call.inputs = run.inputs
+        rollout = served.rollout
+        if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request)):
+            outputs = await self._try_candidate(candidate, rollout, call, request)
+            served = call.served
+        else:
+            outputs = await _run_on(served, call, request)
         if transfer is not None:
             shown = served.cut_back(outputs, call.inputs)
             if classifies_long(request, served, shown):
@@ -241,6 +244,23 @@ class InferenceService:
             else:
                 call.response = build_response(request, served, shown)
             await transfer.place(call.response.outputs)
+        return outputs
+
+    async def _try_candidate(self, candidate: str, rollout: Rollout, call: Call, request: InferRequest) -> Arrays:
+        """Run a request on the candidate of a rollout or, if it fails, on the version that it is tried for."""
+        try:
+            tried = self._registry.find(request.model_name, candidate)
+            outputs = await _run_on(tried, call, request)
+            tried.cut_back(outputs, call.inputs)
+        except Exception as error:  # noqa: BLE001 - no caller is to see a failure of a candidate
+            failure = error.with_traceback(None)
+        else:
+            rollout.candidate_answered(call.timing)
+            return outputs
+        # Found again, because the version may have been replaced meanwhile.
+        served = call.served = self._registry.find(request.model_name, request.model_version)
+        outputs = await _run_on(served, call, request)
+        rollout.candidate_failed(failure)  # not for a request that fails on both
         return outputs
 
     def _on_settled(self, call: Call) -> None:
@@ -279,6 +299,9 @@ class InferenceService:
         assert served is not None
         assert encoder is not None
         outputs = served.cut_back(outputs, call.inputs)
+        rollout = served.rollout
+        if rollout is not None:
+            rollout.observe(request, outputs, call.timing)
         response = call.response
         if response is None:
             if request.outputs and classifies_long(request, served, outputs):
@@ -372,6 +395,16 @@ def _release_when_decoded(decoding: "asyncio.Future[InferRequest]", hold: Hold, 
 def _memory_bytes(tensor: Tensor) -> int:
     """Memory of a tensor; the length of texts is that of the body, which is counted already."""
     return tensor.array.size * TEXT_BYTES if tensor.datatype is DataType.BYTES else tensor.array.nbytes
+
+
+async def _run_on(served: ServedVersion, call: Call, request: InferRequest) -> Arrays:
+    """Run a request on a version, which then answers the call."""
+    inputs, rows = check_request(request, served.signature, served.name)
+    run = call.child(inputs, rows)
+    _submit(run, call, request, served)
+    outputs = await run
+    call.served, call.inputs, call.rows = served, run.inputs, rows
+    return outputs
 
 
 def _submit(run: InflightRequest, call: Call, request: InferRequest, served: ServedVersion) -> None:

@@ -9,8 +9,10 @@ from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.registry.serving import ServedVersion
+from ortserve.service.labels import LabelService
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.repository import RepositoryService
+from ortserve.service.rollout.control import RolloutService
 from ortserve.service.trace_settings import TraceSettings
 from ortserve.telemetry.logs import LogSwitches
 from ortserve.telemetry.statistics import VersionStatistics, read_statistics
@@ -126,3 +128,5 @@ class Management:
     logs: LogSettings
     traces: TraceSettings
     profiling: ProfilingService
+    labels: LabelService
+    rollouts: RolloutService

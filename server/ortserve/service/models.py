@@ -142,7 +142,7 @@ class ModelService:
         return self._registry.find(name, version).learned()
 
     def model_config(self, name: str, version: str) -> ModelConfig:
-        """The configuration in effect of a version, or for ``""`` of the highest ready version.
+        """The configuration in effect of a version, or for ``""`` of the one that answers requests without one.
 
         Raises:
             ServeError: not_found or not_ready.
@@ -150,13 +150,13 @@ class ModelService:
         return describe_config(self._registry.find(name, version))
 
     def model_metadata(self, name: str, version: str) -> ModelMetadata:
-        """Describe a version, or for ``""`` the highest ready version.
+        """Describe a version, or for ``""`` the one that answers requests without one.
 
         Raises:
             ServeError: not_found or not_ready.
         """
         served = self._registry.find(name, version)
-        versions = (version,) if version else tuple(str(ready) for ready in self._registry.ready_versions(name))
+        versions = (served.version,) if version else tuple(str(ready) for ready in self._registry.ready_versions(name))
         properties = served.properties
         if served.recording is not None:
             properties = {**properties, "recording": served.recording.describe()}

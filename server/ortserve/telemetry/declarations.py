@@ -176,6 +176,35 @@ RECORDED_REQUESTS: Final = Declaration(
     "failed: not written, because the disk or record.max_bytes is full or the texts cannot be stored. Only for models "
     "with record.",
 )
+ROLLOUT: Final = Declaration(
+    "ortserve_rollout",
+    "gauge",
+    ("model", "version", "mode"),
+    "1 for each rollout that runs; version is its candidate, mode is shadow or canary.",
+)
+ROLLOUT_REQUESTS: Final = Declaration(
+    "ortserve_rollout_requests_total",
+    "counter",
+    ("model", "version", "outcome"),
+    "Requests of a rollout by what became of them on its candidate, which is version, since the rollout or the server "
+    "began. canary: answered; failed, and answered by stable; rejected, because the candidate was busy or not ready, "
+    "and answered by stable. shadow: agreed or disagreed with the answer of stable; failed; shed, because the server "
+    "had other work. Requests that fail on both versions are not counted.",
+)
+ROLLOUT_ERROR: Final = Declaration(
+    "ortserve_rollout_worst_error",
+    "gauge",
+    ("model", "version", "measure"),
+    "Largest error of any compared request of a shadow, by measure: max, relative, cosine or top1, as in ortserve "
+    "compare.",
+)
+ROLLOUT_P99: Final = Declaration(
+    "ortserve_rollout_p99_seconds",
+    "gauge",
+    ("model", "version", "side"),
+    "99th percentile of the times of stable and candidate during a rollout, with an error of at most 9 %. shadow: of "
+    "the runs of compared requests. canary: of queue and run.",
+)
 REJECTED: Final = Declaration(
     "ortserve_rejected_requests_total",
     "counter",
@@ -380,6 +409,10 @@ DECLARATIONS: Final = (
     STAGED_ELEMENTS,
     PADDED_ELEMENTS,
     RECORDED_REQUESTS,
+    ROLLOUT,
+    ROLLOUT_REQUESTS,
+    ROLLOUT_ERROR,
+    ROLLOUT_P99,
     REJECTED,
     UNAUTHORIZED,
     LOADS,

@@ -31,6 +31,7 @@ from ortserve.telemetry.readings import (
     DeviceReading,
     DeviceRuns,
     PollReading,
+    RolloutReading,
     StallReading,
 )
 from ortserve.telemetry.series import HistogramSeries, ModelMetrics, observe_failure
@@ -74,6 +75,7 @@ class Metrics(Collector):
         self._stalls: Callable[[], StallReading] = StallReading
         self._polls: Callable[[], PollReading] = PollReading
         self.cache: Callable[[], CacheReading] = CacheReading
+        self._rollouts: Callable[[], Sequence[RolloutReading]] = tuple
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -150,6 +152,10 @@ class Metrics(Collector):
         """Call both at each scrape, on the scraping thread: they must only read."""
         self._stalls, self._polls = stalls, polls
 
+    def set_rollouts_source(self, source: Callable[[], Sequence[RolloutReading]]) -> None:
+        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
+        self._rollouts = source
+
     def set_cache_source(self, source: Callable[[], CacheReading]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read."""
         self.cache = source
@@ -215,6 +221,7 @@ class Metrics(Collector):
         yield Family(declared.PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
         recorded = (((model.name, model.version), model.recorded()) for model in models)
         yield _by_version(declared.RECORDED_REQUESTS, recorded)
+        yield from _rollouts(self._rollouts())
         rejected: dict[Labels, float] = {
             (model, reason): count
             for model, by_reason in list(self._rejected.items())
@@ -307,6 +314,16 @@ def _devices(devices: Sequence[DeviceReading], runs: Iterable[tuple[Labels, Devi
     yield _by_version(declared.DEVICE_COPIED, ((labels, of.copied_bytes) for labels, of in known))
     yield _by_version(declared.DEVICE_TIMED_COPY, ((labels, of.timed_copy_s) for labels, of in known))
     yield _by_version(declared.DEVICE_TIMED_COPY_BYTES, ((labels, of.timed_copy_bytes) for labels, of in known))
+
+
+def _rollouts(known: Sequence[RolloutReading]) -> Iterator[Family]:
+    yield Family(declared.ROLLOUT, {(one.model, one.candidate, one.mode): 1 for one in known})
+    yield _by_version(declared.ROLLOUT_REQUESTS, (((one.model, one.candidate), one.outcomes) for one in known))
+    yield _by_version(declared.ROLLOUT_ERROR, (((one.model, one.candidate), one.worst) for one in known))
+    times: dict[Labels, float] = {
+        (one.model, one.candidate, side): s for one in known for side, s in one.p99_s.items() if s is not None
+    }
+    yield Family(declared.ROLLOUT_P99, times)
 
 
 def _by_owner(accounts: Iterable[tuple[str, Mapping[str, Mapping[str, int]]]]) -> dict[Labels, float]:

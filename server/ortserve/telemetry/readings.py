@@ -70,6 +70,27 @@ class DeviceRuns:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutReading:
+    """A rollout that runs.
+
+    Attributes:
+        model: Name of the model.
+        candidate: The version that is tried.
+        mode: ``shadow`` or ``canary``.
+        outcomes: Requests of the candidate by outcome.
+        worst: Largest error of any compared request, by measure.
+        p99_s: 99th percentile of times by side, in seconds; None while there are none.
+    """
+
+    model: str
+    candidate: str
+    mode: str
+    outcomes: Mapping[str, int]
+    worst: Mapping[str, float]
+    p99_s: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
 class StallReading:
     """Stalls of the event loop that the watchdog saw, and their total time; a stall that lasts is included."""
 

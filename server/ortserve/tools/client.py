@@ -79,9 +79,11 @@ class Client:
                 raise self._unreachable(error) from None
         return self._socket
 
-    def prepare(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
-        """The bytes of a GET, or of a POST with a body."""
-        method = "GET" if body is None else "POST"
+    def prepare(
+        self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None, *, method: str = ""
+    ) -> bytes:
+        """The bytes of a GET, or with a body of a POST, unless ``method`` is another."""
+        method = method or ("GET" if body is None else "POST")
         more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         length = f"content-length: {len(body or b'')}\r\n"
         head = f"{method} {self.address.prefix}{path} HTTP/1.1\r\n{self._head}{more}{length}\r\n"

@@ -24,6 +24,7 @@ RESULTS: Final[Mapping[str, str]] = {
     "quantize": "QuantizeResult",
     "optimize": "OptimizeResult",
     "tune": "TuneResult",
+    "models": "ModelsResult",
 }
 """The dataclass in the module ``result`` of each command."""
 

@@ -29,18 +29,24 @@ CONTROL: Final = (
     "/v2/trace/setting",
     "/v2/models/{model}/trace/setting",
     "/v2/models/{model}/profile",
+    "/v2/models/{model}/promote",
+    "/v2/models/{model}/rollback",
 )
+READ_OR_CONTROL: Final = ("/v2/models/{model}/labels", "/v2/models/{model}/rollout")
+"""Reading needs a key of another group than changing."""
 GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")
 
 
-def expected_group(template: str) -> Group | None:
-    """The expected group of a route by its template, written independently of the server."""
+def expected_group(template: str, method: str) -> Group | None:
+    """The expected group of a route by its template and a method, written independently of the server."""
     plain = template.replace("/versions/{version}", "")
     if plain in HEALTH:
         return None
     if plain in GENERATE:
         return Group.INFER
     if plain in CONTROL or "sharedmemory" in plain:
+        return Group.CONTROL
+    if plain in READ_OR_CONTROL and method not in ("GET", "HEAD"):
         return Group.CONTROL
     return Group.METADATA
 
@@ -74,7 +80,7 @@ def test_every_route_is_in_the_group_of_its_path() -> None:
         path = re.sub(r"\{version\}", "1", route.path)
         path = re.sub(r"\{\w+\}", "x", path)
         for method in route.methods or ():
-            assert http_group(method, path) is expected_group(route.path), (method, route.path)
+            assert http_group(method, path) is expected_group(route.path, method), (method, route.path)
 
 
 WORDS: Final = """
@@ -93,7 +99,7 @@ def test_path_has_the_group_of_its_route(segments: list[str], method: str) -> No
     scope = {"type": "http", "path": path, "method": method, "root_path": "", "headers": []}
     taken = next((route for route in ROUTES if route.matches(scope)[0] is Match.FULL), None)
     if taken is not None and is_unambiguous(path):  # other paths are rejected
-        assert http_group(method, path) is expected_group(taken.path)
+        assert http_group(method, path) is expected_group(taken.path, method)
 
 
 def test_only_line_feeds_change_the_route_of_a_path() -> None:
@@ -162,12 +168,12 @@ def test_nothing_is_open_on_the_loopback_address(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "server.example.com"])
 def test_all_groups_without_keys_are_open_elsewhere(host: str) -> None:
     groups = unguarded_groups(host, (), loads_models=False, shares_memory=False)
-    assert groups == ("infer", "metadata", "control (log settings)", "metrics")
+    assert groups == ("infer", "metadata", "control (log settings, labels)", "metrics")
 
 
 def test_groups_with_keys_are_not_open() -> None:
     assert unguarded_groups("::", (Group.INFER, Group.METADATA), loads_models=True, shares_memory=True) == (
-        "control (log settings, loading models, shared memory)",
+        "control (log settings, labels, loading models, shared memory)",
         "metrics",
     )
     assert unguarded_groups("::", tuple(Group), loads_models=True, shares_memory=True) == ()
@@ -175,4 +181,4 @@ def test_groups_with_keys_are_not_open() -> None:
 
 def test_profiling_without_a_key_is_open() -> None:
     (control, *_) = unguarded_groups("::", (Group.INFER,), loads_models=False, shares_memory=False, profiles=True)[1:]
-    assert control == "control (log settings, profiling)"
+    assert control == "control (log settings, labels, profiling)"

@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 from ortserve._pb import management_pb2 as pb
 from ortserve._pb import shared_memory_pb2 as memory_pb
-from ortserve.codecs.grpc_infer import parse_message, require_version_number
+from ortserve.codecs.grpc_infer import parse_message, require_version
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
@@ -67,7 +67,7 @@ class ManagementCalls:
 
     def _model_statistics(self, data: bytes) -> Message:
         request = parse_message(pb.ModelStatisticsRequest, data)
-        require_version_number(request.version)
+        require_version(request.version)
         found = self._statistics.statistics(request.name, request.version)
         return pb.ModelStatisticsResponse(model_stats=map(_model_statistics, found))
 

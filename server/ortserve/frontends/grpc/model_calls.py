@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve._pb import management_pb2
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.codecs.grpc_infer import parse_message, require_version_number
+from ortserve.codecs.grpc_infer import parse_message, require_version
 from ortserve.core.signature import TensorSpec
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering
 from ortserve.service.models import ModelMetadata, ServerMetadata
@@ -60,7 +60,7 @@ class ModelCalls:
 
     def _model_ready(self, data: bytes) -> Message:
         request = parse_message(pb.ModelReadyRequest, data)
-        require_version_number(request.version)
+        require_version(request.version)
         return pb.ModelReadyResponse(ready=self._models.is_model_ready(request.name, request.version))
 
     def _server_metadata(self, data: bytes) -> Message:
@@ -70,7 +70,7 @@ class ModelCalls:
 
     def _model_metadata(self, data: bytes) -> Message:
         request = parse_message(pb.ModelMetadataRequest, data)
-        require_version_number(request.version)
+        require_version(request.version)
         metadata = self._models.model_metadata(request.name, request.version)
         return pb.ModelMetadataResponse(
             name=metadata.name,
@@ -83,7 +83,7 @@ class ModelCalls:
 
     def _model_config(self, data: bytes) -> Message:
         request = parse_message(management_pb2.ModelConfigRequest, data)
-        require_version_number(request.version)
+        require_version(request.version)
         return management_pb2.ModelConfigResponse(config=self._models.model_config(request.name, request.version))
 
 

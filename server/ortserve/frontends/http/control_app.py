@@ -24,6 +24,7 @@ from ortserve.frontends.http.documents import (
     ModelName,
     ModelVersion,
 )
+from ortserve.frontends.http.label_routes import label_routes
 from ortserve.frontends.http.management_routes import (
     profile_routes,
     repository_routes,
@@ -75,6 +76,7 @@ def make_control_app(
     app.include_router(settings_routes(management.logs, management.traces))
     app.include_router(profile_routes(management.profiling))
     app.include_router(model_routes(models))
+    app.include_router(label_routes(management.labels, management.rollouts))
     app.include_router(shared_memory_routes(shared_memory))
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -131,7 +133,7 @@ def _documented_infer_routes() -> APIRouter:
 
     @router.post("/infer", response_model=InferResponseDocument)
     async def infer(model: ModelName, request: Annotated[InferRequestDocument, request_body]) -> Response:
-        """Run the model's highest ready version."""
+        """Run the version of the model that is labelled `stable`; without that label the highest ready one."""
         raise AssertionError("documented only")
 
     @router.post("/versions/{version}/infer", response_model=InferResponseDocument)

@@ -9,9 +9,12 @@ from fastapi import Path
 from pydantic import BaseModel, Field
 
 from ortserve.core.dtypes import DATATYPES
+from ortserve.core.version_names import VERSION_PATTERN
 
 ModelName: TypeAlias = Annotated[str, Path(description="Name of the model", examples=["digits"])]
-ModelVersion: TypeAlias = Annotated[str, Path(description="Version of the model", pattern="^[0-9]+$", examples=["1"])]
+ModelVersion: TypeAlias = Annotated[
+    str, Path(description="Version of the model, or a label of one", pattern=VERSION_PATTERN, examples=["1", "stable"])
+]
 RegionName: TypeAlias = Annotated[str, Path(description="Name that requests use", examples=["input_data"])]
 
 Datatype = Annotated[str, Field(json_schema_extra={"enum": list(DATATYPES)})]
@@ -138,6 +141,42 @@ class UnloadRequestDocument(BaseModel):
 class ProfileRequestDocument(BaseModel):
     requests: int = Field(100, description="Requests whose batches are profiled")
     timeout_s: float = Field(30, description="Time to wait for them, in seconds")
+
+
+class LabelDocument(BaseModel):
+    name: str
+    version: str
+    state: str = Field(
+        description="Of the version: READY if the label can be used, otherwise why not", examples=["READY"]
+    )
+    set_by: Literal["call", "configuration"]
+
+
+class LabelsDocument(BaseModel):
+    model: str
+    labels: list[LabelDocument]
+    previous: str | None = Field(None, description="The version that a rollback would make stable again")
+
+
+class LabelsRequestDocument(BaseModel):
+    labels: dict[str, int | None] = Field(
+        description="Versions by label; null removes a label that a call set", examples=[{"stable": 3, "canary": 4}]
+    )
+
+
+class PromoteRequestDocument(BaseModel):
+    version: int | None = Field(
+        None, description="The version that becomes stable; by default the candidate of the rollout", examples=[4]
+    )
+
+
+class RolloutDocument(BaseModel):
+    model: str
+    rollout: dict[str, Any] | None = Field(description="Its options; null without one")
+    problem: str = Field(description="Why requests do not reach the candidate; empty if they do")
+    figures: dict[str, int | float | None] = Field(description="Requests by outcome, and times")
+    worst_errors: dict[str, float | None] = Field(description="By measure; null for an infinite one")
+    ended: dict[str, Any] | None = Field(description="How the last rollout ended")
 
 
 class StatisticDurationDocument(BaseModel):

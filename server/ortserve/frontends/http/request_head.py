@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from ortserve.codecs.compression import Encoding
 from ortserve.codecs.load_report import LoadFormat, read_load_format
+from ortserve.core.version_names import is_version
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER
 
@@ -117,7 +118,7 @@ def match_infer_path(raw_path: bytes) -> tuple[str, str] | None:
         return None
     if len(parts) == 5:
         model, version = parts[3], ""
-    elif len(parts) == 7 and parts[4] == "versions" and parts[5].isdigit():
+    elif len(parts) == 7 and parts[4] == "versions" and is_version(parts[5]):
         model, version = parts[3], parts[5]
     else:
         return None

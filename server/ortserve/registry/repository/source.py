@@ -7,8 +7,8 @@ times), not by their contents.
 import glob
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -20,6 +20,7 @@ from ortserve.config.model import (
     VersionPolicy,
     says_required,
 )
+from ortserve.config.rollout import RolloutOptions
 from ortserve.config.session import Scalar, option_text, provider_parts
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.configuration import Configuration, read_configuration
@@ -70,6 +71,8 @@ class ModelSource:
         problem: Why no version can be loaded; empty if some can.
         has_files: Whether version folders exist; meaningful if there is a problem.
         without_effect: For each part of the configuration that has no effect here, its path and the reason.
+        labels: Versions by label, as configured. A change of them is no change of the versions.
+        rollout: As configured, as for ``labels``; None without one.
     """
 
     name: str
@@ -78,6 +81,8 @@ class ModelSource:
     problem: str = ""
     has_files: bool = True
     without_effect: tuple[str, ...] = ()
+    labels: Mapping[str, int] = field(default_factory=dict)
+    rollout: RolloutOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,42 +101,59 @@ def plan_changes(serving: Mapping[int, VersionSource], wanted: Mapping[int, Vers
     )
 
 
-def read_sources(roots: Sequence[Path], defaults: LoadOptions) -> list[ModelSource]:
+def _named_by_none(_: str) -> Collection[int]:
+    return ()
+
+
+def read_sources(
+    roots: Sequence[Path], defaults: LoadOptions, named: Callable[[str], Collection[int]] = _named_by_none
+) -> list[ModelSource]:
     """Read all models of all repositories, sorted by name.
 
     Args:
         roots: The repositories.
         defaults: Hold for options that a model's own configuration does not set.
+        named: Versions of a model that should serve, too, if they are there.
 
     Raises:
         ServeError: invalid_input, if a repository is not a readable folder.
     """
-    return [_read_source(files, defaults) for files in read_repositories(roots)]
+    return [_read_source(files, defaults, named(files.name)) for files in read_repositories(roots)]
 
 
-def read_source(name: str, roots: Sequence[Path], defaults: LoadOptions) -> ModelSource | None:
+def read_source(
+    name: str, roots: Sequence[Path], defaults: LoadOptions, named: Collection[int] = ()
+) -> ModelSource | None:
     """Read the model of this name without reading the configuration of others. None if there is no such model.
 
     Raises:
         ServeError: invalid_input, if a repository is not a readable folder.
     """
     found = next((files for files in read_repositories(roots) if files.name == name), None)
-    return None if found is None else _read_source(found, defaults)
+    return None if found is None else _read_source(found, defaults, named)
 
 
-def make_source(files: ModelFiles, configuration: Configuration) -> ModelSource:
+def make_source(files: ModelFiles, configuration: Configuration, named: Collection[int] = ()) -> ModelSource:
     """Make the source of a model whose files and configuration are known.
+
+    Versions that the configured labels or ``named`` name belong to it, if they are there.
 
     Raises:
         OSError: A file was removed meanwhile.
     """
     options = configuration.options
-    versions = choose_versions(options.version_policy, files.versions)
+    labels, rollout = options.labels, options.rollout
+    configuration = replace(configuration, options=options.model_copy(update={"labels": {}, "rollout": None}))
+    candidates = () if rollout is None else (rollout.candidate,)
+    also = {*labels.values(), *candidates, *named} & files.versions.keys()
+    versions = sorted({*choose_versions(options.version_policy, files.versions), *also})
     return ModelSource(
         files.name,
         {version: _version_source(files, version, configuration) for version in versions},
         options.required,
         without_effect=configuration.without_effect,
+        labels=labels,
+        rollout=rollout,
     )
 
 
@@ -145,11 +167,11 @@ def choose_versions(policy: VersionPolicy, available: Collection[int]) -> list[i
     return sorted(set(policy.specific))
 
 
-def _read_source(files: ModelFiles, defaults: LoadOptions) -> ModelSource:
+def _read_source(files: ModelFiles, defaults: LoadOptions, named: Collection[int]) -> ModelSource:
     try:
         if files.problem:
             raise invalid_input(files.problem)
-        return make_source(files, read_configuration(files.name, files.options, defaults))
+        return make_source(files, read_configuration(files.name, files.options, defaults), named)
     except ServeError as error:
         problem = error.message
     except OSError as error:  # The folder is being changed.

@@ -1,0 +1,72 @@
+"""Options of a rollout: which version is tried in the place of ``stable``, how, and by which rules it is judged."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ortserve.config.expectation import describe_problems
+from ortserve.errors import invalid_input
+
+_CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+Measure = Literal["max", "relative", "cosine", "top1"]
+
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class RolloutRules(BaseModel):
+    """When a rollout ends by itself. Rules that are not set decide nothing."""
+
+    model_config = _CONFIG
+
+    min_requests: int = Field(default=100, ge=1, le=10**9)
+    """Number of requests to the candidate from which rates and times count. A rollout is rolled back earlier if its
+    errors or disagreements are already too many for that number."""
+    max_error_rate: _Share | None = None
+    """Share of requests that the candidate may fail and ``stable`` answers. Beyond, the rollout is rolled back."""
+    max_disagreement: _Share | None = None
+    """Share of compared requests, in the mode ``shadow``, whose outputs may differ by more than ``tolerance``."""
+    max_p99_ratio: float | None = Field(default=None, gt=0, le=1000)
+    """How much longer the 99th percentile of the candidate's times may be than that of ``stable``: 1.5 for half as
+    long again. Both need ``min_requests``."""
+    promote_after: int | None = Field(default=None, ge=1, le=10**9)
+    """Number of requests to the candidate after which it is promoted, if it has kept all rules. Unset: never."""
+
+
+class RolloutOptions(BaseModel):
+    """The trial of a version with requests of clients."""
+
+    model_config = _CONFIG
+
+    candidate: int = Field(ge=1)
+    """The version that is tried in the place of the one that is labelled ``stable``."""
+    mode: Literal["shadow", "canary"] = "shadow"
+    """``shadow``: ``stable`` answers, and copies of requests run on the candidate while the server has time for them;
+    outputs are compared. ``canary``: the candidate answers; if it fails, ``stable`` does."""
+    share: _Share = 0.1
+    """Share of the requests for ``stable`` or without a version."""
+    sticky: str = Field(default="", max_length=256)
+    """Name of a request parameter, such as ``user``. Requests with equal values take the same side, also when the share
+    grows. Requests without it are chosen at random. Empty: all are."""
+    tolerance: Mapping[Measure, Annotated[float, Field(ge=0)]] = Field(
+        default={"relative": 0.01}, json_schema_extra={"expects": "{max: x, relative: x, cosine: x, top1: x}"}
+    )
+    """Largest error of a request that agrees, by measure, as in ``ortserve compare``."""
+    rules: RolloutRules = Field(default_factory=RolloutRules)
+    """Ends the rollout by itself."""
+
+
+def make_rollout_options(given: Mapping[str, object], source: str) -> RolloutOptions:
+    """Validate options that do not come from a ``model.yaml``.
+
+    Raises:
+        ServeError: invalid_input, with ``source`` and every invalid key.
+    """
+    try:
+        return RolloutOptions.model_validate_json(json.dumps(dict(given)), strict=True)
+    except ValidationError as error:
+        problems = describe_problems(error, RolloutOptions.model_fields, given)
+        text = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise invalid_input(f"{source}: {text}") from None

@@ -1,0 +1,24 @@
+"""The texts by which requests name a version of a model: its number, or a label such as ``stable``."""
+
+import re
+from typing import Final
+
+STABLE: Final = "stable"
+"""The label whose version answers requests that name no version, if the model has it."""
+
+LABEL_PATTERN: Final = "[A-Za-z_][A-Za-z0-9_.-]{0,62}"
+"""A label is never a number, and needs no escaping in a URL."""
+
+VERSION_PATTERN: Final = f"^([0-9]+|{LABEL_PATTERN})$"
+
+_LABEL: Final = re.compile(LABEL_PATTERN)
+
+
+def is_label(text: str) -> bool:
+    """Whether a text can be the name of a label."""
+    return _LABEL.fullmatch(text) is not None
+
+
+def is_version(text: str) -> bool:
+    """Whether a text can name a version: decimal digits, or a label."""
+    return (text.isascii() and text.isdigit()) or is_label(text)

@@ -1,0 +1,119 @@
+"""REST calls about the versions of a model: labels, rollouts, promotion and rollback."""
+
+from dataclasses import asdict
+from typing import Any, Final
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from ortserve.config.rollout import RolloutOptions
+from ortserve.errors import invalid_input
+from ortserve.frontends.http.documents import (
+    LabelsDocument,
+    LabelsRequestDocument,
+    ModelName,
+    PromoteRequestDocument,
+    RolloutDocument,
+    request_body,
+)
+from ortserve.frontends.http.request_body import read_json_object
+from ortserve.service.labels import LabelService, ModelLabels
+from ortserve.service.rollout.control import RolloutService, RolloutStatus
+
+_LABELS_BODY: Final = request_body(LabelsRequestDocument)
+_PROMOTE_BODY: Final = request_body(PromoteRequestDocument)
+_ROLLOUT_BODY: Final = request_body(RolloutOptions)
+
+
+def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
+    """Routes that read and change labels and rollouts."""
+    router = APIRouter(prefix="/v2/models/{model}", tags=["versions"])
+
+    @router.get("/labels", response_model=LabelsDocument)
+    async def read(model: ModelName) -> JSONResponse:
+        """The labels of the model, and the version that a rollback would make `stable` again."""
+        return _answer(model, labels.read(model))
+
+    @router.put("/labels", response_model=LabelsDocument, openapi_extra=_LABELS_BODY)
+    async def change(model: ModelName, request: Request) -> JSONResponse:
+        """Change labels, all in one step; others stay. null removes a label that a call set: then that of the
+        model's configuration holds again, if there is one. The change survives a restart.
+        """
+        return _answer(model, await labels.change(model, _changes(await read_json_object(request.receive))))
+
+    @router.post("/promote", response_model=LabelsDocument, openapi_extra=_PROMOTE_BODY)
+    async def promote(model: ModelName, request: Request) -> JSONResponse:
+        """Make a version `stable`: it answers requests without a version from now on. The one before serves on.
+
+        Without a version, the candidate of the model's rollout is promoted, which ends the rollout.
+        """
+        version = (await read_json_object(request.receive)).get("version")
+        given = None if version is None else _number("version", version)
+        return _answer(model, await rollouts.promote(model, given))
+
+    @router.post("/rollback", response_model=LabelsDocument)
+    async def rollback(model: ModelName) -> JSONResponse:
+        """End the rollout of the model; without one, make the version `stable` again that was before."""
+        return _answer(model, await rollouts.rollback(model))
+
+    @router.get("/rollout", response_model=RolloutDocument)
+    async def rollout(model: ModelName) -> Response:
+        """The rollout of the model, what was seen of its candidate, and how the last one ended."""
+        return _describe(model, rollouts.read(model))
+
+    @router.put("/rollout", response_model=RolloutDocument, openapi_extra=_ROLLOUT_BODY)
+    async def start(model: ModelName, request: Request) -> Response:
+        """Start a rollout, or change the one that runs; its figures begin anew. It survives a restart."""
+        return _describe(model, await rollouts.start(model, await read_json_object(request.receive)))
+
+    @router.delete("/rollout", response_model=RolloutDocument)
+    async def stop(model: ModelName) -> Response:
+        """End the rollout and leave the labels as they are."""
+        return _describe(model, await rollouts.stop(model))
+
+    return router
+
+
+def _describe(model: str, status: RolloutStatus) -> Response:
+    options = None if status.options is None else status.options.model_dump(mode="json")
+    document = {
+        "model": model,
+        "rollout": options,
+        "problem": status.problem,
+        "figures": asdict(status.figures),
+        "worst_errors": status.worst,
+        "ended": None if status.ended is None else asdict(status.ended),
+    }
+    return Response(orjson.dumps(document), media_type="application/json")  # writes infinite errors as null
+
+
+def _changes(document: dict[str, Any]) -> dict[str, int | None]:
+    """Raises ServeError: invalid_input."""
+    given = document.get("labels")
+    if not isinstance(given, dict) or document.keys() != {"labels"}:
+        raise invalid_input("expected an object with one key, 'labels': an object of versions by label")
+    return {
+        label: None if version is None else _number(f"label '{label:.100}'", version)
+        for label, version in given.items()
+    }
+
+
+def _number(what: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise invalid_input(f"{what}: expected the number of a version, got {value!r:.100}")
+    return value
+
+
+def _answer(model: str, given: ModelLabels) -> JSONResponse:
+    labels = [
+        {
+            "name": label.name,
+            "version": str(label.version),
+            "state": label.state,
+            "set_by": "call" if label.is_set_by_call else "configuration",
+        }
+        for label in given.labels
+    ]
+    document = {"model": model, "labels": labels}
+    return JSONResponse(document if given.previous is None else {**document, "previous": str(given.previous)})

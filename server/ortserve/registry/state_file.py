@@ -1,0 +1,214 @@
+"""The state file: what calls changed of models and a restart must not forget, such as labels. One JSON document.
+
+A change is written beside the file and renamed over it, so that the file is whole at any time. Servers that share the
+folder change only the models that their callers name; each reads the others' changes when it starts.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ortserve.config.rollout import RolloutOptions, make_rollout_options
+from ortserve.core.version_names import is_label
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+
+SCHEMA: Final = "ortserve.state/1"
+DEFAULT_FOLDER: Final = ".ortserve"
+"""In the first repository; names that begin with a dot are no models."""
+FILE_NAME: Final = "state.json"
+
+_MOST_BYTES: Final = 16 * 1024 * 1024
+_MOST_MODELS: Final = 16_384
+_LOCK_WAIT_S: Final = 5.0
+_LOCK_LOOK_S: Final = 0.02
+"""Another server holds the lock for one write."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRollout:
+    """How a rollout ended.
+
+    Attributes:
+        candidate: The version that was tried.
+        result: ``promoted``, ``rolled_back`` or ``stopped``.
+        reason: In words, with the figures.
+    """
+
+    candidate: int
+    result: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """What calls changed of one model.
+
+    Attributes:
+        labels: Versions by label; they hold instead of those of ``model.yaml``.
+        previous: The version that was ``stable`` before the last promotion; None without one.
+        rollout: Started by a call; it holds instead of that of ``model.yaml``.
+        ended: How the last rollout ended. It does not start again by itself.
+    """
+
+    labels: Mapping[str, int] = field(default_factory=dict)
+    previous: int | None = None
+    rollout: RolloutOptions | None = None
+    ended: EndedRollout | None = None
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """The versions that the state names."""
+        candidate = None if self.rollout is None else self.rollout.candidate
+        named = (*self.labels.values(), self.previous, candidate)
+        return frozenset(version for version in named if version is not None)
+
+
+NOTHING_CHANGED: Final = ModelState()
+
+
+class StateFile:
+    """The states of all models, in memory and in a file. Loop thread only; files are written by threads."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Read the file, if there is one. Blocks on the disk.
+
+        Args:
+            folder: Of the file, made by the first change; None for a server that cannot keep changes.
+
+        Raises:
+            ServeError: invalid_input: the file cannot be read, or is not a state file.
+        """
+        self._folder = folder
+        self._states = {} if folder is None else _read(folder / FILE_NAME)
+        self._writing = asyncio.Lock()
+
+    def of(self, model: str) -> ModelState:
+        """The state of a model."""
+        return self._states.get(model, NOTHING_CHANGED)
+
+    async def put(self, model: str, state: ModelState) -> None:
+        """Replace the state of a model. It is on the disk when this returns.
+
+        Raises:
+            ServeError: conflict, naming the option, if the file cannot be written. Nothing has changed then.
+        """
+        if self._folder is None:
+            raise _not_kept("the server has no repository in a folder")
+        async with self._writing:
+            try:
+                await asyncio.to_thread(_change, self._folder, model, state)
+            except OSError as error:
+                raise _not_kept(error.strerror or str(error)) from None
+            self._states[model] = state
+
+
+def _not_kept(reason: str) -> ServeError:
+    message = f"state_dir: expected a folder that keeps the change over a restart: {reason}"
+    return ServeError(ErrorKind.CONFLICT, message)
+
+
+def _read(path: Path) -> dict[str, ModelState]:
+    """Raises ServeError: invalid_input."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise invalid_input(f"state_dir: {path} cannot be read: {error.strerror}") from None
+    try:
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"expected at most {_MOST_BYTES} bytes")
+        document = json.loads(content)
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            raise ValueError(f"expected an object with the schema '{SCHEMA}'")
+        models = document.get("models")
+        if not isinstance(models, dict):
+            raise ValueError("expected an object 'models'")
+        return {name: _state_of(name, given) for name, given in models.items()}
+    except (ValueError, RecursionError) as error:
+        raise invalid_input(f"state_dir: {path} is not a state file of this version: {error}") from None
+
+
+def _state_of(name: str, given: Any) -> ModelState:
+    """Raises ValueError."""
+    labels, previous = (given.get("labels"), given.get("previous")) if isinstance(given, dict) else (None, None)
+    if (
+        not isinstance(labels, dict)
+        or not all(is_label(label) and type(version) is int and version > 0 for label, version in labels.items())
+        or not (previous is None or (type(previous) is int and previous > 0))
+    ):
+        raise ValueError(f"expected labels with versions of model '{name}', got {given!r:.200}")
+    rollout, ended = given.get("rollout"), given.get("ended")
+    try:
+        return ModelState(
+            labels,
+            previous,
+            None if rollout is None else make_rollout_options(rollout, "rollout"),
+            None
+            if ended is None
+            else EndedRollout(int(ended["candidate"]), str(ended["result"]), str(ended["reason"])),
+        )
+    except (ServeError, LookupError, TypeError) as error:
+        raise ValueError(f"model '{name}': {error!s:.200}") from None
+
+
+def _document(state: ModelState) -> dict[str, Any]:
+    rollout = None if state.rollout is None else state.rollout.model_dump(mode="json")
+    ended = None if state.ended is None else asdict(state.ended)
+    return {"labels": dict(state.labels), "previous": state.previous, "rollout": rollout, "ended": ended}
+
+
+def _change(folder: Path, model: str, state: ModelState) -> None:
+    """Replace the state of one model in the file; those of others stay as the file has them.
+
+    Raises:
+        OSError: Nothing has changed then.
+    """
+    folder.mkdir(mode=0o755, exist_ok=True)
+    with _locked(folder / f".{FILE_NAME}.lock"):
+        path = folder / FILE_NAME
+        try:
+            states = _read(path)
+        except ServeError as error:
+            raise OSError(error.message.removeprefix("state_dir: ").replace(str(path), FILE_NAME)) from None
+        states.pop(model, None)
+        if state != NOTHING_CHANGED:
+            states[model] = state
+        if len(states) > _MOST_MODELS:
+            raise OSError(f"{FILE_NAME} has the most models that it may have: {_MOST_MODELS}")
+        document = {"schema": SCHEMA, "models": {name: _document(one) for name, one in sorted(states.items())}}
+        beside = folder / f".{FILE_NAME}.new"
+        with beside.open("w") as file:
+            json.dump(document, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a folder against other servers. Raises OSError, also if another one holds it for long."""
+    latest_s = time.monotonic() + _LOCK_WAIT_S
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > latest_s:
+                    raise
+                time.sleep(_LOCK_LOOK_S)
+        yield

@@ -1,0 +1,159 @@
+"""Labels of versions while the server runs: read, changed, promoted and rolled back by calls."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+from weakref import WeakValueDictionary
+
+from ortserve.config.model import MOST_LABELS
+from ortserve.core.version_names import STABLE, is_label
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.catalog import State
+from ortserve.registry.registry import Registry
+from ortserve.registry.state_file import ModelState
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A label of a model.
+
+    Attributes:
+        name: Of the label.
+        version: That it names.
+        state: Of the version, as the log names it; ``UNKNOWN`` for a version that the server does not have.
+        is_set_by_call: Whether a call set it; otherwise the model's configuration.
+    """
+
+    name: str
+    version: int
+    state: str
+    is_set_by_call: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLabels:
+    """The labels of a model.
+
+    Attributes:
+        labels: By name, sorted.
+        previous: The version that ``rollback`` would make ``stable`` again; None for none.
+    """
+
+    labels: tuple[Label, ...]
+    previous: int | None
+
+
+class LabelService:
+    """Answers calls about labels. A change is on the disk before it takes effect, in one step. Loop thread only."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry: Final = registry
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def read(self, model: str) -> ModelLabels:
+        """The labels of a model. Raises ServeError: not_found."""
+        states = self._states(model)
+        changed = self._registry.state_of(model)
+        labels = sorted(self._registry.labels(model).items())
+        return ModelLabels(
+            tuple(
+                Label(name, version, states[version].name if version in states else "UNKNOWN", name in changed.labels)
+                for name, version in labels
+            ),
+            changed.previous,
+        )
+
+    async def change(self, model: str, changes: Mapping[str, int | None]) -> ModelLabels:
+        """Change labels of a model, all in one step. Labels that ``changes`` does not name stay.
+
+        A change of ``stable`` leaves nothing to roll back to.
+
+        Args:
+            model: Its name.
+            changes: Versions by label, which must serve; None removes what calls set, so that the configuration's
+                version holds again, if it has the label.
+
+        Raises:
+            ServeError: not_found, for an unknown model or version; not_ready, for a version that does not serve;
+                invalid_input, for a name that cannot be a label; conflict, if the change cannot be kept.
+        """
+        for label in changes:
+            if not is_label(label):
+                expected = "at most 63 letters, digits, '_', '.' and '-', beginning with a letter or '_'"
+                raise invalid_input(f"label '{label:.100}': expected {expected}")
+        async with self.lock(model):
+            for label, version in changes.items():
+                if version is not None:
+                    self.check_serves(model, version, f"label '{label}'")
+            state = self._registry.state_of(model)
+            labels = {**state.labels, **changes}
+            kept = {label: version for label, version in labels.items() if version is not None}
+            if len(kept) > MOST_LABELS:
+                raise invalid_input(f"labels: expected at most {MOST_LABELS} of model '{model}', got {len(kept)}")
+            self._states(model)
+            previous = None if STABLE in changes else state.previous  # is the one before another ``stable``
+            await self._registry.change_state(model, replace(state, labels=kept, previous=previous))
+        return self.read(model)
+
+    async def promote(self, model: str, version: int) -> ModelLabels:
+        """Make a version ``stable`` in one step. The present one serves on, for ``rollback``.
+
+        Raises:
+            ServeError: As ``change``; conflict, if the version is ``stable`` already.
+        """
+        async with self.lock(model):
+            self.check_serves(model, version, "promote")
+            previous = self._stable(model)
+            if previous == version:
+                raise ServeError(
+                    ErrorKind.CONFLICT, f"version {version} of model '{model}' is labelled '{STABLE}' already"
+                )
+            state = self._registry.state_of(model)
+            labels = {**state.labels, STABLE: version}
+            await self._registry.change_state(model, replace(state, labels=labels, previous=previous))
+        return self.read(model)
+
+    async def rollback(self, model: str) -> ModelLabels:
+        """Make the version ``stable`` again that was before the last ``promote``.
+
+        Raises:
+            ServeError: As ``change``; conflict, if there is no such version.
+        """
+        async with self.lock(model):
+            self._states(model)
+            state: ModelState = self._registry.state_of(model)
+            if state.previous is None:
+                raise ServeError(ErrorKind.CONFLICT, f"model '{model}' has no promotion to roll back")
+            self.check_serves(model, state.previous, "rollback")
+            labels = {**state.labels, STABLE: state.previous}
+            await self._registry.change_state(model, replace(state, labels=labels, previous=None))
+        return self.read(model)
+
+    def _stable(self, model: str) -> int | None:
+        """The version that answers requests without a version; None if none does."""
+        labels = self._registry.labels(model)
+        return labels[STABLE] if STABLE in labels else max(self._registry.ready_versions(model), default=None)
+
+    def _states(self, model: str) -> dict[int, State]:
+        """The states of a model's versions. Raises ServeError: not_found."""
+        if not self._registry.knows(model):
+            raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
+        return {record.version: record.state for record in self._registry.models()[model]}
+
+    def check_serves(self, model: str, version: int, what: str) -> None:
+        """Raises ServeError: not_found or not_ready, beginning with ``what``, for a version that does not serve."""
+        states = self._states(model)
+        if states.get(version) is State.READY:
+            return
+        ready = ", ".join(map(str, self._registry.ready_versions(model))) or "none"
+        kind = ErrorKind.NOT_READY if version in states else ErrorKind.NOT_FOUND
+        state = states[version].name if version in states else "not known"
+        raise ServeError(
+            kind,
+            f"{what}: expected a version of model '{model}' that serves ({ready}), got {version}, which is {state}",
+        )
+
+    def lock(self, model: str) -> asyncio.Lock:
+        """Held during a change of a model's state."""
+        return self._locks.setdefault(model, asyncio.Lock())

@@ -1,0 +1,236 @@
+"""Starts, shows and ends rollouts: by configuration, by call, and by their own rules."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.config.rollout import RolloutOptions, make_rollout_options
+from ortserve.core.version_names import STABLE
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.registry import Registry
+from ortserve.registry.served import ServedModel
+from ortserve.registry.state_file import EndedRollout
+from ortserve.service.labels import LabelService, ModelLabels
+from ortserve.service.rollout.decision import Decision, Figures
+from ortserve.service.rollout.live import LiveRollout
+from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.readings import RolloutReading
+
+logger: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStatus:
+    """The rollout of a model.
+
+    Attributes:
+        options: None for a model without a rollout.
+        problem: Why requests do not reach the candidate; empty if they do.
+        figures: Since the rollout, or the server, began.
+        worst: Largest error of any compared request, by measure.
+        ended: How the last rollout ended; None if none has.
+    """
+
+    options: RolloutOptions | None
+    problem: str
+    figures: Figures
+    worst: Mapping[str, float]
+    ended: EndedRollout | None
+
+
+class RolloutService:
+    """Answers calls about rollouts, and keeps one live rollout per model. Loop thread only."""
+
+    def __init__(self, registry: Registry, labels: LabelService, clock: Clock) -> None:
+        self._registry = registry
+        self._labels = labels
+        self._clock = clock
+        self._live: dict[str, LiveRollout] = {}
+        self._tried_for: dict[str, int | None] = {}
+        """The version that was ``stable`` when the live rollout of a model began."""
+        self._reported: dict[str, str] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="compare")
+        self._ending: set[asyncio.Task[None]] = set()
+        registry.on_versions = self._refresh
+
+    def read(self, model: str) -> RolloutStatus:
+        """The rollout of a model. Raises ServeError: not_found."""
+        self._labels.read(model)
+        options, live = self._registry.rollout(model), self._live.get(model)
+        problem = "" if options is None else self._problem(model, options)
+        figures, worst = (Figures(), {}) if live is None else (live.figures(), live.worst)
+        return RolloutStatus(options, problem, figures, worst, self._registry.state_of(model).ended)
+
+    async def start(self, model: str, document: Mapping[str, object]) -> RolloutStatus:
+        """Start a rollout, or change the one that runs. It holds instead of that of the configuration.
+
+        Raises:
+            ServeError: not_found, for an unknown model or version; invalid_input, for options; conflict, without a
+                label ``stable`` for another version, or if the change cannot be kept; not_ready, if a version does not
+                serve; unsupported, for sequences and ensembles.
+        """
+        self._labels.read(model)
+        options = make_rollout_options(document, "rollout")
+        async with self._labels.lock(model):
+            self._labels.check_serves(model, options.candidate, "candidate")
+            if problem := self._problem(model, options):
+                raise ServeError(ErrorKind.CONFLICT, problem)
+            state = self._registry.state_of(model)
+            await self._registry.change_state(model, replace(state, rollout=options, ended=None))
+        return self.read(model)
+
+    async def stop(self, model: str) -> RolloutStatus:
+        """End a rollout and leave the labels as they are. Raises ServeError: conflict, without one."""
+        self._labels.read(model)
+        async with self._labels.lock(model):
+            candidate = self._active(model).candidate
+            await self._end(model, EndedRollout(candidate, "stopped", "by a call"))
+        return self.read(model)
+
+    async def promote(self, model: str, version: int | None) -> ModelLabels:
+        """Make a version ``stable`` in one step; None for the candidate of the rollout, which then ends.
+
+        Raises:
+            ServeError: As ``LabelService.promote``; conflict, without a version and a rollout.
+        """
+        self._labels.read(model)
+        options = self._registry.rollout(model)
+        if options is not None and version in (None, options.candidate):
+            async with self._labels.lock(model):
+                candidate = self._active(model).candidate
+                self._labels.check_serves(model, candidate, "promote")
+                await self._end(model, EndedRollout(candidate, "promoted", "by a call"))
+            return self._labels.read(model)
+        if version is None:
+            raise ServeError(ErrorKind.CONFLICT, f"model '{model}' has no rollout: expected the version to promote")
+        return await self._labels.promote(model, version)
+
+    async def rollback(self, model: str) -> ModelLabels:
+        """End the rollout of a model; without one, make the version ``stable`` again that was before.
+
+        Raises:
+            ServeError: As ``LabelService.rollback``.
+        """
+        self._labels.read(model)
+        if self._registry.rollout(model) is None:
+            return await self._labels.rollback(model)
+        async with self._labels.lock(model):
+            await self._end(model, EndedRollout(self._active(model).candidate, "rolled_back", "by a call"))
+        return self._labels.read(model)
+
+    def readings(self) -> list[RolloutReading]:
+        """Of all live rollouts, for metrics. Only reads, so a scrape may call it on its own thread."""
+        return [
+            RolloutReading(
+                live.model,
+                str(live.options.candidate),
+                live.options.mode,
+                {str(outcome): count for outcome, count in live.outcomes.items()},
+                dict(live.worst),
+                {"stable": figures.stable_p99_s, "candidate": figures.candidate_p99_s},
+            )
+            for live in list(self._live.values())
+            for figures in (live.figures(),)
+        ]
+
+    def _active(self, model: str) -> RolloutOptions:
+        options = self._registry.rollout(model)
+        if options is None:
+            raise ServeError(ErrorKind.CONFLICT, f"model '{model}' has no rollout")
+        return options
+
+    async def _end(self, model: str, ended: EndedRollout) -> None:
+        """Keep the end of a rollout, and with a promotion the label. Called with the model's lock."""
+        state = self._registry.state_of(model)
+        state = replace(state, rollout=None, ended=ended)
+        if ended.result == "promoted":
+            previous = self._registry.labels(model).get(STABLE)
+            state = replace(state, labels={**state.labels, STABLE: ended.candidate}, previous=previous)
+        await self._registry.change_state(model, state)
+        log_event(
+            logger,
+            logging.INFO if ended.result != "rolled_back" else logging.WARNING,
+            "rollout ended",
+            model=model,
+            candidate=ended.candidate,
+            result=ended.result,
+            reason=ended.reason,
+        )
+
+    def _refresh(self, model: str) -> None:
+        """Begin, replace or end the live rollout of a model after a change."""
+        options = self._registry.rollout(model)
+        stable = self._registry.labels(model).get(STABLE)
+        live = self._live.get(model)
+        problem = "" if options is None else self._problem(model, options)
+        if problem and self._reported.get(model) != problem:
+            log_event(logger, logging.WARNING, "rollout has no effect", model=model, reason=problem)
+        self._reported[model] = problem
+        if options is None or problem:
+            if live is not None:
+                live.is_over = True
+                del self._live[model]
+            self._registry.roll_out(model, None)
+        elif live is None or live.options != options or self._tried_for.get(model) != stable:
+            self._live[model] = LiveRollout(
+                model, options, self._registry.find, self._clock, self._threads, self._on_decision
+            )
+            self._tried_for[model] = stable
+            self._registry.roll_out(model, self._live[model])
+            log_event(
+                logger,
+                logging.INFO,
+                "rollout began",
+                model=model,
+                candidate=options.candidate,
+                mode=options.mode,
+                share=options.share,
+            )
+
+    def _problem(self, model: str, options: RolloutOptions) -> str:
+        """Why a rollout cannot send requests to its candidate; empty if it can. A candidate may still be loading."""
+        stable = self._registry.labels(model).get(STABLE)
+        if stable is None:
+            return f"rollout: expected model '{model}' to have the label '{STABLE}', got none"
+        if stable == options.candidate:
+            return f"rollout: expected another candidate than version {stable}, which is labelled '{STABLE}'"
+        for record in self._registry.models().get(model, ()):
+            served = record.served
+            if record.version in (stable, options.candidate) and served is not None:
+                if served.takes_sequences:
+                    return f"rollout: expected requests that stand alone, got sequences of model '{model}'"
+                if not isinstance(served, ServedModel):
+                    return f"rollout: expected a model file, got the ensemble '{model}'"
+        return ""
+
+    def _on_decision(self, live: LiveRollout, decision: Decision) -> None:
+        task = asyncio.get_running_loop().create_task(self._conclude(live, decision))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _conclude(self, live: LiveRollout, decision: Decision) -> None:
+        """Carry out what the rules decided. Until then the candidate gets no more requests."""
+        model, candidate = live.model, live.options.candidate
+        async with self._labels.lock(model):
+            if self._live.get(model) is not live:
+                return  # a call was faster
+            try:
+                if decision.result == "promoted":
+                    self._labels.check_serves(model, candidate, "promote")
+                await self._end(model, EndedRollout(candidate, decision.result, decision.reason))
+            except ServeError as error:
+                message = "rollout ended, and its end cannot be kept"
+                log_event(
+                    logger,
+                    logging.ERROR,
+                    message,
+                    model=model,
+                    candidate=candidate,
+                    result=decision.result,
+                    reason=decision.reason,
+                    problem=error.message,
+                )

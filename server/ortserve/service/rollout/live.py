@@ -1,0 +1,233 @@
+"""A rollout while it runs: chooses requests, sends copies to the candidate, compares, and counts."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Final, Literal
+
+from ortserve.clock import Clock
+from ortserve.config.rollout import RolloutOptions
+from ortserve.core.batch import Arrays
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.request import InferRequest
+from ortserve.core.timing import Timing
+from ortserve.core.version_names import STABLE
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.rollout import Rollout
+from ortserve.registry.serving import ServedVersion
+from ortserve.service.rollout.comparison import MEASURES, disagrees, errors_of
+from ortserve.service.rollout.decision import Decision, Figures, decide
+from ortserve.service.rollout.latencies import Latencies
+from ortserve.service.validation import check_request
+from ortserve.telemetry.logs import log_fault
+
+logger: Final = logging.getLogger(__name__)
+
+MOST_COPIES: Final = 4
+"""Copies of requests that may be under way: each holds the tensors of its request."""
+MOST_COPIED_BYTES: Final = 64 * 1024 * 1024
+"""Of the tensors of all copies of one model."""
+INLINE_ELEMENTS: Final = 1024
+"""Outputs of at most so many elements are compared on the event loop; larger ones by a thread."""
+
+_JUDGED_EVERY: Final = 16
+"""Requests between two judgements of times."""
+_BUSY: Final = (ErrorKind.OVERLOADED, ErrorKind.DEADLINE, ErrorKind.NOT_READY, ErrorKind.CANCELLED)
+"""Errors of a version that has no time for a request. They say nothing about the model."""
+
+Outcome = Literal["answered", "failed", "rejected", "shed", "agreed", "disagreed"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A request that ``stable`` has answered and that the candidate runs, too."""
+
+    request: InferRequest
+    outputs: Arrays
+    stable: ServedVersion
+    rows: int
+    run_ns: int
+    nbytes: int
+
+
+class LiveRollout(Rollout):
+    """The rollout of one model, from its start or the last change until it ends. Loop thread only."""
+
+    def __init__(
+        self,
+        model: str,
+        options: RolloutOptions,
+        find: Callable[[str, str], ServedVersion],
+        clock: Clock,
+        threads: Executor,
+        on_decision: Callable[["LiveRollout", Decision], None],
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """Begin without figures.
+
+        Args:
+            model: Its name.
+            options: Of the rollout.
+            find: Finds a version of a model; raises ServeError.
+            clock: Monotonic nanoseconds.
+            threads: Compare large outputs.
+            on_decision: Called once, when the rules end the rollout.
+            draw: A random number from 0 to 1.
+        """
+        self.model: Final = model
+        self.options: Final = options
+        self.is_canary = options.mode == "canary"
+        self._find = find
+        self._clock = clock
+        self._threads = threads
+        self._on_decision = on_decision
+        self._draw = draw
+        self._loop = asyncio.get_running_loop()
+        self._key = blake2b(f"{model}/{options.candidate}".encode(), digest_size=32).digest()
+        self._candidate = str(options.candidate)
+        self._copies = 0
+        self._copied_bytes = 0
+        self.is_over = False
+        self.outcomes: dict[Outcome, int] = dict.fromkeys(
+            ("answered", "failed", "rejected") if self.is_canary else ("failed", "shed", "agreed", "disagreed"), 0
+        )
+        self.worst: dict[str, float] = {} if self.is_canary else dict.fromkeys(MEASURES, 0.0)
+        """Largest error of any compared request, by measure."""
+        self._stable_times, self._candidate_times = Latencies(), Latencies()
+
+    def figures(self) -> Figures:
+        """What was seen so far. From any thread."""
+        count = self.outcomes.get
+        compared = count("agreed", 0) + count("disagreed", 0)
+        return Figures(
+            count("answered", 0) + compared + count("failed", 0),
+            count("failed", 0),
+            count("rejected", 0),
+            count("shed", 0),
+            compared,
+            count("disagreed", 0),
+            self._stable_times.count,
+            self._stable_times.percentile_s(99),
+            self._candidate_times.percentile_s(99),
+        )
+
+    def candidate_for(self, request: InferRequest) -> str:
+        return self._candidate if self._is_chosen(request) else ""
+
+    def candidate_answered(self, timing: Timing) -> None:
+        self._candidate_times.add(timing.computed_ns - timing.queued_ns)
+        self._count("answered")
+
+    def candidate_failed(self, error: Exception) -> None:
+        is_busy = isinstance(error, ServeError) and error.kind in _BUSY
+        if not isinstance(error, ServeError):
+            log_fault(logger, "a candidate failed unexpectedly", error, model=self.model)
+        self._count("rejected" if is_busy else "failed")
+
+    def observe(self, request: InferRequest, outputs: Arrays, timing: Timing) -> None:
+        if self.is_canary:
+            if _names_stable(request) and not self.is_over and timing.taken_ns:
+                self._stable_times.add(timing.computed_ns - timing.queued_ns)
+            return
+        if not self._is_chosen(request):
+            return
+        arrays = [*outputs, *(tensor.array for tensor in request.inputs)]
+        nbytes = sum(array.nbytes for array in arrays) + len(request.raw_input or b"")
+        if (
+            request.regions is not None
+            or self._copies >= MOST_COPIES
+            or self._copied_bytes + nbytes > MOST_COPIED_BYTES
+            or not timing.taken_ns  # from a cache
+        ):
+            self._count("shed")
+            return
+        self._copies += 1
+        self._copied_bytes += nbytes
+        run_ns = timing.computed_ns - timing.taken_ns
+        # Later, so that the answer is written first.
+        self._loop.call_soon(self._send, request, outputs, run_ns, nbytes)
+
+    def _send(self, request: InferRequest, outputs: Arrays, run_ns: int, nbytes: int) -> None:
+        """Run a copy on the candidate if neither version has requests waiting."""
+        try:
+            stable = self._find(self.model, STABLE)
+            candidate = self._find(self.model, self._candidate)
+            if stable.queued_rows or candidate.queued_rows:
+                raise ServeError(ErrorKind.OVERLOADED, "requests of callers come first")
+            now_ns = self._clock()
+            level = max(1, candidate.options.priority_levels)
+            terms = candidate.terms(now_ns, timeout_ns=None, priority=level, queue_timeout_ns=None)
+            inputs, rows = check_request(request, candidate.signature, candidate.name)
+            run = InflightRequest(Timing(now_ns), inputs, rows)
+            run.on_settled = partial(self._on_settled, _Copy(request, outputs, stable, rows, run_ns, nbytes), candidate)
+            candidate.submit(run, terms)
+        except Exception as error:  # noqa: BLE001 - no caller waits for it
+            self._end_copy(nbytes, self._outcome_of(error))
+
+    def _on_settled(self, copy: _Copy, candidate: ServedVersion, run: InflightRequest) -> None:
+        try:
+            found = candidate.cut_back(run.take_outputs(), run.inputs)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
+            self._end_copy(copy.nbytes, self._outcome_of(error))
+            return
+        self._stable_times.add(copy.run_ns)
+        self._candidate_times.add(run.timing.computed_ns - run.timing.taken_ns)
+        compare = partial(errors_of, copy.outputs, copy.stable.signature, found, candidate.signature, copy.rows)
+        if sum(array.size for array in (*copy.outputs, *found)) <= INLINE_ELEMENTS:
+            self._loop.call_soon(self._compare, compare, copy.nbytes)  # not before the answers of the same batch
+        else:
+            comparing = self._loop.run_in_executor(self._threads, compare)
+            comparing.add_done_callback(lambda done: self._compare(done.result, copy.nbytes))
+
+    def _compare(self, compare: Callable[[], dict[str, float]], nbytes: int) -> None:
+        try:
+            errors = compare()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._end_copy(nbytes, self._outcome_of(error))
+            return
+        self.worst = {measure: max(self.worst[measure], error) for measure, error in errors.items()}
+        self._end_copy(nbytes, "disagreed" if disagrees(errors, self.options.tolerance) else "agreed")
+
+    def _outcome_of(self, error: BaseException) -> Outcome:
+        if isinstance(error, asyncio.CancelledError) or (isinstance(error, ServeError) and error.kind in _BUSY):
+            return "shed"
+        if not isinstance(error, ServeError):
+            log_fault(logger, "a copied request failed unexpectedly", error, model=self.model)
+        return "failed"
+
+    def _end_copy(self, nbytes: int, outcome: Outcome) -> None:
+        self._copies -= 1
+        self._copied_bytes -= nbytes
+        self._count(outcome)
+
+    def _is_chosen(self, request: InferRequest) -> bool:
+        if self.is_over or not _names_stable(request):
+            return False
+        value = request.parameters.get(self.options.sticky) if self.options.sticky else None
+        return (self._draw() if value is None else self._place_of(str(value))) < self.options.share
+
+    def _place_of(self, value: str) -> float:
+        """A number from 0 to 1 that is the same for equal values on all servers, so that a share only adds values."""
+        digest = blake2b(value.encode(errors="replace"), digest_size=8, key=self._key).digest()
+        return int.from_bytes(digest, "big") / 2**64
+
+    def _count(self, outcome: Outcome) -> None:
+        self.outcomes[outcome] += 1
+        if outcome in ("shed", "rejected") or self.is_over:
+            return
+        is_bad = outcome in ("failed", "disagreed")
+        if not is_bad and sum(self.outcomes.values()) % _JUDGED_EVERY:
+            return
+        decision = decide(self.options.rules, self.figures())
+        if decision is not None:
+            self.is_over = True
+            self._on_decision(self, decision)
+
+
+def _names_stable(request: InferRequest) -> bool:
+    return request.model_version in ("", STABLE)

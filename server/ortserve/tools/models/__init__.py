@@ -1,0 +1,3 @@
+"""``ortserve models``: the models of a running server, shown and controlled."""
+
+__all__: list[str] = []

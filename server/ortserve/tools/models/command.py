@@ -1,0 +1,210 @@
+"""``ortserve models``: show and change the models of a running server."""
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import orjson
+
+from ortserve.errors import invalid_input
+from ortserve.tools.address import add_access, address_of
+from ortserve.tools.arguments import number
+from ortserve.tools.client import path_of
+from ortserve.tools.command import Outcome, ToolParser, run_tool
+from ortserve.tools.console import print_report, progress
+from ortserve.tools.models.result import ModelsResult
+from ortserve.tools.models.server import ModelServer, repository_path
+from ortserve.tools.report import Block, Facts, Report, Table
+
+_ACTIONS: Final = {
+    "list": "the models of the server",
+    "status": "the versions of a model, their labels and requests",
+    "load": "load a model, or reload it if it has changed; returns when it serves",
+    "unload": "unload a model; returns when its last request is answered",
+    "labels": "show labels; change those given as NAME=VERSION; NAME= removes one that a call set",
+    "rollout": "show the rollout; start or change it with KEY=VALUE, as in model.yaml; stop ends it",
+    "promote": "make the candidate of the rollout, or a version, stable in one step",
+    "rollback": "end the rollout, or make the version stable again that was before the last promotion",
+}
+
+
+_WATCH_S: Final = 1.0
+"""Between two looks."""
+
+
+def build_parser() -> ToolParser:
+    """The arguments."""
+    actions = "; ".join(f"{name}: {text}" for name, text in _ACTIONS.items())
+    parser = ToolParser(
+        "models",
+        f"Show and change the models of a running server. {actions}.",
+        epilog="Exit status: 0 done, 1 the server refused or does not answer, 2 wrong arguments.",
+    )
+    add = parser.add_argument
+    add("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
+    add("model", nargs="?", default="", metavar="MODEL", help="name of the model, for all actions but list")
+    add(
+        "changes",
+        nargs="*",
+        metavar="CHANGE",
+        help="labels: NAME=VERSION; rollout: KEY=VALUE, rules.KEY=VALUE or stop; promote: the version",
+    )
+    add("--url", default="http://127.0.0.1:8000", help="HTTP port of the server. Default: %(default)s.")
+    add("--watch", action="store_true", help="list, status, rollout: print again after each change, until interrupted.")
+    seconds = number(float, 1, 86_400)
+    text = "Time to wait for a load, an unload or a change of labels. Default: %(default)g."
+    add("--timeout-s", type=seconds, default=600.0, metavar="SECONDS", help=text)
+    add_access(parser)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. Returns the exit status."""
+    return run_tool("models", act, build_parser().parse_intermixed_args(arguments))
+
+
+def act(arguments: argparse.Namespace) -> Outcome:
+    """Carry the action out, and show the versions that it was about.
+
+    Raises:
+        ServeError: invalid_input, for wrong arguments; otherwise as the server answers.
+    """
+    action, model = arguments.action, arguments.model
+    if bool(model) == (action == "list"):
+        raise invalid_input(f"{action}: expected {'no model' if model else 'the name of a MODEL'}")
+    if arguments.changes and action not in ("labels", "rollout", "promote"):
+        raise invalid_input(f"{action}: expected nothing after the model, got '{arguments.changes[0]}'")
+    if arguments.watch and (action not in ("list", "status", "rollout") or arguments.changes):
+        raise invalid_input(f"--watch: expected list, status or rollout without a change, got {action}")
+    if arguments.watch and arguments.json:
+        raise invalid_input("--watch: expected tables, got --json")
+    labels = _labels(arguments.changes) if action == "labels" else {}
+    options = _options(arguments.changes) if action == "rollout" else {}
+    promoted = _version(arguments.changes) if action == "promote" else {}
+    server = ModelServer(address_of(arguments.url, arguments, needs_http=True), arguments.timeout_s)
+    try:
+        if action in ("load", "unload"):
+            with progress(f"{action} {model}") as step:
+                server.change_watched(repository_path(model, action), model, step)
+        elif labels:
+            server.change("PUT", f"{path_of(model)}/labels", {"labels": labels})
+        elif options:
+            server.change("PUT", f"{path_of(model)}/rollout", options)
+        elif arguments.changes and action == "rollout":
+            server.change("DELETE", f"{path_of(model)}/rollout", {})
+        elif action == "promote":
+            server.change("POST", f"{path_of(model)}/promote", promoted)
+        elif action == "rollback":
+            server.change("POST", f"{path_of(model)}/rollback", {})
+        outcome = _shown(server, arguments)
+        while arguments.watch:
+            print_report(outcome.report)
+            outcome = _next(server, arguments, outcome)
+        return outcome
+    finally:
+        server.close()
+
+
+def _next(server: ModelServer, arguments: argparse.Namespace, before: Outcome) -> Outcome:
+    """Wait for a change."""
+    while True:
+        time.sleep(_WATCH_S)
+        outcome = _shown(server, arguments)
+        if outcome.result != before.result:
+            return outcome
+
+
+def _shown(server: ModelServer, arguments: argparse.Namespace) -> Outcome:
+    model, action = arguments.model, arguments.action
+    versions = server.versions(model, with_counts=action == "status")
+    document = server.labels(model) if model else {}
+    labels = {one["name"]: one["version"] for one in document.get("labels", ())}
+    result = ModelsResult(
+        action=action,
+        url=arguments.url,
+        versions=versions,
+        labels=labels,
+        previous=document.get("previous") or "",
+        rollout=server.rollout(model) if action in ("status", "rollout") else None,
+    )
+    return Outcome(result, _report(result))
+
+
+def _report(result: ModelsResult) -> Report:
+    has_counts = any(one.requests is not None for one in result.versions)
+    columns = [
+        "model",
+        "version",
+        "state",
+        "labels",
+        *(("requests", "failed", "mean ms") if has_counts else ()),
+        "reason",
+    ]
+    rows = [
+        [
+            one.model,
+            one.version or None,
+            one.state or None,
+            ", ".join((*one.labels, *(("(default)",) if one.is_default else ()))) or None,
+            *((one.requests, one.failed, one.mean_ms) if has_counts else ()),
+            one.reason or None,
+        ]
+        for one in result.versions
+    ]
+    known = {one.version for one in result.versions}
+    lost = {label: f"version {version}" for label, version in result.labels.items() if version not in known}
+    blocks: list[Block] = [
+        Table("Versions", columns, rows),
+        *([Facts("Lost labels", lost)] if lost else []),
+        *_rollout_facts(result.rollout or {}),
+    ]
+    return Report(f"Models of {result.url}", blocks)
+
+
+def _rollout_facts(document: Mapping[str, Any]) -> Iterator[Facts]:
+    if (options := document.get("rollout")) is not None:
+        problem = {"problem": document["problem"]} if document["problem"] else {}
+        worst = {f"worst {name} error": error for name, error in document["worst_errors"].items()}
+        shown = {name: value if isinstance(value, int | float | str) else str(value) for name, value in options.items()}
+        figures = {name.replace("_", " "): value for name, value in document["figures"].items()}
+        yield Facts("Rollout", {**shown, **problem})
+        yield Facts("Candidate", {**figures, **worst})
+    if document.get("ended") is not None:
+        yield Facts("Last rollout", document["ended"])
+
+
+def _options(changes: Sequence[str]) -> dict[str, Any]:
+    """The options of a rollout; empty to show or stop it. Raises ServeError: invalid_input."""
+    options: dict[str, Any] = {}
+    for change in changes if list(changes) != ["stop"] else ():
+        path, equals, text = change.partition("=")
+        group, dot, key = path.rpartition(".")
+        if not equals or not key:
+            raise invalid_input(f"rollout: expected KEY=VALUE or stop, got '{change}'")
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            value = text
+        (options.setdefault(group, {}) if dot else options)[key] = value
+    return options
+
+
+def _labels(changes: Sequence[str]) -> dict[str, int | None]:
+    """Raises ServeError: invalid_input."""
+    labels: dict[str, int | None] = {}
+    for change in changes:
+        name, equals, version = change.partition("=")
+        if not equals or not name or not ((version.isascii() and version.isdigit()) or not version):
+            raise invalid_input(f"labels: expected NAME=VERSION or NAME=, got '{change}'")
+        labels[name] = int(version) if version else None
+    return labels
+
+
+def _version(changes: Sequence[str]) -> dict[str, int]:
+    """The version to promote; empty for the candidate. Raises ServeError: invalid_input."""
+    if not changes:
+        return {}
+    if len(changes) != 1 or not (changes[0].isascii() and changes[0].isdigit()):
+        raise invalid_input(f"promote: expected the number of one version, got '{' '.join(changes)}'")
+    return {"version": int(changes[0])}

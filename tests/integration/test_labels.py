@@ -1,0 +1,265 @@
+"""Labels of versions, by configuration and by call, on both protocols: routing, restarts, promotion and rollback."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import triton_inputs
+from models import builders
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving, starting, triton_clients
+
+ONES = {"x": np.ones((1, 4), np.float32)}
+BUILDERS: dict[int, Callable[..., Path]] = {1: builders.identity, 2: builders.unnamed_dims, 3: builders.identity}
+"""Version 2 answers 2 to 1; the others answer 1."""
+
+
+def add_versions(repository: Path, options: str, *versions: int, name: str = "m") -> Path:
+    for version in versions:
+        folder = add_model(repository, name, BUILDERS[version], version=version)
+    (folder / "model.yaml").write_text(options)
+    return folder
+
+
+def asked(server: ServerProcess, method: str, path: str, **body: Any) -> httpx.Response:
+    return httpx.request(method, f"{server.url}/v2/models/{path}", json=body or None, timeout=LONG_S)
+
+
+def labels_of(server: ServerProcess, model: str = "m") -> dict[str, str]:
+    document = asked(server, "GET", f"{model}/labels").raise_for_status().json()
+    return {label["name"]: label["version"] for label in document["labels"]}
+
+
+def versions_that_answer(server: ServerProcess, version: str) -> set[str]:
+    """By both protocols."""
+    found = set()
+    with triton_clients(server) as clients:
+        for library, client in zip((triton_http, triton_grpc), clients, strict=True):
+            answer = client.infer("m", triton_inputs(library, ONES), model_version=version)
+            response = answer.get_response()
+            found.add(response["model_version"] if isinstance(response, dict) else response.model_version)
+    return found
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Versions 1 to 3 of which the file labels 1 and 2; tests leave no labels behind."""
+    repository = tmp_path_factory.mktemp("labelled")
+    add_versions(repository, "labels: {stable: 1, canary: 2, gone: 9}", 1, 2, 3)
+    with serving(repository, *SHORT_WARMUP) as server:
+        yield server
+
+
+def test_label_works_wherever_a_version_does(labelled: ServerProcess) -> None:
+    for version, number in (("", "1"), ("stable", "1"), ("canary", "2"), ("3", "3")):
+        assert versions_that_answer(labelled, version) == {number}
+    with triton_clients(labelled) as (http, grpc):
+        for client in (http, grpc):
+            assert client.is_model_ready("m", "canary")
+            assert not client.is_model_ready("m", "gone")
+        assert http.get_model_metadata("m", "canary")["versions"] == ["2"]
+        assert list(grpc.get_model_metadata("m", "canary").versions) == ["2"]
+        assert http.get_inference_statistics("m", "canary")["model_stats"][0]["version"] == "2"
+        assert grpc.get_inference_statistics("m", "canary").model_stats[0].version == "2"
+        assert http.get_model_config("m", "canary")["name"] == "m"
+    assert asked(labelled, "GET", "m/versions/canary/batching").status_code == 200
+
+
+def test_label_without_a_serving_version_is_an_error_that_names_both(labelled: ServerProcess) -> None:
+    text = "'m' version 9, which is labelled 'gone', is not found"
+    with triton_clients(labelled) as clients:
+        for library, client, status in zip((triton_http, triton_grpc), clients, ("404", "NOT_FOUND"), strict=True):
+            with pytest.raises(InferenceServerException, match=text) as caught:
+                client.infer("m", triton_inputs(library, ONES), model_version="gone")
+            assert status in str(caught.value.status())
+            with pytest.raises(InferenceServerException, match="'m' version nowhere is not found"):
+                client.infer("m", triton_inputs(library, ONES), model_version="nowhere")
+    with (
+        triton_clients(labelled) as (_, client),
+        pytest.raises(InferenceServerException, match="stol"),
+    ):
+        client.infer("m", triton_inputs(triton_grpc, ONES), model_version="1st")
+
+
+def test_call_changes_labels_in_one_step_and_null_restores_the_files(labelled: ServerProcess) -> None:
+    changed = asked(labelled, "PUT", "m/labels", labels={"stable": 3, "next": 2}).raise_for_status().json()
+    assert {"name": "stable", "version": "3", "state": "READY", "set_by": "call"} in changed["labels"]
+    assert versions_that_answer(labelled, "") == versions_that_answer(labelled, "stable") == {"3"}
+    asked(labelled, "PUT", "m/labels", labels={"stable": None, "next": None}).raise_for_status()
+    assert labels_of(labelled) == {"stable": "1", "canary": "2", "gone": "9"}
+    assert versions_that_answer(labelled, "") == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "text"),
+    [
+        (
+            "PUT",
+            "m/labels",
+            {"labels": {"a": 1, "b": 9}},
+            404,
+            "label 'b': expected a version of model 'm' that serves",
+        ),
+        ("PUT", "m/labels", {"labels": {"1st": 1}}, 400, "label '1st': expected at most 63 letters"),
+        ("PUT", "m/labels", {"labels": {"x" * 64: 1}}, 400, "expected at most 63 letters"),
+        ("PUT", "m/labels", {"labels": {"a": "1"}}, 400, "label 'a': expected the number of a version, got '1'"),
+        (
+            "PUT",
+            "m/labels",
+            {"labels": {f"l{n}": 1 for n in range(65)}},
+            400,
+            "expected at most 64 of model 'm', got 65",
+        ),
+        ("PUT", "m/labels", {"stable": 1}, 400, "expected an object with one key, 'labels'"),
+        ("PUT", "nowhere/labels", {"labels": {"a": 1}}, 404, "'nowhere' is not found"),
+        ("GET", "nowhere/labels", {}, 404, "'nowhere' is not found"),
+        ("POST", "m/promote", {"version": 1}, 409, "version 1 of model 'm' is labelled 'stable' already"),
+        (
+            "POST",
+            "m/promote",
+            {"version": 9},
+            404,
+            "promote: expected a version of model 'm' that serves (1, 2, 3), got 9",
+        ),
+        ("POST", "m/rollback", {}, 409, "model 'm' has no promotion to roll back"),
+    ],
+)
+def test_wrong_change_is_rejected_and_changes_nothing(
+    labelled: ServerProcess, method: str, path: str, body: dict[str, Any], status: int, text: str
+) -> None:
+    answer = asked(labelled, method, path, **body)
+    assert (answer.status_code, text in answer.json()["error"]) == (status, True), answer.text
+    assert labels_of(labelled) == {"stable": "1", "canary": "2", "gone": "9"}
+
+
+def test_changes_survive_a_restart_and_keep_their_versions_loaded(tmp_path: Path) -> None:
+    add_versions(tmp_path, "labels: {canary: 2}", 1, 2, 3)
+    with serving(tmp_path, *SHORT_WARMUP) as server:  # the policy chooses version 3 only
+        assert asked(server, "GET", "m/versions/1").status_code == 404
+        assert versions_that_answer(server, "") == {"3"}
+        asked(server, "PUT", "m/labels", labels={"stable": 2}).raise_for_status()
+        assert asked(server, "POST", "m/promote", version=3).raise_for_status().json()["previous"] == "2"
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        assert labels_of(server) == {"canary": "2", "stable": "3"}
+        asked(server, "POST", "m/rollback").raise_for_status()
+        assert versions_that_answer(server, "") == {"2"}
+        (tmp_path / "m" / "model.yaml").unlink()
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        assert labels_of(server) == {"stable": "2"}
+        assert versions_that_answer(server, "") == {"2"}
+        assert asked(server, "PUT", "m/labels", labels={"stable": None}).json()["labels"] == []
+        server.wait_for_line("labels changed", "stable=-")
+        assert versions_that_answer(server, "") == {"3"}
+    assert json.loads((tmp_path / ".ortserve" / "state.json").read_text())["models"] == {}
+
+
+def test_concurrent_changes_of_two_servers_lose_none(tmp_path: Path) -> None:
+    repository, state = tmp_path / "models", tmp_path / "state"
+    add_versions(repository, "labels: {stable: 1}", 1)
+    add_versions(repository, "labels: {stable: 1}", 1, name="n")
+    flags = (repository, "--state-dir", state, *SHORT_WARMUP)
+    with serving(*flags) as one, serving(*flags) as other, ThreadPoolExecutor(8) as threads:
+        puts = [
+            threads.submit(asked, server, "PUT", f"{model}/labels", labels={f"l{number}": 1})
+            for number in range(10)
+            for server, model in ((one, "m"), (other, "n"))
+        ]
+        for put in puts:
+            put.result().raise_for_status()
+        wanted = {"stable": "1"} | {f"l{number}": "1" for number in range(10)}
+        assert labels_of(one, "m") == labels_of(other, "n") == wanted
+    with serving(*flags) as server:
+        assert labels_of(server, "m") == labels_of(server, "n") == wanted
+
+
+def test_change_that_cannot_be_kept_is_refused_and_a_broken_state_stops_the_start(tmp_path: Path) -> None:
+    add_versions(tmp_path, "", 1)
+    with serving(tmp_path, "--state-dir", tmp_path / "no" / "such", *SHORT_WARMUP) as server:
+        answer = asked(server, "PUT", "m/labels", labels={"stable": 1})
+        assert (answer.status_code, labels_of(server)) == (409, {})
+        assert answer.json()["error"].startswith(
+            "state_dir: expected a folder that keeps the change over a restart: No"
+        )
+    for content in (
+        "{",
+        '{"schema": "other"}',
+        '{"schema": "ortserve.state/1", "models": {"m": {"labels": {"1": 1}}}}',
+    ):
+        (tmp_path / "state.json").write_text(content)
+        with starting(tmp_path, "--state-dir", tmp_path, *SHORT_WARMUP) as server:
+            assert server.wait() == 1
+            assert "state.json is not a state file of this version" in server.output
+
+
+def test_label_of_the_file_moves_when_its_version_serves(tmp_path: Path) -> None:
+    folder = add_versions(tmp_path, "labels: {stable: 1}", 1)
+    with serving(tmp_path, "--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP) as server:
+        (folder / "2").mkdir()
+        builders.not_onnx(folder / "2" / "model.onnx")
+        (folder / "model.yaml").write_text("labels: {stable: 2}")
+        server.wait_for_line("model cannot be served", "version=2")
+        assert versions_that_answer(server, "") == versions_that_answer(server, "stable") == {"1"}
+        (folder / "3").mkdir()
+        builders.unnamed_dims(folder / "3" / "model.onnx")
+        (folder / "model.yaml").write_text("labels: {stable: 3}")
+        server.wait_for_line("labels changed", "stable=3")
+        assert versions_that_answer(server, "") == {"3"}
+        loads = [line for line in server.lines if "model is ready" in line]
+        (folder / "model.yaml").write_text("labels: {stable: 3, other: 3}")
+        server.wait_for_line("labels changed", "other=3")
+        assert [line for line in server.lines if "model is ready" in line] == loads
+
+
+@contextmanager
+def load_on(server: ServerProcess, per_s: float) -> Iterator[list[str]]:
+    """Requests without a version at a rate, half of them over each protocol; yields the versions that answered."""
+    answered: list[str] = []
+    failures: list[Exception] = []
+    stopping = threading.Event()
+
+    def ask(library: Any, address: str) -> None:
+        with library.InferenceServerClient(address) as client:
+            inputs = triton_inputs(library, ONES)
+            while not stopping.wait(4 / per_s):
+                try:
+                    response = client.infer("m", inputs).get_response()
+                    answered.append(response["model_version"] if isinstance(response, dict) else response.model_version)
+                except Exception as error:
+                    failures.append(error)
+                    return
+
+    askers = [
+        threading.Thread(target=ask, args=one) for one in ((triton_http, server.http), (triton_grpc, server.grpc)) * 2
+    ]
+    for asker in askers:
+        asker.start()
+    try:
+        yield answered
+    finally:
+        stopping.set()
+        for asker in askers:
+            asker.join(LONG_S)
+    assert failures == []
+
+
+def test_no_request_fails_while_versions_are_promoted_and_rolled_back(labelled: ServerProcess) -> None:
+    with load_on(labelled, 200) as answered:
+        for _ in range(25):
+            asked(labelled, "POST", "m/promote", version=2).raise_for_status()
+            assert versions_that_answer(labelled, "") == {"2"}
+            asked(labelled, "POST", "m/rollback").raise_for_status()
+            assert versions_that_answer(labelled, "") == {"1"}
+    assert set(answered) == {"1", "2"}
+    assert asked(labelled, "POST", "m/promote", version=2).raise_for_status().json()["previous"] == "1"
+    asked(labelled, "PUT", "m/labels", labels={"stable": None}).raise_for_status()
+    assert asked(labelled, "POST", "m/rollback").status_code == 409

@@ -1,0 +1,99 @@
+"""``ortserve models`` against a real server: every action, its errors, and progress."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import builders
+from ortserve.cli.main import main
+from servers import SHORT_WARMUP, ServerProcess, add_model, serving
+
+
+@pytest.fixture(scope="module")
+def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Explicit control, with a control key; model ``m`` has versions 1 and 2, and ``other`` is not loaded."""
+    root = tmp_path_factory.mktemp("controlled")
+    (root / "key").write_text("a-secret-of-the-test-that-is-long-enough\n")
+    for version in (1, 2):
+        folder = add_model(root / "models", "m", builders.identity, version=version)
+    (folder / "model.yaml").write_text("labels: {stable: 1, lost: 7}\nversion_policy: {all: true}\n")
+    add_model(root / "models", "other", builders.identity)
+    flags = ("--control-keys-file", root / "key", "--model-control-mode", "explicit", "--load-model", "m")
+    with serving(root / "models", *flags, *SHORT_WARMUP) as server:
+        yield server
+
+
+@pytest.fixture
+def key(controlled: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return next(tmp_path_factory.getbasetemp().glob("controlled*/key"))
+
+
+def shown(capsys: pytest.CaptureFixture[str], server: ServerProcess, *arguments: str | Path) -> dict[str, Any]:
+    assert main(["models", *map(str, arguments), "--url", server.url, "--json"]) == 0, capsys.readouterr().err
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (result["schema"], result["action"]) == ("ortserve.models/1", arguments[0])
+    return result
+
+
+def refused(capsys: pytest.CaptureFixture[str], status: int, *arguments: str | Path) -> str:
+    assert main(["models", *map(str, arguments)]) == status
+    output = capsys.readouterr()
+    assert (output.out, output.err.count("\n")) == ("", 1), output
+    return output.err
+
+
+def test_actions_show_and_change_models(
+    capsys: pytest.CaptureFixture[str], controlled: ServerProcess, key: Path
+) -> None:
+    versions = {(one["model"], one["version"]): one for one in shown(capsys, controlled, "list")["versions"]}
+    assert versions["m", "1"]["labels"] == ["stable"]
+    assert [versions["m", number]["is_default"] for number in ("1", "2")] == [True, False]
+    assert versions["other", ""]["state"] == ""
+    with_key = ("--key-file", key)
+    loaded = shown(capsys, controlled, "load", "other", *with_key)["versions"]
+    assert [(one["version"], one["state"]) for one in loaded] == [("1", "READY")]
+    assert shown(capsys, controlled, "unload", "other", *with_key)["versions"][0]["reason"] == "unloaded"
+    assert shown(capsys, controlled, "labels", "m", "canary=2", *with_key)["labels"]["canary"] == "2"
+    assert shown(capsys, controlled, "promote", "m", "2", *with_key)["previous"] == "1"
+    assert shown(capsys, controlled, "rollback", "m", *with_key)["labels"]["stable"] == "1"
+    started = ("rollout", "m", "candidate=2", "mode=canary", "sticky=user", "rules.max_error_rate=0.5")
+    rollout = shown(capsys, controlled, *started, *with_key)["rollout"]
+    assert (rollout["rollout"]["sticky"], rollout["rollout"]["rules"]["max_error_rate"]) == ("user", 0.5)
+    assert main(["models", "rollout", "m", "--url", controlled.url]) == 0
+    assert "stable requests" in capsys.readouterr().out
+    stopped = shown(capsys, controlled, "rollout", "m", "stop", *with_key)["rollout"]
+    assert (stopped["rollout"], stopped["ended"]["result"]) == (None, "stopped")
+    shown(capsys, controlled, *started, *with_key)
+    assert shown(capsys, controlled, "promote", "m", *with_key)["labels"]["stable"] == "2"
+    shown(capsys, controlled, "rollback", "m", *with_key)
+    labels = shown(capsys, controlled, "labels", "m", "canary=", "stable=", *with_key)["labels"]
+    assert labels == {"stable": "1", "lost": "7"}
+    status = shown(capsys, controlled, "status", "m")
+    assert [one["requests"] for one in status["versions"]] == [0, 0]
+    assert main(["models", "status", "m", "--url", controlled.url]) == 0
+    text = capsys.readouterr().out
+    assert "stable, (default)" in text
+    assert "version 7" in text
+
+
+def test_each_error_is_one_line_that_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], controlled: ServerProcess, key: Path
+) -> None:
+    url = ("--url", controlled.url)
+    assert "no server answers" in refused(capsys, 1, "list", "--url", "http://127.0.0.1:9")
+    assert "model 'n' is not known; the server has m, other" in refused(capsys, 1, "status", "n", *url)
+    assert "status 401" in refused(capsys, 1, "rollback", "m", *url)
+    assert "--key-file gives a key" in refused(capsys, 1, "load", "other", *url)
+    no_promotion = refused(capsys, 1, "rollback", "m", *url, "--key-file", key)
+    assert "status 409: model 'm' has no promotion to roll back" in no_promotion
+    assert "expected the name of a MODEL" in refused(capsys, 2, "status", *url)
+    assert "expected no model" in refused(capsys, 2, "list", "m", *url)
+    assert "expected NAME=VERSION or NAME=, got 'a=b'" in refused(capsys, 2, "labels", "m", "a=b", *url)
+    assert "expected the number of one version, got 'x'" in refused(capsys, 2, "promote", "m", "x", *url)
+    assert "expected nothing after the model, got 'x'" in refused(capsys, 2, "unload", "m", "x", *url)
+    assert "--watch: expected list, status or rollout" in refused(capsys, 2, "load", "m", "--watch", *url)
+    assert "expected KEY=VALUE or stop, got 'go'" in refused(capsys, 2, "rollout", "m", "go", *url)
+    assert "HTTP port" in refused(capsys, 2, "list", "--url", f"grpc://{controlled.grpc}")

@@ -1,0 +1,294 @@
+"""Shadow and canary rollouts on real servers: wrong, slow and crashing candidates; no caller sees it."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import onnx
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from onnx import numpy_helper
+
+from encodings_of_requests import triton_inputs
+from models import builders
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    read_metrics,
+    serving,
+    wait_for_sample,
+)
+
+ONES = {"x": np.ones((1, 4), np.float32)}
+ALL = "version_policy: {all: true}\n"
+
+
+def halves(path: Path) -> Path:
+    """As ``poison``, for values up to 63: what the poisoned version should compute."""
+    model = onnx.load(builders.poison(path))
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.arange(64, dtype=np.float32) / 2, "table"))
+    onnx.save(model, path)
+    return path
+
+
+def add_pair(
+    repository: Path, name: str, stable: Callable[..., Path], candidate: Callable[..., Path], options: str = ""
+) -> None:
+    """Versions 1, which is stable, and 2."""
+    add_model(repository, name, stable)
+    folder = add_model(repository, name, candidate, version=2)
+    (folder / "model.yaml").write_text("labels: {stable: 1}\n" + ALL + options)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A pair of versions for each test; the tests end their rollouts."""
+    repository = tmp_path_factory.mktemp("pairs")
+    for name in ("wrong", "same", "sticky", "promoted", "by_hand"):
+        add_pair(repository, name, builders.identity, builders.unnamed_dims if name == "wrong" else builders.identity)
+    add_pair(repository, "slower", lambda path: builders.slow(path, 150), lambda path: builders.slow(path, 900))
+    add_pair(repository, "crashing", halves, builders.poison)
+    add_pair(repository, "other_inputs", builders.identity, builders.poison)
+    with serving(repository, *SHORT_WARMUP) as started:
+        yield started
+
+
+def asked(server: ServerProcess, method: str, path: str, **body: Any) -> httpx.Response:
+    return httpx.request(method, f"{server.url}/v2/models/{path}", json=body or None, timeout=LONG_S)
+
+
+def rollout_of(server: ServerProcess, model: str) -> dict[str, Any]:
+    document: dict[str, Any] = asked(server, "GET", f"{model}/rollout").raise_for_status().json()
+    return document
+
+
+def start(server: ServerProcess, model: str, **options: Any) -> None:
+    asked(server, "PUT", f"{model}/rollout", candidate=2, **options).raise_for_status()
+
+
+def stable_of(server: ServerProcess, model: str) -> str:
+    labels: list[dict[str, str]] = asked(server, "GET", f"{model}/labels").json()["labels"]
+    return next(label["version"] for label in labels if label["name"] == "stable")
+
+
+class Caller:
+    """Sends requests by both protocols in turn."""
+
+    def __init__(self, server: ServerProcess, model: str, version: str = "") -> None:
+        self._libraries = (triton_http, triton_grpc)
+        self._clients = (
+            triton_http.InferenceServerClient(server.http),
+            triton_grpc.InferenceServerClient(server.grpc),
+        )
+        self._model, self._version = model, version
+        self._sent = 0
+
+    def ask(self, tensors: dict[str, np.ndarray] = ONES, **parameters: str) -> tuple[str, np.ndarray]:
+        """The version that answered, and y."""
+        self._sent += 1
+        library, client = (one[self._sent % 2] for one in (self._libraries, self._clients))
+        answer = client.infer(
+            self._model, triton_inputs(library, tensors), model_version=self._version, parameters=parameters or None
+        )
+        response = answer.get_response()
+        version = response["model_version"] if isinstance(response, dict) else response.model_version
+        return version, answer.as_numpy("y")
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+@contextmanager
+def calling(server: ServerProcess, model: str, version: str = "") -> Iterator[Caller]:
+    caller = Caller(server, model, version)
+    try:
+        yield caller
+    finally:
+        caller.close()
+
+
+def ended(server: ServerProcess, model: str, caller: Caller, tensors: dict[str, np.ndarray] = ONES) -> dict[str, Any]:
+    """Send requests until the rollout has ended by itself."""
+    for _ in range(3000):
+        caller.ask(tensors)
+        if (end := rollout_of(server, model)["ended"]) is not None:
+            return dict(end)
+    raise AssertionError(rollout_of(server, model))
+
+
+def test_shadow_stops_a_candidate_with_other_weights_and_no_caller_sees_it(server: ServerProcess) -> None:
+    start(server, "wrong", share=1, rules={"min_requests": 20, "max_disagreement": 0.1})
+    with calling(server, "wrong") as caller:
+        for _ in range(3000):
+            assert caller.ask()[0] == "1"
+            if rollout_of(server, "wrong")["ended"] is not None:
+                break
+    seen = rollout_of(server, "wrong")
+    assert seen["ended"]["result"] == "rolled_back"
+    assert seen["ended"]["reason"] == "max_disagreement: expected at most 0.1, got 3 of 3 requests"
+    assert (seen["rollout"], stable_of(server, "wrong")) == (None, "1")
+    line = server.wait_for_line("rollout ended", "model=wrong")
+    assert "got 3 of 3 requests" in line
+
+
+def test_shadow_that_agrees_is_shown_and_counted(server: ServerProcess) -> None:
+    start(server, "same", share=1)
+    with calling(server, "same") as caller, calling(server, "same", "2") as direct:
+        for _ in range(20):
+            assert caller.ask()[0] == "1"
+            assert direct.ask()[0] == "2"
+        wait_for_sample(
+            server, "ortserve_rollout_requests_total", lambda n: n >= 5, model="same", version="2", outcome="agreed"
+        )
+    figures = rollout_of(server, "same")["figures"]
+    assert (figures["failed"], figures["disagreed"]) == (0, 0)
+    assert figures["compared"] + figures["shed"] == 20
+    assert rollout_of(server, "same")["worst_errors"] == {"max": 0, "relative": 0, "cosine": 0, "top1": 0}
+    metrics = read_metrics(server)
+    assert metrics.value("ortserve_rollout", model="same", version="2", mode="shadow") == 1
+    assert metrics.value("ortserve_rollout_p99_seconds", model="same", version="2", side="candidate") > 0
+    # Requests of callers only.
+    answered = metrics.by_labels("ortserve_request_duration_seconds_count", "model", "version", "protocol")
+    assert (answered["same 2 http"], answered["same 2 grpc"]) == (10, 10)
+    assert asked(server, "DELETE", "same/rollout").json()["ended"]["result"] == "stopped"
+    assert asked(server, "DELETE", "same/rollout").status_code == 409
+
+
+def test_p99_rule_stops_a_canary_that_is_slower(server: ServerProcess) -> None:
+    start(server, "slower", mode="canary", share=0.5, rules={"min_requests": 20, "max_p99_ratio": 2})
+    with calling(server, "slower") as caller:
+        end = ended(server, "slower", caller)
+        assert end["result"] == "rolled_back"
+        assert end["reason"].startswith("max_p99_ratio: expected at most 2, got ")
+        assert [caller.ask()[0] for _ in range(20)] == ["1"] * 20
+
+
+def test_canary_that_crashes_on_some_inputs_is_stopped_and_no_caller_sees_an_error(server: ServerProcess) -> None:
+    start(server, "crashing", mode="canary", share=0.5, rules={"min_requests": 40, "max_error_rate": 0.1})
+    good, bad = ({"x": np.full((1, 4), value, np.int64)} for value in (4, 40))
+    impossible = {"x": np.full((1, 4), 99, np.int64)}
+    with calling(server, "crashing") as caller:
+        versions = Counter(caller.ask(good)[0] for _ in range(60))
+        assert set(versions) == {"1", "2"}
+        for _ in range(8):  # an error of the caller, on both versions, says nothing about the candidate
+            with pytest.raises(Exception, match="Gather"):
+                caller.ask(impossible)
+        assert rollout_of(server, "crashing")["figures"]["failed"] == 0
+        for _ in range(200):
+            version, y = caller.ask(bad)
+            assert (version, y[0, 0]) == ("1", 20)
+        end = rollout_of(server, "crashing")["ended"]
+        assert (end["candidate"], end["result"]) == (2, "rolled_back")
+        assert end["reason"].startswith("max_error_rate: expected at most 0.1, got ")
+        assert {caller.ask(good)[0] for _ in range(30)} == {"1"}
+
+
+def test_candidate_that_takes_other_inputs_fails_no_caller(server: ServerProcess) -> None:
+    start(server, "other_inputs", mode="canary", share=1)
+    with calling(server, "other_inputs") as caller:
+        assert [caller.ask()[0] for _ in range(10)] == ["1"] * 10
+    assert rollout_of(server, "other_inputs")["figures"]["failed"] == 10
+    asked(server, "POST", "other_inputs/rollback").raise_for_status()
+    assert rollout_of(server, "other_inputs")["ended"]["result"] == "rolled_back"
+
+
+def test_equal_values_of_the_sticky_parameter_take_one_side_while_the_share_grows(server: ServerProcess) -> None:
+    users = [f"user {number}" for number in range(40)]
+    before: set[str] = set()
+    with calling(server, "sticky") as caller, calling(server, "sticky", "1") as direct:
+        for share in (0.2, 0.5, 0.9):
+            start(server, "sticky", mode="canary", share=share, sticky="user")
+            sides = [{user for user in users if caller.ask(user=user)[0] == "2"} for _ in range(3)]
+            assert sides[0] == sides[1] == sides[2]
+            assert before < sides[0] < set(users)
+            before = sides[0]
+            assert {direct.ask(user=user)[0] for user in users} == {"1"}
+
+
+def test_candidate_that_keeps_the_rules_is_promoted_and_rolled_back_by_hand(server: ServerProcess) -> None:
+    rules = {"min_requests": 30, "max_error_rate": 0, "max_p99_ratio": 1000, "promote_after": 40}
+    start(server, "promoted", mode="canary", share=0.5, rules=rules)
+    with calling(server, "promoted") as caller:
+        end = ended(server, "promoted", caller)
+        assert (end["result"], "requests kept the rules: 0 failed" in end["reason"]) == ("promoted", True)
+        assert {caller.ask()[0] for _ in range(10)} == {"2"}
+        asked(server, "POST", "promoted/rollback").raise_for_status()
+        assert {caller.ask()[0] for _ in range(10)} == {"1"}
+
+
+def test_rollout_is_promoted_by_hand_once(server: ServerProcess) -> None:
+    start(server, "by_hand", mode="canary", share=0.5)
+    statuses = sorted(asked(server, "POST", "by_hand/promote").status_code for _ in range(2))
+    assert (statuses, stable_of(server, "by_hand")) == ([200, 409], "2")
+    assert rollout_of(server, "by_hand")["ended"] == {"candidate": 2, "result": "promoted", "reason": "by a call"}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "status", "text"),
+    [
+        ("same", {"candidate": 1}, 409, "expected another candidate than version 1, which is labelled 'stable'"),
+        ("same", {"candidate": 7}, 404, "candidate: expected a version of model 'same' that serves (1, 2), got 7"),
+        ("same", {"candidate": 2, "share": 2}, 400, "rollout: share: expected number, 0 to 1, got 2"),
+        ("same", {"candidate": 2, "tolerance": {"luck": 1}}, 400, "tolerance"),
+        ("same", {"mode": "canary"}, 400, "candidate: expected"),
+        ("nowhere", {"candidate": 2}, 404, "'nowhere' is not found"),
+    ],
+)
+def test_rollout_that_cannot_be_is_refused(
+    server: ServerProcess, model: str, options: dict[str, Any], status: int, text: str
+) -> None:
+    answer = asked(server, "PUT", f"{model}/rollout", **options)
+    assert (answer.status_code, text in answer.json()["error"]) == (status, True), answer.text
+
+
+def test_rollout_of_the_file_begins_once_and_its_end_survives_a_restart(tmp_path: Path) -> None:
+    add_model(tmp_path, "m", builders.identity)
+    folder = add_model(tmp_path, "m", builders.unnamed_dims, version=2)
+    rules = "{min_requests: 10, max_disagreement: 0}"
+    (folder / "model.yaml").write_text(f"labels: {{stable: 1}}\nrollout: {{candidate: 2, share: 1, rules: {rules}}}\n")
+    with serving(tmp_path, *SHORT_WARMUP) as server, calling(server, "m") as caller:
+        assert "got 1 of 1 requests" in ended(server, "m", caller)["reason"]
+    with serving(tmp_path, *SHORT_WARMUP) as server, calling(server, "m") as caller:
+        assert rollout_of(server, "m")["rollout"] is None
+        assert rollout_of(server, "m")["ended"]["result"] == "rolled_back"
+        start(server, "m", mode="canary", share=1)
+        assert caller.ask()[0] == "2"
+    with serving(tmp_path, *SHORT_WARMUP) as server, calling(server, "m") as caller:
+        assert caller.ask()[0] == "2"
+        assert rollout_of(server, "m")["rollout"]["mode"] == "canary"
+
+
+def test_no_request_fails_while_rollouts_begin_and_end_under_load(server: ServerProcess) -> None:
+    failures: list[Exception] = []
+    stopping = threading.Event()
+
+    def ask() -> None:
+        try:
+            with calling(server, "same") as caller:
+                while not stopping.wait(0.02):
+                    caller.ask()
+        except Exception as error:
+            failures.append(error)
+
+    callers = [threading.Thread(target=ask) for _ in range(4)]  # 200 a second
+    for caller in callers:
+        caller.start()
+    try:
+        for number in range(30):
+            start(server, "same", mode=("canary", "shadow")[number % 2], share=0.5)
+            asked(server, "POST", "same/promote").raise_for_status()
+            asked(server, "POST", "same/rollback").raise_for_status()
+    finally:
+        stopping.set()
+        for caller in callers:
+            caller.join(LONG_S)
+    assert (failures, stable_of(server, "same")) == ([], "1")

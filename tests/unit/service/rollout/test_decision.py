@@ -1,0 +1,78 @@
+"""When rules end a rollout, and the percentiles that they judge."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ortserve.config.rollout import RolloutRules
+from ortserve.service.rollout.decision import Figures, decide
+from ortserve.service.rollout.latencies import Latencies
+
+RULES = RolloutRules(
+    min_requests=100, max_error_rate=0.02, max_disagreement=0.05, max_p99_ratio=1.5, promote_after=1000
+)
+GOOD = Figures(requests=1000, compared=1000, stable_requests=1000, stable_p99_s=0.010, candidate_p99_s=0.012)
+
+
+@pytest.mark.parametrize(
+    ("figures", "result", "reason"),
+    [
+        (Figures(), None, ""),
+        (GOOD, "promoted", "1000 requests kept the rules: 0 failed, 0 of 1000 disagreed, p99 12 ms, stable 10 ms"),
+        (Figures(requests=999, compared=999), None, ""),
+        # Two failures are 2 % of the first 100 requests, so the third one decides before they have come.
+        (Figures(requests=2, failed=2), None, ""),
+        (Figures(requests=3, failed=3), "rolled_back", "max_error_rate: expected at most 0.02, got 3 of 3 requests"),
+        (Figures(requests=1000, failed=20), None, ""),
+        (Figures(requests=1000, failed=21), "rolled_back", "got 21 of 1000 requests"),
+        (Figures(requests=90, compared=90, disagreed=5), None, ""),
+        (
+            Figures(requests=90, compared=90, disagreed=6),
+            "rolled_back",
+            "max_disagreement: expected at most 0.05, got 6",
+        ),
+        # Times count from 100 requests on both sides.
+        (Figures(requests=99, stable_requests=500, stable_p99_s=0.01, candidate_p99_s=1.0), None, ""),
+        (Figures(requests=500, stable_requests=99, stable_p99_s=0.01, candidate_p99_s=1.0), None, ""),
+        (
+            Figures(requests=100, stable_requests=100, stable_p99_s=0.01, candidate_p99_s=0.016),
+            "rolled_back",
+            "got 1.6",
+        ),
+        # Not without times, which a rule bounds; nor without comparisons.
+        (Figures(requests=1000, compared=1000), None, ""),
+        (
+            Figures(requests=1000, compared=99, stable_requests=1000, stable_p99_s=0.01, candidate_p99_s=0.01),
+            None,
+            "",
+        ),
+    ],
+)
+def test_decision_follows_from_the_figures(figures: Figures, result: str | None, reason: str) -> None:
+    decision = decide(RULES, figures)
+    assert (None if decision is None else decision.result) == result
+    assert decision is None or reason in decision.reason
+
+
+@given(st.builds(Figures, *[st.integers(0, 10**6)] * 7, st.floats(0, 100), st.floats(0, 100)))
+def test_rules_that_are_not_set_decide_nothing(figures: Figures) -> None:
+    assert decide(RolloutRules(), figures) is None
+
+
+@given(st.lists(st.integers(1, 2**34), min_size=1, max_size=300))
+def test_percentile_is_at_most_nine_percent_too_long_and_never_too_short(times_ns: list[int]) -> None:
+    latencies = Latencies()
+    for ns in times_ns:
+        latencies.add(ns)
+    exact = sorted(times_ns)[-(-len(times_ns) * 99 // 100) - 1] / 1e9
+    found = latencies.percentile_s(99)
+    assert found is not None
+    assert exact * (1 - 1e-9) <= found <= exact * 2 ** (1 / 8) * (1 + 1e-9)
+
+
+def test_times_without_end_count_as_the_longest() -> None:
+    latencies = Latencies()
+    assert latencies.percentile_s(99) is None
+    latencies.add(2**60)
+    latencies.add(0)
+    assert latencies.percentile_s(99) == 2**35 / 1e9

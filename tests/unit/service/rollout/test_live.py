@@ -1,0 +1,192 @@
+"""What a rollout does with each request: chosen, copied, shed, compared, counted."""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fakes.clock import FakeClock
+from ortserve.config.model import ModelOptions
+from ortserve.config.rollout import make_rollout_options
+from ortserve.core.batch import Arrays
+from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.request import InferRequest
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import Tensor
+from ortserve.core.terms import Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.rollout import live
+from ortserve.service.rollout.decision import Decision
+from ortserve.service.rollout.live import INLINE_ELEMENTS, MOST_COPIED_BYTES, MOST_COPIES, LiveRollout
+
+SIGNATURE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("y", DataType.FP32, (-1, -1)),), "")
+
+
+class Version:
+    """A version whose requests the test settles."""
+
+    name = "m"
+    signature = SIGNATURE
+    options = ModelOptions()
+
+    def __init__(self) -> None:
+        self.queued_rows = 0
+        self.submitted: list[InflightRequest] = []
+        self.problem: ServeError | None = None
+
+    def terms(self, received_ns: int, **_: Any) -> Terms:
+        return Terms()
+
+    def submit(self, request: InflightRequest, terms: Terms) -> None:
+        if self.problem is not None:
+            raise self.problem
+        self.submitted.append(request)
+
+    def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
+        return outputs
+
+
+class Trial:
+    """A rollout of model ``m`` between two versions. Times stand still."""
+
+    def __init__(self, draw: float = 0.0, **options: Any) -> None:
+        self.versions = {"stable": Version(), "2": Version()}
+        self.decisions: list[Decision] = []
+        self.drawn = draw
+        self.threads = ThreadPoolExecutor(1)
+        self.rollout = LiveRollout(
+            "m",
+            make_rollout_options({"candidate": 2, "share": 0.5, **options}, "test"),
+            lambda _, version: self.versions[version],  # type: ignore[arg-type, return-value]
+            FakeClock(),
+            self.threads,
+            lambda _, decision: self.decisions.append(decision),
+            lambda: self.drawn,
+        )
+
+    @property
+    def candidate(self) -> Version:
+        return self.versions["2"]
+
+    async def answer(self, value: float = 1.0, *, columns: int = 4, version: str = "") -> None:
+        """``stable`` answers a request with its input."""
+        array = np.full((1, columns), value, np.float32)
+        self.rollout.observe(request_of(array, version), (array,), timing_of(1_000_000))
+        await asyncio.sleep(0)
+
+    async def settle(self, number: int, value: float) -> None:
+        run = self.candidate.submitted[number]
+        run.timing.taken_ns, run.timing.computed_ns = 1, 2_000_001
+        run.complete((np.full_like(run.inputs[0], value),))
+        await asyncio.sleep(0)
+
+    def counts(self) -> Mapping[str, int]:
+        return {str(outcome): count for outcome, count in self.rollout.outcomes.items() if count}
+
+
+def request_of(array: np.ndarray, version: str = "", **parameters: str) -> InferRequest:
+    return InferRequest("m", version, "", [Tensor("x", DataType.FP32, array)], (), parameters)
+
+
+def timing_of(run_ns: int) -> Timing:
+    return Timing(1, queued_ns=1, taken_ns=1, staged_ns=1, computed_ns=1 + run_ns)
+
+
+async def test_copy_is_compared_with_the_tolerance() -> None:
+    trial = Trial(tolerance={"relative": 0.1})
+    for number, value in enumerate((1.0, 1.05, 1.2)):
+        await trial.answer()
+        await trial.settle(number, value)
+    assert trial.counts() == {"agreed": 2, "disagreed": 1}
+    assert trial.rollout.worst["relative"] == pytest.approx(0.2)
+    figures = trial.rollout.figures()
+    assert (figures.requests, figures.compared, figures.stable_requests) == (3, 3, 3)
+    assert figures.stable_p99_s == pytest.approx(0.001, rel=0.1)
+    assert figures.candidate_p99_s == pytest.approx(0.002, rel=0.1)
+
+
+async def test_large_outputs_are_compared_by_a_thread() -> None:
+    trial = Trial()
+    await trial.answer(columns=INLINE_ELEMENTS)
+    await trial.settle(0, 1.0)
+    assert trial.counts() == {}
+    trial.threads.shutdown()  # returns when the comparison is over
+    for _ in range(3):  # from the thread to the loop, and to the rollout
+        await asyncio.sleep(0)
+    assert trial.counts() == {"agreed": 1}
+
+
+async def test_copies_are_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial()
+    for _ in range(MOST_COPIES + 3):
+        await trial.answer()
+    assert (len(trial.candidate.submitted), trial.counts()) == (MOST_COPIES, {"shed": 3})
+    await trial.settle(0, 1.0)
+    await trial.answer()
+    assert len(trial.candidate.submitted) == MOST_COPIES + 1
+    assert MOST_COPIED_BYTES == 64 * 1024 * 1024
+    monkeypatch.setattr(live, "MOST_COPIED_BYTES", 63)
+    small = Trial()
+    await small.answer(columns=8)  # 32 bytes of input and as many of output
+    await small.answer(columns=7)
+    assert (len(small.candidate.submitted), small.counts()) == (1, {"shed": 1})
+
+
+async def test_copy_is_shed_while_requests_wait_and_counts_as_no_request() -> None:
+    trial = Trial()
+    for waiting in trial.versions.values():
+        waiting.queued_rows = 1
+        await trial.answer()
+        waiting.queued_rows = 0
+    for kind in (ErrorKind.OVERLOADED, ErrorKind.DEADLINE, ErrorKind.NOT_READY):
+        trial.candidate.problem = ServeError(kind, "busy")
+        await trial.answer()
+    del trial.versions["2"]
+    assert (trial.counts(), trial.rollout.figures().requests) == ({"shed": 5}, 0)
+
+
+async def test_copy_that_fails_counts_as_failed_and_ends_the_rollout_by_rule() -> None:
+    trial = Trial(rules={"min_requests": 2, "max_error_rate": 0.5})
+    await trial.answer()
+    trial.candidate.submitted[0].fail(ServeError(ErrorKind.INTERNAL, "the run failed"))
+    trial.candidate.problem = ServeError(ErrorKind.INVALID_INPUT, "another input")
+    assert trial.decisions == []
+    await trial.answer()
+    (decision,) = trial.decisions
+    assert decision == Decision("rolled_back", "max_error_rate: expected at most 0.5, got 2 of 2 requests")
+    await trial.answer()
+    assert trial.counts() == {"failed": 2}
+
+
+async def test_only_the_share_of_requests_for_stable_is_copied() -> None:
+    trial = Trial(draw=0.5)
+    await trial.answer()
+    trial.drawn = 0.49
+    for version in ("", "stable"):
+        await trial.answer(version=version)
+    for version in ("1", "canary"):
+        await trial.answer(version=version)
+    assert len(trial.candidate.submitted) == 2
+
+
+async def test_canary_takes_the_share_and_no_other_request() -> None:
+    trial = Trial(mode="canary", sticky="user")
+    array = np.zeros((1, 4), np.float32)
+    assert trial.rollout.candidate_for(request_of(array)) == "2"
+    assert trial.rollout.candidate_for(request_of(array, "1")) == ""
+    trial.drawn = 0.5
+    assert trial.rollout.candidate_for(request_of(array, "stable")) == ""
+    chosen = {trial.rollout.candidate_for(request_of(array, user=str(number))) for number in range(20)}
+    assert chosen == {"", "2"}
+    trial.rollout.candidate_failed(ServeError(ErrorKind.OVERLOADED, "busy"))
+    trial.rollout.candidate_failed(ServeError(ErrorKind.REJECTED_BY_MODEL, "bad"))
+    trial.rollout.candidate_answered(timing_of(1000))
+    await trial.answer()
+    assert trial.counts() == {"answered": 1, "failed": 1, "rejected": 1}
+    assert trial.candidate.submitted == []
+    assert trial.rollout.figures().stable_requests == 1
