@@ -55,7 +55,7 @@ def mlp(path: Path, inputs: int = 64, hidden: int = 256, outputs: int = 10, seed
 def random_outputs(path: Path) -> Path:
     """Noise without a seed, so that no two runs are equal: x FP32 [batch, 4] → y FP32 [batch, 4]."""
     nodes = [helper.make_node("RandomNormalLike", ["x"], ["noise"]), helper.make_node("Add", ["x", "noise"], ["y"])]
-    return _write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)])
+    return write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)])
 
 
 def quantized_counts(path: Path) -> Path:
