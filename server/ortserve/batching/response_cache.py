@@ -60,7 +60,7 @@ class ResponseCache:
         self.evictions = 0
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._loads = 0
-        # Callers who knew it could prepare two inputs with one digest.
+        # Secret, because with a known key two inputs with one digest can be prepared.
         self._secret: Final = os.urandom(32)
 
     def reading(self) -> CacheReading:

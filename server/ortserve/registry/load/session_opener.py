@@ -104,9 +104,9 @@ class SessionOpener:
         self._trials = trials
         self._clock = clock
         self._progress = progress
-        self._learns_shapes = False
+        self._learns_shapes = model.options.is_ragged
         """Whether TensorRT gets no profile: the CPU cannot open the model and show its inputs, or only a part of the
-        model is on TensorRT, which inner tensors enter."""
+        model is on TensorRT, which inner tensors enter, or its requests are joined, whose sizes no profile bounds."""
         self._signature: ModelSignature | None = None
         """The signature of a session on the CPU, for profiles; None before it is needed."""
         self._instances = 0
@@ -145,7 +145,9 @@ class SessionOpener:
         devices = self._runtime.devices
         wants_graphs = self._options.graph_replay or choice.wants_graphs
         device: OpenDevice | str = "device_buffers is off"
-        if self._options.device_buffers:
+        if self._options.is_ragged:
+            device = "the requests of a batch are joined on the host"
+        elif self._options.device_buffers:
             device = devices.open(choice.name, choice.device_id)
         if isinstance(device, str):
             with devices.capture_lock.shared():

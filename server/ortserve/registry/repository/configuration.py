@@ -14,6 +14,7 @@ from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTION
 from ortserve.registry.repository.triton_ensemble import check_ensemble_fields, ensemble_steps
 from ortserve.registry.repository.triton_execution import choose_providers, read_parameters
 from ortserve.registry.repository.triton_fields import check_fields, value_name
+from ortserve.registry.repository.triton_ragged import read_ragged
 from ortserve.registry.repository.triton_sequences import read_sequences
 
 PLATFORM: Final = "onnxruntime_onnx"
@@ -135,7 +136,10 @@ def _signature(config: pb.ModelConfig) -> dict[str, Any]:
         given |= {"max_rows": config.max_batch_size, "batched": True}
     elif any(tensor.dims for tensor in config.input) or any(tensor.dims for tensor in config.output):
         given["batched"] = False  # Then the dims include all axes.
-    given["inputs"] = {tensor.name: _tensor(tensor) | {"optional": tensor.optional} for tensor in config.input}
+    given["inputs"] = {
+        tensor.name: _tensor(tensor) | {"optional": tensor.optional, "ragged": tensor.allow_ragged_batch}
+        for tensor in config.input
+    }
     given["outputs"] = {
         tensor.name: _tensor(tensor) | {"labels": tensor.label_filename or None} for tensor in config.output
     }
@@ -157,7 +161,7 @@ def _ensemble(config: pb.ModelConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[dict[str, Any], list[str]]:
-    given = _signature(config)
+    given = _signature(config) | read_ragged(config)
     if config.default_model_filename:
         given["model_file"] = config.default_model_filename
     given |= _version_policy(config.version_policy)

@@ -29,12 +29,9 @@ LEAVES = sorted(leaf_fields(cast("Descriptor", ModelConfig.DESCRIPTOR)))
 # One value for each refused or reported entry of the table.
 REFUSED = {
     "input.is_shape_tensor": "input { is_shape_tensor: true }",
-    "input.allow_ragged_batch": "input { allow_ragged_batch: true }",
     "input.is_non_linear_format_io": "input { is_non_linear_format_io: true }",
     "output.is_shape_tensor": "output { is_shape_tensor: true }",
     "output.is_non_linear_format_io": "output { is_non_linear_format_io: true }",
-    "batch_input": "batch_input { kind: BATCH_ITEM_SHAPE }",
-    "batch_output": "batch_output {}",
     "sequence_batching.iterative_sequence": "sequence_batching { iterative_sequence: true }",
     "instance_group.profile": 'instance_group { profile: "1" }',
     "instance_group.passive": "instance_group { passive: true }",
