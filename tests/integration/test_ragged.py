@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def ask_together(server: ServerProcess, model: str, requests: list[np.ndarray]) -> list[triton_grpc.InferResult]:
-    """Send requests that the model's configuration has run in one batch. They have no deadline, which would end the wait."""
+    """Send requests that the model's configuration has run in one batch: without a deadline, which ends its wait."""
     with triton_clients(server) as (_, client), ThreadPoolExecutor(len(requests)) as threads:
 
         def ask(array: np.ndarray) -> triton_grpc.InferResult:

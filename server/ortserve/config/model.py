@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from ortserve.config.ensemble import EnsembleOptions
 from ortserve.config.expectation import describe_problems
@@ -163,6 +163,11 @@ class SpecificVersions(BaseModel):
 VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
 
 
+TagName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_]{0,62}$")]
+"""Valid in Prometheus after an underscore; two of them would make a reserved name."""
+TagValue: TypeAlias = Annotated[str, StringConstraints(max_length=128)]
+
+
 class ModelOptions(LoadOptions):
     """Options of one model: the keys of ``model.yaml``."""
 
@@ -241,8 +246,13 @@ class ModelOptions(LoadOptions):
     ensemble: EnsembleOptions | None = None
     """Makes the model an ensemble of other models: ``{steps: [{model: m, inputs: {a: x}, outputs: {b: y}}, ...]}``. Its
     version folders need no model file; ``inputs`` and ``outputs`` name its own tensors in their order. Of the other
-    keys only ``batched``, ``max_rows``, ``response_cache``, ``slo_s``, ``required`` and ``version_policy`` apply.
-    Unset: the model is a file."""
+    keys only ``batched``, ``max_rows``, ``metric_tags``, ``response_cache``, ``slo_s``, ``required`` and
+    ``version_policy`` apply. Unset: the model is a file."""
+    metric_tags: Mapping[TagName, TagValue] = Field(
+        default_factory=dict, max_length=16, json_schema_extra={"expects": "{name: text, ...}, at most 16"}
+    )
+    """Labels that all metrics of the model get, with an underscore before the name as in Triton: ``{team: vision}``
+    becomes ``_team="vision"``. Those of the latest load hold for all versions."""
     required: bool = False
     """Whether the server reports not ready while this model has no ready version. ``strict_readiness`` requires every
     model."""
@@ -257,6 +267,11 @@ class ModelOptions(LoadOptions):
         """Whether the options explicitly let rows of several requests run in one batch."""
         tensors = (*self.inputs.values(), *self.outputs.values())
         return self.batched is not False and (self.batched or any(each.batch_axis is not None for each in tensors))
+
+    @property
+    def metric_labels(self) -> tuple[tuple[str, str], ...]:
+        """The names and values of the labels that ``metric_tags`` adds, by name."""
+        return tuple((f"_{name}", value) for name, value in sorted(self.metric_tags.items()))
 
     @property
     def is_ragged(self) -> bool:

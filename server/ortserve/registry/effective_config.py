@@ -40,6 +40,8 @@ def _describe_ensemble(served: ServedEnsemble) -> pb.ModelConfig:
         configured = options.outputs[spec.name]
         if isinstance(configured.labels, str):
             tensor.label_filename = configured.labels
+    config.ClearField("metric_tags")
+    config.metric_tags.update(options.metric_tags)
     config.ClearField("response_cache")
     if served.is_cached:
         config.response_cache.enable = True
@@ -80,6 +82,8 @@ def _describe_model(served: ServedModel) -> pb.ModelConfig:
     if not config.HasField("optimization"):
         config.optimization.graph.level = _GRAPH_LEVELS[options.session.graph_optimization]
     config.ClearField("dynamic_batching")
+    config.ClearField("metric_tags")
+    config.metric_tags.update(options.metric_tags)
     config.ClearField("response_cache")
     if served.is_cached:
         config.response_cache.enable = True

@@ -30,6 +30,7 @@ _ENSEMBLE_OPTIONS: Final = frozenset(
         "ensemble",
         "inputs",
         "max_rows",
+        "metric_tags",
         "outputs",
         "required",
         "response_cache",
@@ -153,6 +154,7 @@ def _signature(config: pb.ModelConfig) -> dict[str, Any]:
 def _ensemble(config: pb.ModelConfig) -> tuple[dict[str, Any], list[str]]:
     given = _signature(config) | _version_policy(config.version_policy)
     given["ensemble"] = {"steps": ensemble_steps(config)}
+    given["metric_tags"] = dict(config.metric_tags)
     given["batched"] = config.max_batch_size > 0
     if config.response_cache.enable:
         given["response_cache"] = True
@@ -175,6 +177,7 @@ def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[
             )
     if config.HasField("sequence_batching"):
         given |= read_sequences(config, name)
+    given["metric_tags"] = dict(config.metric_tags)
     given["response_cache"] = config.response_cache.enable
     given["warmup_samples"] = [_sample(sample) for sample in config.model_warmup]
 

@@ -92,7 +92,7 @@ FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "instance_group.host_policy": (Support.REPORTED, "the server runs where its affinity mask says"),
     "default_model_filename": (Support.HONOURED, "model_file"),
     "cc_model_filenames": (Support.HONOURED, "without effect on the CPU; refused on a GPU"),
-    "metric_tags": (Support.REPORTED, "metrics have only the labels of the reference"),
+    "metric_tags": (Support.HONOURED, "metric_tags"),
     "parameters": (Support.HONOURED, "those of the ONNX Runtime backend; others are reported"),
     "model_warmup": (Support.HONOURED, "warmup_samples"),
     "model_operations.op_library_filename": (Support.HONOURED, "session.operator_libraries"),

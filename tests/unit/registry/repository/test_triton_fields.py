@@ -59,7 +59,6 @@ REPORTED = {
     "ensemble_scheduling.max_inflight_requests": "ensemble_scheduling { max_inflight_requests: 1 }",
     "instance_group.rate_limiter": "instance_group { rate_limiter { priority: 1 } }",
     "instance_group.host_policy": 'instance_group { host_policy: "p" }',
-    "metric_tags": 'metric_tags { key: "a" value: "b" }',
     "model_metrics": 'model_metrics { metric_control { metric_identifier { family: "f" } } }',
 }
 
