@@ -248,6 +248,10 @@ class ModelOptions(LoadOptions):
     version folders need no model file; ``inputs`` and ``outputs`` name its own tensors in their order. Of the other
     keys only ``batched``, ``max_rows``, ``metric_tags``, ``response_cache``, ``slo_s``, ``required`` and
     ``version_policy`` apply. Unset: the model is a file."""
+    thread_nice: int | None = Field(default=None, ge=0, le=19)
+    """Nice level of the threads that run the model, on Linux: 19 gives way to all other work on the processors. A level
+    below that of the server needs ``CAP_SYS_NICE``; a warning says where it has no effect. Runs of a model with
+    another level than the server's do not happen on the event loop. Unset: the level of the server."""
     metric_tags: Mapping[TagName, TagValue] = Field(
         default_factory=dict, max_length=16, json_schema_extra={"expects": "{name: text, ...}, at most 16"}
     )

@@ -17,6 +17,7 @@ from ortserve.device.preparation import NO_BUFFERS, TRIAL_FAILED, NoReplay, why_
 from ortserve.device.protocol import DEVICE_ERRORS, device_run_error
 from ortserve.engine.instance import GpuAccess, Instance
 from ortserve.engine.model_signature import read_signature
+from ortserve.engine.nice_levels import call_with_nice
 from ortserve.engine.placement import read_operators
 from ortserve.engine.provider_options import (
     CPU,
@@ -266,6 +267,7 @@ class SessionOpener:
             padding=padding,
             run_options=options,
             gpu=self._gpu_access() if choice.name in GPU_PROVIDERS else None,
+            nice=self._options.thread_nice,
         )
 
     def _gpu_access(self) -> GpuAccess:
@@ -323,7 +325,9 @@ class SessionOpener:
             raise
 
     def _open_file(self, options: SessionOptions) -> Session:
-        return open_session(self._model.path, self._name, options, self._model.content)
+        nice = self._options.thread_nice
+        opening = partial(open_session, self._model.path, self._name, options, self._model.content)
+        return opening() if nice is None else call_with_nice(nice, opening)
 
     def _known_obstacle(
         self, choice: ProviderChoice, operators: Mapping[str, frozenset[str]], provider: DeviceProvider

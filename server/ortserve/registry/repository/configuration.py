@@ -24,6 +24,9 @@ ENSEMBLE_PLATFORM: Final = "ensemble"
 GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
 """``session.graph_optimization`` by Triton's ``optimization.graph.level``."""
 
+_NICE_LEVELS: Final = {"PRIORITY_MAX": 0, "PRIORITY_MIN": 19}
+"""``thread_nice`` by Triton's ``optimization.priority``, as Triton sets it."""
+
 _ENSEMBLE_OPTIONS: Final = frozenset(
     {
         "batched",
@@ -199,6 +202,11 @@ def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[
         given["graph_replay"] = True
     elif config.optimization.cuda.graphs:
         without_effect.append("optimization.cuda.graphs: the model is not on a GPU")
+    priority = value_name(
+        pb.ModelOptimizationPolicy.ModelPriority, config.optimization.priority, "optimization.priority"
+    )
+    if priority in _NICE_LEVELS:
+        given["thread_nice"] = _NICE_LEVELS[priority]
     level = config.optimization.graph.level
     if level not in GRAPH_LEVELS:
         raise invalid_input(f"optimization.graph.level: expected one of -1, 0, 1, 2, got {level}")

@@ -53,7 +53,7 @@ FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "batch_input": (Support.HONOURED, "batch_inputs"),
     "batch_output": (Support.HONOURED, "batch_outputs"),
     "optimization.graph.level": (Support.HONOURED, "session.graph_optimization"),
-    "optimization.priority": (Support.REPORTED, "models share the processors fairly"),
+    "optimization.priority": (Support.HONOURED, "thread_nice"),
     "optimization.cuda.graphs": (Support.HONOURED, "graph_replay"),
     "optimization.cuda.busy_wait_events": (Support.REPORTED, "threads that wait for a GPU sleep"),
     "optimization.cuda.graph_spec": (Support.REPORTED, "there is a graph for each size that batches are padded to"),

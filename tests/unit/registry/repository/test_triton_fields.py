@@ -41,7 +41,6 @@ REFUSED = {
 }
 REPORTED = {
     "runtime": 'runtime: "libtriton_onnxruntime.so"',
-    "optimization.priority": "optimization { priority: PRIORITY_MAX }",
     "optimization.cuda.busy_wait_events": "optimization { cuda { busy_wait_events: true } }",
     "optimization.cuda.graph_spec": "optimization { cuda { graph_spec { batch_size: 4 } } }",
     "optimization.cuda.output_copy_stream": "optimization { cuda { output_copy_stream: true } }",
