@@ -187,9 +187,9 @@ def test_steps_of_an_ensemble_have_traces_of_their_own_that_name_their_parent(tm
     add_ensemble(root, "inner", ["x"], ["y"], [("plus", {"a": "x"}, {"b": "y"})])
     add_ensemble(root, "outer", ["x"], ["y"], [("inner", {"x": "x"}, {"y": "t"}), ("plus", {"a": "t"}, {"b": "y"})])
     file = tmp_path / "traces"
-    with serving(root, *SHORT_WARMUP, f"--trace-file={file}", "--trace-rate=1", "--trace-level=TIMESTAMPS") as server:
-        with triton_http.InferenceServerClient(server.http) as client:
-            infer(client, triton_http, "outer", "it", columns=2)
+    options = (f"--trace-file={file}", "--trace-rate=1", "--trace-level=TIMESTAMPS")
+    with serving(root, *SHORT_WARMUP, *options) as server, triton_clients(server) as (client, _):
+        infer(client, triton_http, "outer", "it", columns=2)
     found = {entry["id"]: entry for entry in json.loads(file.read_bytes())}
     parents = {number: (entry["model_name"], entry.get("parent_id")) for number, entry in found.items()}
     assert parents == {1: ("outer", None), 2: ("inner", 1), 3: ("plus", 2), 4: ("plus", 1)}
