@@ -17,7 +17,8 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
-from models import builders
+from models import builders, members
+from models.members import add_ensemble
 from servers import LONG_S, SHORT_WARMUP, add_model, rest_url, serving, starting, triton_clients
 
 SPANS = {
@@ -178,6 +179,25 @@ def test_trace_options_apply_from_the_start(tmp_path: Path) -> None:
             infer(http, triton_http, "identity", str(number))
         assert http.get_trace_settings()["trace_count"] == "0"
     assert [trace.request_id for trace in read(tmp_path / "trace.0")] == ["1"]
+
+
+def test_steps_of_an_ensemble_have_traces_of_their_own_that_name_their_parent(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    add_model(root, "plus", members.affine, offset=1)
+    add_ensemble(root, "inner", ["x"], ["y"], [("plus", {"a": "x"}, {"b": "y"})])
+    add_ensemble(root, "outer", ["x"], ["y"], [("inner", {"x": "x"}, {"y": "t"}), ("plus", {"a": "t"}, {"b": "y"})])
+    file = tmp_path / "traces"
+    options = (f"--trace-file={file}", "--trace-rate=1", "--trace-level=TIMESTAMPS")
+    with serving(root, *SHORT_WARMUP, *options) as server, triton_clients(server) as (client, _):
+        infer(client, triton_http, "outer", "it", columns=2)
+    found = {entry["id"]: entry for entry in json.loads(file.read_bytes())}
+    parents = {number: (entry["model_name"], entry.get("parent_id")) for number, entry in found.items()}
+    assert parents == {1: ("outer", None), 2: ("inner", 1), 3: ("plus", 2), 4: ("plus", 1)}
+    outer, inner, plus, last = read(file)
+    assert {trace.request_id for trace in (outer, inner, plus, last)} == {"it"}
+    assert plus.spans["REQUEST"] <= inner.spans["REQUEST"] <= outer.spans["REQUEST"]
+    assert {"QUEUE", "COMPUTE", "COMPUTE_INFER"} <= last.spans.keys()
+    assert "HTTP" not in last.spans
 
 
 def test_unwritable_trace_file_stops_the_start() -> None:

@@ -17,7 +17,8 @@ from tritonclient.grpc import service_pb2
 
 from collector import Collector, attributes_of, collecting
 from http_wire import connect, is_read, post, reset, wait_until
-from models import builders
+from models import builders, members
+from models.members import add_ensemble
 from ortserve.core.timing import PHASES
 from servers import (
     LONG_S,
@@ -48,6 +49,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traced")
     add_model(folder, "identity", builders.identity)
     add_model(folder, "poison", builders.poison)
+    add_model(folder, "plus", members.affine, offset=1)
+    add_model(folder, "picks", members.picks)
+    add_ensemble(folder, "inner", ["x"], ["y"], [("plus", {"a": "x"}, {"b": "y"})])
+    steps = [("inner", {"x": "x"}, {"y": "t"}), ("picks", {"a": "t"}, {"b": "y"})]
+    add_ensemble(folder, "outer", ["x"], ["y"], steps)
     (add_model(folder, "slow", builders.slow) / "model.yaml").write_text("max_rows: 32\n")
     return folder
 
@@ -191,6 +197,34 @@ def test_failures_are_spans_with_their_kind_and_status(traced: Traced) -> None:
         assert trace.attributes["ortserve.outcome"] == attributes["error.type"]
     assert collector.wait_for("bad-run").root.name == "POST /v2/models/{model}/versions/{version}/infer"
     assert tuple(collector.wait_for("bad-run").phases) == PHASES[:2]  # where in the run it failed is not known
+
+
+@pytest.mark.parametrize(("value", "outcome"), [(3, "ok"), (99, "rejected_by_model")])
+def test_steps_of_an_ensemble_are_spans_below_that_of_the_request(traced: Traced, value: int, outcome: str) -> None:
+    server, collector = traced
+    request_id = f"ensemble-{outcome}"
+    body = {"id": request_id, "inputs": [json_input("x", np.full((1, 2), value, np.float32))]}
+    answer = httpx.post(rest_url(server, "outer"), json=body, headers=SAMPLED, timeout=LONG_S)
+    assert answer.status_code == (200 if outcome == "ok" else 400)
+    root = collector.wait_for(request_id).root
+
+    def steps_below(parent: Span) -> dict[str | int, Span]:
+        inside = [span for span in collector.spans if span.parent_span_id == parent.span_id and span.name == "step"]
+        return {attributes_of(span.attributes)["ortserve.model.name"]: span for span in inside}
+
+    steps = steps_below(root)
+    assert list(steps) == ["inner", "picks"]
+    plus = steps_below(steps["inner"])["plus"]
+    assert {attributes_of(span.attributes)["ortserve.outcome"] for span in (steps["inner"], plus)} == {"ok"}
+    assert attributes_of(steps["picks"].attributes)["ortserve.outcome"] == outcome
+    assert (steps["picks"].status.code == Status.STATUS_CODE_ERROR) == (outcome != "ok")
+    assert attributes_of(plus.attributes)["ortserve.batch.rows"] == 1
+    for above, below in ((root, steps["inner"]), (steps["inner"], plus), (root, steps["picks"])):
+        assert below.trace_id == root.trace_id
+        assert above.start_time_unix_nano <= below.start_time_unix_nano
+        assert below.end_time_unix_nano <= above.end_time_unix_nano
+    phases = [span.name for span in collector.spans if span.parent_span_id == plus.span_id]
+    assert tuple(phases) == PHASES
 
 
 def test_rejected_bodies_are_spans_too(traced: Traced) -> None:

@@ -44,6 +44,7 @@ output [
 dynamic_batching { preferred_batch_size: [ 4, 8 ] max_queue_delay_microseconds: 100 preserve_ordering: true }
 instance_group [ { count: 2 kind: KIND_CPU } ]
 optimization { graph { level: 1 } input_pinned_memory { enable: true } }
+metric_tags { key: "team" value: "vision" }
 parameters { key: "intra_op_thread_count" value: { string_value: "1" } }
 model_warmup [{
   name: "zeros and a file"
@@ -149,6 +150,14 @@ def metadata(server: ServerProcess, model: str) -> dict[str, Any]:
 def shapes(server: ServerProcess, model: str) -> dict[str, list[int]]:
     described = metadata(server, model)
     return {tensor["name"]: tensor["shape"] for tensor in (*described["inputs"], *described["outputs"])}
+
+
+def test_metric_tags_are_labels_with_an_underscore_as_on_triton(server: ServerProcess) -> None:
+    lines = httpx.get(f"http://{server.metrics}/metrics").text.splitlines()
+    of_model = [line for line in lines if 'model="simple"' in line]
+    assert len(of_model) > 10
+    assert [line for line in of_model if '_team="vision"' not in line] == []
+    assert [line for line in lines if "_team" in line and 'model="simple"' not in line] == []
 
 
 def test_model_with_a_batch_answers_as_on_triton(server: ServerProcess) -> None:

@@ -25,6 +25,7 @@ from ortserve.batching.timers import LoopTimer, MakeTimer
 from ortserve.clock import Clock
 from ortserve.core.batch import Batch, BatchResult, BatchTap, Runner
 from ortserve.core.inflight import InflightRequest
+from ortserve.core.ragged import RaggedTensors
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 
 ObserveBatch: TypeAlias = Callable[[int, int, BatchResult, int], None]
@@ -68,6 +69,7 @@ class BatchRuns:
         run_events: RunEvents | None = None,
         row_checks: RowChecks | None = None,
         on_difference: Callable[[Difference], object] | None = None,
+        ragged: RaggedTensors | None = None,
     ) -> None:
         """Start without requests.
 
@@ -90,6 +92,7 @@ class BatchRuns:
             run_events: Called for runs over their limits; None for no callbacks.
             row_checks: Of requests that shared batches; None for a model that is not checked.
             on_difference: Called with the first difference that they find, after which requests run alone.
+            ragged: Divides the outputs of a model whose requests may differ in shape; None for rows.
         """
         self.policy = policy
         self.queue: Final = queue
@@ -112,6 +115,7 @@ class BatchRuns:
         self._idle: asyncio.Event | None = None
         self._row_checks = row_checks
         self._on_difference = on_difference
+        self._ragged = ragged
         self._evictions = Evictions(queue, self.decisions, loop, clock)
         self._withdraw = self._evictions.on_cancelled
         self._scheduler = Scheduler(queue, self._evictions, self.decisions)
@@ -324,7 +328,7 @@ class BatchRuns:
         if self._row_checks is not None:
             self._row_checks.observe(group, result)
         try:
-            self.decisions.wasted_rows += settle_batch(group.requests, group.rows, taken_ns, result)
+            self.decisions.wasted_rows += settle_batch(group.requests, group.rows, taken_ns, result, self._ragged)
         except ServeError as error:
             # Outputs that cannot be divided are right for a request that runs alone.
             self._on_failed(group, bucket, taken_ns, error)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.inflight import InflightRequest
+from ortserve.core.ragged import RaggedTensors
 from ortserve.errors import ErrorKind, ServeError
 
 
@@ -19,8 +20,16 @@ def form_first_row(request: InflightRequest) -> Batch:
     return Batch(tuple([(array[:1],) for array in request.inputs]), 1, 1)
 
 
-def settle_batch(requests: Sequence[InflightRequest], rows: int, taken_ns: int, result: BatchResult) -> int:
+def settle_batch(
+    requests: Sequence[InflightRequest],
+    rows: int,
+    taken_ns: int,
+    result: BatchResult,
+    ragged: RaggedTensors | None = None,
+) -> int:
     """Settle each request with its rows of ``result``: views of the outputs of the batch.
+
+    ``ragged`` divides the outputs of a model whose requests may differ in shape; None for rows.
 
     Returns:
         The number of rows that were computed for requests which were cancelled meanwhile.
@@ -29,6 +38,8 @@ def settle_batch(requests: Sequence[InflightRequest], rows: int, taken_ns: int, 
         ServeError: internal, before any request is settled, if an output of a shared batch has another number of rows
             than the batch: its slices could be rows of other requests.
     """
+    if ragged is not None:
+        return _settle_ragged(requests, rows, taken_ns, result, ragged)
     if len(requests) == 1:
         _record_times(requests[0], rows, taken_ns, result)
         return 0 if requests[0].complete(result.outputs) else rows
@@ -40,6 +51,18 @@ def settle_batch(requests: Sequence[InflightRequest], rows: int, taken_ns: int, 
         if not request.complete(tuple([output[first:after] for output in result.outputs])):
             wasted += request.rows
         first = after
+    return wasted
+
+
+def _settle_ragged(
+    requests: Sequence[InflightRequest], rows: int, taken_ns: int, result: BatchResult, ragged: RaggedTensors
+) -> int:
+    parts = ragged.divide(result.outputs, [request.inputs for request in requests], rows)
+    wasted = 0
+    for request, outputs in zip(requests, parts, strict=True):
+        _record_times(request, rows, taken_ns, result)
+        if not request.complete(outputs):
+            wasted += request.rows
     return wasted
 
 

@@ -65,7 +65,7 @@ class ResponseCache:
         self._keys: dict[int, set[Key]] = {}
         """Of each load with entries."""
         self._loads = 0
-        # Callers who knew it could prepare two inputs with one digest.
+        # Secret, because with a known key two inputs with one digest can be prepared.
         self._secret: Final = os.urandom(32)
 
     def reading(self) -> CacheReading:

@@ -17,6 +17,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import agree, describe_difference, is_absent
 from ortserve.core.timing import Timing
+from ortserve.errors import ServeError
 
 logger: Final = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class RowChecks:
         """Check a batched model of this signature; ``is_coarse`` as in ``core.tensor``."""
         self._inputs = signature.inputs
         self._outputs = signature.outputs
+        self._ragged = signature.ragged
         self._is_coarse = is_coarse
         self._clock = clock
         self._sample: Sample | None = None
@@ -167,10 +169,17 @@ class RowChecks:
 
     def _take(self, group: RequestGroup, outputs: Arrays) -> Sample | None:
         """Copy one request of a batch, at another place each time, with one row if possible; None for a large one."""
-        for output in outputs:
-            if output.ndim == 0 or len(output) != group.rows:
-                return None  # the batch fails
         requests = group.requests
+        divided: list[Arrays] = []
+        if self._ragged is not None:
+            try:
+                divided = self._ragged.divide(outputs, [request.inputs for request in requests], group.rows)
+            except ServeError:
+                return None  # the batch fails
+        else:
+            for output in outputs:
+                if output.ndim == 0 or len(output) != group.rows:
+                    return None
         places = [place for place, request in enumerate(requests) if request.rows == 1]
         places = places or list(range(len(requests)))
         chosen = places[self._samples % len(places)]
@@ -184,7 +193,8 @@ class RowChecks:
             if place != chosen:
                 shapes = tuple([None if is_absent(array) else array.shape for array in request.inputs])
                 neighbours[shapes] = neighbours.get(shapes, 0) + 1
-        together = Answer(tuple([output[first:after] for output in outputs]))
+        own = divided[chosen] if divided else tuple([output[first:after] for output in outputs])
+        together = Answer(own)
         return Sample(group.shape_class, requests[chosen], together, neighbours)
 
     def _compare(self, one: Answer, other: Answer) -> str:

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from ortserve.config.ensemble import EnsembleOptions
 from ortserve.config.expectation import describe_problems
 from ortserve.config.rollout import RolloutOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
-from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
+from ortserve.config.tensors import BatchInputOptions, FileName, InputOptions, OutputOptions, WarmupSample
 from ortserve.config.yaml_file import read_yaml
 from ortserve.core.version_names import is_label
 from ortserve.errors import invalid_input
@@ -177,6 +177,11 @@ def _label(name: str) -> str:
 VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
 
 
+TagName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_]{0,62}$")]
+"""Valid in Prometheus after an underscore; two of them would make a reserved name."""
+TagValue: TypeAlias = Annotated[str, StringConstraints(max_length=128)]
+
+
 class ModelOptions(LoadOptions):
     """Options of one model: the keys of ``model.yaml``."""
 
@@ -234,6 +239,13 @@ class ModelOptions(LoadOptions):
     """How clients see an output, by its name, and the labels of its elements."""
     served_outputs: tuple[str, ...] = Field(default=(), json_schema_extra={"expects": "list of names"})
     """Outputs that clients can request, in this order. Unset: all outputs of the model."""
+    batch_inputs: Mapping[str, BatchInputOptions] = Field(default_factory=dict)
+    """Inputs that describe the requests of a batch, by name. Clients neither see nor send them."""
+    batch_outputs: Mapping[str, str] = Field(
+        default_factory=dict, json_schema_extra={"expects": "{output: input, ...}"}
+    )
+    """Outputs of one axis with an element for each element of an input in the batch: the input, by output. Each request
+    receives its elements in the shape of that input."""
     session: SessionSettings = Field(default_factory=SessionSettings)
     """Settings of ONNX Runtime's sessions."""
     warmup_samples: tuple[WarmupSample, ...] = ()
@@ -248,8 +260,17 @@ class ModelOptions(LoadOptions):
     ensemble: EnsembleOptions | None = None
     """Makes the model an ensemble of other models: ``{steps: [{model: m, inputs: {a: x}, outputs: {b: y}}, ...]}``. Its
     version folders need no model file; ``inputs`` and ``outputs`` name its own tensors in their order. Of the other
-    keys only ``batched``, ``max_rows``, ``response_cache``, ``slo_s``, ``required`` and ``version_policy`` apply.
-    Unset: the model is a file."""
+    keys only ``batched``, ``max_rows``, ``metric_tags``, ``response_cache``, ``slo_s``, ``required`` and
+    ``version_policy`` apply. Unset: the model is a file."""
+    thread_nice: int | None = Field(default=None, ge=0, le=19)
+    """Nice level of the threads that run the model, on Linux: 19 gives way to all other work on the processors. A level
+    below that of the server needs ``CAP_SYS_NICE``; a warning says where it has no effect. Runs of a model with
+    another level than the server's do not happen on the event loop. Unset: the level of the server."""
+    metric_tags: Mapping[TagName, TagValue] = Field(
+        default_factory=dict, max_length=16, json_schema_extra={"expects": "{name: text, ...}, at most 16"}
+    )
+    """Labels that all metrics of the model get, with an underscore before the name as in Triton: ``{team: vision}``
+    becomes ``_team="vision"``. Those of the latest load hold for all versions."""
     required: bool = False
     """Whether the server reports not ready while this model has no ready version. ``strict_readiness`` requires every
     model."""
@@ -273,6 +294,16 @@ class ModelOptions(LoadOptions):
         """Whether the options explicitly let rows of several requests run in one batch."""
         tensors = (*self.inputs.values(), *self.outputs.values())
         return self.batched is not False and (self.batched or any(each.batch_axis is not None for each in tensors))
+
+    @property
+    def metric_labels(self) -> tuple[tuple[str, str], ...]:
+        """The names and values of the labels that ``metric_tags`` adds, by name."""
+        return tuple((f"_{name}", value) for name, value in sorted(self.metric_tags.items()))
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the model receives the requests of a batch as something else than rows of one shape."""
+        return bool(self.batch_inputs or self.batch_outputs) or any(each.ragged for each in self.inputs.values())
 
 
 def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions:
@@ -324,7 +355,7 @@ def make_model_options(given: Mapping[str, object], defaults: LoadOptions, sourc
         problems = describe_problems(error, ModelOptions.model_fields, given)
         text = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise invalid_input(f"{source}: {text}") from None
-    if problem := "; ".join([*_priority_problems(options), *_sequence_problems(options)]):
+    if problem := "; ".join([*_priority_problems(options), *_sequence_problems(options), *_ragged_problems(options)]):
         raise invalid_input(f"{source}: {problem}")
     return ModelOptions.model_construct(set(given), **dict(options))
 
@@ -356,3 +387,30 @@ def _sequence_problems(options: ModelOptions) -> Iterator[str]:
         yield "pad: expected no padded inputs with sequences"
     if options.priority_levels or options.priority_queue_policies or options.queue_policy != QueuePolicy():
         yield "priority_levels, queue_policy: expected none with sequences, whose requests run in their order"
+
+
+def _ragged_problems(options: ModelOptions) -> Iterator[str]:
+    """Yield one line per option that contradicts ragged batches."""
+    if not options.is_ragged:
+        return
+    named = {**options.inputs, **options.outputs}
+    key = next((f"inputs.{name}.ragged" for name, each in options.inputs.items() if each.ragged), "")
+    key = key or ("batch_inputs" if options.batch_inputs else "batch_outputs")
+    if options.ensemble is not None:
+        yield f"{key}: expected none for an ensemble, whose members form the batches"
+        return
+    if options.batched is not True or options.max_rows is None:
+        yield f"{key}: expected batched: true and max_rows beside it, as it describes batches"
+    if options.pad or options.buckets:
+        yield f"pad, buckets: expected none with {key}: padding rows would count as requests"
+    if options.sequences is not None:
+        yield f"sequences: expected none with {key}: a slot of a sequence is a row of one shape"
+    for name, tensor in named.items():
+        if tensor.batch_axis is not None or tensor.reshape is not None:
+            yield f"{name}: expected no batch_axis and no reshape with {key}, as rows are joined as clients send them"
+    for name, declared in options.inputs.items():
+        if declared.ragged and declared.optional:
+            yield f"inputs.{name}: expected ragged or optional, not both: a request without it has no elements"
+    for name in options.batch_inputs:
+        if name in options.inputs:
+            yield f"batch_inputs: expected '{name}' there or in inputs, not both"

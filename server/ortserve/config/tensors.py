@@ -42,6 +42,31 @@ class InputOptions(TensorOptions):
 
     optional: bool = False
     """Whether requests may omit the input. The model must allow that."""
+    ragged: bool = False
+    """Whether requests with different shapes share a batch: their elements are joined to one tensor, which must have
+    the shape ``[-1]`` in the model. ``dims`` are those of a row of a request; unset: ``[-1]``. Requires ``batched:
+    true`` and ``max_rows``, and a model that keeps the requests apart, for example by its ``batch_inputs``."""
+
+
+class BatchInputOptions(BaseModel):
+    """An input that the server derives from another one."""
+
+    model_config = _CONFIG
+
+    kind: Literal[
+        "element_count",
+        "accumulated_element_count",
+        "accumulated_element_count_with_zero",
+        "max_element_count_as_shape",
+        "item_shape",
+        "item_shape_flatten",
+    ]
+    """What it tells of each request of the batch: the number of elements, their sum so far, the same after a zero; or
+    zeros, as many as the largest request has elements; or for each row its shape, as one row or joined."""
+    source: str
+    """Name of the input that it describes."""
+    datatype: Literal["INT32", "FP32"] | None = None
+    """Checked against the model, which must have one of these."""
 
 
 class OutputOptions(TensorOptions):

@@ -13,6 +13,7 @@ __all__ = [
     "inflight",
     "large_memory",
     "padding",
+    "ragged",
     "region",
     "request",
     "sequence",

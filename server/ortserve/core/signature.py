@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ortserve.core.dtypes import DataType
+from ortserve.core.ragged import RaggedTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class ModelSignature:
             request; otherwise the request runs alone.
         unserved_inputs: Optional inputs that are not served, with the reason by name.
         unserved_outputs: Outputs that are not served, with the reason by name.
+        ragged: How requests of different shapes share a batch; None if the rows of a batch have one shape. With it,
+            ``inputs`` and ``outputs`` have the shapes of requests, and lack the inputs that the server derives.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -77,6 +80,7 @@ class ModelSignature:
     unserved_inputs: Mapping[str, str] = field(default_factory=dict)
     unserved_outputs: Mapping[str, str] = field(default_factory=dict)
     equal_sizes: tuple[str, ...] = ()
+    ragged: RaggedTensors | None = field(default=None, compare=False)
     has_optional_inputs: bool = field(init=False, repr=False, compare=False)
     has_sequences: bool = field(init=False, repr=False, compare=False)
     inputs_by_name: Mapping[str, TensorSpec] = field(init=False, repr=False, compare=False)

@@ -1,7 +1,9 @@
-"""The times at which a request reached each phase."""
+"""The times at which a request, and each step of an ensemble, reached each phase."""
 
 from dataclasses import dataclass
 from typing import Final
+
+from ortserve.errors import ErrorKind
 
 PHASES: Final = ("decode", "queue", "stage", "compute", "encode")
 """Consecutive, so that they sum to the total: body complete → queued → chosen for a batch → rows staged → computed →
@@ -13,7 +15,8 @@ class Timing:
     """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields.
 
     Only ``begun_ns`` is earlier: when the head of the request was complete, 0 if the protocol does not show it.
-    ``batch_rows`` is the number of rows of the request's batch, 0 if none was computed.
+    ``batch_rows`` is the number of rows of the request's batch, 0 if none was computed. ``steps`` are the ended
+    steps of an ensemble.
     """
 
     received_ns: int
@@ -24,6 +27,7 @@ class Timing:
     done_ns: int
     begun_ns: int
     batch_rows: int
+    steps: tuple["EndedStep", ...]
 
     def __init__(
         self,
@@ -35,6 +39,8 @@ class Timing:
         done_ns: int = 0,
         begun_ns: int = 0,
         batch_rows: int = 0,
+        *,
+        steps: tuple["EndedStep", ...] = (),
     ) -> None:
         self.received_ns = received_ns
         self.queued_ns = queued_ns
@@ -44,6 +50,7 @@ class Timing:
         self.done_ns = done_ns
         self.begun_ns = begun_ns
         self.batch_rows = batch_rows
+        self.steps = steps
 
     def phases_ns(self) -> tuple[int, int, int, int, int]:
         """Durations in the order of ``PHASES``; valid once all points were reached."""
@@ -65,3 +72,34 @@ class Timing:
             compute_ns / 1e6,
             encode_ns / 1e6,
         )
+
+
+@dataclass(slots=True, init=False)
+class EndedStep:
+    """A step of an ensemble that ended, for traces.
+
+    Attributes:
+        model: Name of the member.
+        version: Of the member.
+        timing: The points that the step reached; not changed any more.
+        ended_ns: Monotonic.
+        kind: Kind of error; None for a step that was answered.
+        rows: Of the step's request.
+    """
+
+    model: Final[str]
+    version: Final[str]
+    timing: Final[Timing]
+    ended_ns: Final[int]
+    kind: Final[ErrorKind | None]
+    rows: Final[int]
+
+    def __init__(
+        self, model: str, version: str, timing: Timing, ended_ns: int, kind: ErrorKind | None, rows: int
+    ) -> None:
+        self.model = model
+        self.version = version
+        self.timing = timing
+        self.ended_ns = ended_ns
+        self.kind = kind
+        self.rows = rows

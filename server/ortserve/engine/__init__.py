@@ -5,6 +5,7 @@ __all__ = [
     "distributions",
     "instance",
     "model_signature",
+    "nice_levels",
     "ort_errors",
     "output_buffers",
     "placement",

@@ -108,6 +108,8 @@ def why_unbounded(model: Model, signature: ModelSignature) -> str:
         model: The model's file.
         signature: The served inputs and outputs.
     """
+    if signature.ragged is not None:
+        return "the requests of a batch are joined, whatever their shapes"
     if because := _why_shapes_vary(signature):
         return because
     if not model.is_readable:

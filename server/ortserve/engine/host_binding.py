@@ -206,6 +206,7 @@ def can_bind(session: ort.InferenceSession, signature: ModelSignature, padding: 
         and list(session.get_providers()) == [CPU]
         and signature.rows_lead
         and signature.has_one_shape_class
+        and signature.ragged is None
         and all(0 not in spec.shape for spec in specs)
         and not any(spec.datatype in _UNBOUND for spec in specs)
         and not (padding is not None and padding.pads_requests)

@@ -15,6 +15,7 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.padding import Padding, StagedElements
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.host_binding import HostBinding, can_bind
+from ortserve.engine.nice_levels import set_nice
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
@@ -52,6 +53,7 @@ class Instance:
         padding: Padding | None = None,
         run_options: ort.RunOptions | None = None,
         gpu: GpuAccess | None = None,
+        nice: int | None = None,
     ) -> None:
         """Start the worker.
 
@@ -65,6 +67,7 @@ class Instance:
             run_options: The options of every run, not shared with other instances; None for default options.
             gpu: For a session on a GPU; otherwise None. The event loop must not call ``run`` of such an instance, as it
                 may block.
+            nice: Nice level of the worker where the system permits it; None for that of the process.
         """
         run_options = run_options or graph_options(NO_GRAPH)
         self._termination = Termination(run_options)
@@ -77,6 +80,7 @@ class Instance:
             self._binding = HostBinding(session, signature, clock, run_options)
         self._counts_padding = padding is not None
         self._gpu = gpu
+        self._nice = nice
         self._work: SimpleQueue[tuple[Batch, BatchDone] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
         self._worker.start()
@@ -148,6 +152,8 @@ class Instance:
         return self._gpu is None
 
     def _serve(self) -> None:
+        if self._nice is not None:
+            set_nice(self._nice)
         while (item := self._work.get()) is not None:
             batch, done = item
             outcome: BatchResult | Exception

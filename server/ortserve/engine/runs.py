@@ -5,6 +5,7 @@ has no BF16, so bit patterns enter and leave runs as ``uint16``.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -178,9 +179,10 @@ class PlainBatches:
         run_options: ort.RunOptions | None = None,
     ) -> None:
         """Keep the session until ``close``; ``padding`` is as for ``HostStaging``."""
-        self._run: PlainRun | None = PlainRun(session, signature, run_options)
-        self._shrinking_run: PlainRun | None = PlainRun(session, signature, shrinking_options())
-        self.staging = HostStaging(_axes(signature, signature.inputs), padding)
+        own = _with_batch_inputs(signature)
+        self._run: PlainRun | None = PlainRun(session, own, run_options)
+        self._shrinking_run: PlainRun | None = PlainRun(session, own, shrinking_options())
+        self.staging = HostStaging(_axes(signature, signature.inputs), padding, signature.ragged)
         axes = _axes(signature, signature.outputs)
         self._output_axes = axes if any(axis != 0 for axis in axes) else ()
         self._clock = clock
@@ -225,6 +227,14 @@ class PlainBatches:
         """Drop the references to the session."""
         self._run = None
         self._shrinking_run = None
+
+
+def _with_batch_inputs(signature: ModelSignature) -> ModelSignature:
+    """The signature of the session: after the inputs of requests, those that staging derives from them."""
+    if signature.ragged is None:
+        return signature
+    derived = [TensorSpec(each.name, each.datatype, ()) for each in signature.ragged.batch_inputs]
+    return replace(signature, inputs=(*signature.inputs, *derived))
 
 
 def _axes(signature: ModelSignature, specs: Sequence[TensorSpec]) -> list[int | None]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import PaddedAxis, Padding, StagedElements
+from ortserve.core.ragged import RaggedTensors
 from ortserve.core.tensor import is_absent
 
 
@@ -36,17 +37,21 @@ class HostStaging:
     ``elements`` counts staged elements, if batches are padded; other threads may read it.
     """
 
-    def __init__(self, axes: Sequence[int | None], padding: Padding | None = None) -> None:
+    def __init__(
+        self, axes: Sequence[int | None], padding: Padding | None = None, ragged: RaggedTensors | None = None
+    ) -> None:
         """Make no buffer yet.
 
         Args:
             axes: The axis of each input that carries the rows; None for an input without rows. 0 for all inputs of a
                 model that is not batched.
             padding: None if no batch is ever padded; then nothing is counted.
+            ragged: Of a model whose requests may differ in shape, which is never padded; None for any other.
         """
         self._axes = axes
         self._buffers: list[np.ndarray | None] = [None] * len(axes)
         self._padding = padding
+        self._ragged = ragged
         self.elements = StagedElements()
 
     def stage(self, parts: Sequence[Arrays], bucket: int) -> list[np.ndarray]:
@@ -62,9 +67,12 @@ class HostStaging:
             bucket: Rows to run. Ignored for a model without a batch axis, whose inputs have any shape.
 
         Returns:
-            The requests' arrays, or buffers that the next call overwrites.
+            The requests' arrays, or buffers that the next call overwrites. For a ragged model, the inputs that are
+            derived from them follow.
         """
         if self._padding is None:
+            if self._ragged is not None:
+                return self._stage_ragged(self._ragged, parts, bucket)
             return [self._stage(index, arrays, bucket) for index, arrays in enumerate(parts)]
         staged = [
             self._stage(index, arrays, bucket) if axis is None else self._stage_padded(index, arrays, bucket, axis)
@@ -78,6 +86,16 @@ class HostStaging:
     def count(self, staged: int, padded: int) -> None:
         """Count elements that were staged elsewhere, ``padded`` of them as padding."""
         self.elements = StagedElements(self.elements.staged + staged, self.elements.padded + padded)
+
+    def _stage_ragged(self, ragged: RaggedTensors, parts: Sequence[Arrays], bucket: int) -> list[np.ndarray]:
+        staged = [
+            np.concatenate([array.reshape(-1) for array in arrays])
+            if index in ragged.joined
+            else self._stage(index, arrays, bucket)
+            for index, arrays in enumerate(parts)
+        ]
+        staged += [derived.make(parts[derived.source]) for derived in ragged.batch_inputs]
+        return staged
 
     def _stage_padded(self, index: int, arrays: Arrays, bucket: int, padded: PaddedAxis) -> np.ndarray:
         axis, shape = padded.axis, arrays[0].shape

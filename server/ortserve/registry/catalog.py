@@ -59,6 +59,8 @@ class VersionRecord:
         self.progress: Progress | None = None
         """The steps of its load; None before the load begins."""
         self.metrics = ModelMetrics(model, self.label)
+        if source is not None:
+            self.metrics.tags = source.configuration.options.metric_labels
         self.metrics.set_state(self.state.name.lower())
         self.served: ServedVersion | None = None
         """Answers its requests. Set while READY or DRAINING, and until it is freed after its device was lost."""

@@ -10,6 +10,7 @@ from ortserve.core.signature import TensorSpec
 from ortserve.engine.provider_options import CPU, OPENVINO
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.repository.configuration import BACKEND, GRAPH_LEVELS
+from ortserve.registry.repository.triton_ragged import describe_ragged
 from ortserve.registry.repository.triton_sequences import describe_sequences
 from ortserve.registry.served import ServedModel
 from ortserve.registry.serving import ServedVersion
@@ -39,6 +40,8 @@ def _describe_ensemble(served: ServedEnsemble) -> pb.ModelConfig:
         configured = options.outputs[spec.name]
         if isinstance(configured.labels, str):
             tensor.label_filename = configured.labels
+    config.ClearField("metric_tags")
+    config.metric_tags.update(options.metric_tags)
     config.ClearField("response_cache")
     if served.is_cached:
         config.response_cache.enable = True
@@ -75,9 +78,12 @@ def _describe_model(served: ServedModel) -> pb.ModelConfig:
     config.max_batch_size = served.max_rows if served.signature.rows_lead else 0
     _describe_inputs(config, served)
     _describe_outputs(config, served)
+    describe_ragged(config, options, served.model_signature)
     if not config.HasField("optimization"):
         config.optimization.graph.level = _GRAPH_LEVELS[options.session.graph_optimization]
     config.ClearField("dynamic_batching")
+    config.ClearField("metric_tags")
+    config.metric_tags.update(options.metric_tags)
     config.ClearField("response_cache")
     if served.is_cached:
         config.response_cache.enable = True
@@ -118,6 +124,7 @@ def _describe_inputs(config: pb.ModelConfig, served: ServedModel) -> None:
         if spec.name in declared:
             tensor.format = declared[spec.name].format
         tensor.optional = spec.is_optional
+        tensor.allow_ragged_batch = spec.name in served.options.inputs and served.options.inputs[spec.name].ragged
         _describe_reshape(tensor.reshape, spec, own, first)
 
 

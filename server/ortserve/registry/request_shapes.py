@@ -37,6 +37,7 @@ class ShapeClasses:
         """``signature`` is the model's own; ``padding`` is None if no request is padded."""
         self._is_batched = signature.is_batched
         self._padding = padding
+        self._joined: frozenset[int] = frozenset() if signature.ragged is None else signature.ragged.joined
         self._wholes = [
             (index, spec.is_optional)
             for index, spec in enumerate(signature.inputs)
@@ -64,6 +65,8 @@ class ShapeClasses:
         key: Hashable = shapes
         if self._padding is not None:
             key = self._padding.shape_class(inputs), tuple([shape is None for shape in shapes])
+        if self._joined:
+            key = tuple([() if index in self._joined else shape for index, shape in enumerate(shapes)])
         if not self._may_share(shapes):
             return Alone()
         for index, is_optional in self._wholes:

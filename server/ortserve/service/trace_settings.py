@@ -6,7 +6,7 @@ counted together; a model with some of its own follows the server's in the other
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Final, TypeAlias
 
@@ -186,7 +186,19 @@ class TraceWriter:
         is_answered: bool,
     ) -> None:
         sent_ns = self._clock() if is_answered else None
-        sampling.collect(encode_record(*named, timing, ended_ns=ended_ns, sent_ns=sent_ns))
+        records = [encode_record(*named, timing, ended_ns=ended_ns, sent_ns=sent_ns)]
+        number, _, _, request_id, protocol = named
+        records += self._steps(timing, number, request_id, protocol)
+        # One element for the sampling, which counts requests.
+        sampling.collect(b",".join(records))
+
+    def _steps(self, timing: Timing, parent: int, request_id: str, protocol: str) -> Iterator[bytes]:
+        """Yield the records of the steps of an ensemble, each before those of its own steps."""
+        for step in timing.steps:
+            number = next(self._numbers)
+            named = (number, step.model, step.version, request_id, protocol)
+            yield encode_record(*named, step.timing, ended_ns=step.ended_ns, sent_ns=None, parent=parent)
+            yield from self._steps(step.timing, number, request_id, protocol)
 
 
 def _checked(key: str, value: object, *, can_trace: bool) -> int | None:

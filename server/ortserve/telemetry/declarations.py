@@ -6,6 +6,8 @@ from typing import Final, Literal, TypeAlias
 from ortserve.core.timing import PHASES
 
 Labels: TypeAlias = tuple[str, ...]
+Tags: TypeAlias = tuple[tuple[str, str], ...]
+"""Labels that the configuration of a model adds: names and values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,19 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeAlias
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-from ortserve.telemetry.declarations import Declaration, Labels
+from ortserve.telemetry.declarations import Declaration, Labels, Tags
 from ortserve.telemetry.series import HistogramSeries
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+SeriesKey: TypeAlias = tuple[str, Labels, Tags]
+"""The name of a metric, and the labels of one of its series."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Family(Metric):
         values: Values of a gauge or counter, by label values.
         histograms: Series of a histogram.
         scale: Number of the series' units in one unit of the declaration.
+        tags: Further labels of all series of a model, by its name.
     """
 
     def __init__(
@@ -66,16 +70,27 @@ class Family(Metric):
             if any(counts := tuple(series.counts))
         ]
         self.scale: Final = scale
+        self.tags: Mapping[str, Tags] = {}
+        names = declaration.labels
+        self._model: Final = names.index("model") if "model" in names else None
+
+    def tags_of(self, labels: Labels) -> Tags:
+        """The tags of the model that these label values name."""
+        return self.tags.get(labels[self._model], ()) if self.tags and self._model is not None else ()
+
+    def pairs(self, labels: Labels) -> list[tuple[str, str]]:
+        """All labels of a series, with their names."""
+        return [*zip(self.declaration.labels, labels, strict=True), *self.tags_of(labels)]
 
     @cached_property
     def samples(self) -> list[Sample]:  # type: ignore[override]
         """The samples for the library's own writers and ``get_sample_value``."""
         declaration = self.declaration
-        name, names = declaration.name, declaration.labels
-        samples = [Sample(name, dict(zip(names, labels, strict=True)), value) for labels, value in self.values.items()]
+        name = declaration.name
+        samples = [Sample(name, dict(self.pairs(labels)), value) for labels, value in self.values.items()]
         bounds = bucket_bounds(declaration)
         for known in self.histograms:
-            labels = dict(zip(names, known.labels, strict=True))
+            labels = dict(self.pairs(known.labels))
             cumulative = list(known.cumulative())
             samples += [
                 Sample(f"{name}_bucket", labels | {"le": bound}, count)
@@ -113,8 +128,8 @@ class TextFormat:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._lock = threading.Lock()
-        self._heads: dict[tuple[str, Labels], str] = {}
-        self._histograms: dict[tuple[str, Labels], tuple[HistogramCounts, str]] = {}
+        self._heads: dict[SeriesKey, str] = {}
+        self._histograms: dict[SeriesKey, tuple[HistogramCounts, str]] = {}
 
     def write(self) -> bytes:
         """All families with their current values."""
@@ -132,17 +147,17 @@ class TextFormat:
                     parts.extend(_foreign(metric))
             return "".join(parts).encode()
 
-    def _values(self, family: Family, old: dict[tuple[str, Labels], str]) -> Iterator[str]:
-        name, names = family.declaration.name, family.declaration.labels
+    def _values(self, family: Family, old: dict[SeriesKey, str]) -> Iterator[str]:
+        name = family.declaration.name
         for labels, value in family.values.items():
-            key = name, labels
-            head = old.get(key) or _head(name, zip(names, labels, strict=True))
+            key = name, labels, family.tags_of(labels)
+            head = old.get(key) or _head(name, family.pairs(labels))
             self._heads[key] = head
             yield f"{head}{spell_number(value)}\n"
 
-    def _texts(self, family: Family, old: dict[tuple[str, Labels], tuple[HistogramCounts, str]]) -> Iterator[str]:
+    def _texts(self, family: Family, old: dict[SeriesKey, tuple[HistogramCounts, str]]) -> Iterator[str]:
         for counts in family.histograms:
-            key = family.declaration.name, counts.labels
+            key = family.declaration.name, counts.labels, family.tags_of(counts.labels)
             known = old.get(key)
             if known is None or known[0] != counts:
                 known = counts, _histogram(family, counts)
@@ -158,7 +173,7 @@ def _head_of_family(metric: Metric) -> tuple[str, str]:
 
 def _histogram(family: Family, known: HistogramCounts) -> str:
     declaration = family.declaration
-    labels = [*zip(declaration.labels, known.labels, strict=True)]
+    labels = family.pairs(known.labels)
     bucket = _head(f"{declaration.name}_bucket", [*labels, ("le", "\0")])
     before, after = bucket.split("\0")
     cumulative = list(known.cumulative())
@@ -187,3 +202,11 @@ def _head(name: str, labels: Iterable[tuple[str, str]]) -> str:
 
 def _escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def with_tags(families: Iterable[Metric], tags: Mapping[str, Tags]) -> Iterator[Metric]:
+    """Add the tags of models, by name, to families before they are written."""
+    for family in families:
+        if tags and isinstance(family, Family):
+            family.tags = tags
+        yield family

@@ -23,8 +23,8 @@ from ortserve import __version__
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind
 from ortserve.telemetry import declarations as declared
-from ortserve.telemetry.declarations import MODEL_STATES, Declaration, Labels
-from ortserve.telemetry.families import Family
+from ortserve.telemetry.declarations import MODEL_STATES, Declaration, Labels, Tags
+from ortserve.telemetry.families import Family, with_tags
 from ortserve.telemetry.readings import (
     BatchingNumbers,
     CacheReading,
@@ -49,6 +49,7 @@ class Metrics(Collector):
     """All metrics of a server. Registers itself, and the metrics of the process, with ``registry``.
 
     Callers cannot create label values: the label ``model`` holds names that the registry passed to ``model``, or "".
+    Only a model's configuration adds labels, a bounded number.
     All methods but ``unauthorized``, ``collect`` and ``describe`` run on the event loop.
 
     Args:
@@ -96,6 +97,10 @@ class Metrics(Collector):
         """The series of every version. From any thread."""
         # list() of a dictionary's view is one step under the GIL, so the loop may add series meanwhile.
         return list(self._models.values())
+
+    def tags(self) -> dict[str, Tags]:
+        """The tags of the models that have any, by name. From any thread."""
+        return {model.name: model.tags for model in self.models() if model.tags}
 
     def forget(self, name: str, version: str) -> None:
         """Drop the series of an unloaded version; observations of its last requests are lost."""
@@ -201,6 +206,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families with their current samples. The registry calls this on the scraping thread."""
+        return with_tags(self._collect(), self.tags())
+
+    def _collect(self) -> Iterator[Metric]:
         models = self.models()
         yield Family(declared.REQUEST_DURATION, histograms=self._durations(models), scale=_NS_PER_S)
         phases = (

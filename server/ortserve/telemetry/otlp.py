@@ -8,7 +8,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 from uuid import uuid4
 
@@ -29,7 +30,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from ortserve import __version__
 from ortserve.clock import Clock
-from ortserve.core.timing import PHASES
+from ortserve.core.timing import PHASES, EndedStep
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.tracing import EndedRequest, Operation
 
@@ -43,7 +44,7 @@ _MAX_TEXT: Final = 256
 
 
 class RequestSpans:
-    """A finished sampled request, which ``make`` converts to spans: one for the request, and one per phase.
+    """A finished sampled request, which ``make`` converts to spans: of the request, its phases and an ensemble's steps.
 
     ``context`` is the context of the request's own span, the only attribute that a span processor reads before export.
     The spans are created with the library's constructor, because its tracer would have to run when the request begins
@@ -69,39 +70,18 @@ class RequestSpans:
     @property
     def count(self) -> int:
         """Number of spans that ``make`` creates."""
-        return 1 + sum(1 for _ in _phases(self._request))
+        return _count(self._request)
 
     def make(self, resource: Resource, wall_minus_monotonic_ns: int) -> Iterator[ReadableSpan]:
-        """Yield the span of the request, then the spans of its phases."""
-        request, context = self._request, self.context
-        failed = request.kind is not None
-        yield ReadableSpan(
-            self._operation.name,
-            context,
-            self._parent,
-            resource,
-            self._attributes(),
-            kind=SpanKind.SERVER,
-            # No description: the error text may contain data of the request.
-            status=Status(StatusCode.ERROR) if failed else Status(StatusCode.UNSET),
-            start_time=request.timing.received_ns + wall_minus_monotonic_ns,
-            end_time=request.ended_ns + wall_minus_monotonic_ns,
-            instrumentation_scope=_SCOPE,
-        )
-        for name, begin_ns, end_ns in _phases(request):
-            yield ReadableSpan(
-                name,
-                SpanContext(context.trace_id, IDS.generate_span_id(), False, context.trace_flags, context.trace_state),
-                context,
-                resource,
-                start_time=begin_ns + wall_minus_monotonic_ns,
-                end_time=end_ns + wall_minus_monotonic_ns,
-                instrumentation_scope=_SCOPE,
-            )
+        """Yield the span of the request, then the spans of its phases and of its steps with theirs."""
+        maker = _Maker(resource, wall_minus_monotonic_ns)
+        request = self._request
+        yield maker.span(self._operation.name, self.context, self._parent, request, self._attributes(), SpanKind.SERVER)
+        yield from maker.inner(self.context, request)
 
     def _attributes(self) -> dict[str, str | int]:
         request, operation = self._request, self._operation
-        outcome = request.kind.value if request.kind is not None else "ok"
+        outcome = _outcome(request)
         attributes: dict[str, str | int] = {
             **operation.attributes,
             operation.status_attribute: operation.statuses[request.kind],
@@ -109,25 +89,96 @@ class RequestSpans:
         }
         if request.kind is not None:
             attributes["error.type"] = outcome
-        for key, text in (
-            ("url.path", self._path.decode("latin-1")),
-            ("ortserve.model.name", request.model),
-            ("ortserve.model.version", request.version),
-            ("ortserve.request.id", request.request_id),
-        ):
-            if text:
-                attributes[key] = text[:_MAX_TEXT].encode(errors="replace").decode()  # removes lone surrogates
-        if request.rows:
-            attributes["ortserve.rows"] = request.rows
-        timing = request.timing
-        if timing.batch_rows:
-            attributes["ortserve.batch.rows"] = timing.batch_rows
-            # Unique per model, because its batches are scheduled one after another.
-            attributes["ortserve.batch.id"] = f"{timing.taken_ns:x}"
-        return attributes
+        _add_texts(attributes, {"url.path": self._path.decode("latin-1"), "ortserve.request.id": request.request_id})
+        return attributes | _describe(request)
 
 
-def _phases(request: EndedRequest) -> Iterator[tuple[str, int, int]]:
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes the spans of one export."""
+
+    resource: Resource
+    wall_minus_monotonic_ns: int
+
+    def span(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        ended: EndedRequest | EndedStep,
+        attributes: dict[str, str | int],
+        kind: SpanKind = SpanKind.INTERNAL,
+    ) -> ReadableSpan:
+        """The span of a request or a step."""
+        # No description: the error text may contain data of the request.
+        status = Status(StatusCode.UNSET if ended.kind is None else StatusCode.ERROR)
+        begin_ns, end_ns = ended.timing.received_ns, ended.ended_ns
+        return self._span(name, context, parent, begin_ns, end_ns, attributes=attributes, kind=kind, status=status)
+
+    def inner(self, context: SpanContext, ended: EndedRequest | EndedStep) -> Iterator[ReadableSpan]:
+        """Yield the spans of the phases, and those of the steps with what is inside them."""
+        for name, begin_ns, end_ns in _phases(ended):
+            yield self._span(name, _below(context), context, begin_ns, end_ns)
+        for step in ended.timing.steps:
+            own = _below(context)
+            yield self.span("step", own, context, step, {"ortserve.outcome": _outcome(step), **_describe(step)})
+            yield from self.inner(own, step)
+
+    def _span(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        begin_ns: int,
+        end_ns: int,
+        **more: Any,
+    ) -> ReadableSpan:
+        return ReadableSpan(
+            name,
+            context,
+            parent,
+            self.resource,
+            start_time=begin_ns + self.wall_minus_monotonic_ns,
+            end_time=end_ns + self.wall_minus_monotonic_ns,
+            instrumentation_scope=_SCOPE,
+            **more,
+        )
+
+
+def _below(context: SpanContext) -> SpanContext:
+    """The context of a new span in the same trace."""
+    return SpanContext(context.trace_id, IDS.generate_span_id(), False, context.trace_flags, context.trace_state)
+
+
+def _count(ended: EndedRequest | EndedStep) -> int:
+    return 1 + sum(1 for _ in _phases(ended)) + sum(map(_count, ended.timing.steps))
+
+
+def _outcome(ended: EndedRequest | EndedStep) -> str:
+    return "ok" if ended.kind is None else ended.kind.value
+
+
+def _describe(ended: EndedRequest | EndedStep) -> dict[str, str | int]:
+    """The attributes that requests and steps have."""
+    attributes: dict[str, str | int] = {}
+    _add_texts(attributes, {"ortserve.model.name": ended.model, "ortserve.model.version": ended.version})
+    if ended.rows:
+        attributes["ortserve.rows"] = ended.rows
+    timing = ended.timing
+    if timing.batch_rows:
+        attributes["ortserve.batch.rows"] = timing.batch_rows
+        # Unique per model, because its batches are scheduled one after another.
+        attributes["ortserve.batch.id"] = f"{timing.taken_ns:x}"
+    return attributes
+
+
+def _add_texts(attributes: dict[str, str | int], texts: Mapping[str, str]) -> None:
+    for key, text in texts.items():
+        if text:
+            attributes[key] = text[:_MAX_TEXT].encode(errors="replace").decode()  # removes lone surrogates
+
+
+def _phases(request: EndedRequest | EndedStep) -> Iterator[tuple[str, int, int]]:
     """Yield name, begin and end of the finished phases, and of decoding or the queue if the request failed there.
 
     For a failed run, the times of its phases are unknown.
@@ -153,7 +204,7 @@ _IS_UNSAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{1
 """A ``traceparent`` without the sampled flag. Matching it here is cheaper than parsing it with the library."""
 
 _QUEUED_REQUESTS: Final = 2048
-"""Maximum number of requests that wait for export, with at most six spans each."""
+"""Maximum number of requests that wait for export, with at most six spans each, and six more for each step."""
 
 _EXPORTED_REQUESTS: Final = 256
 """Requests per export. Creating and encoding their spans takes about ten milliseconds of the interpreter lock."""

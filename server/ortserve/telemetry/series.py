@@ -13,7 +13,7 @@ from ortserve.core.batch import BatchResult
 from ortserve.core.padding import StagedElements
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
-from ortserve.telemetry.declarations import BATCH_ROWS, MODEL_STATES, PHASE_DURATION, REQUEST_DURATION
+from ortserve.telemetry.declarations import BATCH_ROWS, MODEL_STATES, PHASE_DURATION, REQUEST_DURATION, Tags
 from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns, SequenceReading, StepTimes
 
 _NS_PER_S: Final = 1_000_000_000
@@ -60,11 +60,13 @@ class ModelMetrics:
         batches: Series by number of rows.
         cache: Lookups in the response cache; None for a model without it.
         steps: Times of the steps of an ensemble; None for a model that is none.
+        tags: Further labels of all series of the model, as its configuration sets them.
     """
 
     def __init__(self, name: str, version: str) -> None:
         self.name = name
         self.version = version
+        self.tags: Tags = ()
         self.state = ""
         self.load_ns = 0
         self.rows = 0

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import Declaration
-from ortserve.telemetry.families import Family
+from ortserve.telemetry.families import Family, with_tags
 from ortserve.telemetry.machine import MACHINE_DECLARATIONS, CpuReading, GpuReading, machine_families
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.readings import CacheCounts, CacheReading
@@ -294,6 +294,9 @@ class TritonMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families with their current samples. The registry calls this on the scraping thread."""
+        return with_tags(self._collect(), self._metrics.tags())
+
+    def _collect(self) -> Iterator[Metric]:
         known = [(model, read_statistics(model)) for model in self._metrics.models()]
         for metric in TRITON_METRICS:
             values = {

@@ -39,6 +39,7 @@ def encode_record(
     *,
     ended_ns: int,
     sent_ns: int | None,
+    parent: int = 0,
 ) -> bytes:
     """Encode the record of a trace as JSON.
 
@@ -47,18 +48,19 @@ def encode_record(
         model: Name of the model.
         version: Digits.
         request_id: The caller's id, or ``""``.
-        protocol: ``http`` or ``grpc``.
+        protocol: ``http`` or ``grpc``; not used for a step.
         timing: Timing of the request; points that were not reached are omitted.
         ended_ns: When the answer or error was ready to be sent.
-        sent_ns: When it was sent; None if the caller had disconnected.
+        sent_ns: When it was sent; None if the caller had disconnected, and for a step of an ensemble.
+        parent: For a step, the number of the trace of its ensemble; 0 for a request.
     """
     received_ns = timing.received_ns
-    if protocol == "http":
-        side = "HTTP"
+    side = protocol.upper()
+    points: list[tuple[str, int]] = []
+    if not parent and protocol == "http":
         points = [("HTTP_RECV_START", timing.begun_ns or received_ns), ("HTTP_RECV_END", received_ns)]
-    else:
+    elif not parent:
         # The time of receiving a message is unknown.
-        side = "GRPC"
         points = [("GRPC_WAITREAD_START", received_ns), ("GRPC_WAITREAD_END", received_ns)]
     points.append(("REQUEST_START", received_ns))
     if timing.queued_ns:
@@ -73,7 +75,8 @@ def encode_record(
         points += ((f"{side}_SEND_START", ended_ns), (f"{side}_SEND_END", sent_ns))
     named = f',"request_id":{json.dumps(request_id[:_NAMED_CHARACTERS])}' if request_id else ""
     timestamps = ",".join(f'{{"name":"{name}","ns":{ns}}}' for name, ns in points)
-    head = f'{{"id":{number},"model_name":{json.dumps(model)},"model_version":{int(version)}{named}'
+    above = f',"parent_id":{parent}' if parent else ""
+    head = f'{{"id":{number},"model_name":{json.dumps(model)},"model_version":{int(version)}{above}{named}'
     return f'{head},"timestamps":[{timestamps}]}}'.encode()
 
 

@@ -40,7 +40,7 @@ def find_model(text: str) -> Subject:
     it may be any that is there.
 
     Raises:
-        ServeError: invalid_input, if there is no such model, or its configuration is wrong.
+        ServeError: invalid_input, if there is no such model, if its configuration is wrong, or if it is an ensemble.
     """
     path = Path(text)
     if path.is_file():
@@ -59,7 +59,14 @@ def find_model(text: str) -> Subject:
     found = source.versions.get(number) or _other_version(source, folder, number, text)
     if found.problem:
         raise invalid_input(f"{text}: {found.problem}")
-    return Subject(source.name, found.path, found.folder, found.configuration.options, number)
+    options = found.configuration.options
+    if options.ensemble is not None:
+        members = ", ".join(dict.fromkeys(step.model for step in options.ensemble.steps))
+        raise invalid_input(
+            f"{text}: expected a model with a file of its own, got an ensemble: take its members ({members}), or, for "
+            "bench, the address of a server that serves it"
+        )
+    return Subject(source.name, found.path, found.folder, options, number)
 
 
 def _other_version(source: ModelSource, folder: Path, version: int, text: str) -> VersionSource:

@@ -45,6 +45,39 @@ def test_family_holds_the_counts_of_its_construction() -> None:
     assert [sample.value for sample in family.samples] == [1, 1, 1, 1, 1]
 
 
+def test_tags_are_labels_of_all_series_of_a_model_and_change_with_its_load() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    TritonMetrics(registry, metrics)
+    text = TextFormat(registry)
+    timing = Timing(1)
+    timing.done_ns = 2
+    for name, tags in (("a", (("_team", 'v"1'),)), ("b", ())):
+        series = ModelMetrics(name, "1")
+        series.tags = tags
+        series.observe_success("http", timing, 1)
+        metrics.show(series)
+        metrics.rejected(name, "overloaded")
+        metrics.loaded(name, is_ok=True)
+
+    def labels_of(model: str) -> list[str | None]:
+        families = list(text_string_to_metric_families(text.write().decode()))
+        samples = [sample for family in families for sample in family.samples if sample.labels.get("model") == model]
+        assert len({sample.name for sample in samples}) > 20
+        return [sample.labels.get("_team") for sample in samples]
+
+    assert set(labels_of("a")) == {'v"1'}
+    assert set(labels_of("b")) == {None}
+    assert (
+        registry.get_sample_value(
+            "ortserve_rejected_requests_total", {"model": "a", "reason": "overloaded", "_team": 'v"1'}
+        )
+        == 1
+    )
+    metrics.models()[0].tags = (("_team", "2"),)
+    assert set(labels_of("a")) == {"2"}
+
+
 def test_counter_without_a_total_suffix_has_type_unknown() -> None:
     assert prometheus_type(Declaration("nv_inference_count", "counter", (), "Rows.")) == "unknown"
     assert prometheus_type(Declaration("runs_total", "counter", (), "Runs.")) == "counter"

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -15,7 +16,7 @@ from ortserve.core.sequence import SequencePart
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import absent, is_absent, why_not_stacked
 from ortserve.core.terms import Terms
-from ortserve.core.timing import Timing
+from ortserve.core.timing import EndedStep, Timing
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.ensemble.plan import Plan, PlannedStep, Selection, of_ensemble
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error
@@ -196,9 +197,10 @@ class EnsembleRun:
         step = self._route.steps[number]
         member, terms = step.member, self._terms
         now_ns = self._clock()
+        timing, rows = Timing(now_ns), 0
         try:
             inputs, rows = self._gather(step)
-            child = InflightRequest(Timing(now_ns), inputs, rows)
+            child = InflightRequest(timing, inputs, rows)
             child.on_settled = partial(self._on_settled, number)
             self._children[number] = child
             own_terms = member.terms(
@@ -214,7 +216,7 @@ class EnsembleRun:
                 member.submit_part(child, own_terms, self._part)
         except ServeError as error:
             self._children.pop(number, None)
-            member.metrics.observe_failure(PROTOCOL, error.kind, self._clock() - now_ns)
+            self._count_failure(member, timing, self._clock(), error.kind, rows)
             raise of_ensemble(error, self._route.name, member.name) from None
 
     def _gather(self, step: BoundStep) -> tuple[Arrays, int]:
@@ -287,16 +289,17 @@ class EnsembleRun:
             if not self._is_over:
                 self._keep(step, outputs)
         except asyncio.CancelledError:
-            member.metrics.observe_failure(PROTOCOL, ErrorKind.CANCELLED, timing.done_ns - timing.received_ns)
+            self._count_failure(member, timing, timing.done_ns, ErrorKind.CANCELLED, child.rows)
             raise
         except ServeError as error:
-            member.metrics.observe_failure(PROTOCOL, error.kind, timing.done_ns - timing.received_ns)
+            self._count_failure(member, timing, timing.done_ns, error.kind, child.rows)
             if isinstance(error, ModelRejectionError):
                 member.rejections.note(error, timing.done_ns)
             if timing.taken_ns:  # a run was started
                 self._request.timing.taken_ns = timing.taken_ns
             raise of_ensemble(error, route.name, member.name) from None
         member.metrics.observe_success(PROTOCOL, timing, child.rows)
+        self._note(member, timing, timing.done_ns, None, child.rows)
         if member.recording is not None:
             member.recording.observe(child.inputs, child.rows)
         if self._is_over:
@@ -313,6 +316,15 @@ class EnsembleRun:
             waits[follower] -= 1
             if not waits[follower] and not self._is_over:
                 self._start_step(follower)
+
+    def _count_failure(self, member: ServedVersion, timing: Timing, ended_ns: int, kind: ErrorKind, rows: int) -> None:
+        member.metrics.observe_failure(PROTOCOL, kind, ended_ns - timing.received_ns)
+        # A copy: the batch of a cancelled step may still run, and writes to the original.
+        self._note(member, replace(timing, done_ns=0), ended_ns, kind, rows)
+
+    def _note(self, member: ServedVersion, timing: Timing, ended_ns: int, kind: ErrorKind | None, rows: int) -> None:
+        """Keep an ended step for the traces of the request."""
+        self._request.timing.steps += (EndedStep(member.name, member.version, timing, ended_ns, kind, rows),)
 
     def _keep(self, step: BoundStep, outputs: Arrays) -> None:
         """Keep the used outputs of a step. Raises ServeError: unsupported, for a sequence that makes no tensor."""

@@ -131,6 +131,7 @@ class Assembly:
             run_events=run_events,
             row_checks=checks,
             on_difference=lambda difference: _end_sharing(served, difference),
+            ragged=loaded.signature.ragged,
         )
         limits = QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options))
         has_texts = any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs)

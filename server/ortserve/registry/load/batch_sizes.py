@@ -98,6 +98,14 @@ def as_batch(inputs: Arrays, rows: int) -> Batch:
     return Batch(tuple((array,) for array in inputs), rows, rows)
 
 
+def generate_batch(inputs: InputGenerator, rows: int, seed: int) -> Batch:
+    """A batch of synthetic rows: of one request or, for a ragged model, of one request for each row."""
+    arrays = inputs.generate(rows, seed)
+    if inputs.signature.ragged is None:
+        return as_batch(arrays, rows)
+    return Batch(tuple(tuple(array[row : row + 1] for row in range(rows)) for array in arrays), rows, rows)
+
+
 @dataclass(frozen=True, slots=True)
 class SizeLatency:
     """Times of one batch size.
@@ -173,7 +181,7 @@ class SizeTimer:
             ServeError: As ``WorkerRuns.run``.
         """
         self.progress.begin(warming_step(rows))
-        batch = as_batch(self.inputs.generate(rows, rows), rows)
+        batch = generate_batch(self.inputs, rows, rows)
         runs: list[int] = []
         round_trips: list[int] = []
         while not runs or self._wants_another(rows, runs, round_trips, row_ns_to_beat):

@@ -17,6 +17,7 @@ from ortserve.core.sequence import SequenceTensors
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
+from ortserve.registry.load.ragged_tensors import as_requests, resolve_ragged
 from ortserve.registry.load.sequence_tensors import find_hidden, resolve_tensors
 
 
@@ -60,6 +61,8 @@ def resolve_interface(options: ModelOptions, whole: ModelSignature, folder: Path
     """
     hidden = find_hidden(options, whole)
     signature = whole if hidden is None else hidden.visible(whole)
+    if options.is_ragged and signature.is_batched:
+        signature = as_requests(options, signature)
     if options.is_set_to_batch and not signature.is_batched:
         raise invalid_input(f"the configuration says that the model is batched, but {signature.unbatched_because}")
     inputs = _ordered("input", signature.inputs, options.inputs)
@@ -83,6 +86,8 @@ def resolve_interface(options: ModelOptions, whole: ModelSignature, folder: Path
         )
         for side in (0, 1)
     )
+    if options.is_ragged:
+        model, client = resolve_ragged(options, model, whole), resolve_ragged(options, client, whole)
     to_model = tuple(_to_model(own, seen, is_batched=signature.is_batched) for own, seen in resolved_inputs)
     to_client = tuple(_to_client(own, seen, is_batched=signature.is_batched) for own, seen in resolved_outputs)
     is_same = not any(conversion is not None for conversion in (*to_model, *to_client))

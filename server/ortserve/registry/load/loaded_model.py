@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from ortserve.batching.row_checks import Difference
@@ -14,6 +15,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import format_shape
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
+from ortserve.engine.nice_levels import call_with_nice, set_nice
 from ortserve.engine.placement import (
     Placement,
     describe_elsewhere,
@@ -186,6 +188,7 @@ def log_warnings(
         *batch_options_without_effect(loaded.signature, options),
         *threads_without_effect(options, has_global_threads=has_global_threads),
         *sizes_without_effect(options, max_rows),
+        *nice_without_effect(options, has_global_threads=has_global_threads, is_on_gpu=is_on_gpu),
         *(() if is_on_gpu else gpus_without_effect(options, loaded.execution_provider)),
     ):
         log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
@@ -205,6 +208,20 @@ def sizes_without_effect(options: ModelOptions, max_rows: int | None) -> list[st
     """The preferred sizes that are larger than any batch."""
     larger = [str(rows) for rows in options.preferred_rows if max_rows is not None and rows > max_rows]
     return [f"preferred_rows: {', '.join(larger)}: batches have at most {max_rows} rows"] if larger else []
+
+
+def nice_without_effect(options: ModelOptions, *, has_global_threads: bool, is_on_gpu: bool) -> list[str]:
+    """The threads for which ``thread_nice`` does not hold. Tries the level on a thread of its own."""
+    nice = options.thread_nice
+    if nice is None:
+        return []
+    if is_on_gpu:
+        return ["thread_nice: ONNX Runtime has no priority for the CUDA streams on which the model computes"]
+    failure = call_with_nice(nice, partial(set_nice, nice))
+    reasons = [f"thread_nice: {failure}"] if failure else []
+    if has_global_threads:
+        reasons.append("thread_nice: all models share the threads of global_threads; it holds for workers only")
+    return reasons
 
 
 def gpus_without_effect(options: ModelOptions, provider: str) -> list[str]:

@@ -18,6 +18,7 @@ from ortserve.device.instance import DeviceInstance
 from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
+from ortserve.engine.nice_levels import own_nice
 from ortserve.engine.placement import Placement, count_operators
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_shape
@@ -335,10 +336,15 @@ class _Load:
             padding,
             self.labels,
             on_device,
-            unbounded_because=why_unbounded(self.model.content, interface.model),
+            unbounded_because=self._why_off_loop(interface),
             classes=self.classes,
             provenance=read_provenance(self.model.path, self.model.folder),
         )
+
+    def _why_off_loop(self, interface: Interface) -> str:
+        if self.options.thread_nice not in (None, own_nice()):
+            return "thread_nice holds for threads of the model"
+        return why_unbounded(self.model.content, interface.model)
 
     def _why_alone(self, found: WarmUp) -> str:
         """Why each request of a batched model runs alone after all; empty if requests share batches."""

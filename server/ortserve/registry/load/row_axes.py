@@ -96,6 +96,10 @@ def find_row_axes(model: Model, options: ModelOptions) -> RowAxes:
     Raises:
         ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output.
     """
+    if options.is_ragged:
+        axes: Axes = {declared.name: 0 for declared in real_inputs(model)}
+        doubt = "the requests of a batch are joined, and only the model keeps them apart"
+        return RowAxes(Grounds.CONFIGURED, axes, {}, doubt=doubt, is_mixed=True)
     if options.batched is False:
         return RowAxes(Grounds.CONFIGURED, is_disabled=True)
     if because := why_not_analysed(model):

@@ -17,6 +17,7 @@ from ortserve.device.preparation import NO_BUFFERS, TRIAL_FAILED, NoReplay, why_
 from ortserve.device.protocol import DEVICE_ERRORS, device_run_error
 from ortserve.engine.instance import GpuAccess, Instance
 from ortserve.engine.model_signature import read_signature
+from ortserve.engine.nice_levels import call_with_nice
 from ortserve.engine.placement import read_operators
 from ortserve.engine.provider_options import (
     CPU,
@@ -104,9 +105,9 @@ class SessionOpener:
         self._trials = trials
         self._clock = clock
         self._progress = progress
-        self._learns_shapes = False
+        self._learns_shapes = model.options.is_ragged
         """Whether TensorRT gets no profile: the CPU cannot open the model and show its inputs, or only a part of the
-        model is on TensorRT, which inner tensors enter."""
+        model is on TensorRT, which inner tensors enter, or its requests are joined, whose sizes no profile bounds."""
         self._signature: ModelSignature | None = None
         """The signature of a session on the CPU, for profiles; None before it is needed."""
         self._instances = 0
@@ -145,7 +146,9 @@ class SessionOpener:
         devices = self._runtime.devices
         wants_graphs = self._options.graph_replay or choice.wants_graphs
         device: OpenDevice | str = "device_buffers is off"
-        if self._options.device_buffers:
+        if self._options.is_ragged:
+            device = "the requests of a batch are joined on the host"
+        elif self._options.device_buffers:
             device = devices.open(choice.name, choice.device_id)
         if isinstance(device, str):
             with devices.capture_lock.shared():
@@ -264,6 +267,7 @@ class SessionOpener:
             padding=padding,
             run_options=options,
             gpu=self._gpu_access() if choice.name in GPU_PROVIDERS else None,
+            nice=self._options.thread_nice,
         )
 
     def _gpu_access(self) -> GpuAccess:
@@ -321,7 +325,9 @@ class SessionOpener:
             raise
 
     def _open_file(self, options: SessionOptions) -> Session:
-        return open_session(self._model.path, self._name, options, self._model.content)
+        nice = self._options.thread_nice
+        opening = partial(open_session, self._model.path, self._name, options, self._model.content)
+        return opening() if nice is None else call_with_nice(nice, opening)
 
     def _known_obstacle(
         self, choice: ProviderChoice, operators: Mapping[str, frozenset[str]], provider: DeviceProvider

@@ -18,6 +18,7 @@ from ortserve.registry.load.batch_sizes import (
     SizeTimer,
     WorkerRuns,
     as_batch,
+    generate_batch,
     next_rows,
     row_ns_to_beat,
     warming_step,
@@ -161,9 +162,9 @@ def warm_up(
         if no_memory:
             best_rows = min(best_rows, _largest_that_fits(sizes[-1].rows, buckets, no_memory))
         if give_back_memory is not None and worker.max_rows > best_rows:
-            give_back_memory(as_batch(inputs.generate(1, 0), 1))
+            give_back_memory(generate_batch(inputs, 1, 0))
             if timer.can_begin(best_rows, one_row):
-                worker.run(as_batch(inputs.generate(best_rows, 0), best_rows))
+                worker.run(generate_batch(inputs, best_rows, 0))
         return WarmUp(
             best_rows,
             tuple(sizes),
@@ -196,7 +197,7 @@ def _choose_inputs(
             break
         progress.begin("warming up: looking for inputs that the model accepts")
         try:
-            outputs = worker.run(as_batch(variant.generate(1, 0), 1)).outputs
+            outputs = worker.run(generate_batch(variant, 1, 0)).outputs
         except (DeviceLostError, RunTimeoutError):
             raise
         except ServeError:
@@ -278,7 +279,7 @@ def run_once(
         ServeError: internal, if the model rejects synthetic inputs.
     """
     progress.begin(warming_step(rows))
-    WorkerRuns(runner, bounds).run(as_batch(inputs.generate(rows, 0), rows))
+    WorkerRuns(runner, bounds).run(generate_batch(inputs, rows, 0))
 
 
 def run_samples(

@@ -14,6 +14,7 @@ from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTION
 from ortserve.registry.repository.triton_ensemble import check_ensemble_fields, ensemble_steps
 from ortserve.registry.repository.triton_execution import choose_providers, read_parameters
 from ortserve.registry.repository.triton_fields import check_fields, value_name
+from ortserve.registry.repository.triton_ragged import read_ragged
 from ortserve.registry.repository.triton_sequences import read_sequences
 
 PLATFORM: Final = "onnxruntime_onnx"
@@ -23,12 +24,16 @@ ENSEMBLE_PLATFORM: Final = "ensemble"
 GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
 """``session.graph_optimization`` by Triton's ``optimization.graph.level``."""
 
+_NICE_LEVELS: Final = {"PRIORITY_MAX": 0, "PRIORITY_MIN": 19}
+"""``thread_nice`` by Triton's ``optimization.priority``, as Triton sets it."""
+
 _ENSEMBLE_OPTIONS: Final = frozenset(
     {
         "batched",
         "ensemble",
         "inputs",
         "max_rows",
+        "metric_tags",
         "outputs",
         "required",
         "response_cache",
@@ -135,7 +140,10 @@ def _signature(config: pb.ModelConfig) -> dict[str, Any]:
         given |= {"max_rows": config.max_batch_size, "batched": True}
     elif any(tensor.dims for tensor in config.input) or any(tensor.dims for tensor in config.output):
         given["batched"] = False  # Then the dims include all axes.
-    given["inputs"] = {tensor.name: _tensor(tensor) | {"optional": tensor.optional} for tensor in config.input}
+    given["inputs"] = {
+        tensor.name: _tensor(tensor) | {"optional": tensor.optional, "ragged": tensor.allow_ragged_batch}
+        for tensor in config.input
+    }
     given["outputs"] = {
         tensor.name: _tensor(tensor) | {"labels": tensor.label_filename or None} for tensor in config.output
     }
@@ -149,6 +157,7 @@ def _signature(config: pb.ModelConfig) -> dict[str, Any]:
 def _ensemble(config: pb.ModelConfig) -> tuple[dict[str, Any], list[str]]:
     given = _signature(config) | _version_policy(config.version_policy)
     given["ensemble"] = {"steps": ensemble_steps(config)}
+    given["metric_tags"] = dict(config.metric_tags)
     given["batched"] = config.max_batch_size > 0
     if config.response_cache.enable:
         given["response_cache"] = True
@@ -157,7 +166,7 @@ def _ensemble(config: pb.ModelConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[dict[str, Any], list[str]]:
-    given = _signature(config)
+    given = _signature(config) | read_ragged(config)
     if config.default_model_filename:
         given["model_file"] = config.default_model_filename
     given |= _version_policy(config.version_policy)
@@ -171,6 +180,7 @@ def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[
             )
     if config.HasField("sequence_batching"):
         given |= read_sequences(config, name)
+    given["metric_tags"] = dict(config.metric_tags)
     given["response_cache"] = config.response_cache.enable
     given["warmup_samples"] = [_sample(sample) for sample in config.model_warmup]
 
@@ -192,6 +202,11 @@ def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[
         given["graph_replay"] = True
     elif config.optimization.cuda.graphs:
         without_effect.append("optimization.cuda.graphs: the model is not on a GPU")
+    priority = value_name(
+        pb.ModelOptimizationPolicy.ModelPriority, config.optimization.priority, "optimization.priority"
+    )
+    if priority in _NICE_LEVELS:
+        given["thread_nice"] = _NICE_LEVELS[priority]
     level = config.optimization.graph.level
     if level not in GRAPH_LEVELS:
         raise invalid_input(f"optimization.graph.level: expected one of -1, 0, 1, 2, got {level}")

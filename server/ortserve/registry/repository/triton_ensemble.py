@@ -32,6 +32,11 @@ def check_ensemble_fields(name: str, config: pb.ModelConfig) -> bool:
         raise invalid_input(f"optimization should not be specified for ensemble '{name}'")
     if config.model_warmup:
         raise invalid_input(f"model_warmup can not be specified for ensemble '{name}'")
+    if config.batch_input or config.batch_output or any(tensor.allow_ragged_batch for tensor in config.input):
+        raise invalid_input(
+            f"batch_input, batch_output and allow_ragged_batch can not be specified for ensemble '{name}': its members "
+            "form the batches"
+        )
     steps = config.ensemble_scheduling.step
     if not steps:
         raise invalid_input(f"must specify 'step' for ensemble '{name}'")

@@ -166,7 +166,13 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
     Raises:
         ServeError: The model, its inputs or the batch are wrong.
     """
-    model = open_model(find_model(target), provider=settings.provider, threads=settings.threads)
+    subject = find_model(target)
+    if way == "batcher" and (subject.options.sequences is not None or subject.options.is_ragged):
+        what = "sequences" if subject.options.sequences is not None else "ragged batches"
+        raise invalid_input(
+            f"{target}: a model with {what} has no way 'batcher' here: measure its sessions, or a server"
+        )
+    model = open_model(subject, provider=settings.provider, threads=settings.threads)
     inputs, arrays = _inputs(model.signature, target, batch, settings, lambda one: bare_run(model, one))
     _, expected, source = repeated(partial(bare_run, model), arrays, "bare runs")
     signature = model.signature

@@ -83,6 +83,9 @@ def refusal(folder: Path, text: str) -> ServeError:
             "instance_group { kind: KIND_GPU } optimization { cuda { graphs: false } }",
             "instances: 1\nexecution_providers: [cuda]",
         ),
+        ("optimization { priority: PRIORITY_MIN }", "thread_nice: 19"),
+        ("optimization { priority: PRIORITY_MAX }", "thread_nice: 0"),
+        ("optimization { priority: PRIORITY_DEFAULT }", ""),
         ("optimization { graph { level: 1 } }", "session: {graph_optimization: extended}"),
         ("optimization { graph { level: -1 } }", "session: {graph_optimization: basic}"),
         ("optimization { graph { level: 2 } }", "session: {graph_optimization: none}"),
@@ -303,3 +306,20 @@ def test_parameters_without_effect_are_reported(tmp_path: Path) -> None:
         "parameters['FORCE_CPU_ONLY_INPUT_TENSORS']: this server does not know it",
         "parameters['gpu_mem_limit']: the model is not on a GPU",
     ]
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        "{_team: v}",
+        '{"te am": v}',
+        '{"": v}',
+        f"{{{'a' * 64}: v}}",
+        f"{{team: {'v' * 129}}}",
+        "{team: 1}",
+        f"{{{', '.join(f'k{number}: v' for number in range(17))}}}",
+    ],
+)
+def test_metric_tags_are_bounded_label_names_and_values(tmp_path: Path, tags: str) -> None:
+    with pytest.raises(ServeError, match="metric_tags"):
+        read(tmp_path, f"metric_tags: {tags}", "model.yaml")

@@ -29,12 +29,9 @@ LEAVES = sorted(leaf_fields(cast("Descriptor", ModelConfig.DESCRIPTOR)))
 # One value for each refused or reported entry of the table.
 REFUSED = {
     "input.is_shape_tensor": "input { is_shape_tensor: true }",
-    "input.allow_ragged_batch": "input { allow_ragged_batch: true }",
     "input.is_non_linear_format_io": "input { is_non_linear_format_io: true }",
     "output.is_shape_tensor": "output { is_shape_tensor: true }",
     "output.is_non_linear_format_io": "output { is_non_linear_format_io: true }",
-    "batch_input": "batch_input { kind: BATCH_ITEM_SHAPE }",
-    "batch_output": "batch_output {}",
     "sequence_batching.iterative_sequence": "sequence_batching { iterative_sequence: true }",
     "instance_group.profile": 'instance_group { profile: "1" }',
     "instance_group.passive": "instance_group { passive: true }",
@@ -44,7 +41,6 @@ REFUSED = {
 }
 REPORTED = {
     "runtime": 'runtime: "libtriton_onnxruntime.so"',
-    "optimization.priority": "optimization { priority: PRIORITY_MAX }",
     "optimization.cuda.busy_wait_events": "optimization { cuda { busy_wait_events: true } }",
     "optimization.cuda.graph_spec": "optimization { cuda { graph_spec { batch_size: 4 } } }",
     "optimization.cuda.output_copy_stream": "optimization { cuda { output_copy_stream: true } }",
@@ -62,7 +58,6 @@ REPORTED = {
     "ensemble_scheduling.max_inflight_requests": "ensemble_scheduling { max_inflight_requests: 1 }",
     "instance_group.rate_limiter": "instance_group { rate_limiter { priority: 1 } }",
     "instance_group.host_policy": 'instance_group { host_policy: "p" }',
-    "metric_tags": 'metric_tags { key: "a" value: "b" }',
     "model_metrics": 'model_metrics { metric_control { metric_identifier { family: "f" } } }',
 }
 
