@@ -176,6 +176,8 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.cache = CacheCounts(hits=3, misses=1)
     model.set_recording_source(lambda: {"recorded": 6})
     model.set_sequences_source(lambda: SequenceReading(3, 2, 64, {"expired": 1}))
+    rollout = RolloutReading("m", "2", "shadow", {"agreed": 1}, {"max": 0.1}, {"stable": 0.1, "candidate": None})
+    metrics.set_rollouts_source(lambda: [rollout])
     metrics.rejected("", "overloaded")
     metrics.unauthorized("infer", ErrorKind.FORBIDDEN)
     metrics.cut_answer("disconnected")
