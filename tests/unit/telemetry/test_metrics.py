@@ -10,7 +10,14 @@ from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
 from ortserve.telemetry.metrics import Metrics
-from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceReading, DeviceRuns, SequenceReading
+from ortserve.telemetry.readings import (
+    BatchingNumbers,
+    CacheCounts,
+    DeviceReading,
+    DeviceRuns,
+    RolloutReading,
+    SequenceReading,
+)
 
 # Phases of 0.1 ms, 0.2 ms, 0.3 ms, 0.4 ms and 0.5 ms.
 TIMING = Timing(1_000_000, 1_100_000, 1_300_000, 1_600_000, 2_000_000, 2_500_000)
