@@ -154,8 +154,8 @@ def test_shadow_that_agrees_is_shown_and_counted(server: ServerProcess) -> None:
     assert figures["compared"] + figures["shed"] == 20
     assert rollout_of(server, "same")["worst_errors"] == {"max": 0, "relative": 0, "cosine": 0, "top1": 0}
     metrics = read_metrics(server)
-    assert metrics.value("ortserve_rollout", model="same", version="2", mode="shadow") == 1
-    assert metrics.value("ortserve_rollout_p99_seconds", model="same", version="2", side="candidate") > 0
+    assert metrics.value("ortserve_rollout_active", model="same", version="2", mode="shadow") == 1
+    assert metrics.value("ortserve_rollout_tail_seconds", model="same", version="2", side="candidate") > 0
     # Requests of callers only.
     answered = metrics.by_labels("ortserve_request_duration_seconds_count", "model", "version", "protocol")
     assert (answered["same 2 http"], answered["same 2 grpc"]) == (10, 10)

@@ -36,6 +36,8 @@ UNITLESS: Final = {
     "ortserve_device_utilization": "likewise",
     "ortserve_model_state": "1 or 0 by a label, as kube-state-metrics' phases are",
     "ortserve_build_info": "1, for its labels",
+    "ortserve_rollout_active": "likewise",
+    "ortserve_rollout_worst_error": "in the unit of the model's output, or a ratio",
 }
 NO_BASE_UNITS: Final = r"(milli|micro|nano)seconds|minutes|percent|(kilo|mega)bytes|_(ms|us|ns|mb|kb)(_|$)"
 
@@ -62,6 +64,9 @@ BOUNDED_LABELS: Final = {
     "result": 3,
     "direction": 2,
     "rows": "powers of two up to the largest batch",
+    "mode": 2,
+    "measure": 4,
+    "side": 2,
     "python": 1,
     "onnxruntime": 1,
 }

@@ -179,7 +179,7 @@ RECORDED_REQUESTS: Final = Declaration(
     "with record.",
 )
 ROLLOUT: Final = Declaration(
-    "ortserve_rollout",
+    "ortserve_rollout_active",
     "gauge",
     ("model", "version", "mode"),
     "1 for each rollout that runs; version is its candidate, mode is shadow or canary.",
@@ -201,7 +201,7 @@ ROLLOUT_ERROR: Final = Declaration(
     "compare.",
 )
 ROLLOUT_P99: Final = Declaration(
-    "ortserve_rollout_p99_seconds",
+    "ortserve_rollout_tail_seconds",
     "gauge",
     ("model", "version", "side"),
     "99th percentile of the times of stable and candidate during a rollout, with an error of at most 9 %. shadow: of "

@@ -10,7 +10,14 @@ from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
 from ortserve.telemetry.metrics import Metrics
-from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceReading, DeviceRuns, SequenceReading
+from ortserve.telemetry.readings import (
+    BatchingNumbers,
+    CacheCounts,
+    DeviceReading,
+    DeviceRuns,
+    RolloutReading,
+    SequenceReading,
+)
 
 # Phases of 0.1 ms, 0.2 ms, 0.3 ms, 0.4 ms and 0.5 ms.
 TIMING = Timing(1_000_000, 1_100_000, 1_300_000, 1_600_000, 2_000_000, 2_500_000)
@@ -176,6 +183,8 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.cache = CacheCounts(hits=3, misses=1)
     model.set_recording_source(lambda: {"recorded": 6})
     model.set_sequences_source(lambda: SequenceReading(3, 2, 64, {"expired": 1}))
+    rollout = RolloutReading("m", "2", "shadow", {"agreed": 1}, {"max": 0.1}, {"stable": 0.1, "candidate": None})
+    metrics.set_rollouts_source(lambda: [rollout])
     metrics.rejected("", "overloaded")
     metrics.unauthorized("infer", ErrorKind.FORBIDDEN)
     metrics.cut_answer("disconnected")

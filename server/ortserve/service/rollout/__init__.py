@@ -4,4 +4,4 @@
 candidate, ``control`` starts and ends rollouts.
 """
 
-__all__ = ["control", "decision"]
+__all__ = ["control"]
