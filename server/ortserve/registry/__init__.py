@@ -8,6 +8,7 @@ __all__ = [
     "registry",
     "repository",
     "request_shapes",
+    "sample_files",
     "served",
     "serving",
 ]

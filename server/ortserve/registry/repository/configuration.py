@@ -27,6 +27,7 @@ _ENSEMBLE_OPTIONS: Final = frozenset(
     {
         "batched",
         "ensemble",
+        "golden_required",
         "inputs",
         "max_rows",
         "outputs",
