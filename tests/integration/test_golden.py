@@ -24,13 +24,15 @@ ROW = np.linspace(-1, 1, 64, dtype=np.float32)[np.newaxis]
 
 def add_golden(version: Path, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> None:
     (version / "golden").mkdir()
-    arrays = {f"input.{name}": array for name, array in inputs.items()}
-    np.savez(version / "golden" / "a.npz", **arrays, **{f"output.{name}": array for name, array in outputs.items()})
+    arrays: dict[str, Any] = {f"input.{name}": array for name, array in inputs.items()}
+    arrays |= {f"output.{name}": array for name, array in outputs.items()}
+    np.savez(version / "golden" / "a.npz", **arrays)
 
 
 def computed(model: Path, x: np.ndarray) -> np.ndarray:
     """What a model computes, without the server."""
-    return np.asarray(ReferenceEvaluator(onnx.load(model)).run(None, {"x": x})[0])
+    (y,) = ReferenceEvaluator(onnx.load(model)).run(None, {"x": x})
+    return np.asarray(y)
 
 
 def smaller_table(path: Path) -> Path:

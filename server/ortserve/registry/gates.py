@@ -11,20 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
-from ortserve.core.signature import TensorSpec
-from ortserve.core.tensor import is_absent
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns, as_batch
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.golden_check import check_samples
+from ortserve.registry.load.golden_check import as_batched, as_sent, check_samples
 from ortserve.registry.load.golden_samples import (
     GOLDEN_MISSING,
     GoldenSample,
@@ -122,11 +118,11 @@ async def check_ensemble(served: ServedEnsemble, path: Path, folder: Path | None
     loop = asyncio.get_running_loop()
 
     async def answer(sample: GoldenSample) -> Arrays:
-        inputs = tuple(map(partial(_as_sent, signature.is_batched), signature.inputs, sample.inputs))
+        inputs = as_sent(signature, sample.inputs)
         request = InflightRequest(Timing(clock()), inputs, 1)
         served.submit(request, served.terms(clock(), timeout_ns=None, priority=0, queue_timeout_ns=None))
         outputs = served.cut_back(await request, inputs)
-        return tuple(map(partial(_as_batched, signature.is_batched), signature.outputs, outputs))
+        return as_batched(signature, outputs)
 
     async def answer_all(samples: Sequence[GoldenSample]) -> list[Arrays]:
         return await asyncio.gather(*map(answer, samples))
@@ -137,16 +133,3 @@ async def check_ensemble(served: ServedEnsemble, path: Path, folder: Path | None
     samples = golden.samples if len(golden.samples) > 1 else ()
     groups = [samples[begin : begin + _MOST_TOGETHER] for begin in range(0, len(samples), _MOST_TOGETHER)]
     return await asyncio.to_thread(check_samples, golden, signature, groups, run)
-
-
-def _as_sent(is_batched: bool, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
-    """A row as clients send it: with the rows on its axis, or without rows."""
-    if not is_batched or is_absent(array):
-        return array
-    return array[0, ...] if spec.batch_axis is None else np.moveaxis(array, 0, spec.batch_axis)
-
-
-def _as_batched(is_batched: bool, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
-    if not is_batched:
-        return array
-    return array[np.newaxis] if spec.batch_axis is None else np.moveaxis(array, spec.batch_axis, 0)

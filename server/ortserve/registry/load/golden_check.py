@@ -16,14 +16,14 @@ from ortserve.core.batch import Arrays, Batch
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import padding_of_requests
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import as_float64
+from ortserve.core.tensor import as_float64, is_absent
 from ortserve.core.terms import Alone
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.errors import DeviceLostError, RunTimeoutError, ServeError, invalid_input
 from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
 from ortserve.registry.load.golden_samples import GoldenSample, GoldenSamples
 from ortserve.registry.load.loaded_model import LoadedModel
-from ortserve.registry.request_shapes import ShapeClasses
+from ortserve.registry.request_shapes import ShapeClasses, check_not_empty, crashing_operators
 
 RunTogether: TypeAlias = Callable[[Sequence[GoldenSample]], list[Arrays]]
 """Runs samples at the same time, and returns the outputs of each. Raises ServeError."""
@@ -140,6 +140,27 @@ def _comparable(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
     return as_float64(array, spec.datatype) if spec.datatype is DataType.BF16 else array
 
 
+def as_sent(signature: ModelSignature, inputs: Arrays) -> Arrays:
+    """One row as clients send it: with the rows where the tensors have them. Views."""
+    if not signature.is_batched:
+        return inputs
+    pairs = zip(signature.inputs, inputs, strict=True)
+    return tuple(
+        array if is_absent(array) else array[0, ...] if axis is None else np.moveaxis(array, 0, axis)
+        for axis, array in ((spec.batch_axis, array) for spec, array in pairs)
+    )
+
+
+def as_batched(signature: ModelSignature, outputs: Arrays) -> Arrays:
+    """The answer to one row, with the rows on axis 0. Views."""
+    if not signature.is_batched:
+        return outputs
+    return tuple(
+        array[np.newaxis] if spec.batch_axis is None else np.moveaxis(array, spec.batch_axis, 0)
+        for spec, array in zip(signature.outputs, outputs, strict=True)
+    )
+
+
 class InstanceRuns:
     """Runs golden samples on the workers of a loaded model's instances, in turn. For the thread of the load."""
 
@@ -150,6 +171,7 @@ class InstanceRuns:
         self._padding = padding_of_requests(loaded.padding)
         self._shapes = ShapeClasses(loaded.signature, self._padding)
         self._workers = cycle([WorkerRuns(instance, bounds) for instance in loaded.instances])
+        self._crashing = crashing_operators(loaded.operators)
         interface = loaded.interface
         self.signature = loaded.signature
         """Of samples: without what the server fills."""
@@ -168,6 +190,8 @@ class InstanceRuns:
         """Run samples in one batch. Each begins a sequence, if the model has them."""
         sequences = self._loaded.interface.sequences
         inputs = [sample.inputs for sample in samples]
+        for sample in samples if self._crashing else ():
+            check_not_empty(sample.inputs, self.signature, "golden", self._crashing)
         if sequences is not None:
             inputs = [sequences.first(arrays, 1) for arrays in inputs]
         rows = len(samples)

@@ -34,7 +34,7 @@ def make(folder: Path, build: Callable[..., Path], arrays: Mapping[str, Any] | N
     build(version / "model.onnx", **traits)
     if arrays is not None:
         (version / "golden").mkdir()
-        np.savez(version / "golden" / "a.npz", **{name: np.asarray(array) for name, array in arrays.items()})
+        np.savez(version / "golden" / "a.npz", **dict(arrays))
     return version.parent
 
 
@@ -57,7 +57,8 @@ def refused(folder: Path, **options: Any) -> str:
 def mlp_outputs(tmp_path: Path, seed: int = 0) -> np.ndarray:
     """What a network computes for ``X``, without the server."""
     builders.mlp(tmp_path / "reference.onnx", seed=seed)
-    return np.asarray(ReferenceEvaluator(onnx.load(tmp_path / "reference.onnx")).run(None, {"x": X})[0])
+    (y,) = ReferenceEvaluator(onnx.load(tmp_path / "reference.onnx")).run(None, {"x": X})
+    return np.asarray(y)
 
 
 PADDED = {"pad": {"ids": {"axis": 1, "multiple": 4, "value": 0}, "mask": {"axis": 1, "multiple": 4, "value": 0}}}
@@ -128,7 +129,8 @@ def test_the_same_weights_pass_and_configured_tolerances_count(tmp_path: Path) -
 
     assert "max " in load(folder).golden
     shifted = np.roll(mlp_outputs(tmp_path), 1, axis=1)
-    np.savez(folder / "1" / "golden" / "a.npz", **{"input.x": X, "output.y": shifted})
+    given: dict[str, Any] = {"input.x": X, "output.y": shifted}
+    np.savez(folder / "1" / "golden" / "a.npz", **given)
     message = refused(folder)
     assert all(f"{measure} error at most" in message for measure in ("max", "cosine", "top1"))
 
@@ -146,6 +148,12 @@ def test_a_sample_that_the_model_rejects_fails(tmp_path: Path) -> None:
     message = refused(make(tmp_path, builders.poison, {"input.x": x, "output.y": x / 2}))
 
     assert message.startswith("golden samples: a.npz sample 1 alone fails: ")
+
+
+def test_an_empty_sample_that_would_end_the_process_fails(tmp_path: Path) -> None:
+    arrays = {"input.x": np.zeros((1, 0, 2), np.float32), "output.y": np.zeros((1, 3), np.float32)}
+
+    assert "input 'x' is empty" in refused(make(tmp_path, builders.recurrent, arrays))
 
 
 def test_another_shape_fails(tmp_path: Path) -> None:

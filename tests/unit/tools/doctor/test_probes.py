@@ -22,10 +22,10 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions
 from ortserve.core.timing import PHASES, Timing
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.repository.source import VersionSource
+from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.tools.apart import Failure, run_apart
 from ortserve.tools.doctor import loading, request_path, runtime, steadiness
-from ortserve.tools.doctor.loading import check_models, load_one, without_files
+from ortserve.tools.doctor.loading import LoadItem, check_models, load_one, without_files
 from ortserve.tools.doctor.result import ModelCheck, ProviderTrial
 from ortserve.tools.doctor.server import sum_metrics
 from servers import add_model
@@ -244,7 +244,8 @@ def test_load_writes_no_optimized_model(tmp_path: Path) -> None:
 
     version = VersionSource(tmp_path / "model.onnx", tmp_path, Configuration(options), ())
 
-    found = load_one((ModelCheck("m"), version), libraries=(), global_threads=False)
+    item = LoadItem(ModelCheck("m"), version, ModelSource("m"))
+    found = load_one(item, libraries=(), global_threads=False)
 
     assert found.execution_provider == "CPUExecutionProvider"
     assert (found.row_ms or 0) > 0
