@@ -1,6 +1,7 @@
 """``ortserve golden``, ``publish`` with golden samples, and ``ortserve check`` on real repositories and servers."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,17 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import yaml
 
 from models import builders, members
 from ortserve.cli.main import main
+from ortserve.config.golden import load_golden_file
+from ortserve.config.model import ModelOptions
+from ortserve.example import repository_path
 from ortserve.tools.check.result import CheckResult
 from ortserve.tools.command import json_schema
 from ortserve.tools.golden.result import GoldenResult
+from pages import DOCS, blocks, commands
 from servers import SHORT_WARMUP, ServerProcess, add_model, serving
 
 STEP = [("double", {"a": "a"}, {"b": "b"})]
@@ -124,6 +130,28 @@ def test_publish_refuses_what_disagrees_and_copies_the_samples(
     (repository / "mlp" / "model.yaml").write_text("golden_required: true\n")
     capsys.readouterr()
     assert "golden_required: expected a folder 'golden'" in refused(capsys, "publish", same, repository / "mlp")
+
+
+@pytest.mark.parametrize("page", ["golden", "check"])
+def test_documented_commands_print_what_the_page_shows(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(str(repository_path()), tmp_path / "models")
+    monkeypatch.chdir(tmp_path)
+    (command,) = (one for one in commands(DOCS / "tools" / f"{page}.md") if one.output)
+
+    assert main(command.words[1:]) == 0
+
+    shown, documented = (" ".join(text.split()) for text in (capsys.readouterr().out, command.output))
+    assert shown.startswith(documented)
+
+
+def test_documented_settings_are_valid(tmp_path: Path) -> None:
+    tolerances, gates = blocks("yaml", (DOCS / "tools" / "golden.md").read_text())
+    (tmp_path / "golden.yaml").write_text(tolerances)
+
+    assert load_golden_file(tmp_path / "golden.yaml").tolerances["probabilities"].bounds() == {"max": 0.02, "top1": 0}
+    assert ModelOptions.model_validate(yaml.safe_load(gates)).max_slowdown == 1.5
 
 
 @pytest.fixture(scope="module")

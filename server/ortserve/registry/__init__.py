@@ -2,6 +2,7 @@
 
 __all__ = [
     "catalog",
+    "dependents",
     "effective_config",
     "load",
     "recording",
@@ -11,4 +12,5 @@ __all__ = [
     "sample_files",
     "served",
     "serving",
+    "versions",
 ]

@@ -63,7 +63,7 @@ def run_apart(
 
 def run_side_by_side(
     work: Callable[[Any], Any], items: Sequence[_Item], limit_s: float, processes: int
-) -> Iterator[tuple[_Item, Any]]:
+) -> Generator[tuple[_Item, Any], None, None]:
     """As ``run_apart``, in several processes at the same time.
 
     Yields:
