@@ -138,10 +138,6 @@ class Versions:
                     record.served = await self._load_ensemble(record, source)
                 else:
                     loaded = await self._load_model(record, record.progress, source)
-                    options, before = source.configuration.options, self._serving(record)
-                    await check_speed(
-                        record.model, loaded, options, before, record.progress, self._threads, self._clock
-                    )
                     record.served = self._assembly.serve(
                         loaded,
                         source.configuration,
@@ -172,7 +168,7 @@ class Versions:
         return ""
 
     async def _load_model(self, record: VersionRecord, progress: Progress, source: VersionSource) -> LoadedModel:
-        return await self._loop.run_in_executor(
+        loaded = await self._loop.run_in_executor(
             self._threads,
             partial(
                 load_model,
@@ -187,6 +183,14 @@ class Versions:
                 self._limiter,
             ),
         )
+        options, before = source.configuration.options, self._serving(record)
+        try:
+            await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
+        except BaseException:  # Also if the server stops meanwhile.
+            for instance in loaded.instances:
+                await asyncio.to_thread(instance.close)
+            raise
+        return loaded
 
     async def _load_ensemble(self, record: VersionRecord, source: VersionSource) -> ServedEnsemble:
         """Connect an ensemble to its members, which serve already. Raises ServeError: invalid_input."""
