@@ -12,7 +12,10 @@ from ortserve.cli import health, serve
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.engine.distributions import installed_runtimes
 
-_TOOLS = ("inspect", "profile", "bench", "doctor", "compare", "optimize", "quantize", "tune", "publish", "models")
+_TOOLS = (
+    *("inspect", "profile", "bench", "doctor", "check", "compare", "optimize", "quantize", "tune", "publish"),
+    *("golden", "models"),
+)
 _TOOLS_NEED = (
     *("onnxruntime", "rich", "jinja2", "onnx", "matplotlib", "psutil", "squarify"),
     *("onnx_ir", "onnxscript", "onnxslim", "optuna", "ruamel", "sympy"),
@@ -30,12 +33,14 @@ commands:
   profile   show what each operator of a model costs
   bench     measure latency and throughput of a server or a model
   doctor    check what this machine, its ONNX Runtime and a server can do
+  check     load the models of a repository without serving them
   compare   compare two models: outputs, speed, size and memory
   optimize  make a model faster or smaller, checked against it at each step
   quantize  make a model of small integers, and prove what it costs and gains
   tune      search for the options of a model that serve a load best
   models    show and change the models of a running server
   publish   make a model the next version of a model in a repository
+  golden    record inputs and expected outputs beside a version, and check them
   version   print the versions of ortserve, Python and ONNX Runtime
 
 Run ortserve COMMAND --help for the options of a command.

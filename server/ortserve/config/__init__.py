@@ -6,6 +6,7 @@
 __all__ = [
     "ensemble",
     "expectation",
+    "golden",
     "model",
     "option_groups",
     "options",

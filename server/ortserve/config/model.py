@@ -254,14 +254,21 @@ class ModelOptions(LoadOptions):
     """Which requests are recorded as calibration data: ``{share: 0.01}`` records the inputs of one answered request in
     a hundred, as files for ``--inputs`` and ``--calibration``. Needs the server's ``record_dir``; without it a warning
     is logged. Only a ``model.yaml`` can set it. The metadata's property ``recording`` reports the counts."""
+    golden_required: bool = False
+    """Whether a version without golden samples fails. Samples in the folder ``golden`` of a version are always checked
+    before it serves."""
+    max_slowdown: float | None = Field(default=None, ge=1, le=1000)
+    """How many times as long as with the version that serves a batch may take. Both run in turn at sizes that warm-up
+    measured of both; a version that takes longer fails, and the one before keeps serving. Differences below 0.1 ms do
+    not count. No effect while no version serves, and for ensembles and models with sequences. Unset: not compared."""
     sequences: SequenceOptions | None = None
     """Requests that belong together: they run one after the other, and the server keeps the model's state from one to
     the next. Such a model accepts only requests with a ``sequence_id``. Unset: each request stands alone."""
     ensemble: EnsembleOptions | None = None
     """Makes the model an ensemble of other models: ``{steps: [{model: m, inputs: {a: x}, outputs: {b: y}}, ...]}``. Its
     version folders need no model file; ``inputs`` and ``outputs`` name its own tensors in their order. Of the other
-    keys only ``batched``, ``max_rows``, ``metric_tags``, ``response_cache``, ``slo_s``, ``required`` and
-    ``version_policy`` apply. Unset: the model is a file."""
+    keys only ``batched``, ``golden_required``, ``max_rows``, ``metric_tags``, ``response_cache``, ``slo_s``,
+    ``required`` and ``version_policy`` apply. Unset: the model is a file."""
     thread_nice: int | None = Field(default=None, ge=0, le=19)
     """Nice level of the threads that run the model, on Linux: 19 gives way to all other work on the processors. A level
     below that of the server needs ``CAP_SYS_NICE``; a warning says where it has no effect. Runs of a model with

@@ -2,6 +2,7 @@
 
 __all__ = [
     "catalog",
+    "dependents",
     "effective_config",
     "load",
     "recording",
@@ -9,7 +10,9 @@ __all__ = [
     "repository",
     "request_shapes",
     "rollout",
+    "sample_files",
     "served",
     "serving",
     "state_file",
+    "versions",
 ]

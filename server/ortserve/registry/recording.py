@@ -257,11 +257,12 @@ def _as_columns(signature: ModelSignature, inputs: Arrays) -> dict[str, np.ndarr
     for spec, array in zip(signature.inputs, inputs, strict=True):
         if not is_absent(array):
             column = array if signature.is_batched else array[np.newaxis]
-            arrays[spec.name] = _encode_texts(column) if column.dtype.hasobject else column
+            arrays[spec.name] = encode_texts(column) if column.dtype.hasobject else column
     return arrays
 
 
-def _encode_texts(array: np.ndarray) -> np.ndarray:
+def encode_texts(array: np.ndarray) -> np.ndarray:
+    """Texts as an array of bytes in UTF-8. Raises as ``_as_columns``."""
     texts = [text.encode() for text in array.reshape(-1).tolist()]
     longest = max(map(len, texts), default=0)
     if longest * len(texts) > MAX_WAITING_BYTES or any(text.endswith(b"\0") for text in texts):

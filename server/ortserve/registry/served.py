@@ -172,6 +172,15 @@ class ServedModel(ServedVersion):
         else:
             self._batcher.submit(request, shape_class, terms)
 
+    def submit_own(self, request: InflightRequest, terms: Terms) -> None:
+        """Enqueue a request whose inputs have the form of the model. The cache does not answer it. For measurements.
+
+        Raises:
+            ServeError: From the batcher.
+        """
+        shape_class = None if self._shape_classes is None else self._shape_classes.find(request.inputs)
+        self._batcher.submit(request, shape_class, terms)
+
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         """As ``ServedVersion.submit_part``. The inputs of the request become all those of the model."""
         assert self.sequences is not None

@@ -18,6 +18,7 @@ from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.ensemble.members import find_members
 from ortserve.registry.ensemble.plan import make_plan
 from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.gates import check_ensemble, check_speed
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, Progress
@@ -26,6 +27,7 @@ from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.source import ModelSource, VersionSource
+from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.readings import LoopActivity
@@ -166,7 +168,7 @@ class Versions:
         return ""
 
     async def _load_model(self, record: VersionRecord, progress: Progress, source: VersionSource) -> LoadedModel:
-        return await self._loop.run_in_executor(
+        loaded = await self._loop.run_in_executor(
             self._threads,
             partial(
                 load_model,
@@ -181,6 +183,14 @@ class Versions:
                 self._limiter,
             ),
         )
+        options, before = source.configuration.options, self._serving(record)
+        try:
+            await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
+        except BaseException:  # Also if the server stops meanwhile.
+            for instance in loaded.instances:
+                await asyncio.to_thread(instance.close)
+            raise
+        return loaded
 
     async def _load_ensemble(self, record: VersionRecord, source: VersionSource) -> ServedEnsemble:
         """Connect an ensemble to its members, which serve already. Raises ServeError: invalid_input."""
@@ -188,7 +198,20 @@ class Versions:
         labels = await asyncio.to_thread(read_labels, options, source.folder)
         plan = make_plan(record.model, options)
         members = find_members(record.model, plan, self._catalog)
-        return self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
+        served = self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
+        try:
+            if golden := await check_ensemble(served, source.path, source.folder, self._clock):
+                served.properties = {**served.properties, "golden": golden}
+        except BaseException:
+            await served.close()
+            raise
+        return served
+
+    def _serving(self, record: VersionRecord) -> ServedVersion | None:
+        """The version that a load takes over from: the previous load of the same version, or else the highest."""
+        ready = self._catalog.ready(record.model)
+        same = [before for before in ready if before.version == record.version]
+        return (same or ready)[-1].served if ready else None
 
     async def replace(self, record: VersionRecord) -> str:
         """Load a version anew that has abandoned an instance, unless it was replaced or drained in the meantime.

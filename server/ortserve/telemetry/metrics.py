@@ -274,6 +274,11 @@ class Metrics(Collector):
             yield ("", "", protocol, kind.value), series
 
 
+def unread_metrics() -> Metrics:
+    """Metrics that nothing exports, for loads outside a server."""
+    return Metrics(CollectorRegistry())
+
+
 def _batching(known: Sequence[tuple[Labels, BatchingNumbers]]) -> Iterator[Metric]:
     yield Family(declared.QUEUE_ROWS, {labels: numbers.queue_rows for labels, numbers in known})
     decisions = {

@@ -4,11 +4,13 @@
 """
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
@@ -20,6 +22,7 @@ from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError
 
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
 _Arguments = ParamSpec("_Arguments")
 _Kept = TypeVar("_Kept")
 _Problem: TypeAlias = tuple[ErrorKind, str] | OSError | None
@@ -34,22 +37,64 @@ class Failure:
     is_late: bool = False
 
 
-def run_apart(work: Callable[[Any], Any], items: Sequence[Any], limit_s: float) -> Generator[Any, None, None]:
+def run_apart(
+    work: Callable[[Any], Any],
+    items: Sequence[Any],
+    limit_s: float,
+    children: list[subprocess.Popen[bytes]] | None = None,
+) -> Generator[Any, None, None]:
     """Do work on each item, all in one process, which is replaced after an item that it did not survive.
 
     Args:
         work: A function of a module. It and its items and results are pickled.
         items: What to work on.
         limit_s: For each item; the start of the process counts to the first one.
+        children: Holds the process while it runs; None if only the iterator ends it.
 
     Yields:
         The result for each item, or a ``Failure``. Closing the iterator ends the process.
     """
     waiting = list(items)
     while waiting:
-        for result in _run_child(work, tuple(waiting), limit_s):
+        for result in _run_child(work, tuple(waiting), limit_s, [] if children is None else children):
             waiting.pop(0)
             yield result
+
+
+def run_side_by_side(
+    work: Callable[[Any], Any], items: Sequence[_Item], limit_s: float, processes: int
+) -> Generator[tuple[_Item, Any], None, None]:
+    """As ``run_apart``, in several processes at the same time.
+
+    Yields:
+        Each item with its result or ``Failure``, as they come. Closing the iterator ends the processes.
+    """
+    outcomes: queue.SimpleQueue[tuple[_Item, Any]] = queue.SimpleQueue()
+    is_over = threading.Event()
+    children: list[subprocess.Popen[bytes]] = []
+
+    def run(part: Sequence[_Item]) -> None:
+        with closing(run_apart(work, part, limit_s, children)) as results:
+            for item, result in zip(part, results, strict=True):
+                outcomes.put((item, result))
+                if is_over.is_set():
+                    return
+
+    processes = min(processes, len(items))
+    threads = [threading.Thread(target=run, args=(items[first::processes],)) for first in range(processes)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in items:
+            yield outcomes.get()
+    finally:
+        is_over.set()
+        while any(thread.is_alive() for thread in threads):
+            for child in children:  # each thread waits for its own
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            for thread in threads:
+                thread.join(0.05)
 
 
 def call_apart(limit_s: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -81,7 +126,7 @@ class ObjectApart(Generic[_Kept]):
             arguments: What it gets.
         """
         self._next: tuple[Callable[..., Any], tuple[Any, ...]] = (make, arguments)
-        self._outcomes: Final = _run_child(None, self._calls(), limit_s)
+        self._outcomes: Final = _run_child(None, self._calls(), limit_s, [])
         try:
             _result_of(next(self._outcomes))
         except BaseException:
@@ -136,7 +181,12 @@ def _call(item: tuple[Callable[..., _Result], tuple[Any, ...]]) -> tuple[_Result
         return None, (ErrorKind.INVALID_INPUT, without_paths(str(error)))
 
 
-def _run_child(work: Callable[[Any], Any] | None, items: Iterable[Any], limit_s: float) -> Generator[Any, None, None]:
+def _run_child(
+    work: Callable[[Any], Any] | None,
+    items: Iterable[Any],
+    limit_s: float,
+    children: list[subprocess.Popen[bytes]],
+) -> Generator[Any, None, None]:
     """The results up to the first ``Failure``.
 
     Without ``work``, the items are functions with arguments; the first one makes an object, which the others get first.
@@ -152,6 +202,7 @@ def _run_child(work: Callable[[Any], Any] | None, items: Iterable[Any], limit_s:
         start_new_session=True,  # so that processes of its own end with it
     )
     theirs.close()
+    children.append(child)
     try:
         for item in items:
             with suppress(BrokenPipeError):
@@ -170,6 +221,7 @@ def _run_child(work: Callable[[Any], Any] | None, items: Iterable[Any], limit_s:
         os.close(errors)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # a broken driver may hang the release of its resources
+        children.remove(child)
         child.wait()
 
 

@@ -11,7 +11,7 @@ from ortserve.registry.repository.model_files import MODEL_FILE
 from ortserve.registry.repository.provenance import provenance_beside
 from ortserve.tools.command import ToolParser
 from ortserve.tools.provenance import Provenance, write_provenance
-from ortserve.tools.publish.folder import Published, publish_version
+from ortserve.tools.publish.folder import Published, add_golden, publish_version
 from ortserve.tools.publish.place import find_place
 from ortserve.tools.staging import install_files, staging_folder
 from ortserve.tools.subject import Subject
@@ -42,6 +42,7 @@ def add_destination(parser: ToolParser) -> None:
     add("--publish", nargs="?", const="", metavar="REPOSITORY/name", help=text)
     text = "Publish although inputs or outputs differ from those of the version that is served."
     add("--allow-changed-interface", action="store_true", help=text)
+    add_golden(parser)
 
 
 def check_destination(arguments: argparse.Namespace, source: Subject) -> None:
@@ -97,7 +98,8 @@ def deliver(staged: Path, source: Subject, provenance: Provenance, arguments: ar
         write_provenance(provenance, provenance_beside(staged))
     if arguments.publish is not None:
         target, changed = _target(arguments, source), arguments.allow_changed_interface
-        published = publish_version(staged, target, provenance, allow_changed_interface=changed)
+        keeps = arguments.golden == "keep"
+        published = publish_version(staged, target, provenance, allow_changed_interface=changed, keeps_golden=keeps)
     if arguments.output is not None:
         install_files(staged.parent, arguments.output)
     output = None if arguments.output is None else str(arguments.output)

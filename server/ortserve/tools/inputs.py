@@ -12,12 +12,12 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ortserve.core.batch import Arrays
-from ortserve.core.dtypes import DataType
-from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import absent, is_absent
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
+from ortserve.registry.sample_files import as_samples, fits
 from ortserve.tools.opening import OpenModel
 
 MAX_FOLDER_BYTES: Final = 2**31
@@ -248,7 +248,7 @@ def _read_file(file: Path, signature: ModelSignature, option: str) -> Arrays:
             raise invalid_input(f"{option} {file}: expected an array '{spec.name}', got {', '.join(found) or 'none'}")
     found = _divide_request(signature, found)
     given = {
-        spec.name: _as_input(f"{option} {file}", spec, found[spec.name])
+        spec.name: as_samples(f"{option} {file}: array '{spec.name}'", spec, found[spec.name])
         for spec in signature.inputs
         if spec.name in found
     }
@@ -266,7 +266,7 @@ def _divide_request(signature: ModelSignature, found: Mapping[str, np.ndarray]) 
     """The rows of a request that a server recorded whole, because a trial or the lack of one kept its rows together."""
     specs = [spec for spec in signature.inputs if spec.name in found and spec.batch_axis is not None]
     is_whole = specs and all(
-        not spec.has_any_shape and found[spec.name].shape[:1] == (1,) and _fits(spec.shape, found[spec.name].shape[1:])
+        not spec.has_any_shape and found[spec.name].shape[:1] == (1,) and fits(spec.shape, found[spec.name].shape[1:])
         for spec in specs
     )
     if not is_whole:
@@ -274,27 +274,3 @@ def _divide_request(signature: ModelSignature, found: Mapping[str, np.ndarray]) 
     divided = {spec.name: np.moveaxis(found[spec.name][0], spec.batch_axis or 0, 0) for spec in specs}
     rows = max(len(array) for array in divided.values())
     return {name: divided[name] if name in divided else np.repeat(array, rows, 0) for name, array in found.items()}
-
-
-def _fits(expected: Sequence[int], sizes: Sequence[int]) -> bool:
-    return len(sizes) == len(expected) and all(want in (-1, got) for want, got in zip(expected, sizes, strict=True))
-
-
-def _as_input(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
-    """The samples of one input in the model's datatype: numbers of the same kind are converted if none changes."""
-    name = f"{name}: array '{spec.name}'"
-    expected = spec.row_shape if spec.batch_axis is not None else spec.shape
-    if not array.ndim or not (spec.has_any_shape or _fits(expected, array.shape[1:])):
-        raise invalid_input(f"{name}: expected shape {['samples', *expected]}, got {list(array.shape)}")
-    if spec.datatype is DataType.BYTES:
-        if array.dtype.kind not in "US":
-            raise invalid_input(f"{name}: expected texts, got {array.dtype}")
-        return array.astype(object) if array.dtype.kind == "U" else np.char.decode(array, "utf-8").astype(object)
-    wanted = spec.datatype.numpy
-    if array.dtype == wanted:
-        return array
-    if array.dtype.kind in "fiub" and (array.dtype.kind == "f") == (wanted.kind == "f"):
-        converted = array.astype(wanted)
-        if wanted.kind == "f" or np.array_equal(converted, array):
-            return converted
-    raise invalid_input(f"{name}: expected {wanted} ({spec.datatype.value}), got {array.dtype}")

@@ -5,10 +5,13 @@ __all__ = [
     "batch_sizes",
     "capture_trial",
     "coordination",
+    "golden_check",
+    "golden_samples",
     "inputs",
     "interface",
     "loaded_model",
     "pipeline",
     "row_axes",
     "row_trial",
+    "speed_gate",
 ]

@@ -57,6 +57,7 @@ class LoadedModel:
         unbounded_because: Why the number of rows does not bound the time of a run; empty if it does.
         classes: Of each output that is a sequence of maps in the file, by its name.
         provenance: Where the version came from; empty if that is not known.
+        golden: How well golden samples agree; empty without any.
     """
 
     instances: tuple[Instance | DeviceInstance, ...]
@@ -74,6 +75,7 @@ class LoadedModel:
     unbounded_because: str = ""
     classes: Mapping[str, Classes] = field(default_factory=dict)
     provenance: str = ""
+    golden: str = ""
 
     @property
     def nodes(self) -> Mapping[str, int]:
@@ -131,6 +133,8 @@ def describe_properties(loaded: LoadedModel, max_rows: int, sequences: SequenceO
     )
     if elsewhere := describe_elsewhere(loaded.execution_provider, loaded.operators):
         properties["nodes_elsewhere"] = elsewhere
+    if loaded.golden:
+        properties["golden"] = loaded.golden
     if loaded.provenance:
         properties["provenance"] = loaded.provenance
     return properties

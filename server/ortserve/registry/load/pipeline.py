@@ -30,6 +30,8 @@ from ortserve.registry.load.batch_sizes import RunBounds
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import LoadLimiter, LoadPermit, Progress
 from ortserve.registry.load.device_batches import DeviceBatches, prepare_batches, time_on_buffers
+from ortserve.registry.load.golden_check import InstanceRuns
+from ortserve.registry.load.golden_samples import GOLDEN_MISSING, golden_folder, read_golden
 from ortserve.registry.load.inputs import Sample, make_samples
 from ortserve.registry.load.interface import Interface, resolve_interface, resolve_padding
 from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
@@ -58,8 +60,10 @@ def load_model(
     trials: CaptureTrials | None = None,
     progress: Progress | None = None,
     limiter: LoadLimiter | None = None,
+    *,
+    checks_golden: bool = True,
 ) -> LoadedModel:
-    """Load a model in eight steps.
+    """Load a model in nine steps.
 
     1. Analyse the graph: along which axes rows run together.
     2. Choose an execution provider.
@@ -69,7 +73,8 @@ def load_model(
        steps 3 to 5 repeat on the next provider; if it runs better with another number of threads, 3 and 5 repeat.
     6. Prepare the instance: device buffers, graphs, configured samples.
     7. Add the other instances.
-    8. Report to the log what differs from the configuration.
+    8. Check the golden samples of the version.
+    9. Report to the log what differs from the configuration.
 
     Args:
         path: The ``.onnx`` file.
@@ -81,6 +86,7 @@ def load_model(
         trials: Graph captures that the process has tried; None for none.
         progress: Receives each step that begins; None if it is not observed.
         limiter: Shares processors and devices with other loads; None if there are none.
+        checks_golden: Whether step 8 is done.
 
     Raises:
         ServeError: The reason why the model cannot be served.
@@ -118,7 +124,9 @@ def load_model(
         warm = load.adjust_threads(warm)
         loaded = load.prepare_first(warm)  # 6
         loaded = load.add_instances(loaded, warm.details.samples)  # 7
-        load.report(loaded)  # 8
+        if checks_golden:
+            loaded = load.check_golden(loaded)  # 8
+        load.report(loaded)  # 9
         return loaded
 
 
@@ -390,6 +398,28 @@ class _Load:
             placed_on = tuple(self.settings.place(choice, number).device_id for number in range(options.instances))
             loaded = replace(loaded, placed=placed_on)
         return loaded
+
+    def check_golden(self, loaded: LoadedModel) -> LoadedModel:
+        """Run the golden samples of the version and compare. Frees the instances if outputs are too far from them.
+
+        Raises:
+            ServeError: invalid_input, with the figures; or samples are required and there are none.
+        """
+        options = self.options
+        folder = golden_folder(self.model.path, self.model.folder, options)
+        if (folder is None or not folder.is_dir()) and not options.golden_required:
+            return loaded
+        self.progress.begin("checking golden samples")
+        try:
+            runs = InstanceRuns(loaded, options.buckets or loaded.on_device.sizes, self.bounds)
+            golden = read_golden(folder, runs.signature)
+            if golden is None:
+                raise invalid_input(GOLDEN_MISSING)
+            return replace(loaded, golden=runs.check(golden))
+        except BaseException:
+            for instance in loaded.instances:
+                instance.close()
+            raise
 
     def report_provider(self, choice: ProviderChoice) -> None:
         """Log what an operator may not expect of the execution provider that opened the model."""

@@ -31,6 +31,7 @@ _ENSEMBLE_OPTIONS: Final = frozenset(
     {
         "batched",
         "ensemble",
+        "golden_required",
         "inputs",
         "max_rows",
         "metric_tags",

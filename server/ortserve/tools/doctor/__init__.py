@@ -1,3 +1,3 @@
 """``ortserve doctor``."""
 
-__all__ = ["loading", "machine"]
+__all__ = ["findings", "loading", "machine", "options", "presentation", "result"]

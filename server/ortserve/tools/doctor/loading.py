@@ -3,8 +3,10 @@
 Nothing is written to disk: settings that write files are removed first.
 """
 
+import asyncio
 import logging
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
@@ -16,10 +18,15 @@ from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import ServerOptions
 from ortserve.config.session import provider_parts
 from ortserve.device.devices import DeviceRuntime
-from ortserve.errors import ServeError
+from ortserve.errors import ServeError, invalid_input
+from ortserve.registry.catalog import Catalog
+from ortserve.registry.dependents import members_of, reject_cycles
+from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
-from ortserve.registry.repository.source import VersionSource, read_sources
-from ortserve.tools.apart import Failure, run_apart
+from ortserve.registry.repository.source import ModelSource, VersionSource, read_sources
+from ortserve.registry.versions import Versions
+from ortserve.telemetry.metrics import unread_metrics
+from ortserve.tools.apart import Failure, run_side_by_side
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.result import ModelCheck
 from ortserve.tools.report import bytes_text
@@ -28,19 +35,46 @@ _WRITING_ENTRIES: Final = ("ep.context_", "session.collect_node_memory_stats_to_
 _WRITING_OPTIONS: Final = ("cache", "dump", "context", "build_log")
 
 
-def check_models(repository: Path, options: ServerOptions, free_bytes: int, limit_s: float) -> list[ModelCheck]:
-    """Load all versions whose files and configurations have no problem, one after the other.
+@dataclass(frozen=True, slots=True)
+class LoadItem:
+    """A version to load, and all models that it contains if it is an ensemble, each after its own members."""
+
+    check: ModelCheck
+    version: VersionSource
+    source: ModelSource
+    members: tuple[ModelSource, ...] = ()
+
+
+def check_models(
+    repository: Path,
+    options: ServerOptions,
+    free_bytes: int,
+    limit_s: float,
+    *,
+    only: str | None = None,
+    jobs: int = 1,
+) -> list[ModelCheck]:
+    """Load all versions whose files and configurations have no problem.
 
     Args:
         repository: The folder of models.
         options: Of the server.
         free_bytes: A model whose files do not fit is not loaded.
         limit_s: For each model. One that crashes or hangs does not stop the others.
+        only: Name of the only model to check; None for all.
+        jobs: How many processes load side by side.
+
+    Raises:
+        ServeError: invalid_input, if the repository cannot be read or has no model of the name ``only``.
     """
     defaults = LoadOptions(**{name: getattr(options, name) for name in LoadOptions.model_fields})
+    sources = {source.name: source for source in reject_cycles(read_sources([repository], defaults), {})}
+    if only is not None and only not in sources:
+        known = ", ".join(sources) or "none"
+        raise invalid_input(f"--model {only}: expected a model of {repository}, which has {known}")
     checks: list[ModelCheck] = []
-    to_load: list[tuple[ModelCheck, VersionSource]] = []
-    for source in read_sources([repository], defaults):
+    to_load: list[LoadItem] = []
+    for source in sources.values() if only is None else [sources[only]]:
         events = tuple(f"option has no effect: {reason}" for reason in source.without_effect)
         if source.problem or not source.versions:
             checks.append(ModelCheck(source.name, problem=source.problem or "it has no versions", events=events))
@@ -49,18 +83,26 @@ def check_models(repository: Path, options: ServerOptions, free_bytes: int, limi
             nbytes = sum(size for _, _, _, size, _ in version.fingerprints)
             check = ModelCheck(source.name, number, version.problem, "", events, None, instances, None, nbytes)
             if not check.problem and instances * nbytes <= free_bytes:
-                to_load.append((check, version))
+                to_load.append(LoadItem(check, version, source, _members(source, sources)))
                 continue
             needed = f"{instances} instances need {bytes_text(instances * nbytes)}, {bytes_text(free_bytes)} are free"
             checks.append(check if check.problem else replace(check, skipped=needed))
     libraries, shared = tuple(options.execution_provider_libraries), options.global_threads
-    results = run_apart(partial(load_one, libraries=libraries, global_threads=shared), to_load, limit_s)
+    work = partial(load_one, libraries=libraries, global_threads=shared)
     with progress("loading models", len(to_load)) as step:
-        for number, (check, _) in enumerate(to_load):
-            step(number, f"loading {check.label}")
-            result = next(results)
-            checks.append(_failed(check, result) if isinstance(result, Failure) else result)
+        for number, (item, result) in enumerate(run_side_by_side(work, to_load, limit_s, jobs)):
+            step(number + 1, f"loaded {item.check.label}")
+            checks.append(_failed(item.check, result) if isinstance(result, Failure) else result)
     return sorted(checks, key=lambda check: (check.name, check.version or 0))
+
+
+def _members(source: ModelSource, sources: Mapping[str, ModelSource]) -> tuple[ModelSource, ...]:
+    """All models that an ensemble contains, however deep, each after its own members. There are no cycles."""
+    found: dict[str, ModelSource] = {}
+    for name in members_of(source):
+        if (member := sources.get(name)) is not None:
+            found |= {one.name: one for one in (*_members(member, sources), member)}
+    return tuple(found.values())
 
 
 def _failed(check: ModelCheck, failure: Failure) -> ModelCheck:
@@ -89,40 +131,75 @@ class _Events(logging.Handler):
         self.events: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno > logging.WARNING:  # the failure of an ensemble's load, which is reported anyway
+            return
         fields = {key: value for key, value in getattr(record, "fields", {}).items() if key != "model"}
         reason = fields.pop("reason", "")
         more = ", ".join(f"{key} {value}" for key, value in fields.items())
         self.events.append(f"{record.getMessage()}: {'; '.join(map(str, filter(None, (reason, more))))}")
 
 
-def load_one(
-    item: tuple[ModelCheck, VersionSource], *, libraries: tuple[Path, ...], global_threads: bool
-) -> ModelCheck:
+def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: bool) -> ModelCheck:
     """Load a version in this process and free it again. Returns what is known with what this shows."""
-    check, version = item
+    check, version = item.check, item.version
     handler, process = _Events(), psutil.Process()
     logging.getLogger("ortserve").addHandler(handler)
     began_ns, before_bytes = monotonic_ns(), process.memory_info().rss
     options, runtime = without_files(version.configuration.options), _device_runtime(libraries, global_threads)
+    loaded: LoadedModel | None = None
     try:
-        loaded = load_model(version.path, check.name, options, monotonic_ns, version.folder, runtime)
+        if options.ensemble is not None:
+            golden = asyncio.run(_load_ensemble(item, runtime))
+        else:
+            loaded = load_model(version.path, check.name, options, monotonic_ns, version.folder, runtime)
+            golden = loaded.golden
     except ServeError as error:
         return replace(check, problem=error.message, events=(*check.events, *handler.events))
     finally:
         logging.getLogger("ortserve").removeHandler(handler)
-    latencies = loaded.warm_up.latencies
     check = replace(
         check,
         events=(*check.events, *handler.events),
-        execution_provider=loaded.execution_provider,
-        threads=loaded.run_threads,
         load_s=(monotonic_ns() - began_ns) / 1e9,
         memory_bytes=max(0, process.memory_info().rss - before_bytes),
-        row_ms=latencies[0].run_ns / 1e6 if latencies else None,
+        golden=golden,
     )
+    if loaded is None:
+        return check
+    latencies = loaded.warm_up.latencies
     for instance in loaded.instances:
         instance.close()
-    return check
+    return replace(
+        check,
+        execution_provider=loaded.execution_provider,
+        threads=loaded.run_threads,
+        row_ms=latencies[0].run_ns / 1e6 if latencies else None,
+    )
+
+
+async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime) -> str:
+    """Load the members and connect the ensemble. Returns how its golden samples agree; empty without any.
+
+    Raises:
+        ServeError: invalid_input: the reason why it does not serve, or that of a member.
+    """
+    catalog = Catalog()
+    versions = Versions(catalog, unread_metrics(), monotonic_ns, lambda: None, lambda record: None, runtime)
+    reason = ""
+    try:
+        for source in (*item.members, item.source):
+            for number, version in source.versions.items():
+                configuration = replace(version.configuration, options=without_files(version.configuration.options))
+                record = versions.announce(source.name, number, source)
+                reason = await versions.load(record, replace(version, configuration=configuration))
+                if reason and source is not item.source:
+                    reason = f"its member {source.name}/{number} cannot be served: {reason}"
+                if reason:
+                    raise invalid_input(reason)
+        served = catalog.find(item.check.name, str(item.check.version))
+        return served.properties.get("golden", "")
+    finally:
+        await versions.close()
 
 
 @cache

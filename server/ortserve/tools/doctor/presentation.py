@@ -1,10 +1,10 @@
 """The result for people: names of fields become names of rows, and units come from their endings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from ortserve.tools.doctor.result import DoctorResult, RequestPath
+from ortserve.tools.doctor.result import DoctorResult, ModelCheck, RequestPath
 from ortserve.tools.report import Block, Cell, Facts, Findings, Report, Table, bytes_text, duration_text, number_text
 
 _UNITS: Final = {
@@ -35,16 +35,21 @@ def _blocks(result: DoctorResult) -> Iterator[Block]:
             yield Table("Libraries", ("execution provider", "library", "version, or what the loader says"), libraries)
         none = Facts("GPUs", {"none": runtime.gpu_problem or "NVML shows none"})
         yield _table("GPUs", runtime.gpus) if runtime.gpus else none
-    if result.models:
-        names = ("name", "version", "execution_provider", "instances", "threads")
-        sizes = ("files_bytes", "memory_bytes", "load_s", "row_ms")
-        yield _table("Models, loaded as the server loads them", result.models, *names, *sizes)
+    yield from models_table(result.models)
     if result.server is not None:
         yield Table("Models", ("model", "state"), list((result.server.models or {}).items()), most_rows=50)
         hint = {"not found": "give their URL by --metrics, such as http://127.0.0.1:8002"}
         yield Facts("Metrics since the start", hint if result.server.metrics is None else result.server.metrics)
     if result.request is not None:
         yield _request(result.request)
+
+
+def models_table(models: Sequence[ModelCheck]) -> Iterator[Block]:
+    """The models of a repository; nothing without any."""
+    if models:
+        names = ("name", "version", "execution_provider", "instances", "threads")
+        sizes = ("files_bytes", "memory_bytes", "load_s", "row_ms")
+        yield _table("Models, loaded as the server loads them", tuple(models), *names, *sizes)
 
 
 def _entries(record: Any) -> dict[str, Cell]:

@@ -196,6 +196,7 @@ class ModelCheck:
         memory_bytes: By which the process grew.
         load_s: Time of the load, with warm-up.
         row_ms: Time of a run with one row.
+        golden: How its golden samples agree; empty if it has none.
     """
 
     name: str
@@ -210,6 +211,7 @@ class ModelCheck:
     memory_bytes: int | None = None
     load_s: float | None = None
     row_ms: float | None = None
+    golden: str = ""
 
     @property
     def label(self) -> str:

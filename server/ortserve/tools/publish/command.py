@@ -17,7 +17,7 @@ from ortserve.tools.provenance import (
     read_provenance,
     with_summary,
 )
-from ortserve.tools.publish.folder import publish_version
+from ortserve.tools.publish.folder import add_golden, publish_version
 from ortserve.tools.publish.place import find_place
 from ortserve.tools.publish.result import PublishResult
 from ortserve.tools.report import Report, Text, facts_of
@@ -39,6 +39,7 @@ def build_parser() -> ToolParser:
     add("--options", type=Path, metavar="MODEL.yaml", help="Also replace the model.yaml of the target by this file.")
     text = "Publish although inputs or outputs differ from those of the version that is served."
     add("--allow-changed-interface", action="store_true", help=text)
+    add_golden(parser)
     return parser
 
 
@@ -66,6 +67,7 @@ def publish(arguments: argparse.Namespace) -> Outcome:
         provenance,
         _read_options(arguments.options),
         allow_changed_interface=arguments.allow_changed_interface,
+        keeps_golden=arguments.golden == "keep",
     )
     result = PublishResult(
         model=published.name,

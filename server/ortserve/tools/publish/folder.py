@@ -5,6 +5,7 @@ machine dies. Numbers are never used twice: the model's folder keeps the highest
 version no longer tells.
 """
 
+import argparse
 import errno
 import fcntl
 import os
@@ -20,12 +21,14 @@ from ortserve.engine.providers import choose_provider
 from ortserve.errors import ServeError, invalid_input
 from ortserve.model_file.graph import UNREADABLE
 from ortserve.model_file.reading import read_model
+from ortserve.registry.load.golden_samples import GOLDEN_FOLDER, GOLDEN_MISSING
 from ortserve.registry.repository.model_files import OPTIONS_FILE, VERSION
 from ortserve.registry.repository.provenance import PROVENANCE_FILE
 from ortserve.registry.repository.source import choose_versions
 from ortserve.tools.apart import call_apart
 from ortserve.tools.console import Step, progress
 from ortserve.tools.doctor.loading import without_files
+from ortserve.tools.golden.recording import check_version
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.provenance import Provenance, write_provenance
 from ortserve.tools.publish.place import Place, find_place
@@ -56,6 +59,13 @@ class Published:
     notes: tuple[str, ...] = ()
 
 
+def add_golden(parser: argparse.ArgumentParser) -> None:
+    """Add ``--golden``, which decides ``keeps_golden``."""
+    text = "Golden samples of the version that is served: the new one must agree with them and gets them (keep, the "
+    text += "default), or it is published without samples (none)."
+    parser.add_argument("--golden", choices=("keep", "none"), default="keep", help=text)
+
+
 def publish_version(
     model: Path,
     target: str,
@@ -63,6 +73,7 @@ def publish_version(
     options_text: str | None = None,
     *,
     allow_changed_interface: bool = False,
+    keeps_golden: bool = True,
 ) -> Published:
     """Make a model the next version of ``REPOSITORY/name``, which is made if it is new.
 
@@ -72,42 +83,66 @@ def publish_version(
         provenance: Becomes the version's.
         options_text: Replaces the model's ``model.yaml``; None to keep what it has.
         allow_changed_interface: Whether inputs and outputs may differ from those of the version that is served.
+        keeps_golden: Whether the golden samples of the version that is served become the new version's, which must
+            agree with them.
 
     Raises:
-        ServeError: invalid_input: the model does not open, its interface differs, or the target is no place for it.
+        ServeError: invalid_input: the model does not open, its interface differs, it disagrees with the golden samples,
+            or the target is no place for it.
         OSError: The repository cannot be written. Nothing has changed then.
     """
     place = find_place(target)
+    checks = _Checks(allow_changed_interface, keeps_golden)
     try:
-        published = _publish(model, place, provenance, options_text, allow_changed_interface=allow_changed_interface)
+        published = _publish(model, place, provenance, options_text, checks)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(place.folder)) from error
     if published is None:
-        return publish_version(model, target, provenance, options_text, allow_changed_interface=allow_changed_interface)
+        return publish_version(
+            model,
+            target,
+            provenance,
+            options_text,
+            allow_changed_interface=allow_changed_interface,
+            keeps_golden=keeps_golden,
+        )
     return published
 
 
+@dataclass(frozen=True, slots=True)
+class _Checks:
+    """What the caller of ``publish_version`` allows."""
+
+    allow_changed_interface: bool
+    keeps_golden: bool
+
+
 def _publish(
-    model: Path, place: Place, provenance: Provenance, options_text: str | None, *, allow_changed_interface: bool
+    model: Path, place: Place, provenance: Provenance, options_text: str | None, checks: _Checks
 ) -> Published | None:
     """None if another process has made the model meanwhile, so that this is its next version."""
     with staging_folder(place.beside) as staging, progress("publishing") as step:
         options = _stage_options(staging, options_text, place)
         place = replace(place, options=options) if options_text is not None else place
         version = staging / "version"
-        path = _stage_version(model, version, place, provenance, step)
+        path = _stage_version(model, version, place, provenance, step, keeps_golden=checks.keeps_golden)
         step(0, "opening the model in another process")
         subject = Subject(place.name, path, place.folder, without_files(place.options))
         try:
             differences, notes = call_apart(_LIMIT_S, _check, subject, place.newest())
         except ServeError as error:
             raise invalid_input(error.message.replace(str(path), str(model))) from None
-        if differences and not allow_changed_interface:
+        if differences and not checks.allow_changed_interface:
             raise invalid_input(
                 f"{model}: its interface is not that of {place.name}, which clients use: {'; '.join(differences)}; "
                 "--allow-changed-interface publishes it nevertheless"
             )
         notes += [f"changed interface: {difference}" for difference in differences]
+        if (version / GOLDEN_FOLDER).is_dir():
+            step(0, "checking golden samples in another process")
+            notes.append(f"golden samples: {_check_golden(model, subject)}")
+        elif place.options.golden_required:
+            raise invalid_input(f"{model}: {GOLDEN_MISSING}")
         step(0, "writing to the disk")
         _sync_all(version)
         try:
@@ -130,7 +165,9 @@ def _stage_options(staging: Path, text: str | None, place: Place) -> ModelOption
     return load_model_options(file, LoadOptions())
 
 
-def _stage_version(model: Path, version: Path, place: Place, provenance: Provenance, step: Step) -> Path:
+def _stage_version(
+    model: Path, version: Path, place: Place, provenance: Provenance, step: Step, *, keeps_golden: bool
+) -> Path:
     """Copy all files of the version. Returns the path of its model."""
     graph = read_model(model)
     if graph is UNREADABLE:
@@ -145,6 +182,7 @@ def _stage_version(model: Path, version: Path, place: Place, provenance: Provena
         copies[path.parent / other] = model.parent / other
     if newest is not None:
         before = place.folder / str(newest.version)
+        companions = [path for path in companions if keeps_golden or path.parts[0] != GOLDEN_FOLDER]
         copies = {version / companion: before / companion for companion in companions} | copies
     for place_of, file in copies.items():
         step(0, f"copying {file.name}")
@@ -172,6 +210,15 @@ def _check(subject: Subject, served: Subject | None) -> tuple[list[str], list[st
     if dependence and not before.rows.known_dependence:
         notes.append(f"its requests run alone, those of version {served.version} shared batches: {dependence}")
     return signature_differences(before.signature, signature), notes
+
+
+def _check_golden(model: Path, subject: Subject) -> str:
+    """How a version agrees with its golden samples. Raises ServeError: invalid_input, if it does not."""
+    try:
+        return call_apart(_LIMIT_S, check_version, subject)
+    except ServeError as error:
+        reason = f"{error.message.replace(str(subject.path), str(model))}; --golden none publishes it without samples"
+        raise invalid_input(f"{model}: {reason}") from None
 
 
 def _open(subject: Subject, notes: list[str]) -> OpenModel:

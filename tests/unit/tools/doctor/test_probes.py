@@ -22,10 +22,10 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions
 from ortserve.core.timing import PHASES, Timing
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.repository.source import VersionSource
-from ortserve.tools.apart import Failure, run_apart
+from ortserve.registry.repository.source import ModelSource, VersionSource
+from ortserve.tools.apart import Failure, run_apart, run_side_by_side
 from ortserve.tools.doctor import loading, request_path, runtime, steadiness
-from ortserve.tools.doctor.loading import check_models, load_one, without_files
+from ortserve.tools.doctor.loading import LoadItem, check_models, load_one, without_files
 from ortserve.tools.doctor.result import ModelCheck, ProviderTrial
 from ortserve.tools.doctor.server import sum_metrics
 from servers import add_model
@@ -159,6 +159,27 @@ def test_processes_of_interrupted_work_are_ended() -> None:
     assert len(gone) == 2
 
 
+@pytest.mark.usefixtures("importable")
+def test_items_side_by_side_each_get_their_result_or_failure() -> None:
+    items = ["a", "b", "bad", "c", "d"]
+
+    results = dict(run_side_by_side(end_by_signal, items, 60, 2))
+
+    assert results == {one: one.upper() for one in items} | {"bad": Failure("ended with signal 11: no output")}
+
+
+@pytest.mark.usefixtures("importable")
+def test_processes_side_by_side_are_ended_although_others_still_hang() -> None:
+    before = psutil.Process().children()
+    results = run_side_by_side(hang, ["a", "bad"], 600, 2)
+    assert next(results) == ("a", "A")
+    assert len(psutil.Process().children()) > len(before)
+
+    results.close()
+
+    assert not set(psutil.Process().children()) - set(before)
+
+
 def test_process_that_cannot_begin_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(3)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -244,7 +265,8 @@ def test_load_writes_no_optimized_model(tmp_path: Path) -> None:
 
     version = VersionSource(tmp_path / "model.onnx", tmp_path, Configuration(options), ())
 
-    found = load_one((ModelCheck("m"), version), libraries=(), global_threads=False)
+    item = LoadItem(ModelCheck("m"), version, ModelSource("m"))
+    found = load_one(item, libraries=(), global_threads=False)
 
     assert found.execution_provider == "CPUExecutionProvider"
     assert (found.row_ms or 0) > 0
@@ -283,7 +305,7 @@ def test_model_on_which_the_process_crashes_or_hangs(
     failure: Failure, problem: str, skipped: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     add_model(tmp_path, "m", builders.mlp)
-    monkeypatch.setattr(loading, "run_apart", lambda *_: iter([failure]))
+    monkeypatch.setattr(loading, "run_side_by_side", lambda _, items, *more: iter([(items[0], failure)]))
 
     (found,) = check(tmp_path)
 

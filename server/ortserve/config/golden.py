@@ -1,0 +1,57 @@
+"""The file ``golden.yaml`` beside golden samples: how far outputs may be from the expected ones."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ortserve.config.expectation import describe_problems
+from ortserve.config.yaml_file import read_yaml
+from ortserve.errors import invalid_input
+
+
+class Tolerance(BaseModel):
+    """Bounds of one output's errors over all samples. Measures that are not set are not bounded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    max: float | None = Field(default=None, ge=0)
+    """Largest absolute difference of two elements; for texts and booleans 1 if any differ."""
+    relative: float | None = Field(default=None, ge=0)
+    """The same divided by the largest absolute element that is expected in any sample."""
+    cosine: float | None = Field(default=None, ge=0, le=2)
+    """1 minus the cosine between a sample's output and the expected one, for the worst sample."""
+    top1: float | None = Field(default=None, ge=0, le=1)
+    """Share of positions whose largest element along the last axis is another one."""
+
+    def bounds(self) -> dict[str, float]:
+        """The measures that are bounded."""
+        return self.model_dump(exclude_none=True)
+
+
+class GoldenFile(BaseModel):
+    """The keys of ``golden.yaml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    tolerances: Mapping[str, Tolerance] = Field(default_factory=dict)
+    """By the name of an output. Outputs that are not listed have the tolerance of their datatype."""
+
+
+def load_golden_file(path: Path) -> GoldenFile:
+    """Read a ``golden.yaml``; a missing one is empty. Blocks on the file.
+
+    Raises:
+        ServeError: invalid_input, with the file's name, the key, what is expected and the value.
+    """
+    if not path.exists():
+        return GoldenFile()
+    try:
+        given = read_yaml(path)
+    except ValueError as error:
+        raise invalid_input(f"{path.name}: {error}") from None
+    try:
+        return GoldenFile.model_validate(given)
+    except ValidationError as error:
+        problems = describe_problems(error, GoldenFile.model_fields, given)
+        raise invalid_input(f"{path.name}: " + "; ".join(f"{key}: {text}" for key, text in problems.items())) from None

@@ -1,0 +1,222 @@
+"""The check of golden samples: each runs alone and among others, and its outputs are compared with the expected ones.
+
+The runs are the caller's: those of an instance, or requests to an ensemble.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ortserve.core.agreement import AgreementMeter
+from ortserve.core.batch import Arrays, Batch
+from ortserve.core.dtypes import DataType
+from ortserve.core.padding import padding_of_requests
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import as_float64, is_absent
+from ortserve.core.terms import Alone
+from ortserve.engine.provider_options import GPU_PROVIDERS
+from ortserve.errors import DeviceLostError, RunTimeoutError, ServeError, invalid_input
+from ortserve.registry.load.batch_sizes import RunBounds, WorkerRuns
+from ortserve.registry.load.golden_samples import GoldenSample, GoldenSamples
+from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.request_shapes import ShapeClasses, check_not_empty, crashing_operators
+
+RunTogether: TypeAlias = Callable[[Sequence[GoldenSample]], list[Arrays]]
+"""Runs samples at the same time, and returns the outputs of each. Raises ServeError."""
+
+_MOST_TOGETHER: Final = 64
+"""Samples of a run; larger batches show nothing else."""
+
+
+def check_samples(
+    golden: GoldenSamples,
+    signature: ModelSignature,
+    groups: Sequence[Sequence[GoldenSample]],
+    run: RunTogether,
+    *,
+    is_coarse: bool = False,
+) -> str:
+    """Run all samples, each alone and then the groups, and compare the outputs.
+
+    Args:
+        golden: The samples and their tolerances.
+        signature: Of the samples.
+        groups: Samples that run together, too.
+        run: Runs them.
+        is_coarse: Whether they run on a GPU.
+
+    Returns:
+        What agrees and how well, for the property of the metadata.
+
+    Raises:
+        ServeError: invalid_input, with the output, the measure, what is found and what is allowed, and the sample; or
+            that a sample cannot be run.
+    """
+    alone, together = (_Compared(golden, signature, is_coarse=is_coarse) for _ in range(2))
+    for sample in golden.samples:
+        _compare([sample], "alone", run, alone)
+    alone.judge()
+    count = len(golden.samples)
+    text = f"{count} samples agree" if count > 1 else "1 sample agrees"
+    text += f": alone {alone.describe()}"
+    if not groups:
+        return text
+    for group in groups:
+        _compare(group, f"in a batch of {len(group)}", run, together)
+    together.judge()
+    return f"{text}; in batches of up to {max(map(len, groups))} {together.describe()}"
+
+
+def _compare(samples: Sequence[GoldenSample], how: str, run: RunTogether, compared: "_Compared") -> None:
+    try:
+        found = run(samples)
+    except (DeviceLostError, RunTimeoutError):
+        raise
+    except ServeError as error:
+        which = samples[0].place if len(samples) == 1 else f"{samples[0].place} to {samples[-1].place}"
+        raise invalid_input(f"golden samples: {which} {how} fails: {error.message}") from None
+    for sample, outputs in zip(samples, found, strict=True):
+        compared.add(sample, how, outputs)
+
+
+class _Compared:
+    """The errors of all outputs so far, and the worst sample of each."""
+
+    def __init__(self, golden: GoldenSamples, signature: ModelSignature, *, is_coarse: bool) -> None:
+        self._specs = signature.outputs
+        self._bounds = [golden.bounds(spec, is_coarse=is_coarse) for spec in self._specs]
+        self._meters = [AgreementMeter([spec.name]) for spec in self._specs]
+        self._worst: list[dict[str, tuple[float, str]]] = [{} for _ in self._specs]
+        """Of each output by measure: the error of the worst sample by itself, and which it is."""
+
+    def add(self, sample: GoldenSample, how: str, outputs: Arrays) -> None:
+        for index, (spec, expected) in enumerate(zip(self._specs, sample.outputs, strict=True)):
+            if expected is None:
+                continue
+            pair = [_comparable(expected, spec)], [_comparable(outputs[index], spec)]
+            own = AgreementMeter([spec.name])
+            for meter in (own, self._meters[index]):
+                meter.add(*pair, 1)
+            (error,) = own.result().outputs
+            for measure in self._bounds[index]:
+                # A sample with small values is as far from the expected as its largest difference.
+                value = error.max if measure == "relative" else float(getattr(error, measure))
+                if value > self._worst[index].get(measure, (-1.0, ""))[0]:
+                    self._worst[index][measure] = value, f"{sample.place} {how}"
+
+    def judge(self) -> None:
+        """Raises ServeError: invalid_input, for outputs whose errors exceed their bounds."""
+        problems = []
+        for index, spec in enumerate(self._specs):
+            (error,) = self._meters[index].result().outputs
+            for measure, most in self._bounds[index].items():
+                found = float(getattr(error, measure))
+                if found > most:
+                    difference = "shape or elements that are not finite differ" if math.isinf(found) else f"{found:.3g}"
+                    where = self._worst[index][measure][1]
+                    problems.append(
+                        f"output '{spec.name}': {measure} error at most {most:g} expected, got {difference} ({where})"
+                    )
+        if problems:
+            raise invalid_input(f"golden samples: {'; '.join(problems)}")
+
+    def describe(self) -> str:
+        """The errors and their bounds."""
+        texts = []
+        for index, spec in enumerate(self._specs):
+            if self._worst[index]:
+                (error,) = self._meters[index].result().outputs
+                bounds = self._bounds[index].items()
+                errors = (f"{measure} {getattr(error, measure):.2g} of {most:g}" for measure, most in bounds)
+                texts.append(f"'{spec.name}' {', '.join(errors)}")
+        return "; ".join(texts)
+
+
+def _comparable(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    return as_float64(array, spec.datatype) if spec.datatype is DataType.BF16 else array
+
+
+def as_sent(signature: ModelSignature, inputs: Arrays) -> Arrays:
+    """One row as clients send it: with the rows where the tensors have them. Views."""
+    if not signature.is_batched:
+        return inputs
+    pairs = zip(signature.inputs, inputs, strict=True)
+    return tuple(
+        array if is_absent(array) else array[0, ...] if axis is None else np.moveaxis(array, 0, axis)
+        for axis, array in ((spec.batch_axis, array) for spec, array in pairs)
+    )
+
+
+def as_batched(signature: ModelSignature, outputs: Arrays) -> Arrays:
+    """The answer to one row, with the rows on axis 0. Views."""
+    if not signature.is_batched:
+        return outputs
+    return tuple(
+        array[np.newaxis] if spec.batch_axis is None else np.moveaxis(array, spec.batch_axis, 0)
+        for spec, array in zip(signature.outputs, outputs, strict=True)
+    )
+
+
+class InstanceRuns:
+    """Runs golden samples on the workers of a loaded model's instances, in turn. For the thread of the load."""
+
+    def __init__(self, loaded: LoadedModel, buckets: Sequence[int], bounds: RunBounds) -> None:
+        """``buckets`` are the sizes to which batches are padded."""
+        self._loaded = loaded
+        self._buckets = sorted(buckets)
+        self._padding = padding_of_requests(loaded.padding)
+        self._shapes = ShapeClasses(loaded.signature, self._padding)
+        self._workers = cycle([WorkerRuns(instance, bounds) for instance in loaded.instances])
+        self._crashing = crashing_operators(loaded.operators)
+        interface = loaded.interface
+        self.signature = loaded.signature
+        """Of samples: without what the server fills."""
+        if interface.sequences is not None:
+            inputs = loaded.signature.inputs[: len(interface.client.inputs)]
+            outputs = loaded.signature.outputs[: len(interface.client.outputs)]
+            self.signature = replace(loaded.signature, inputs=inputs, outputs=outputs)
+
+    def check(self, golden: GoldenSamples) -> str:
+        """Check samples. As ``check_samples``."""
+        groups = self._groups(golden.samples)
+        is_coarse = self._loaded.execution_provider in GPU_PROVIDERS
+        return check_samples(golden, self.signature, groups, self.run, is_coarse=is_coarse)
+
+    def run(self, samples: Sequence[GoldenSample]) -> list[Arrays]:
+        """Run samples in one batch. Each begins a sequence, if the model has them."""
+        sequences = self._loaded.interface.sequences
+        inputs = [sample.inputs for sample in samples]
+        for sample in samples if self._crashing else ():
+            check_not_empty(sample.inputs, self.signature, "golden", self._crashing)
+        if sequences is not None:
+            inputs = [sequences.first(arrays, 1) for arrays in inputs]
+        rows = len(samples)
+        bucket = next((size for size in self._buckets if size >= rows), rows) if self.signature.is_batched else 1
+        outputs = next(self._workers).run(Batch(tuple(zip(*inputs, strict=True)), rows, bucket)).outputs
+        parts = [outputs]
+        if rows > 1:
+            parts = [tuple(output[row : row + 1] for output in outputs) for row in range(rows)]
+        if self._padding is not None:
+            parts = [self._padding.cut_back(part, arrays) for part, arrays in zip(parts, inputs, strict=True)]
+        return parts
+
+    def _groups(self, samples: Sequence[GoldenSample]) -> list[list[GoldenSample]]:
+        """Samples that may share a batch, as many as may run together."""
+        if not self.signature.is_batched:
+            return []
+        most = min(_MOST_TOGETHER, self._loaded.warm_up.max_rows)
+        classes: dict[Hashable, list[GoldenSample]] = {}
+        sequences = self._loaded.interface.sequences
+        for sample in samples:
+            inputs = sample.inputs if sequences is None else sequences.first(sample.inputs, 1)
+            classes.setdefault(self._shapes.find(inputs), []).append(sample)
+        return [
+            alike[begin : begin + most]
+            for key, alike in classes.items()
+            if not isinstance(key, Alone) and len(alike) > 1
+            for begin in range(0, len(alike), most)
+        ]

@@ -1,0 +1,65 @@
+"""The speed gate: whether batches take much longer with a candidate than with the version that serves.
+
+Both run in turn, so that other work on the machine meets both; the shortest run of each counts. The runs are the
+caller's.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeAlias
+
+from ortserve.clock import Clock
+from ortserve.registry.load.batch_sizes import SizeLatency
+
+TimeRun: TypeAlias = Callable[[int], Awaitable[int]]
+"""Times one run of so many rows: nanoseconds, 0 if the run cannot be compared. Raises ServeError."""
+
+MOST_ROUNDS: Final = 16
+"""Of one size. A size passes after ``LEAST_ROUNDS`` as soon as its shortest runs are within the bound."""
+LEAST_ROUNDS: Final = 3
+IGNORED_NS: Final = 100_000
+"""A difference that no caller notices beside the rest of a request, and that the wakeup of a thread may make."""
+_BUDGET_NS: Final = 10_000_000_000
+"""For all sizes; each has ``LEAST_ROUNDS`` in any case."""
+
+
+def common_sizes(one: Sequence[SizeLatency], other: Sequence[SizeLatency]) -> list[int]:
+    """Sizes to compare: the smallest, the middle and the largest of those that warm-up measured of both. Pure."""
+    sizes = sorted({size.rows for size in one} & {size.rows for size in other})
+    return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
+
+
+def is_slower(candidate_ns: int, serving_ns: int, max_slowdown: float) -> bool:
+    """Whether the shortest runs show a slowdown beyond the bound. Pure."""
+    return candidate_ns > serving_ns * max_slowdown and candidate_ns - serving_ns > IGNORED_NS
+
+
+async def find_slowdown(
+    sizes: Sequence[int], candidate: TimeRun, serving: TimeRun, max_slowdown: float, clock: Clock
+) -> str:
+    """Compare a candidate with the version that serves, size by size.
+
+    Returns:
+        The size and both times, if the candidate is slower than allowed in all rounds; empty otherwise.
+
+    Raises:
+        ServeError: A run failed.
+    """
+    stop_ns = clock() + _BUDGET_NS
+    for rows in sizes:
+        times: tuple[list[int], list[int]] = ([], [])
+        for number in range(MOST_ROUNDS):
+            if number >= LEAST_ROUNDS and clock() >= stop_ns:
+                break
+            for found, time_run in zip(times, (candidate, serving), strict=True):
+                if taken_ns := await time_run(rows):
+                    found.append(taken_ns)
+            is_late = number + 1 >= LEAST_ROUNDS
+            if is_late and all(times) and not is_slower(min(times[0]), min(times[1]), max_slowdown):
+                break
+        if all(times) and is_slower(min(times[0]), min(times[1]), max_slowdown):
+            own_ns, other_ns = min(times[0]), min(times[1])
+            return (
+                f"a batch of {rows} rows takes {own_ns / 1e6:.3f} ms, {own_ns / other_ns:.2f} times the "
+                f"{other_ns / 1e6:.3f} ms of the version that serves; at most {max_slowdown:g} times expected"
+            )
+    return ""

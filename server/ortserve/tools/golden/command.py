@@ -1,0 +1,157 @@
+"""``ortserve golden``: records golden samples of a version, or checks that it agrees with those that it has."""
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from ortserve.core.agreement import ErrorBound, parse_bound
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.load.golden_samples import MOST_SAMPLES, golden_folder
+from ortserve.tools.address import add_access, address_of
+from ortserve.tools.apart import call_apart
+from ortserve.tools.arguments import number
+from ortserve.tools.command import Outcome, ToolParser, run_tool
+from ortserve.tools.console import progress
+from ortserve.tools.golden.recording import Recorded, ServerModel, check_version, kept_tolerances, record_samples
+from ortserve.tools.golden.result import GoldenResult
+from ortserve.tools.report import Report, facts_of
+from ortserve.tools.staging import staging_folder, sync
+from ortserve.tools.subject import Subject, find_model, is_url
+
+_Result = TypeVar("_Result")
+_LIMIT_S: Final = 3600.0
+_SAMPLES: Final = 16
+
+
+def build_parser() -> ToolParser:
+    """The arguments."""
+    parser = ToolParser(
+        "golden",
+        "Record golden samples beside a version: inputs, and outputs that it must give before it is served. Or check "
+        "that it gives them.",
+        epilog="Exit status: 0 recorded or in agreement, 1 the version disagrees or a failure, 2 wrong arguments.",
+    )
+    add = parser.add_argument
+    add("action", choices=("record", "check"), metavar="record|check", help="what to do")
+    add("target", metavar="REPOSITORY/name[/version]", help="the version that has or gets the samples")
+    add("--inputs", type=Path, metavar="DATA.npz", help="Samples, or a folder; without them, inputs are synthetic.")
+    text = f"The most samples, spread over the inputs. Default: {_SAMPLES}."
+    add("--samples", type=number(int, 1, MOST_SAMPLES), default=_SAMPLES, metavar="N", help=text)
+    text = "Expect the outputs of another model, or of the version on a running server. Default: those of the target."
+    add("--from", dest="source", metavar="URL|MODEL", help=text)
+    add("--model", metavar="NAME", help="Name on the server. Default: that of the target.")
+    add("--version", metavar="N", default="", help="Version on the server. Default: the one that answers.")
+    text = "Bound of an output's error, such as y:cosine=0.01; max without a measure; may be repeated."
+    add("--tolerance", action="append", default=[], metavar="OUTPUT:[MEASURE=]N", help=text)
+    text = "Replace existing samples; their tolerances stay unless others are given."
+    add("--replace", action="store_true", help=text)
+    add_access(parser)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. Returns the exit status."""
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())
+    return run_tool("golden", run, build_parser().parse_args(arguments))
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Record or check.
+
+    Raises:
+        ServeError: invalid_input: wrong arguments; internal: the version disagrees with the samples.
+        OSError: The samples cannot be written.
+    """
+    subject = find_model(arguments.target)
+    folder = golden_folder(subject.path, subject.folder, subject.options)
+    if folder is None or subject.version is None:
+        raise invalid_input(f"{arguments.target}: expected REPOSITORY/name[/version], got a single file")
+    result = _record(arguments, subject, folder) if arguments.action == "record" else _check(subject, folder)
+    title = f"Golden samples of version {result.version} of {result.model}"
+    hidden = ("schema", "action", *(("samples", "inputs", "outputs") if result.action == "check" else ()))
+    return Outcome(result, Report(title, (facts_of("", result, without=hidden),)))
+
+
+def _check(subject: Subject, folder: Path) -> GoldenResult:
+    if subject.options.ensemble is not None:
+        raise invalid_input(f"{subject.name} is an ensemble: use ortserve check REPOSITORY --model {subject.name}")
+    if not folder.is_dir():
+        raise invalid_input(f"{subject.name}/{subject.version}: expected golden samples, got none: record them")
+    with progress("checking in another process"):
+        agreement = _apart(check_version, subject)
+    assert subject.version is not None
+    return GoldenResult(
+        action="check", model=subject.name, version=subject.version, folder=str(folder), agreement=agreement
+    )
+
+
+def _record(arguments: argparse.Namespace, subject: Subject, folder: Path) -> GoldenResult:
+    if folder.exists() and not arguments.replace:
+        raise invalid_input(f"{folder}: expected no golden samples yet: --replace replaces them")
+    tolerances = _tolerances(arguments.tolerance) or kept_tolerances(folder)
+    source = _source(arguments, subject)
+    with staging_folder(folder) as staging, progress("recording in another process"):
+        staged = staging / folder.name
+        given = (subject, source, arguments.inputs, arguments.samples, tolerances, staged)
+        recorded: Recorded = _apart(record_samples, *given)
+        for path in (*staged.iterdir(), staged):
+            sync(path)
+        _install(staged, folder, staging / "before")
+    assert subject.version is not None
+    return GoldenResult(
+        action="record",
+        model=subject.name,
+        version=subject.version,
+        folder=str(folder),
+        samples=recorded.samples,
+        inputs=recorded.origin,
+        outputs=arguments.source or "the version itself",
+        agreement=recorded.agreement,
+    )
+
+
+def _apart(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Call in another process; a version that disagrees is a failure of the command, not of its arguments."""
+    try:
+        return call_apart(_LIMIT_S, function, *arguments)
+    except ServeError as error:
+        if error.message.startswith("golden samples: "):
+            raise ServeError(ErrorKind.INTERNAL, error.message) from None
+        raise
+
+
+def _install(staged: Path, folder: Path, before: Path) -> None:
+    """Put the samples in their place. A server that polls at this moment sees the version without samples at worst."""
+    if folder.exists():
+        folder.rename(before)
+    try:
+        staged.rename(folder)
+    except OSError:
+        if before.exists():
+            before.rename(folder)
+        raise
+    sync(folder.parent)
+
+
+def _source(arguments: argparse.Namespace, subject: Subject) -> Subject | ServerModel | None:
+    if arguments.source is None:
+        return None
+    if not is_url(arguments.source):
+        return find_model(arguments.source)
+    return ServerModel(address_of(arguments.source, arguments), arguments.model or subject.name, arguments.version)
+
+
+def _tolerances(given: Sequence[str]) -> dict[str, list[ErrorBound]]:
+    """Bounds by output. Raises ServeError: invalid_input, for a text without an output or a bound."""
+    found: dict[str, list[ErrorBound]] = {}
+    for text in given:
+        output, _, bound = text.rpartition(":")
+        if not output:
+            raise invalid_input(f"--tolerance: expected OUTPUT:[MEASURE=]N, got '{text}'")
+        parsed = parse_bound(bound, "--tolerance")
+        if parsed.measure == "accuracy":
+            raise invalid_input("--tolerance: expected max, relative, cosine or top1, got accuracy")
+        found.setdefault(output, []).append(parsed)
+    return found

@@ -1,0 +1,78 @@
+"""The speed gate in virtual time: which candidates are too slow, and how long that takes to find out."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from typing import Final
+
+import pytest
+
+from ortserve.registry.load.batch_sizes import SizeLatency
+from ortserve.registry.load.speed_gate import LEAST_ROUNDS, MOST_ROUNDS, common_sizes, find_slowdown
+
+MS: Final = 1_000_000
+
+
+class Machine:
+    """A clock that the runs advance."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.runs = 0
+
+    def runner(self, times_ms: Sequence[float]) -> "Runner":
+        return Runner(self, chain(times_ms, repeat(times_ms[-1])))
+
+
+class Runner:
+    def __init__(self, machine: Machine, times_ms: Iterator[float]) -> None:
+        self._machine = machine
+        self._times_ms = times_ms
+
+    async def __call__(self, rows: int) -> int:
+        taken_ns = round(next(self._times_ms) * MS)
+        self._machine.now_ns += taken_ns
+        self._machine.runs += 1
+        return taken_ns
+
+
+def slowdown(candidate: Sequence[float], serving: Sequence[float], sizes: Sequence[int] = (8,)) -> tuple[str, int]:
+    machine = Machine()
+    runs = machine.runner(candidate), machine.runner(serving)
+    return asyncio.run(find_slowdown(sizes, *runs, 1.5, lambda: machine.now_ns)), machine.runs
+
+
+@pytest.mark.parametrize(
+    ("candidate", "serving", "runs"),
+    [
+        ([1], [1], 2 * LEAST_ROUNDS),
+        ([1.4], [1], 2 * LEAST_ROUNDS),
+        ([9, 9, 9, 1.5], [1], 2 * 4),  # other work on the machine made its first runs long
+        ([0.15], [0.06], 2 * LEAST_ROUNDS),  # 2.5 times, but 0.09 ms
+        ([3], [0], 2 * MOST_ROUNDS),  # no run of the version that serves could be compared
+    ],
+)
+def test_candidate_that_is_fast_enough_passes(candidate: list[float], serving: list[float], runs: int) -> None:
+    assert slowdown(candidate, serving) == ("", runs)
+
+
+def test_slow_candidate_is_named_with_its_figures() -> None:
+    text, runs = slowdown([3], [1])
+
+    assert text == (
+        "a batch of 8 rows takes 3.000 ms, 3.00 times the 1.000 ms of the version that serves; "
+        "at most 1.5 times expected"
+    )
+    assert runs == 2 * MOST_ROUNDS
+
+
+def test_long_runs_end_early_but_each_size_is_compared() -> None:
+    assert slowdown([40_000], [10_000])[1] == 2 * LEAST_ROUNDS
+    assert slowdown([10_000], [10_000], sizes=(1, 4))[1] == 2 * 2 * LEAST_ROUNDS
+
+
+def test_sizes_are_those_that_both_have() -> None:
+    one, other = ([SizeLatency(rows, 1, 1, 1) for rows in sizes] for sizes in ([1, 2, 4, 8, 16], [1, 2, 4, 8]))
+
+    assert common_sizes(one, other) == [1, 4, 8]
+    assert common_sizes(one, []) == []
