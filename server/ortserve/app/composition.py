@@ -47,6 +47,7 @@ from ortserve.frontends.tls.transport import TlsPort
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.recording import Recordings
 from ortserve.registry.registry import Registry
+from ortserve.registry.stores.mirrors import open_repositories
 from ortserve.service.access import Access, Group, Guard
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyAdmission
@@ -128,6 +129,9 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     key_files = KeyFiles(_key_paths(options))
     access = Access(_key_paths(options), key_files.keyring(), on_refusal=metrics.unauthorized)
     repositories = [*options.repositories, *([repository_path()] if options.example else [])]
+    folders, mirrors = open_repositories(repositories, options, options, monotonic_ns)
+    if mirrors is not None:
+        metrics.set_stores_source(mirrors.reading)
     runtime = DeviceRuntime(options.execution_provider_libraries, global_threads=options.global_threads)
     metrics.set_devices_source(DevicesReader(runtime.devices).read)
     activity = LoopActivity()
@@ -136,7 +140,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     if cache is not None:
         metrics.set_cache_source(cache.reading)
     recordings = Recordings(options.record_dir) if options.record_dir else None
-    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, cache, recordings)
+    registry = Registry(folders, options, metrics, monotonic_ns, runtime, activity, cache, recordings, mirrors)
     polling = make_busy_polling(options, registry)
     metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(

@@ -10,4 +10,5 @@ __all__ = [
     "request_shapes",
     "served",
     "serving",
+    "stores",
 ]
