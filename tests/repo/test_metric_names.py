@@ -26,6 +26,7 @@ UNITS: Final = (
     "reloads",
     "answers",
     "errors",
+    "failures",
     "spans",
     "stalls",
     "polls",
@@ -35,6 +36,7 @@ UNITLESS: Final = {
     "ortserve_saturation": "a ratio, which has no unit; 1 is all",
     "ortserve_device_utilization": "likewise",
     "ortserve_model_state": "1 or 0 by a label, as kube-state-metrics' phases are",
+    "ortserve_store_up": "1 or 0, as Prometheus' own up",
     "ortserve_build_info": "1, for its labels",
 }
 NO_BASE_UNITS: Final = r"(milli|micro|nano)seconds|minutes|percent|(kilo|mega)bytes|_(ms|us|ns|mb|kb)(_|$)"
@@ -62,6 +64,8 @@ BOUNDED_LABELS: Final = {
     "result": 3,
     "direction": 2,
     "rows": "powers of two up to the largest batch",
+    "repository": "those that the operator names",
+    "operation": 2,
     "python": 1,
     "onnxruntime": 1,
 }

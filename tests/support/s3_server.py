@@ -44,12 +44,16 @@ class S3Server:
             if found := re.search(r"http://127\.0\.0\.1:(\d+)/", line):
                 self.port = int(found[1])
                 break
-        threading.Thread(target=self._process.stderr.read, daemon=True).start()
+        self._reader = threading.Thread(target=self._process.stderr.read, daemon=True)
+        self._reader.start()
 
     def stop(self) -> None:
         assert self._process is not None
         self._process.terminate()
         self._process.wait(LONG_S)
+        self._reader.join(LONG_S)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
 
 class FaultyProxy:

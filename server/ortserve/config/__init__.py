@@ -9,6 +9,7 @@ __all__ = [
     "model",
     "option_groups",
     "options",
+    "repository_url",
     "sequences",
     "session",
     "tensors",

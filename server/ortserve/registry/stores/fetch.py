@@ -15,10 +15,9 @@ from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_ATTEMPTS: Final = 3
-_FIRST_WAIT_S: Final = 0.2
-"""Before the second attempt; four times as long before the third. The client retries requests by itself; this is for
-contents that end early or are wrong."""
+_ATTEMPTS: Final = 2
+_WAIT_S: Final = 0.2
+"""Between the attempts. The client retries requests by itself; this is for contents that end early or are wrong."""
 _REPORT_NS: Final = 10 * 10**9
 
 
@@ -84,7 +83,7 @@ def fetch_object(
     on_bytes: Callable[[int], object] = lambda count: None,
     wait: Callable[[float], object] = time.sleep,
 ) -> str:
-    """Write the content of an object to ``file``, with up to three attempts. Blocks.
+    """Write the content of an object to ``file``, with up to two attempts. Blocks.
 
     Args:
         store: Of the object.
@@ -111,7 +110,7 @@ def fetch_object(
         except OSError as error:
             file.unlink(missing_ok=True)
             raise StoreError(f"the cache cannot be written: {error.strerror}", is_final=True) from None
-        wait(_FIRST_WAIT_S * 4**attempt)
+        wait(_WAIT_S)
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -104,22 +104,26 @@ def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
     try:
         result = obstore.get(store, path, options={"if_match": f'"{tag}"'} if is_strong else {})
         meta = result.meta
-        if (meta["size"], tag_of(meta)) != (size, tag):  # for servers that ignore If-Match
-            raise StoreError("it changed while it was fetched")
-        for chunk in result.stream(min_chunk_size=_CHUNK_BYTES):
-            yield bytes(chunk)
-    except StoreError:
-        raise
     except Exception as error:  # noqa: BLE001
         raise explain(error) from None
+    if (meta["size"], tag_of(meta)) != (size, tag):  # for servers that ignore If-Match
+        raise StoreError("it changed while it was fetched", is_final=True)
+    try:
+        for chunk in result.stream(min_chunk_size=_CHUNK_BYTES):
+            yield bytes(chunk)
+    except Exception as error:  # noqa: BLE001
+        raise StoreError(f"its content ended early: {explain(error).message}") from None
 
 
 def explain(error: Exception) -> StoreError:
-    """The error of the client in one line, without addresses, queries and values of secret variables."""
+    """The error of the client in one line, without addresses, queries and values of secret variables.
+
+    It is final, because the client has retried.
+    """
     from obstore.exceptions import PreconditionError
 
     if isinstance(error, PreconditionError):
-        return StoreError("it changed while it was fetched")
+        return StoreError("it changed while it was fetched", is_final=True)
     text = str(error).partition("\n\nDebug source")[0]
     status = re.search(r"status code: (\d{3}[A-Za-z ]*)", text)
     parts = [status[1].strip()] if status else []
@@ -130,5 +134,4 @@ def explain(error: Exception) -> StoreError:
     for name, value in os.environ.items():
         if len(value) >= _MIN_SECRET and _SECRET_NAMES.search(name.upper()):
             reason = reason.replace(value, "…")
-    is_final = isinstance(error, FileNotFoundError) or (status is not None and status[1].startswith("4"))
-    return StoreError("".join(sign if sign.isprintable() else " " for sign in reason)[:_MAX_REASON], is_final=is_final)
+    return StoreError("".join(sign if sign.isprintable() else " " for sign in reason)[:_MAX_REASON], is_final=True)
