@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from archives import file_site, write_archive
 from encodings_of_requests import grpc_raw, rest_json
@@ -141,6 +142,20 @@ def test_damaged_cache_is_fetched_again(lab: Lab, tmp_path: Path) -> None:
             content.chmod(0o600)
             content.write_bytes(np.full(4, 9, np.float32).tobytes())
     with lab.serving("damaged") as server:
+        assert answer_of(server) == 1
+
+
+def test_folder_beside_a_store_is_loaded_from_while_the_store_is_down(lab: Lab, tmp_path: Path) -> None:
+    upload(lab.bucket("beside"), version(tmp_path, "m", 1, 1))
+    folder = tmp_path / "folder"
+    upload(folder, {"local/1/model.onnx": model_bytes(tmp_path)["model.onnx"]})
+    flags = (*lab.flags("beside", "--model-control-mode", "explicit", "--load-model", "m"), folder)
+    with serving(*flags, env=lab.proxy.environment) as server, triton_clients(server) as (http, _):
+        lab.proxy.fault = "down"
+        http.load_model("local")
+        np.testing.assert_array_equal(rest_json(server, "local", ROW)["y"], ROW["x"])
+        with pytest.raises(InferenceServerException, match=r"failed to load 'm'.*a repository cannot be read"):
+            http.load_model("m")
         assert answer_of(server) == 1
 
 

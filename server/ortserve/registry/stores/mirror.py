@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ortserve.clock import Clock
-from ortserve.config.model import LoadOptions
+from ortserve.config.model import LoadOptions, says_required
+from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
+from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.stores.cache import StoreCache, with_known_digests
 from ortserve.registry.stores.fetch import FetchProgress, fetch_object
 from ortserve.registry.stores.model_plan import (
@@ -52,6 +54,7 @@ _Signature: TypeAlias = tuple[bool, tuple[tuple[str, int, str], ...]]
 class _Failure:
     signature: _Signature
     problem: str
+    is_required: bool
     due_ns: int
     waited_ns: int
 
@@ -141,10 +144,17 @@ class Mirror:
         """Whether the store or the cache gave a listing."""
         return self._state.is_known
 
-    def problems(self) -> dict[str, str]:
-        """Why the present files of models could not be fetched, by model. From any thread."""
+    def has_any(self, names: Collection[str]) -> bool:
+        """Whether the last listing has a model of one of the names."""
+        return any(model_name(entry) in names for entry in self._state.entries)
+
+    def problems(self) -> list[ModelSource]:
+        """The models whose present files could not be fetched. From any thread."""
         with self._lock:
-            return {model_name(entry): failure.problem for entry, failure in self._state.failures.items()}
+            return [
+                ModelSource(model_name(entry), is_required=failure.is_required, problem=failure.problem)
+                for entry, failure in self._state.failures.items()
+            ]
 
     def sync(self, names: Collection[str] | None = None, *, with_all_versions: bool = False) -> None:
         """Bring models of the folder up to date. A model that cannot be fetched keeps the files that it has.
@@ -185,7 +195,8 @@ class Mirror:
             for entry in self._state.failures.keys() - entries.keys():
                 self._state.failures.pop(entry, None)
         if due and not is_offline:
-            self._cache.write_listing(self.url, self._state.objects.values())
+            others = self._cache.read_listing(self.url)  # with the digests of files that other processes fetched
+            self._cache.write_listing(self.url, with_known_digests(self._state.objects.values(), others).values())
         if is_offline and not self._state.placed:
             self._state = _State()
             raise StoreError("the store cannot be listed, and the cache has no complete model of it")
@@ -242,10 +253,13 @@ class Mirror:
 
     def _try_to_place(self, entry: str, objects: Objects, with_all_versions: bool, is_offline: bool) -> None:
         signature = _sign(objects.values(), with_all_versions)
+        tree = self._cache.new_path()
         try:
-            self._place(entry, objects, with_all_versions, is_offline)
+            self._place(entry, objects, tree, with_all_versions, is_offline)
         except StoreError as error:
             problem = f"its files cannot be fetched: {error.message}"
+        except OSError as error:
+            problem = f"its files cannot be fetched: the cache cannot be used: {error.strerror}"
         except Exception as error:  # A bug must not keep every other model from loading.
             logger.error("files of '%s' cannot be fetched", entry, exc_info=error)
             problem = "its files cannot be fetched"
@@ -254,47 +268,43 @@ class Mirror:
                 self._state.placed[entry] = signature
                 self._state.failures.pop(entry, None)
             return
+        is_required = any(says_required(tree / entry / name) for name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
+        shutil.rmtree(tree, ignore_errors=True)
         self.counts.failed_models += 1
         with self._lock:
             before = self._state.failures.get(entry)
             is_same = before is not None and before.signature == signature
             waited_ns = before.waited_ns if before is not None and is_same else _FIRST_RETRY_NS // 2
             wait_ns = min(2 * waited_ns, _MAX_RETRY_NS)
-            self._state.failures[entry] = _Failure(signature, problem, self._clock() + wait_ns, wait_ns)
+            failure = _Failure(signature, problem, is_required, self._clock() + wait_ns, wait_ns)
+            self._state.failures[entry] = failure
 
-    def _place(self, entry: str, objects: Objects, with_all_versions: bool, is_offline: bool) -> None:
+    def _place(self, entry: str, objects: Objects, tree: Path, with_all_versions: bool, is_offline: bool) -> None:
         for path in objects:
             if problem := path_problem(path):
                 raise StoreError(problem, is_final=True)
-        tree = self._cache.new_path()
-        try:
-            if entry in objects:
-                self._take(objects.values(), tree, {}, is_offline)
-                self._show(entry, tree / entry)
-                return
-            folder = tree / entry
-            first = first_objects(objects)
-            self._take((one for one in first if one.path == f"{entry}/{DIGESTS_FILE}"), tree, {}, is_offline)
-            by_path = read_digests(folder / DIGESTS_FILE)
-            digests = {f"{entry}/{path}": digest for path, digest in by_path.items()}
-            self._take((one for one in first if not one.path.endswith(DIGESTS_FILE)), tree, digests, is_offline)
-            listed = listed_versions(entry, objects.values())
-            wanted = wanted_versions(entry, folder, listed, self._defaults)
-            if wanted is not None:
-                versions = set(listed) if with_all_versions else wanted
-                if missing := missing_objects(by_path, entry, objects, versions):
-                    raise StoreError(f"{DIGESTS_FILE} lists {missing}, which the store does not have", is_final=True)
-                more = [one for one in needed_objects(entry, objects, listed, versions) if one not in first]
-                self._take(more, tree, digests, is_offline)
-            (folder / DIGESTS_FILE).unlink(missing_ok=True)
-            for version in listed:  # Versions that are not fetched exist, so that the configuration chooses as above.
-                (folder / version).mkdir(parents=True, exist_ok=True)
-            self._show(entry, folder)
-        except BaseException as error:
-            shutil.rmtree(tree, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise StoreError(f"the cache cannot be used: {error.strerror}") from None
-            raise
+        if entry in objects:
+            self._take(objects.values(), tree, {}, is_offline)
+            self._show(entry, tree / entry)
+            return
+        folder = tree / entry
+        first = first_objects(objects)
+        self._take((one for one in first if one.path == f"{entry}/{DIGESTS_FILE}"), tree, {}, is_offline)
+        by_path = read_digests(folder / DIGESTS_FILE)
+        digests = {f"{entry}/{path}": digest for path, digest in by_path.items()}
+        self._take((one for one in first if not one.path.endswith(DIGESTS_FILE)), tree, digests, is_offline)
+        listed = listed_versions(entry, objects.values())
+        wanted = wanted_versions(entry, folder, listed, self._defaults)
+        if wanted is not None:
+            versions = set(listed) if with_all_versions else wanted
+            if missing := missing_objects(by_path, entry, objects, versions):
+                raise StoreError(f"{DIGESTS_FILE} lists {missing}, which the store does not have", is_final=True)
+            more = [one for one in needed_objects(entry, objects, listed, versions) if one not in first]
+            self._take(more, tree, digests, is_offline)
+        (folder / DIGESTS_FILE).unlink(missing_ok=True)
+        for version in listed:  # Versions that are not fetched exist, so that the configuration chooses as above.
+            (folder / version).mkdir(parents=True, exist_ok=True)
+        self._show(entry, folder)
 
     def _take(self, objects: Iterable[StoredObject], tree: Path, digests: Mapping[str, str], is_offline: bool) -> None:
         """Link objects into a tree, those that the cache lacks after fetching them side by side."""

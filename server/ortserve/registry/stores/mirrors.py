@@ -43,17 +43,16 @@ class Mirrors:
     async def sync(self, names: Collection[str] | None = None, *, with_all_versions: bool = False) -> None:
         """Bring the folders up to date, as ``Mirror.sync``.
 
-        After the start, a poll continues with the folder of a store that cannot be listed: other repositories are
-        followed.
+        Once a store was listed, other repositories are followed and loaded from while it cannot be listed.
 
         Raises:
-            ServeError: not_ready, if a store cannot be listed, and ``names`` were asked for or it never was listed.
+            ServeError: not_ready, if a store cannot be listed that never was, or that had one of ``names``.
         """
         calls = [partial(mirror.sync, names, with_all_versions=with_all_versions) for mirror in self._mirrors]
         results = await asyncio.gather(*map(self._run, calls), return_exceptions=True)
         for mirror, result in zip(self._mirrors, results, strict=True):
             if isinstance(result, StoreError):
-                if names is None and mirror.is_known:
+                if mirror.is_known and (names is None or not mirror.has_any(names)):
                     continue
                 raise ServeError(ErrorKind.NOT_READY, f"repository {mirror.url}: {result.message}")
             if isinstance(result, BaseException):
@@ -73,9 +72,7 @@ class Mirrors:
         """The sources, sorted by name, with those of models that could not be fetched in place of older files."""
         found = {source.name: source for source in sources}
         for mirror in self._mirrors:
-            for name, problem in mirror.problems().items():
-                before = found.get(name)
-                found[name] = ModelSource(name, is_required=before is not None and before.is_required, problem=problem)
+            found.update((source.name, source) for source in mirror.problems())
         return [found[name] for name in sorted(found)]
 
     def reading(self) -> StoresReading:

@@ -130,8 +130,13 @@ def explain(error: Exception) -> StoreError:
     parts += re.findall("<(?:Code|Message)>([^<]*)<", text)
     if not parts:
         parts = [re.sub(r"^.*? - ", "", text.replace("\n", " "))]
-    reason = re.sub(r"\S*://\S*", "…", ": ".join(parts))
+    return StoreError(redact(": ".join(parts)), is_final=True)
+
+
+def redact(text: str) -> str:
+    """One line without addresses and the values of secret variables, for clients and logs."""
+    text = re.sub(r"\S*://\S*", "…", text)
     for name, value in os.environ.items():
         if len(value) >= _MIN_SECRET and _SECRET_NAMES.search(name.upper()):
-            reason = reason.replace(value, "…")
-    return StoreError("".join(sign if sign.isprintable() else " " for sign in reason)[:_MAX_REASON], is_final=True)
+            text = text.replace(value, "…")
+    return "".join(sign if sign.isprintable() else " " for sign in text)[:_MAX_REASON]

@@ -49,6 +49,10 @@ class Lab:
         return (self.mirror.folder / model / "1" / "model.onnx").read_bytes()
 
 
+def problems(lab: Lab) -> dict[str, str]:
+    return {source.name: source.problem for source in lab.mirror.problems()}
+
+
 @pytest.fixture
 def files() -> Iterator[Executor]:
     with ThreadPoolExecutor(2) as threads:
@@ -68,17 +72,17 @@ def test_wrong_content_keeps_the_old_one_and_is_fetched_again_after_growing_wait
         lab.now_ns += 10**9
     assert len(lab.store.reads) == 2 * 4  # at 0, 10, 30 and 70 s; each with a second attempt
     assert lab.content("a") == b"first"
-    assert "expected the MD5 digest" in lab.mirror.problems()["a"]
+    assert "expected the MD5 digest" in problems(lab)["a"]
     lab.store.files["a/1/model.onnx"] = b"first"  # taken back
     lab.mirror.sync()
-    assert lab.mirror.problems() == {}
+    assert problems(lab) == {}
 
 
 def test_load_by_name_does_not_wait_for_the_next_retry(tmp_path: Path, files: Executor) -> None:
     lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
     lab.store.wrong = {"a/1/model.onnx"}
     lab.mirror.sync()
-    assert lab.mirror.problems()
+    assert problems(lab)
     lab.store.wrong.clear()
     lab.mirror.sync(["a"])
     assert lab.content("a") == b"first"
@@ -92,7 +96,7 @@ def test_unused_contents_leave_by_least_recent_use_and_used_ones_never(tmp_path:
     lab.mirror.sync(["c"])  # evicts a
     assert lab.cache.size_bytes() == 800
     lab.mirror.sync(["d"])  # nothing is left to evict
-    assert "store_cache_bytes: expected 500 bytes more than 1000" in lab.mirror.problems()["d"]
+    assert "store_cache_bytes: expected 500 bytes more than 1000" in problems(lab)["d"]
     assert (lab.content("b"), lab.content("c")) == (b"b" * 400, b"c" * 400)
     lab.mirror.release("b")
     lab.mirror.release("c")
@@ -109,7 +113,7 @@ def test_without_the_store_only_models_that_are_complete_in_the_cache_appear(tmp
     restarted = Lab(tmp_path, files, store)
     restarted.mirror.sync()
     assert restarted.content("a") == b"first"
-    assert "the cache lacks 1 of its files" in restarted.mirror.problems()["b"]
+    assert "the cache lacks 1 of its files" in problems(restarted)["b"]
     with pytest.raises(StoreError, match="down"):
         restarted.mirror.sync(["b"])
 
@@ -152,3 +156,23 @@ def test_model_that_left_the_store_leaves_the_folder(tmp_path: Path, files: Exec
     del lab.store.files["a/1/model.onnx"]
     lab.mirror.sync()
     assert [entry.name for entry in lab.mirror.folder.iterdir()] == ["b"]
+
+
+def test_required_model_stays_required_if_its_files_cannot_be_fetched(tmp_path: Path, files: Executor) -> None:
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
+    lab.store.files["a/model.yaml"] = b"required: true\n"
+    lab.store.wrong = {"a/1/model.onnx", "b/1/model.onnx"}
+    lab.mirror.sync()
+    assert {source.name: source.is_required for source in lab.mirror.problems()} == {"a": True, "b": False}
+
+
+def test_digests_that_another_process_wrote_are_kept(tmp_path: Path, files: Executor) -> None:
+    store = StoreInMemory(a=b"first", b=b"other")
+    one, other = Lab(tmp_path, files, store), Lab(tmp_path, files, store)
+    other.mirror.sync(["b"])
+    one.mirror.sync(["a"])
+    store.files["c/1/model.onnx"] = b"third"
+    other.mirror.sync(["c"])
+    store.reads.clear()
+    Lab(tmp_path, files, store).mirror.sync()
+    assert store.reads == []
