@@ -56,18 +56,19 @@ class HubStore:
         return found
 
     def read(self, found: StoredObject) -> Iterator[bytes]:
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        from huggingface_hub import get_session, get_token, hf_hub_url
 
         name = self._paths.get(found.path)
         if name is None:
             raise StoreError("the revision has no such file any more", is_final=True)
         url = hf_hub_url(self._url.host, name, revision=self._commit, endpoint=self._api.endpoint)
+        token = get_token()  # removed by the client where the hub redirects to another host
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             with get_session().stream(
-                "GET", url, headers=build_hf_headers(), timeout=self._timeout_s, follow_redirects=True
+                "GET", url, headers=headers, timeout=self._timeout_s, follow_redirects=True
             ) as answer:
-                hf_raise_for_status(answer)
+                answer.raise_for_status()
                 yield from answer.iter_bytes(_PIECE_BYTES)
         except Exception as error:  # noqa: BLE001
             raise _explain(error) from None

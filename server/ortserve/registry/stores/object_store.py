@@ -44,8 +44,11 @@ def client_config(timeout_s: float) -> "ClientConfig":
 
 def retry_config(timeout_s: float) -> "RetryConfig":
     """Retries of connection errors and of 5xx and 429 answers, with backoff."""
-    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
-    return {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=timeout_s), "backoff": backoff}  # type: ignore[typeddict-item]
+    return {
+        "max_retries": _MAX_RETRIES,
+        "retry_timeout": timedelta(seconds=timeout_s),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
+    }
 
 
 class ObjectStore:
