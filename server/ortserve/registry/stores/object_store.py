@@ -133,6 +133,7 @@ def explain(error: Exception) -> StoreError:
     parts += re.findall("<(?:Code|Message)>([^<]*)<", text)
     if not parts:
         parts = [re.sub(r"^.*? - ", "", text.replace("\n", " "))]
+        parts += re.findall(r"kind: (Timeout|Connect)\b", str(error))[:1]
     return StoreError(redact(": ".join(parts)), is_final=True)
 
 
