@@ -361,10 +361,11 @@ class Mirror:
     def _remove(self, entries: Collection[str]) -> None:
         for entry in entries:
             shown = self.folder / entry
-            tree = shown.resolve().parent
             with self._lock:
-                self._state.placed.pop(entry, None)
-            shown.unlink(missing_ok=True)
+                if self._state.placed.pop(entry, None) is None or not shown.is_symlink():
+                    continue  # another thread removed it
+                tree = shown.resolve().parent
+                shown.unlink()
             shutil.rmtree(tree, ignore_errors=True)
 
 
