@@ -32,7 +32,7 @@ RUN /opt/pip/bin/pip install --no-cache-dir --only-binary :all: --constraint con
 FROM wheel AS environment-cpu
 RUN python3 -m venv --without-pip /opt/ortserve \
     && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \
-        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[cpu,otel]"
+        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[cpu,otel,stores]"
 
 FROM ubuntu:24.04 AS cpu
 RUN apt-get update \
@@ -76,7 +76,7 @@ CMD ["--help"]
 FROM wheel AS environment-gpu
 RUN python3 -m venv --without-pip /opt/ortserve \
     && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \
-        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[gpu,otel]"
+        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[gpu,otel,stores]"
 
 # CUDA 13 and cuDNN 9 are those that the wheels of onnxruntime-gpu are built for.
 FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04 AS gpu

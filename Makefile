@@ -107,7 +107,7 @@ clean:
 	touch $@
 
 .venv/dev.done: .venv/made pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[cpu,otel,tools,compile,dev,docs]'
+	$(INSTALL) --editable '.[cpu,otel,stores,tools,compile,dev,docs]'
 	touch $@ .venv/serve.done .venv/docs.done
 
 .venv/docs.done: .venv/made pyproject.toml constraints.txt

@@ -101,7 +101,7 @@ def test_image_contains_no_build_tools(name: str) -> None:
     assert "--without-pip /opt/ortserve" in made
     assert "--only-binary :all:" in made
     assert "--constraint constraints.txt" in made
-    assert made.rstrip().endswith(f'[{name},otel]"')
+    assert made.rstrip().endswith(f'[{name},otel,stores]"')
 
 
 def test_images_have_the_locale_that_string_normalizer_needs(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_port_in_use_ends_the_server_with_status_1_and_names_the_option(option: 
     [
         (["--example", "--http-port", "70000"], "--http-port: expected integer, 0 to 65535, got '70000'"),
         (["--example", "--no-such-flag"], "--no-such-flag"),
-        ([], "expected at least one folder or --example"),
+        ([], "expected at least one folder, URL or --example"),
         (["/no/such/folder"], "expected a folder, got '/no/such/folder'"),
     ],
 )

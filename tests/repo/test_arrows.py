@@ -44,6 +44,8 @@ DOORS = {
     "uvloop": {"app", "tools"},
     "orjson": {"codecs", "frontends", "tools"},
     "google": {"_pb", "codecs", "frontends", "tools"},
+    "huggingface_hub": {"registry"},
+    "obstore": {"registry"},
     "pydantic": {"config", "frontends", "cli", "tools"},  # cli: flags are made from the declarations of the options
     "pydantic_settings": {"config"},
     "yaml": {"config"},

@@ -48,6 +48,7 @@ from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.recording import Recordings
 from ortserve.registry.registry import Registry
 from ortserve.registry.state_file import DEFAULT_FOLDER, StateFile
+from ortserve.registry.stores.mirrors import open_repositories
 from ortserve.service.access import Access, Group, Guard
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyAdmission
@@ -131,6 +132,9 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     key_files = KeyFiles(_key_paths(options))
     access = Access(_key_paths(options), key_files.keyring(), on_refusal=metrics.unauthorized)
     repositories = [*options.repositories, *([repository_path()] if options.example else [])]
+    folders, mirrors = open_repositories(repositories, options, options, monotonic_ns)
+    if mirrors is not None:
+        metrics.set_stores_source(mirrors.reading)
     runtime = DeviceRuntime(options.execution_provider_libraries, global_threads=options.global_threads)
     metrics.set_devices_source(DevicesReader(runtime.devices).read)
     activity = LoopActivity()
@@ -140,7 +144,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         metrics.set_cache_source(cache.reading)
     recordings = Recordings(options.record_dir) if options.record_dir else None
     state = StateFile(_state_folder(options))
-    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity, cache, recordings, state)
+    registry = Registry(folders, options, metrics, monotonic_ns, runtime, activity, cache, recordings, state, mirrors)
     polling = make_busy_polling(options, registry)
     metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(
@@ -364,7 +368,8 @@ def _state_folder(options: ServerOptions) -> Path | None:
     """Where the server keeps what calls change; None if it has no place for it."""
     if options.state_dir is not None:
         return options.state_dir
-    return options.repositories[0] / DEFAULT_FOLDER if options.repositories else None
+    first = next((folder for folder in options.repositories if isinstance(folder, Path)), None)
+    return None if first is None else first / DEFAULT_FOLDER
 
 
 def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:

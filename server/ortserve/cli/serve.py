@@ -36,10 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     except OptionsError as error:
         return _refuse(*error.problems)
     if not options.repositories and not options.example:
-        return _refuse("repositories: expected at least one folder or --example, got none")
+        return _refuse("repositories: expected at least one folder, URL or --example, got none")
     if problems := combination_problems(options):
         return _refuse(*problems)
-    if missing := [path for path in options.repositories if not path.is_dir()]:
+    if missing := [path for path in options.repositories if isinstance(path, Path) and not path.is_dir()]:
         return _refuse(*(f"repositories: expected a folder, got '{path}'" for path in missing))
     if problem := runtime_problem(installed_runtimes()):
         return _refuse(problem)

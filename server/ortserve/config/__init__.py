@@ -10,6 +10,7 @@ __all__ = [
     "model",
     "option_groups",
     "options",
+    "repository_url",
     "rollout",
     "sequences",
     "session",

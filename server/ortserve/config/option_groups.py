@@ -185,6 +185,25 @@ class TraceFileOptions(BaseModel):
     number of traces, so this is the limit of disk use. A numbered file counts as at least 4096 bytes."""
 
 
+class StoreOptions(BaseModel):
+    """Repositories in object stores, in archives and on a model hub, and their cache. Needs the extra ``stores``."""
+
+    model_config = _CONFIG
+
+    store_cache_dir: Path | None = None
+    """Folder for the files of repositories in stores; created if it is missing. Restarts and servers on the same
+    machine share it. It must not be writable by others: models are code. Unset: ``ortserve/stores`` in
+    ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    store_cache_bytes: int = Field(default=32 * 1024**3, ge=1, le=2**50)
+    """Maximum size of the files in ``store_cache_dir``. Files that no server uses leave it, the least recently used
+    first; a model that does not fit beside those in use is not loaded."""
+    store_timeout_s: float = Field(default=30.0, ge=0.1, le=3600)
+    """Time for which a store may send nothing before the connection is closed, and for which its errors are retried."""
+    store_check_etags: bool = True
+    """Compare ETags that look like MD5 digests with the contents. Turn it off for buckets that are encrypted by SSE-KMS
+    or SSE-C, whose ETags are no digests. Files in ``SHA256SUMS`` are checked by these digests in any case."""
+
+
 class OtlpOptions(BaseModel):
     """Traces of requests, exported by the OpenTelemetry protocol. Needs the extra ``otel``."""
 

@@ -26,10 +26,12 @@ from ortserve.config.option_groups import (
     GrpcOptions,
     HttpOptions,
     OtlpOptions,
+    StoreOptions,
     TlsOptions,
     TraceFileOptions,
     tls_problems,
 )
+from ortserve.config.repository_url import Repository
 from ortserve.config.yaml_file import read_yaml
 
 ENV_PREFIX: Final = "ORTSERVE_"
@@ -42,6 +44,7 @@ OPTION_GROUPS: Final[Mapping[str, type[BaseModel]]] = {
     "TLS": TlsOptions,
     "HTTP": HttpOptions,
     "gRPC": GrpcOptions,
+    "stores": StoreOptions,
     "trace files": TraceFileOptions,
     "OpenTelemetry": OtlpOptions,
     "defaults of every model; its model.yaml may override them": LoadOptions,
@@ -49,11 +52,14 @@ OPTION_GROUPS: Final[Mapping[str, type[BaseModel]]] = {
 """Titles of the inherited groups, in the order of the help text and the reference page, after the server's own."""
 
 
-class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFileOptions, OtlpOptions, LoadOptions):
+class ServerOptions(
+    AccessOptions, TlsOptions, HttpOptions, GrpcOptions, StoreOptions, TraceFileOptions, OtlpOptions, LoadOptions
+):
     """All options of the server. Times are seconds, sizes bytes."""
 
-    repositories: tuple[Path, ...] = ()
-    """Model repositories: folders that hold ``<model>/<version>/model.onnx`` or ``<model>.onnx``."""
+    repositories: tuple[Repository, ...] = Field(default=(), json_schema_extra={"expects": "list of paths and URLs"})
+    """Model repositories: folders that hold ``<model>/<version>/model.onnx`` or ``<model>.onnx``, or URLs of such
+    repositories: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``, ``https://HOST/FILE.tar.gz``, ``hf://OWNER/MODEL``."""
     example: bool = False
     """Also serve the bundled example repository."""
     strict_readiness: bool = False
@@ -240,7 +246,9 @@ def combination_problems(options: ServerOptions) -> list[str]:
     if options.trace_level != "OFF" and options.trace_file is None:
         problems.append(f"trace_level: expected trace_file beside '{options.trace_level}', got none")
     folder = options.record_dir
-    if folder is not None and any(folder.resolve().is_relative_to(root.resolve()) for root in options.repositories):
+    if folder is not None and any(
+        isinstance(root, Path) and folder.resolve().is_relative_to(root.resolve()) for root in options.repositories
+    ):
         problems.append(f"record_dir: expected a folder outside of the repositories, got '{folder}'")
     if shared := _shared_port(options):
         problems.append(shared)

@@ -14,5 +14,6 @@ __all__ = [
     "served",
     "serving",
     "state_file",
+    "stores",
     "versions",
 ]

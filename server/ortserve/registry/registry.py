@@ -25,6 +25,7 @@ from ortserve.registry.repository.client_model import client_source, read_client
 from ortserve.registry.repository.model_files import read_repositories
 from ortserve.registry.repository.source import ModelSource, plan_changes, read_source, read_sources
 from ortserve.registry.state_file import ModelState, StateFile
+from ortserve.registry.stores.mirrors import Mirrors
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
@@ -82,6 +83,7 @@ class Registry:
         cache: ResponseCache | None = None,
         recordings: Recordings | None = None,
         state: StateFile | None = None,
+        mirrors: Mirrors | None = None,
     ) -> None:
         """Load nothing yet.
 
@@ -95,8 +97,10 @@ class Registry:
             cache: For models with ``response_cache``; None if no model uses one.
             recordings: Of the server; None if it records no requests.
             state: What calls changed earlier; None for nothing, and to keep nothing.
+            mirrors: Keep some of the repositories' folders up to date; None if all are folders of the operator.
         """
         self._repositories = repositories
+        self._mirrors = mirrors
         self._defaults = defaults
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -155,7 +159,8 @@ class Registry:
         Raises:
             ServeError: invalid_input, if a repository cannot be read.
         """
-        return [files.name for files in await asyncio.to_thread(read_repositories, self._repositories)]
+        found = {files.name for files in await asyncio.to_thread(read_repositories, self._repositories)}
+        return sorted(found if self._mirrors is None else found | await self._mirrors.names())
 
     async def load_all(self, only: Collection[str] | None = None) -> None:
         """Load the models of the repositories. A model that fails is recorded and does not stop others from loading.
@@ -166,7 +171,7 @@ class Registry:
         Raises:
             ServeError: invalid_input, if a repository cannot be read.
         """
-        found = {source.name: source for source in await self._read_sources()}
+        found = {source.name: source for source in await self._read_sources(only)}
         names = found if only is None else sorted(only)
         missing = "it is in no repository"
         await self._apply_all(
@@ -232,6 +237,8 @@ class Registry:
             change.cancel()
         await asyncio.gather(*changes, return_exceptions=True)
         await self._versions.close()
+        if self._mirrors is not None:
+            await self._mirrors.close()
 
     def _start(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(change)
@@ -250,9 +257,24 @@ class Registry:
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
-    async def _read_sources(self) -> list[ModelSource]:
-        # Not on the threads of loads, where it would wait for models that are loading.
-        return await asyncio.to_thread(read_sources, self._repositories, self._defaults, self._named_versions)
+    async def _read_sources(self, only: Collection[str] | None = None) -> list[ModelSource]:
+        """The sources of all models. Of those in stores that are not in ``only``, nor contained in one, some may lack.
+
+        Raises:
+            ServeError: A repository cannot be read.
+        """
+        wanted = None if only is None else set(only)
+        while True:
+            if self._mirrors is not None:
+                await self._mirrors.sync(wanted)
+            # Not on the threads of loads, where it would wait for models that are loading.
+            sources = await asyncio.to_thread(read_sources, self._repositories, self._defaults, self._named_versions)
+            if self._mirrors is None:
+                return sources
+            sources = self._mirrors.with_problems(sources)
+            if wanted is None or not (more := _members_beyond(wanted, sources)):
+                return sources
+            wanted |= more
 
     def _read_source(self, name: str) -> ModelSource | None:
         return read_source(name, self._repositories, self._defaults, self._named_versions(name))
@@ -267,7 +289,7 @@ class Registry:
         source, failures = await self._load_once(name, config, files, None)
         if failures is None:  # It is an ensemble, some of whose members do not serve.
             try:
-                closure = await asyncio.to_thread(self._read_members, source)
+                closure = await self._read_closure(source)
             except ServeError:  # Its message names the folder, which clients must not learn.
                 raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
             known = self._sources | closure
@@ -295,6 +317,8 @@ class Registry:
         async with self._lock(name):
             resources = ExitStack()
             try:
+                if self._mirrors is not None and not files:
+                    await self._fetch(name, with_all_versions=config is not None)
                 source = await asyncio.to_thread(self._find_source, resources, name, config, files)
                 if known is None and self._lacks_members(source):
                     return source, None
@@ -302,6 +326,21 @@ class Registry:
                 return source, await self._apply(source)
             finally:
                 await asyncio.to_thread(resources.close)
+
+    async def _fetch(self, name: str, *, with_all_versions: bool) -> None:
+        """Fetch the present files of a model from its store.
+
+        Raises:
+            ServeError: internal, as ``load``.
+        """
+        assert self._mirrors is not None
+        try:
+            await self._mirrors.sync([name], with_all_versions=with_all_versions)
+        except ServeError:  # Its message names the repository, which clients must not learn.
+            raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
+        for source in self._mirrors.with_problems(()):
+            if source.name == name:
+                raise _load_failure(name, f"{_NOT_POLLED}: {source.problem}")
 
     def _lacks_members(self, ensemble: ModelSource) -> bool:
         """Whether a member of an ensemble does not serve in a version that the ensemble needs."""
@@ -313,6 +352,17 @@ class Registry:
 
     def _is_served(self, source: ModelSource) -> bool:
         return bool(self.ready_versions(source.name)) and self._sources.get(source.name) == source
+
+    async def _read_closure(self, ensemble: ModelSource) -> dict[str, ModelSource]:
+        """The sources of all models that an ensemble contains, fetched from stores where necessary."""
+        wanted = {ensemble.name}
+        while True:
+            closure = await asyncio.to_thread(self._read_members, ensemble)
+            more = _members_beyond(wanted, closure.values())
+            if self._mirrors is None or not more:
+                return closure
+            await self._mirrors.sync(more)
+            wanted |= more
 
     def _read_members(self, ensemble: ModelSource) -> dict[str, ModelSource]:
         """The sources of all models that an ensemble contains, however deep, by name. Blocks on the disk."""
@@ -356,6 +406,8 @@ class Registry:
             self._drain(name)
             await self._drop_dependents(name)  # Those that were loaded meanwhile hold the model.
             await self._versions.wait_until_drained(name)
+            if self._mirrors is not None:
+                await self._mirrors.release(name)
         if with_members:
             for member in members_of(source):
                 if not dependents_of(member, self._sources):
@@ -563,6 +615,11 @@ def _ignore_name(_: str) -> None:
 def _texts(labels: Mapping[str, int | None]) -> dict[str, str]:
     """Labels as fields of a log line."""
     return {"labels": ", ".join(f"{label}={'-' if version is None else version}" for label, version in labels.items())}
+
+
+def _members_beyond(names: Collection[str], sources: Iterable[ModelSource]) -> set[str]:
+    """The members of the named models that are not among the names."""
+    return {member for source in sources if source.name in names for member in members_of(source)}.difference(names)
 
 
 def _ignore() -> None:

@@ -227,6 +227,32 @@ LOADS: Final = Declaration(
     ("model", "outcome"),
     "Finished loads of a model's versions, reloads included, by outcome: ok or failed.",
 )
+STORE_UP: Final = Declaration(
+    "ortserve_store_up",
+    "gauge",
+    ("repository",),
+    "1 if the last listing of a repository in a store succeeded, otherwise 0; then its loaded models keep serving. "
+    "Only of servers with such a repository.",
+)
+STORE_FETCHED_BYTES: Final = Declaration(
+    "ortserve_store_fetched_bytes_total",
+    "counter",
+    ("repository",),
+    "Bytes of files that were fetched from a repository in a store.",
+)
+STORE_FAILURES: Final = Declaration(
+    "ortserve_store_failures_total",
+    "counter",
+    ("repository", "operation"),
+    "Failures of a repository in a store, by operation. list: it could not be listed. model: the files of a model "
+    "could not be fetched, or were wrong.",
+)
+STORE_CACHE_BYTES: Final = Declaration(
+    "ortserve_store_cache_bytes",
+    "gauge",
+    (),
+    "Size of the files in store_cache_dir, those of other servers included; at most store_cache_bytes.",
+)
 OVERDUE_BATCHES: Final = Declaration(
     "ortserve_overdue_batches_total",
     "counter",
@@ -418,6 +444,10 @@ DECLARATIONS: Final = (
     REJECTED,
     UNAUTHORIZED,
     LOADS,
+    STORE_UP,
+    STORE_FETCHED_BYTES,
+    STORE_FAILURES,
+    STORE_CACHE_BYTES,
     OVERDUE_BATCHES,
     LOAD_DURATION,
     MODEL_STATE,

@@ -33,6 +33,7 @@ from ortserve.telemetry.readings import (
     PollReading,
     RolloutReading,
     StallReading,
+    StoresReading,
 )
 from ortserve.telemetry.series import HistogramSeries, ModelMetrics, observe_failure
 from ortserve.telemetry.tracing import Tracing
@@ -73,6 +74,7 @@ class Metrics(Collector):
         self._certificate_reloads: dict[Labels, int] = {}
         self._tracing: Tracing | None = None
         self._devices: Callable[[], Sequence[DeviceReading]] = tuple
+        self._stores: Callable[[], StoresReading] | None = None
         self._stalls: Callable[[], StallReading] = StallReading
         self._polls: Callable[[], PollReading] = PollReading
         self.cache: Callable[[], CacheReading] = CacheReading
@@ -160,6 +162,10 @@ class Metrics(Collector):
     def set_rollouts_source(self, source: Callable[[], Sequence[RolloutReading]]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read."""
         self._rollouts = source
+
+    def set_stores_source(self, source: Callable[[], StoresReading]) -> None:
+        """Call ``source`` at each scrape, on the scraping thread."""
+        self._stores = source
 
     def set_cache_source(self, source: Callable[[], CacheReading]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read."""
@@ -253,6 +259,8 @@ class Metrics(Collector):
         runs = (((model.name, model.version), model.device_runs()) for model in models if model.device_runs)
         yield from _devices(self._devices(), runs)
         yield from _event_loop(self._stalls(), self._polls())
+        if self._stores is not None:
+            yield from _stores(self._stores())
         yield Family(declared.GRPC_STREAMS, {(): self._streams()})
         yield Family(declared.GRPC_CUT_ANSWERS, self._cut_answers.copy())
         yield Family(declared.GRPC_CONNECTION_ERRORS, self._connection_errors.copy())
@@ -303,6 +311,18 @@ def _response_cache(models: Iterable[ModelMetrics], cache: CacheReading) -> Iter
     yield Family(declared.CACHE_SAVED, {labels: counts.saved_ns / _NS_PER_S for labels, counts in known})
     yield Family(declared.CACHE_BYTES, {(): cache.nbytes})
     yield Family(declared.CACHE_EVICTIONS, {(): cache.evictions})
+
+
+def _stores(reading: StoresReading) -> Iterator[Family]:
+    stores = reading.stores
+    yield Family(declared.STORE_UP, {(store.repository,): int(store.is_up) for store in stores})
+    yield Family(declared.STORE_FETCHED_BYTES, {(store.repository,): store.fetched_bytes for store in stores})
+    failures: dict[Labels, float] = {}
+    for store in stores:
+        failures[store.repository, "list"] = store.failed_lists
+        failures[store.repository, "model"] = store.failed_models
+    yield Family(declared.STORE_FAILURES, failures)
+    yield Family(declared.STORE_CACHE_BYTES, {(): reading.cache_bytes})
 
 
 def _sequences(models: Iterable[ModelMetrics]) -> Iterator[Family]:

@@ -3,7 +3,7 @@
 A scrape takes the readings, on its own thread. The loop writes ``LoopActivity``, and its watchdog reads it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -88,6 +88,33 @@ class RolloutReading:
     outcomes: Mapping[str, int]
     worst: Mapping[str, float]
     p99_s: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReading:
+    """State of one repository in a store, and what happened since the start.
+
+    Attributes:
+        repository: Its URL.
+        is_up: Whether its last listing succeeded.
+        fetched_bytes: Of its files.
+        failed_lists: Listings that failed.
+        failed_models: Attempts at a model whose files could not be fetched.
+    """
+
+    repository: str
+    is_up: bool
+    fetched_bytes: int
+    failed_lists: int
+    failed_models: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoresReading:
+    """State of all repositories in stores, and the size of their cache."""
+
+    stores: Sequence[StoreReading] = ()
+    cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

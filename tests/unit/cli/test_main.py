@@ -69,7 +69,7 @@ def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["serve"], "ortserve serve: repositories: expected at least one folder or --example, got none\n"),
+        (["serve"], "ortserve serve: repositories: expected at least one folder, URL or --example, got none\n"),
         (["serve", "/absent/folder"], "ortserve serve: repositories: expected a folder, got '/absent/folder'\n"),
         (
             ["serve", "--example", "--http-port", "x"],

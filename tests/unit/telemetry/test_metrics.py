@@ -17,6 +17,8 @@ from ortserve.telemetry.readings import (
     DeviceRuns,
     RolloutReading,
     SequenceReading,
+    StoreReading,
+    StoresReading,
 )
 
 # Phases of 0.1 ms, 0.2 ms, 0.3 ms, 0.4 ms and 0.5 ms.
@@ -197,6 +199,7 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.set_device_source(lambda: DeviceRuns({"bound": 1}, {"failed": 1}, by_direction, by_direction, by_direction))
     account = {"m/1": {"buffers": 1}}
     metrics.set_devices_source(lambda: [DeviceReading("cuda:0", {"free": 1}, account, 0.5, account)])
+    metrics.set_stores_source(lambda: StoresReading([StoreReading("s3://bucket", True, 10, 1, 2)], 10))
 
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
 

@@ -1,0 +1,154 @@
+"""A repository in a tar archive behind HTTP. The whole archive is fetched when it changes.
+
+Only files and folders are taken from an archive, under names that stay below the repository.
+"""
+
+import hashlib
+import io
+import shutil
+import tarfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from ortserve.config.repository_url import RepositoryUrl
+from ortserve.registry.stores.object_store import client_config, explain, read_object, retry_config, tag_of
+from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError, path_problem
+
+_PIECE_BYTES: Final = 1 << 20
+_MAX_ARCHIVE_BYTES: Final = 1 << 40
+
+
+class ArchiveStore:
+    """The members of an archive as objects. Their tag is that of the archive."""
+
+    def __init__(self, url: RepositoryUrl, timeout_s: float, unpacked: Path, max_bytes: int) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: Of the archive.
+            timeout_s: For a connection without data.
+            unpacked: A folder for the members until they are read; created and removed as needed.
+            max_bytes: Of all members together.
+        """
+        from obstore.store import HTTPStore
+
+        config = client_config(timeout_s)
+        config["allow_http"] = url.scheme == "http"
+        try:
+            self._store = HTTPStore.from_url(
+                f"{url.scheme}://{url.host}/", client_options=config, retry_config=retry_config(timeout_s)
+            )
+        except Exception as error:  # noqa: BLE001
+            raise explain(error) from None
+        self._url = url
+        self._unpacked = unpacked
+        self._max_bytes = max_bytes
+        self._files: dict[str, Path] = {}
+        self._lock = threading.Lock()
+
+    def list(self, known: Mapping[str, StoredObject]) -> Iterable[StoredObject]:
+        size, tag = self._head()
+        if known and all(member.tag == tag for member in known.values()):
+            return list(known.values())
+        with self._lock:
+            self._files.clear()
+            self._unpack(size, tag)
+            return [StoredObject(path, file.stat().st_size, tag) for path, file in self._files.items()]
+
+    def read(self, found: StoredObject) -> Iterator[bytes]:
+        with self._lock:
+            if found.path not in self._files:  # unchanged, but not in the cache any more
+                size, tag = self._head()
+                if tag != found.tag:
+                    raise StoreError("it changed while it was fetched")
+                self._unpack(size, tag)
+            file = self._files.get(found.path)
+        if file is None:
+            raise StoreError("the archive has no such file any more")
+        with file.open("rb") as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                yield piece
+
+    def settle(self) -> None:
+        with self._lock:
+            self._files.clear()
+            shutil.rmtree(self._unpacked, ignore_errors=True)
+
+    def _head(self) -> tuple[int, str]:
+        import obstore
+
+        try:
+            meta = obstore.head(self._store, self._url.path)
+        except Exception as error:  # noqa: BLE001
+            raise explain(error) from None
+        if meta["size"] > _MAX_ARCHIVE_BYTES:
+            raise StoreError(f"expected an archive of at most {_MAX_ARCHIVE_BYTES} bytes, got {meta['size']}")
+        return meta["size"], tag_of(meta)
+
+    def _unpack(self, size: int, tag: str) -> None:
+        shutil.rmtree(self._unpacked, ignore_errors=True)
+        self._unpacked.mkdir()
+        stream = _HashedStream(read_object(self._store, self._url.path, size, tag))
+        kind = "r|gz" if self._url.path.endswith("gz") else "r|"
+        try:
+            with tarfile.open(mode=kind, fileobj=stream, errorlevel=1) as archive:  # type: ignore[call-overload]
+                self._take_members(archive)
+            while stream.read(_PIECE_BYTES):
+                pass
+        except (tarfile.TarError, EOFError, OSError) as error:
+            self._files.clear()
+            raise StoreError(f"the archive cannot be read: {error}") from None
+        if self._url.sha256 and stream.digest.hexdigest() != self._url.sha256:
+            self._files.clear()
+            raise StoreError(
+                f"expected an archive with the SHA-256 digest {self._url.sha256}, got {stream.digest.hexdigest()}",
+                is_final=True,
+            )
+
+    def _take_members(self, archive: tarfile.TarFile) -> None:
+        total = 0
+        for member in archive:
+            path = member.name.removeprefix("./").rstrip("/")
+            if member.isdir():
+                continue
+            if not member.isreg():
+                raise StoreError(f"the archive has a link or device: expected files and folders, got {path[:200]!r}")
+            if problem := path_problem(path):
+                raise StoreError(f"the archive has an unusable name: {problem}")
+            total += member.size
+            if total > self._max_bytes or len(self._files) >= MAX_OBJECTS:
+                raise StoreError(
+                    f"expected an archive of at most {MAX_OBJECTS} files and {self._max_bytes} bytes "
+                    "(store_cache_bytes), got more",
+                    is_final=True,
+                )
+            source = archive.extractfile(member)
+            assert source is not None  # it is a file
+            file = self._unpacked / str(len(self._files))
+            with file.open("wb") as target:
+                shutil.copyfileobj(source, target, _PIECE_BYTES)
+            self._files[path] = file
+
+
+class _HashedStream(io.RawIOBase):
+    """Pieces of bytes as a file that can be read once; ``digest`` covers what was read."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._left = memoryview(b"")
+        self.digest: Final = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if not self._left:
+            piece = next(self._pieces, b"")
+            self.digest.update(piece)
+            self._left = memoryview(piece)
+        count = min(len(buffer), len(self._left))
+        buffer[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count

@@ -1,0 +1,211 @@
+"""The cache folder of stores: contents by their digest, views of them as repositories, and the last listings.
+
+Several server processes may share a folder without waiting for each other. A content is written beside its name and
+renamed in. Each process has a view of its own, whose files are hard links to contents: a content with a second name is
+in use by some process and is never removed. The lock file of a view is locked as long as its process lives.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from ortserve.errors import invalid_input
+from ortserve.registry.stores.objects import StoredObject, StoreError
+
+
+def default_cache_dir() -> Path:
+    """The folder of the user for caches."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "ortserve" / "stores"
+
+
+class StoreCache:
+    """A cache folder as one process uses it. Any thread."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """Create the folder and the view, and remove the views of processes that have ended.
+
+        Raises:
+            ServeError: invalid_input, if the folder cannot be used.
+        """
+        self.max_bytes = max_bytes
+        self._contents, self._listings, views = (folder / name for name in ("contents", "listings", "views"))
+        self._verified: set[str] = set()
+        self._lock = threading.Lock()
+        self._promised = 0
+        self._numbers = itertools.count()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for part in (self._contents, self._listings, views):
+                part.mkdir(exist_ok=True, mode=0o700)
+            self._lock_file = _lock_view(views)
+            _remove_abandoned(views)
+            self.view: Final = self._lock_file.with_suffix("")
+            self.view.mkdir()
+            self._incoming = self.view / "incoming"
+            self._incoming.mkdir()
+        except OSError as error:
+            raise invalid_input(f"store_cache_dir: '{folder}' cannot be used: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Remove the view. The contents stay for the next start."""
+        shutil.rmtree(self.view, ignore_errors=True)
+        self._lock_file.unlink(missing_ok=True)
+
+    def new_path(self) -> Path:
+        """A name in the view that is not in use, on the file system of the contents."""
+        return self._incoming / str(next(self._numbers))
+
+    def has(self, known: StoredObject) -> bool:
+        """Whether the content of an object is here."""
+        try:
+            return bool(known.sha256) and (self._contents / known.sha256).stat().st_size == known.size
+        except OSError:
+            return False
+
+    def link(self, known: StoredObject, target: Path) -> bool:
+        """Give a content a second name in the view. False if it is not here, or damaged: then it is removed."""
+        content = self._contents / known.sha256
+        try:
+            if not self.has(known):
+                return False
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(content, target)
+            if known.sha256 not in self._verified:
+                if digest_of(target) != known.sha256:
+                    target.unlink()
+                    content.unlink(missing_ok=True)
+                    return False
+                self._verified.add(known.sha256)
+            # The time of the last use, by which contents leave. Not that of modification: a change of it is a change
+            # of the model.
+            os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
+        except FileNotFoundError:  # another process removed it meanwhile
+            return False
+        except OSError as error:
+            raise StoreError(f"the cache cannot be used: {error.strerror}") from None
+        return True
+
+    def add(self, file: Path, sha256: str, target: Path) -> None:
+        """Move a complete file to the contents, and link it to ``target`` before others can remove it."""
+        try:
+            file.chmod(0o444)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(file, target)
+            file.replace(self._contents / sha256)
+        except OSError as error:
+            raise StoreError(f"the cache cannot be used: {error.strerror}") from None
+        self._verified.add(sha256)
+
+    @contextmanager
+    def room(self, needed: int) -> Iterator[None]:
+        """Remove the least recently used contents until ``needed`` bytes fit, and keep the room while in the context.
+
+        Raises:
+            StoreError: Contents in use leave too little room, or the disk is full.
+        """
+        with self._lock:
+            self._promised += needed
+            try:
+                self._make_room()
+            except BaseException:
+                self._promised -= needed
+                raise
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._promised -= needed
+
+    def _make_room(self) -> None:
+        found = sorted(self._read_contents(), key=lambda status: status[1].st_atime_ns)
+        excess = sum(status.st_size for _, status in found) + self._promised - self.max_bytes
+        for path, status in found:
+            if excess <= 0:
+                break
+            if status.st_nlink == 1:
+                path.unlink(missing_ok=True)
+                excess -= status.st_size
+        if excess > 0:
+            raise StoreError(f"store_cache_bytes: expected {excess} bytes more than {self.max_bytes} for files in use")
+        if (free := shutil.disk_usage(self._contents).free) < self._promised:
+            raise StoreError(f"the disk of the cache has {free} bytes free: expected {self._promised}")
+
+    def size_bytes(self) -> int:
+        """All contents together."""
+        return sum(status.st_size for _, status in self._read_contents())
+
+    def _read_contents(self) -> Iterator[tuple[Path, os.stat_result]]:
+        with os.scandir(self._contents) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    yield Path(entry.path), entry.stat(follow_symlinks=False)
+
+    def read_listing(self, url: str) -> dict[str, StoredObject]:
+        """The last listing of a repository that any process wrote, by path; empty without one."""
+        try:
+            data = json.loads(self._listing(url).read_bytes())
+            objects = [StoredObject(*fields) for fields in data["objects"]]
+        except (OSError, ValueError, TypeError, KeyError):
+            return {}
+        return {known.path: known for known in objects}
+
+    def write_listing(self, url: str, objects: Iterable[StoredObject]) -> None:
+        """Replace the listing of a repository."""
+        fields = [(known.path, known.size, known.tag, known.sha256) for known in objects]
+        written = self.new_path()
+        try:
+            written.write_text(json.dumps({"url": url, "objects": fields}))
+            written.replace(self._listing(url))
+        except OSError as error:
+            raise StoreError(f"the cache cannot be used: {error.strerror}") from None
+
+    def _listing(self, url: str) -> Path:
+        return self._listings / f"{hashlib.sha256(url.encode()).hexdigest()}.json"
+
+
+def with_known_digests(found: Iterable[StoredObject], known: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
+    """The objects by path, with the digests of those that have not changed since ``known``."""
+    objects: dict[str, StoredObject] = {}
+    for one in found:
+        before = known.get(one.path)
+        is_same = before is not None and (before.size, before.tag) == (one.size, one.tag)
+        digest = before.sha256 if before is not None and is_same and not one.sha256 else one.sha256
+        objects[one.path] = StoredObject(one.path, one.size, one.tag, digest)
+    return objects
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 digest of a file."""
+    with path.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _lock_view(views: Path) -> Path:
+    """Create a lock file and lock it until the process ends. The descriptor stays open on purpose."""
+    while True:
+        descriptor, name = tempfile.mkstemp(suffix=".lock", dir=views)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), Path(name).stat()):
+                return Path(name)
+        os.close(descriptor)  # another process found it before it was locked, and removed it
+
+
+def _remove_abandoned(views: Path) -> None:
+    for lock_file in views.glob("*.lock"):
+        with contextlib.suppress(OSError), lock_file.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives, this one included
+            shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
+            lock_file.unlink()

@@ -1,0 +1,103 @@
+"""A model on a model hub that speaks Hugging Face's HTTP interface, by huggingface_hub: its only door.
+
+``hf://OWNER/MODEL@REVISION`` is a repository of one model, named ``MODEL``, whose version 1 is the file ``model.onnx``
+or ``onnx/model.onnx`` of the revision, with its weights. A revision that is laid out as a repository,
+``<model>/<version>/model.onnx``, is served as it is.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from ortserve.config.repository_url import RepositoryUrl
+from ortserve.registry.repository.model_files import MODEL_FILE, OPTIONS_FILE, TRITON_OPTIONS_FILE
+from ortserve.registry.stores.object_store import redact
+from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError
+
+_PIECE_BYTES: Final = 1 << 20
+_FOLDERS: Final = ("", "onnx/")
+_VERSIONED: Final = re.compile(r"[^/]+/[1-9][0-9]*/.+\.onnx")
+_WEIGHTS: Final = re.compile(r"[^/]*(\.onnx_data(_\d+)?|\.data|\.bin|\.pb|\.weights)")
+
+
+class HubStore:
+    """The files of one revision as the objects of a repository."""
+
+    def __init__(self, url: RepositoryUrl, timeout_s: float) -> None:
+        """Connect to nothing yet. ``HF_ENDPOINT``, ``HF_TOKEN`` and the hub's own login choose host and account."""
+        from huggingface_hub import HfApi
+
+        self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="ortserve")
+        self._url = url
+        self._timeout_s = timeout_s
+        self._commit = ""
+        self._paths: dict[str, str] = {}
+        """By the path in the repository, that on the hub."""
+
+    def list(self, known: Mapping[str, StoredObject]) -> list[StoredObject]:
+        try:
+            info = self._api.model_info(
+                self._url.host, revision=self._url.path, files_metadata=True, timeout=self._timeout_s
+            )
+        except Exception as error:  # noqa: BLE001 - the library has errors of many classes
+            raise _explain(error) from None
+        siblings = info.siblings or []
+        if len(siblings) > MAX_OBJECTS:
+            raise StoreError(f"expected at most {MAX_OBJECTS} files, got more", is_final=True)
+        self._commit = info.sha or self._url.path
+        self._paths = plan_paths(self._url.host.partition("/")[2], [file.rfilename for file in siblings])
+        files = {file.rfilename: file for file in siblings}
+        found = []
+        for path, name in self._paths.items():
+            file = files[name]
+            digest = file.lfs.sha256 if file.lfs is not None else ""
+            found.append(StoredObject(path, file.size or 0, digest or file.blob_id or self._commit, digest))
+        return found
+
+    def read(self, found: StoredObject) -> Iterator[bytes]:
+        from huggingface_hub import get_session, get_token, hf_hub_url
+
+        name = self._paths.get(found.path)
+        if name is None:
+            raise StoreError("the revision has no such file any more", is_final=True)
+        url = hf_hub_url(self._url.host, name, revision=self._commit, endpoint=self._api.endpoint)
+        token = get_token()  # removed by the client where the hub redirects to another host
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            with get_session().stream(
+                "GET", url, headers=headers, timeout=self._timeout_s, follow_redirects=True
+            ) as answer:
+                answer.raise_for_status()
+                yield from answer.iter_bytes(_PIECE_BYTES)
+        except Exception as error:  # noqa: BLE001
+            raise _explain(error) from None
+
+    def settle(self) -> None:
+        pass
+
+
+def plan_paths(model: str, names: list[str]) -> dict[str, str]:
+    """By the path in a repository, the files of a revision that it takes.
+
+    Raises:
+        StoreError: No file can be served.
+    """
+    if any(_VERSIONED.fullmatch(name) for name in names):
+        return {name: name for name in names}
+    folder = next((folder for folder in _FOLDERS if folder + MODEL_FILE in names), None)
+    if folder is None:
+        raise StoreError(f"the revision has neither {MODEL_FILE}, onnx/{MODEL_FILE} nor a repository", is_final=True)
+    beside = {name.removeprefix(folder): name for name in names if name.startswith(folder)}
+    paths = {
+        f"{model}/1/{short}": name
+        for short, name in beside.items()
+        if short == MODEL_FILE or (_WEIGHTS.fullmatch(short) and short.startswith("model"))
+    }
+    return paths | {f"{model}/{name}": name for name in (OPTIONS_FILE, TRITON_OPTIONS_FILE) if name in names}
+
+
+def _explain(error: Exception) -> StoreError:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    reason = f"{status} " if status else ""
+    return StoreError(redact(f"{reason}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))

@@ -1,0 +1,147 @@
+"""All mirrors of a server, as the registry uses them: kept up to date on threads of their own."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from ortserve.clock import Clock
+from ortserve.config.model import LoadOptions
+from ortserve.config.option_groups import StoreOptions
+from ortserve.config.repository_url import RepositoryUrl
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.repository.source import ModelSource
+from ortserve.registry.stores.cache import StoreCache, default_cache_dir
+from ortserve.registry.stores.mirror import Mirror
+from ortserve.registry.stores.objects import Store, StoreError
+from ortserve.telemetry.readings import StoreReading, StoresReading
+
+logger: Final = logging.getLogger(__name__)
+
+_FILES_SIDE_BY_SIDE: Final = 8
+"""Of all models together. One connection to a store gives about 100 MB/s."""
+_SYNCS_SIDE_BY_SIDE: Final = 4
+"""Loads of different models; further ones wait."""
+_NAMES_MAX_AGE_S: Final = 10.0
+"""Of the names in the repository index, so that clients who ask for it do not cause as many listings."""
+
+_Result = TypeVar("_Result")
+
+
+class Mirrors:
+    """The repositories of a server that are in stores. Loop thread only, but for ``reading``."""
+
+    def __init__(self, mirrors: Sequence[Mirror], cache: StoreCache) -> None:
+        self._mirrors = mirrors
+        self._cache = cache
+        # Not asyncio's own threads, on which other calls would wait for a slow store.
+        self._threads = ThreadPoolExecutor(_SYNCS_SIDE_BY_SIDE, thread_name_prefix="stores")
+
+    async def sync(self, names: Collection[str] | None = None, *, with_all_versions: bool = False) -> None:
+        """Bring the folders up to date, as ``Mirror.sync``.
+
+        Once a store was listed, other repositories are followed and loaded from while it cannot be listed.
+
+        Raises:
+            ServeError: not_ready, if a store cannot be listed that never was, or that had one of ``names``.
+        """
+        calls = [partial(mirror.sync, names, with_all_versions=with_all_versions) for mirror in self._mirrors]
+        results = await asyncio.gather(*map(self._run, calls), return_exceptions=True)
+        for mirror, result in zip(self._mirrors, results, strict=True):
+            if isinstance(result, StoreError):
+                if mirror.is_known and (names is None or not mirror.has_any(names)):
+                    continue
+                raise ServeError(ErrorKind.NOT_READY, f"repository {mirror.url}: {result.message}")
+            if isinstance(result, BaseException):
+                raise result
+
+    async def names(self) -> set[str]:
+        """The models that are in the stores, according to listings of the last seconds."""
+        calls = [partial(mirror.names, _NAMES_MAX_AGE_S) for mirror in self._mirrors]
+        return {name for names in await asyncio.gather(*map(self._run, calls)) for name in names}
+
+    async def release(self, name: str) -> None:
+        """Give up the files of a model that was unloaded."""
+        for mirror in self._mirrors:
+            await self._run(partial(mirror.release, name))
+
+    def with_problems(self, sources: Iterable[ModelSource]) -> list[ModelSource]:
+        """The sources, sorted by name, with those of models that could not be fetched in place of older files."""
+        found = {source.name: source for source in sources}
+        for mirror in self._mirrors:
+            found.update((source.name, source) for source in mirror.problems())
+        return [found[name] for name in sorted(found)]
+
+    def reading(self) -> StoresReading:
+        """For the metrics, on the scraping thread."""
+        stores = [
+            StoreReading(
+                mirror.url,
+                mirror.counts.is_up,
+                mirror.progress.total_bytes,
+                mirror.counts.failed_lists,
+                mirror.counts.failed_models,
+            )
+            for mirror in self._mirrors
+        ]
+        return StoresReading(stores, self._cache.size_bytes())
+
+    async def close(self) -> None:
+        """Remove the folders. No model is loaded any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._cache.close)
+
+    async def _run(self, call: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+def open_repositories(
+    repositories: Iterable[Path | RepositoryUrl], options: StoreOptions, defaults: LoadOptions, clock: Clock
+) -> tuple[list[Path], Mirrors | None]:
+    """The folders of all repositories in their order, and the mirrors of those that are in stores.
+
+    Raises:
+        ServeError: invalid_input, if the cache cannot be used or a client library is missing or misconfigured.
+    """
+    given = list(repositories)
+    if not any(isinstance(repository, RepositoryUrl) for repository in given):
+        return [repository for repository in given if isinstance(repository, Path)], None
+    cache = StoreCache(options.store_cache_dir or default_cache_dir(), options.store_cache_bytes)
+    files = ThreadPoolExecutor(_FILES_SIDE_BY_SIDE, thread_name_prefix="store-files")
+    folders: list[Path] = []
+    mirrors: list[Mirror] = []
+    for number, repository in enumerate(given):
+        if isinstance(repository, Path):
+            folders.append(repository)
+            continue
+        folder = cache.view / f"repository-{number}"
+        store = _open_store(repository, options, cache)
+        etags = options.store_check_etags
+        mirrors.append(Mirror(repository.text, store, cache, folder, defaults, files, clock, checks_etags=etags))
+        folders.append(folder)
+    return folders, Mirrors(mirrors, cache)
+
+
+def _open_store(url: RepositoryUrl, options: StoreOptions, cache: StoreCache) -> Store:
+    try:
+        if url.scheme == "hf":
+            from ortserve.registry.stores.hub import HubStore
+
+            return HubStore(url, options.store_timeout_s)
+        if url.scheme in ("http", "https"):
+            from ortserve.registry.stores.archive import ArchiveStore
+
+            return ArchiveStore(url, options.store_timeout_s, cache.new_path(), options.store_cache_bytes)
+        from ortserve.registry.stores.object_store import ObjectStore
+
+        return ObjectStore(url, options.store_timeout_s)
+    except ModuleNotFoundError as error:
+        extra = "hub" if url.scheme == "hf" else "stores"
+        raise invalid_input(
+            f"repositories: '{url}' needs the package {error.name}: pip install 'ortserve[{extra}]'"
+        ) from None
+    except StoreError as error:
+        raise invalid_input(f"repositories: '{url}': {error.message}") from None

@@ -1,0 +1,107 @@
+"""Which objects of a model a load needs: its configuration, the versions to serve, and what lies beside them."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from ortserve.config.model import LoadOptions
+from ortserve.errors import ServeError
+from ortserve.registry.repository.configuration import read_configuration
+from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE, VERSION
+from ortserve.registry.repository.source import choose_versions
+from ortserve.registry.stores.objects import StoredObject, StoreError
+
+DIGESTS_FILE: Final = "SHA256SUMS"
+"""Of a model, as ``sha256sum`` writes it, with paths relative to the model's folder. It is not part of the model."""
+MAX_DIGESTS_BYTES: Final = 16 << 20
+MAX_OPTIONS_BYTES: Final = 16 << 20
+_DIGEST_LINE: Final = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
+
+
+def first_objects(objects: Mapping[str, StoredObject]) -> list[StoredObject]:
+    """The objects of a model's folder that say which others are needed.
+
+    Raises:
+        StoreError: One is too large.
+    """
+    found = []
+    for known in objects.values():
+        name = known.path.partition("/")[2]
+        if name in (OPTIONS_FILE, TRITON_OPTIONS_FILE, DIGESTS_FILE):
+            limit = MAX_DIGESTS_BYTES if name == DIGESTS_FILE else MAX_OPTIONS_BYTES
+            if known.size > limit:
+                raise StoreError(f"{name}: expected at most {limit} bytes, got {known.size}")
+            found.append(known)
+    return found
+
+
+def listed_versions(entry: str, objects: Iterable[StoredObject]) -> dict[str, int]:
+    """The version folders of a model, with their numbers. An empty folder is an empty object of its name."""
+    found: dict[str, int] = {}
+    for known in objects:
+        name, _, rest = known.path.removeprefix(f"{entry}/").partition("/")
+        if VERSION.fullmatch(name) and (rest or not known.size):
+            found[name] = int(name)
+    return found
+
+
+def wanted_versions(entry: str, folder: Path, listed: Mapping[str, int], defaults: LoadOptions) -> set[str] | None:
+    """The version folders that would serve, according to the configuration in ``folder``; None if it is invalid.
+
+    The repository reports an invalid configuration, which needs no version.
+    """
+    options = [file for name in (OPTIONS_FILE, TRITON_OPTIONS_FILE) if (file := folder / name).is_file()]
+    if len(options) > 1:
+        return None
+    try:
+        configuration = read_configuration(entry, options[0] if options else None, defaults)
+    except ServeError:
+        return None
+    chosen = choose_versions(configuration.options.version_policy, listed.values())
+    return {name for name, number in listed.items() if number in chosen}
+
+
+def needed_objects(
+    entry: str, objects: Mapping[str, StoredObject], listed: Mapping[str, int], wanted: set[str]
+) -> list[StoredObject]:
+    """The objects of the wanted versions, and those in no version folder."""
+    left_out = listed.keys() - wanted
+    empty_folders = {f"{entry}/{name}" for name in listed}
+    return [
+        known for path, known in objects.items() if path.split("/")[1] not in left_out and path not in empty_folders
+    ]
+
+
+def read_digests(file: Path) -> dict[str, str]:
+    """The digests in a ``SHA256SUMS``, by path; empty if there is no such file.
+
+    Raises:
+        StoreError: It is malformed.
+    """
+    try:
+        lines = file.read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError):
+        raise StoreError(f"{DIGESTS_FILE}: expected text in UTF-8, got other bytes") from None
+    digests: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        found = _DIGEST_LINE.fullmatch(line)
+        if found is None:
+            raise StoreError(f"{DIGESTS_FILE}: expected lines such as 'DIGEST  1/model.onnx', not line {number}")
+        digests[found[2]] = found[1]
+    return digests
+
+
+def missing_objects(digests: Iterable[str], entry: str, objects: Mapping[str, StoredObject], wanted: set[str]) -> str:
+    """A file that ``SHA256SUMS`` lists, a load needs, and the store does not have; empty if there is none.
+
+    An object store has no complete folders: a version whose upload has not ended is recognised by this alone.
+    """
+    listed = listed_versions(entry, [StoredObject(f"{entry}/{path}", 0, "") for path in digests])
+    for path in digests:
+        version = path.partition("/")[0]
+        if f"{entry}/{path}" not in objects and (version not in listed or version in wanted):
+            return path
+    return ""

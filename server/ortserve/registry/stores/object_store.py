@@ -1,0 +1,146 @@
+"""S3, Google Cloud Storage and Azure Blob Storage, by obstore: its only door, with ``archive``.
+
+Credentials come from each provider's own chain: the client's environment variables, web identity tokens, container
+credentials and metadata services.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from ortserve.config.repository_url import RepositoryUrl
+from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreError
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+_CHUNK_BYTES: Final = 1 << 20
+_LIST_OBJECTS: Final = 1000
+_MAX_RETRIES: Final = 3
+_CONNECT_S: Final = 5.0
+_MAX_REASON: Final = 300
+_SECRET_NAMES: Final = re.compile("SECRET|TOKEN|KEY|PASSWORD|SIGNATURE|SAS|CREDENTIAL")
+_MIN_SECRET: Final = 4
+"""Shorter values, such as ``true``, would remove words of messages."""
+_MODIFIED: Final = "modified "
+_TRUE: Final = ("1", "true", "yes", "on")
+
+
+def client_config(timeout_s: float) -> "ClientConfig":
+    """Time limits of one connection; plain HTTP only if the provider's own variable allows it."""
+    allows_http = any(
+        os.environ.get(f"{provider}_ALLOW_HTTP", "").lower() in _TRUE for provider in ("AWS", "AZURE", "GOOGLE")
+    )
+    return {
+        "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
+        "read_timeout": timedelta(seconds=timeout_s),
+        "timeout": timedelta(days=1),  # of a whole object, however large; a silent one ends after read_timeout
+        "user_agent": "ortserve",
+        "allow_http": allows_http,
+    }
+
+
+def retry_config(timeout_s: float) -> "RetryConfig":
+    """Retries of connection errors and of 5xx and 429 answers, with backoff."""
+    return {
+        "max_retries": _MAX_RETRIES,
+        "retry_timeout": timedelta(seconds=timeout_s),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
+    }
+
+
+class ObjectStore:
+    """A prefix of a bucket."""
+
+    def __init__(self, url: RepositoryUrl, timeout_s: float) -> None:
+        """Connect to nothing yet.
+
+        Raises:
+            StoreError: The client's own variables are unusable.
+        """
+        from obstore.store import from_url
+
+        place = f"{url.scheme}://{url.host}/{url.path}".rstrip("/")
+        try:
+            self._store = from_url(place, client_options=client_config(timeout_s), retry_config=retry_config(timeout_s))
+        except Exception as error:  # noqa: BLE001 - the library has errors of many classes
+            raise explain(error) from None
+
+    def list(self, known: Mapping[str, StoredObject]) -> Iterator[StoredObject]:
+        count = 0
+        try:
+            for chunk in self._store.list(chunk_size=_LIST_OBJECTS):
+                for meta in chunk:
+                    yield StoredObject(meta["path"], meta["size"], tag_of(meta))
+                count += len(chunk)
+                if count > MAX_OBJECTS:
+                    break
+        except Exception as error:  # noqa: BLE001
+            raise explain(error) from None
+        if count > MAX_OBJECTS:
+            raise StoreError(f"expected at most {MAX_OBJECTS} objects, got more", is_final=True)
+
+    def read(self, found: StoredObject) -> Iterator[bytes]:
+        return read_object(self._store, found.path, found.size, found.tag)
+
+    def settle(self) -> None:
+        pass
+
+
+def tag_of(meta: Mapping[str, Any]) -> str:
+    """The ETag of an object, without quotes, which some listings leave out, or its time of modification."""
+    return (meta["e_tag"] or "").strip('"') or _MODIFIED + meta["last_modified"].isoformat()
+
+
+def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
+    """The content of an object that has this size and tag, in pieces.
+
+    Raises:
+        StoreError: It cannot be read or has changed.
+    """
+    import obstore
+
+    # A weak ETag matches no If-Match (RFC 9110, 13.1.1).
+    is_strong = not tag.startswith((_MODIFIED, "W/"))
+    try:
+        result = obstore.get(store, path, options={"if_match": f'"{tag}"'} if is_strong else {})
+        meta = result.meta
+    except Exception as error:  # noqa: BLE001
+        raise explain(error) from None
+    if (meta["size"], tag_of(meta)) != (size, tag):  # for servers that ignore If-Match
+        raise StoreError("it changed while it was fetched", is_final=True)
+    try:
+        for chunk in result.stream(min_chunk_size=_CHUNK_BYTES):
+            yield bytes(chunk)
+    except Exception as error:  # noqa: BLE001
+        raise StoreError(f"its content ended early: {explain(error).message}") from None
+
+
+def explain(error: Exception) -> StoreError:
+    """The error of the client in one line, without addresses, queries and values of secret variables.
+
+    It is final, because the client has retried.
+    """
+    from obstore.exceptions import PreconditionError
+
+    if isinstance(error, PreconditionError):
+        return StoreError("it changed while it was fetched", is_final=True)
+    text = str(error).partition("\n\nDebug source")[0]
+    status = re.search(r"status code: (\d{3}[A-Za-z ]*)", text)
+    parts = [status[1].strip()] if status else []
+    parts += re.findall("<(?:Code|Message)>([^<]*)<", text)
+    if not parts:
+        parts = [re.sub(r"^.*? - ", "", text.replace("\n", " "))]
+        parts += re.findall(r"kind: (Timeout|Connect)\b", str(error))[:1]
+    return StoreError(redact(": ".join(parts)), is_final=True)
+
+
+def redact(text: str) -> str:
+    """One line without addresses and the values of secret variables, for clients and logs."""
+    text = re.sub(r"\S*://\S*", "…", text)
+    for name, value in os.environ.items():
+        if len(value) >= _MIN_SECRET and _SECRET_NAMES.search(name.upper()):
+            text = text.replace(value, "…")
+    return "".join(sign if sign.isprintable() else " " for sign in text)[:_MAX_REASON]

@@ -1,0 +1,332 @@
+"""Repositories in a real S3 server, through a proxy that spoils its answers, and in archives behind HTTP."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from archives import file_site, write_archive
+from encodings_of_requests import grpc_raw, rest_json
+from models import builders
+from s3_server import ACCESS_KEY, SECRET_KEY, FaultyProxy, S3Server, s3_behind_proxy, upload
+from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, read_metrics, serving, starting, triton_clients
+
+ROW = {"x": np.array([[1, 2, 3, 4]], np.float32)}
+FAST = (*SHORT_WARMUP, "--store-timeout-s", "1")
+POLL = ("--model-control-mode", "poll", "--repository-poll-s", "0.1")
+
+
+@dataclass
+class Lab:
+    s3: S3Server
+    proxy: FaultyProxy
+    folder: Path
+
+    def bucket(self, name: str) -> Path:
+        folder = self.s3.root / name
+        folder.mkdir()
+        return folder
+
+    def flags(self, bucket: str, *more: str) -> tuple[str | Path, ...]:
+        return (f"s3://{bucket}/models", "--store-cache-dir", self.folder / f"cache-{bucket}", *FAST, *more)
+
+    def serving(self, bucket: str, *more: str) -> AbstractContextManager[ServerProcess]:
+        return serving(*self.flags(bucket, *more), env=self.proxy.environment)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("stores")
+    (folder / "s3").mkdir()
+    with s3_behind_proxy(folder / "s3") as (s3, proxy):
+        yield Lab(s3, proxy, folder)
+
+
+@pytest.fixture
+def lab(running: Lab) -> Iterator[Lab]:
+    yield running
+    running.proxy.fault, running.proxy.spoiled = "", ".onnx"
+    running.proxy.paths.clear()
+
+
+def model_bytes(tmp_path: Path, added: float | None = None) -> dict[str, bytes]:
+    """The files of a version: y = x + added, with weights in a file of their own; without ``added`` y = x."""
+    if added is None:
+        return {"model.onnx": builders.identity(tmp_path / "model.onnx").read_bytes()}
+    content = builders.external_weights(tmp_path / "model.onnx", "weights.bin").read_bytes()
+    return {"model.onnx": content, "weights.bin": np.full(4, added, np.float32).tobytes()}
+
+
+def version(tmp_path: Path, model: str, number: int, added: float) -> dict[str, bytes]:
+    files = model_bytes(tmp_path, added)
+    return {f"models/{model}/{number}/{name}": files[name] for name in ("weights.bin", "model.onnx")}
+
+
+def answer_of(server: ServerProcess, model: str = "m") -> float:
+    """The first value of the answer to zeros, on both protocols."""
+    zeros = {"x": np.zeros((1, 4), np.float32)}
+    first = float(rest_json(server, model, zeros)["y"][0, 0])
+    assert float(grpc_raw(server, model, zeros)["y"][0, 0]) == first
+    return first
+
+
+def wait_for_answer(server: ServerProcess, expected: float) -> None:
+    ends = time.monotonic() + LONG_S
+    zeros = {"x": np.zeros((1, 4), np.float32)}
+    while float(rest_json(server, "m", zeros)["y"][0, 0]) != expected:
+        assert time.monotonic() < ends, server.output
+        time.sleep(LOOK_S)
+    assert answer_of(server) == expected
+
+
+def index(server: ServerProcess) -> dict[str, tuple[str, str]]:
+    answer = httpx.post(f"{server.url}/v2/repository/index", timeout=LONG_S)
+    return {entry["name"]: (entry.get("state", ""), entry.get("reason", "")) for entry in answer.json()}
+
+
+def test_models_of_a_bucket_serve_and_a_restart_fetches_nothing(lab: Lab, tmp_path: Path) -> None:
+    bucket = lab.bucket("restart")
+    upload(bucket, version(tmp_path, "m", 1, 1) | version(tmp_path, "m", 2, 2))
+    upload(bucket, {"models/bare.onnx": model_bytes(tmp_path)["model.onnx"], "models/README.md": b"no model"})
+    with lab.serving("restart") as server:
+        assert answer_of(server) == 2
+        np.testing.assert_array_equal(rest_json(server, "bare", ROW)["y"], ROW["x"])
+        samples = read_metrics(server)
+        assert samples.value("ortserve_store_up", repository="s3://restart/models") == 1
+        assert samples.value("ortserve_store_cache_bytes") > 0
+    fetched = [path for path in lab.proxy.paths if "list-type" not in path]
+    # Version 1 is not served, so that it is not fetched either.
+    assert sorted(path.removeprefix("/restart/models/") for path in fetched) == [
+        "bare.onnx",
+        "m/2/model.onnx",
+        "m/2/weights.bin",
+    ]
+    lab.proxy.paths.clear()
+    with lab.serving("restart") as server:
+        assert answer_of(server) == 2
+    assert all("list-type" in path for path in lab.proxy.paths)
+
+
+def test_start_without_the_store_serves_from_the_cache(lab: Lab, tmp_path: Path) -> None:
+    upload(lab.bucket("away"), version(tmp_path, "m", 1, 1))
+    with lab.serving("away"):
+        pass
+    lab.proxy.fault = "down"
+    with lab.serving("away", *POLL) as server:
+        assert answer_of(server) == 1
+        server.wait_for_line("using the models of the cache, as the store was listed last")
+        assert read_metrics(server).value("ortserve_store_up", repository="s3://away/models") == 0
+        lab.proxy.fault = ""
+        server.wait_for_line("the store can be listed again")
+        upload(lab.s3.root / "away", version(tmp_path, "m", 2, 2))
+        wait_for_answer(server, 2)
+
+
+def test_damaged_cache_is_fetched_again(lab: Lab, tmp_path: Path) -> None:
+    upload(lab.bucket("damaged"), version(tmp_path, "m", 1, 1))
+    with lab.serving("damaged"):
+        pass
+    for content in (lab.folder / "cache-damaged" / "contents").iterdir():
+        if content.stat().st_size == 16:
+            content.chmod(0o600)
+            content.write_bytes(np.full(4, 9, np.float32).tobytes())
+    with lab.serving("damaged") as server:
+        assert answer_of(server) == 1
+
+
+def test_folder_beside_a_store_is_loaded_from_while_the_store_is_down(lab: Lab, tmp_path: Path) -> None:
+    upload(lab.bucket("beside"), version(tmp_path, "m", 1, 1))
+    folder = tmp_path / "folder"
+    upload(folder, {"local/1/model.onnx": model_bytes(tmp_path)["model.onnx"]})
+    flags = (*lab.flags("beside", "--model-control-mode", "explicit", "--load-model", "m"), folder)
+    with serving(*flags, env=lab.proxy.environment) as server, triton_clients(server) as (http, _):
+        lab.proxy.fault = "down"
+        http.load_model("local")
+        np.testing.assert_array_equal(rest_json(server, "local", ROW)["y"], ROW["x"])
+        with pytest.raises(InferenceServerException, match=r"failed to load 'm'.*a repository cannot be read"):
+            http.load_model("m")
+        assert answer_of(server) == 1
+
+
+def test_start_without_store_and_cache_ends_with_the_reason(lab: Lab) -> None:
+    lab.proxy.fault = "down"
+    with starting(*lab.flags("nothing"), env=lab.proxy.environment) as server:
+        assert server.wait() == 1
+        assert "the server cannot start" in server.output
+        assert "repository s3://nothing/models" in server.output
+
+
+@pytest.mark.parametrize("mode", ["poll", "explicit"])
+def test_new_versions_are_followed(lab: Lab, tmp_path: Path, mode: str) -> None:
+    bucket = lab.bucket(mode)
+    upload(bucket, version(tmp_path, "m", 1, 1) | version(tmp_path, "other", 1, 5))
+    flags = POLL if mode == "poll" else ("--model-control-mode", "explicit", "--load-model", "m")
+    with lab.serving(mode, *flags) as server:
+        assert answer_of(server) == 1
+        upload(bucket, version(tmp_path, "m", 2, 2))
+        if mode == "explicit":
+            assert not any("/other/" in path for path in lab.proxy.paths)
+            assert set(index(server)) == {"m", "other"}
+            with triton_clients(server) as (http, _):
+                http.load_model("m")
+                http.load_model("other")
+                assert answer_of(server, "other") == 5
+                http.unload_model("other")
+                http.load_model("m", config=json.dumps({"version_policy": {"specific": {"versions": [1]}}}))
+                assert answer_of(server) == 1
+                http.load_model("m")
+        wait_for_answer(server, 2)
+        assert sum("/m/1/" in path for path in lab.proxy.paths) == 2  # each file of it once
+
+
+def test_version_is_not_loaded_before_the_files_in_its_list_of_digests_are_there(lab: Lab, tmp_path: Path) -> None:
+    bucket = lab.bucket("sums")
+    files = version(tmp_path, "m", 1, 1) | version(tmp_path, "m", 2, 2)
+    sums = "".join(
+        f"{hashlib.sha256(content).hexdigest()}  {path.removeprefix('models/m/')}\n" for path, content in files.items()
+    )
+    upload(bucket, {"models/m/SHA256SUMS": sums.encode()} | version(tmp_path, "m", 1, 1))
+    with lab.serving("sums", *POLL) as server:
+        assert answer_of(server) == 1
+        upload(bucket, {"models/m/2/model.onnx": files["models/m/2/model.onnx"]})
+        server.wait_for_line("keeps serving", "SHA256SUMS lists 2/weights.bin, which the store does not have")
+        upload(bucket, {"models/m/2/weights.bin": np.full(4, 7, np.float32).tobytes()})
+        server.wait_for_line("keeps serving", "m/2/weights.bin: expected the SHA-256 digest")
+        assert answer_of(server) == 1
+        upload(bucket, {"models/m/2/weights.bin": files["models/m/2/weights.bin"]})
+        wait_for_answer(server, 2)
+        assert index(server)["m"] == ("READY", "")
+
+
+FAULTS = {
+    "cut": "its content ended early",
+    "corrupt": "expected the MD5 digest",
+    "stall": "its content ended early",
+    "error": "503 Service Unavailable",
+}
+
+
+def test_failed_loads_keep_the_old_versions_and_leak_nothing(lab: Lab, tmp_path: Path) -> None:
+    """100 failed loads of five kinds, by four clients at a time, and requests between them."""
+    bucket = lab.bucket("faults")
+    models = [f"m{number}" for number in range(4)]
+    for model in models:
+        upload(bucket, version(tmp_path, model, 1, 1))
+    flags = ("--model-control-mode", "explicit", "--load-model", ",".join(models), "--store-timeout-s", "0.5")
+    with lab.serving("faults", *flags) as server, ThreadPoolExecutor(len(models)) as clients:
+
+        def load(model: str) -> tuple[int, str]:
+            answer = httpx.post(f"{server.url}/v2/repository/models/{model}/load", timeout=LONG_S)
+            return answer.status_code, answer.text
+
+        for model in models:
+            upload(bucket, version(tmp_path, model, 2, 2))
+        process = psutil.Process(server.pid)
+        kinds = [*FAULTS, "down"]
+        for turn in range(25):
+            # A stalled load takes the time limit, so that only two turns have them.
+            lab.proxy.fault = kinds[turn % len(kinds)] if turn < 10 or kinds[turn % len(kinds)] != "stall" else "cut"
+            for status, text in clients.map(load, models):
+                assert status == 400 or status >= 500, text
+                assert "failed to load" in text
+            assert answer_of(server, models[turn % len(models)]) == 1
+            if turn == 14:
+                before = process.num_fds(), process.num_threads(), process.memory_info().rss
+        after = process.num_fds(), process.num_threads(), process.memory_info().rss
+        assert after[0] <= before[0] + 4
+        assert after[1] <= before[1] + 2  # the event loop's own threads start one by one
+        assert after[2] <= before[2] * 1.02
+        lab.proxy.fault = ""
+        views = lab.folder / "cache-faults" / "views"
+        assert not [path for path in views.rglob("*") if path.match("2/*.*")]
+        assert [load(model)[0] for model in models] == [200] * len(models)
+        assert {answer_of(server, model) for model in models} == {2}
+
+
+def test_reason_of_each_fault_is_logged_once_and_shown(lab: Lab, tmp_path: Path) -> None:
+    bucket = lab.bucket("reasons")
+    upload(bucket, version(tmp_path, "m", 1, 1))
+    with lab.serving("reasons", *POLL) as server:
+        for number, (fault, reason) in enumerate(FAULTS.items(), 2):
+            lab.proxy.fault, lab.proxy.spoiled = fault, f"/{number}/model.onnx"
+            upload(bucket, version(tmp_path, "m", number, number))
+            server.wait_for_line("the previous load keeps serving", f"m/{number}/model.onnx", reason)
+            assert answer_of(server) == 1
+            state, shown = index(server)["m"]
+            assert state == "READY"
+            assert reason in shown
+        assert sum("the previous load keeps serving" in line for line in server.lines) == len(FAULTS)
+        lab.proxy.fault = ""
+        upload(bucket, version(tmp_path, "m", 9, 9))  # another upload is fetched at once, without the wait of a retry
+        wait_for_answer(server, 9)
+        assert index(server)["m"] == ("READY", "")
+
+
+def test_expired_credentials_keep_what_serves_and_are_never_shown(lab: Lab, tmp_path: Path) -> None:
+    upload(lab.bucket("expired"), version(tmp_path, "m", 1, 1))
+    with lab.serving("expired", *POLL) as server:
+        lab.s3.stop()
+        lab.s3.start(secret_key="ANOTHERSECRETKEY")
+        try:
+            server.wait_for_line("the store cannot be listed, its loaded models keep serving", "SignatureDoesNotMatch")
+            assert answer_of(server) == 1
+            metrics = httpx.get(f"http://{server.metrics}/metrics", timeout=LONG_S).text
+            assert 'ortserve_store_up{repository="s3://expired/models"} 0' in metrics
+        finally:
+            lab.s3.stop()
+            lab.s3.start()
+        server.wait_for_line("the store can be listed again")
+        shown = server.output + metrics + json.dumps(index(server))
+        assert SECRET_KEY not in shown
+        assert ACCESS_KEY not in shown
+
+
+def test_two_servers_share_a_cache_whose_bound_evicts_only_unused_files(lab: Lab, tmp_path: Path) -> None:
+    upload(lab.bucket("shared"), version(tmp_path, "m", 1, 1))
+    size = sum(map(len, model_bytes(tmp_path, 1).values()))
+    most = 2 * size + 20
+    bound = ("--store-cache-bytes", str(most))
+    with lab.serving("shared", *POLL, *bound) as first, lab.serving("shared", *POLL, *bound) as second:
+        assert (answer_of(first), answer_of(second)) == (1, 1)
+        for number in (2, 3, 4, 5):  # more than fit
+            upload(lab.s3.root / "shared", version(tmp_path, "m", number, number))
+            wait_for_answer(first, number)
+            wait_for_answer(second, number)
+        upload(lab.s3.root / "shared", {"models/large.onnx": bytes(most)})
+        first.wait_for_line("its files cannot be fetched", "store_cache_bytes: expected")
+        assert answer_of(first) == 5
+    contents = list((lab.folder / "cache-shared" / "contents").iterdir())
+    assert sum(content.stat().st_size for content in contents) <= most
+    assert not list((lab.folder / "cache-shared" / "views").iterdir())
+
+
+def test_archive_serves_and_is_fetched_again_only_if_it_changed(tmp_path: Path) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    with file_site(folder) as address:
+        check_archive(folder, address, tmp_path)
+
+
+def check_archive(folder: Path, address: str, tmp_path: Path) -> None:
+    files = {f"m/1/{name}": content for name, content in model_bytes(tmp_path, 3).items()}
+    digest = write_archive(folder / "models.tar.gz", files)
+    flags = (f"{address}/models.tar.gz#sha256={digest}", "--store-cache-dir", tmp_path / "cache", *FAST)
+    with serving(*flags) as server:
+        assert answer_of(server) == 3
+    changed = folder / "models.tar.gz"
+    stamp = changed.stat()
+    changed.write_bytes(bytes(stamp.st_size))  # Of equal size and time, so that only a fetch would notice.
+    os.utime(changed, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    with serving(*flags) as server:
+        assert answer_of(server) == 3

@@ -1,0 +1,154 @@
+"""A real S3 server on a folder (rclone), and a TCP proxy before it that cuts, delays, truncates and corrupts."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from servers import LONG_S
+
+ACCESS_KEY: Final = "TESTACCESSKEY"
+SECRET_KEY: Final = "TESTSECRETKEY-never-in-logs"
+_PIECE_BYTES: Final = 65536
+
+
+class S3Server:
+    """``rclone serve s3``: each folder of ``root`` is a bucket. Objects are files, their ETags MD5 digests."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.port = 0
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self, secret_key: str = SECRET_KEY, access_key: str = ACCESS_KEY) -> None:
+        """Serve with these keys, on a new port."""
+        program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
+        flags = ["--auth-key", f"{access_key},{secret_key}", "--addr", "127.0.0.1:0", "--vfs-cache-mode", "off"]
+        flags += ["--dir-cache-time", "0s", "--poll-interval", "0s", "--config", os.devnull]
+        self._process = subprocess.Popen(
+            [program, "serve", "s3", *flags, str(self.root)],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)/", line):
+                self.port = int(found[1])
+                break
+        self._reader = threading.Thread(target=self._process.stderr.read, daemon=True)
+        self._reader.start()
+
+    def stop(self) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(LONG_S)
+        self._reader.join(LONG_S)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+
+class FaultyProxy:
+    """Passes connections to ``target``, and spoils the answers to requests for ``spoiled`` paths.
+
+    Attributes:
+        fault: ``""``; ``down`` (connections are closed at once); ``cut`` (the connection ends in the middle of an
+            object); ``corrupt`` (bytes of an object are changed); ``stall`` (an object ends nowhere, its connection
+            stays open); ``error`` (503).
+        spoiled: Part of the paths whose answers the faults concern; ``down`` concerns all.
+        paths: The paths of requests so far.
+    """
+
+    def __init__(self, server: S3Server) -> None:
+        self.fault = ""
+        self.spoiled = ".onnx"
+        self.paths: list[str] = []
+        self.target = server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that lead a client to this proxy."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        }
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """Answer one request, without keeping the connection."""
+        with client, suppress(OSError):
+            if self.fault == "down":
+                return
+            client.settimeout(LONG_S)
+            head = b""
+            while b"\r\n\r\n" not in head:
+                if not (piece := client.recv(_PIECE_BYTES)):
+                    return
+                head += piece
+            path = head.split(b" ", 2)[1].decode()
+            self.paths.append(path)
+            fault = self.fault if self.spoiled in path.partition("?")[0] else ""
+            if fault == "error":
+                client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                return
+            with socket.create_connection(("127.0.0.1", self.target.port)) as server:
+                server.sendall(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+                self._answer(server, client, fault)
+
+    def _answer(self, server: socket.socket, client: socket.socket, fault: str) -> None:
+        answer = b""
+        while piece := server.recv(_PIECE_BYTES):
+            answer += piece
+        head, _, body = answer.partition(b"\r\n\r\n")
+        middle = len(body) // 2
+        if fault == "corrupt":
+            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+        elif fault in ("cut", "stall"):
+            body = body[:middle]
+        client.sendall(head + b"\r\n\r\n" + body)
+        if fault == "stall":
+            client.recv(1)  # until the client gives up
+
+
+@contextmanager
+def s3_behind_proxy(root: Path) -> Iterator[tuple[S3Server, FaultyProxy]]:
+    """A server of ``root`` and the proxy before it."""
+    server = S3Server(root)
+    proxy = FaultyProxy(server)
+    try:
+        yield server, proxy
+    finally:
+        proxy.close()
+        server.stop()
+
+
+def upload(root: Path, files: Mapping[str, bytes]) -> None:
+    """Write objects, each as a whole."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_name(f".{path.name}.part")
+        written.write_bytes(content)
+        written.replace(path)

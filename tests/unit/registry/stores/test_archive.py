@@ -1,0 +1,75 @@
+"""Archives behind HTTP: what is taken from them, and what fails them."""
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from archives import file_site, write_archive
+from ortserve.config.repository_url import RepositoryUrl, parse_repository
+from ortserve.registry.stores.archive import ArchiveStore
+from ortserve.registry.stores.objects import StoreError
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder behind HTTP, and its address."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    with file_site(folder) as address:
+        yield folder, address
+
+
+def store_of(address: str, digest: str, tmp_path: Path, max_bytes: int = 1 << 20) -> ArchiveStore:
+    url = parse_repository(f"{address}/models.tar.gz#sha256={digest}")
+    assert isinstance(url, RepositoryUrl)
+    return ArchiveStore(url, 5, tmp_path / "unpacked", max_bytes)
+
+
+def test_files_are_members_and_an_unchanged_archive_is_fetched_only_to_read_one(
+    site: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, address = site
+    digest = write_archive(folder / "models.tar.gz", {"m/1/model.onnx": b"model", "m/labels.txt": b"cat"})
+    store = store_of(address, digest, tmp_path)
+    listed = {found.path: found for found in store.list({})}
+    assert {path: found.size for path, found in listed.items()} == {"m/1/model.onnx": 5, "m/labels.txt": 3}
+    store.settle()
+    assert not (tmp_path / "unpacked").exists()
+    assert {found.path: found for found in store.list(listed)} == listed
+    assert not (tmp_path / "unpacked").exists()
+    assert b"".join(store.read(listed["m/labels.txt"])) == b"cat"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("link", "link or device"),
+        ("parent", "the archive has an unusable name"),
+        ("absolute", "the archive has an unusable name"),
+        ("digest", "expected an archive with the SHA-256 digest"),
+        ("torn", "the archive cannot be read"),
+        ("large", "expected an archive of at most"),
+        ("missing", "404 Not Found|it cannot be found|not found"),
+    ],
+)
+def test_unsafe_and_wrong_archives_are_refused(site: tuple[Path, str], tmp_path: Path, kind: str, reason: str) -> None:
+    folder, address = site
+    file = folder / "models.tar.gz"
+    member = tarfile.TarInfo({"parent": "../../evil", "absolute": "/tmp/evil"}.get(kind, "m/1/link"))
+    if kind == "link":
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    more = (member,) if kind in ("link", "parent", "absolute") else ()
+    digest = write_archive(file, {"m/1/model.onnx": bytes(range(256)) * 400}, *more)
+    if kind == "torn":
+        file.write_bytes(file.read_bytes()[:-100])
+    if kind == "missing":
+        file.unlink()
+    store = store_of(
+        address, digest[::-1] if kind == "digest" else digest, tmp_path, 1000 if kind == "large" else 1 << 20
+    )
+    with pytest.raises(StoreError, match=reason):
+        store.list({})
+    assert not (tmp_path / "evil").exists()
+    assert not Path("/tmp/evil").exists()

@@ -1,0 +1,99 @@
+"""Models on a hub, by the hub's own client, from a local server that speaks the two calls that it makes."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from ortserve.config.repository_url import RepositoryUrl, parse_repository
+from ortserve.registry.stores.hub import HubStore, plan_paths
+from ortserve.registry.stores.objects import StoreError
+
+COMMIT = "c" * 40
+FILES = {"onnx/model.onnx": b"model", "onnx/model.onnx_data": b"weights", "README.md": b"read me"}
+TOKEN = "hf_secret_of_the_test"
+
+
+class Hub(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._answer(401, b"no")
+        elif self.path.startswith("/api/models/org/digits/revision/v1"):
+            siblings = [
+                {"rfilename": name, "size": len(content), "blobId": "b", "lfs": _lfs(content)}
+                for name, content in FILES.items()
+            ]
+            self._answer(200, json.dumps({"id": "org/digits", "sha": COMMIT, "siblings": siblings}).encode())
+        elif (name := self.path.removeprefix(f"/org/digits/resolve/{COMMIT}/")) in FILES:
+            self._answer(200, FILES[name])
+        else:
+            self._answer(404, b"no")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def _lfs(content: bytes) -> dict[str, object]:
+    return {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 1}
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield address
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def store_of(text: str) -> HubStore:
+    url = parse_repository(text)
+    assert isinstance(url, RepositoryUrl)
+    return HubStore(url, 5)
+
+
+def test_revision_is_a_repository_of_one_model(endpoint: str) -> None:
+    store = store_of("hf://org/digits@v1")
+    found = {known.path: known for known in store.list({})}
+    assert set(found) == {"digits/1/model.onnx", "digits/1/model.onnx_data"}
+    assert found["digits/1/model.onnx"].sha256 == hashlib.sha256(b"model").hexdigest()
+    assert b"".join(store.read(found["digits/1/model.onnx_data"])) == b"weights"
+
+
+def test_missing_revision_and_wrong_token_are_errors_without_secrets(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreError, match="404"):
+        store_of("hf://org/digits@v2").list({})
+    monkeypatch.setenv("HF_TOKEN", f"{TOKEN}_wrong")
+    with pytest.raises(StoreError, match="401") as caught:
+        store_of("hf://org/digits@v1").list({})
+    assert TOKEN not in caught.value.message
+    assert endpoint not in caught.value.message
+
+
+def test_files_of_a_revision_that_are_taken() -> None:
+    assert plan_paths("m", ["model.onnx", "model.yaml", "model_int8.onnx", "config.json"]) == {
+        "m/1/model.onnx": "model.onnx",
+        "m/model.yaml": "model.yaml",
+    }
+    assert plan_paths("m", ["a/1/model.onnx", "a/labels.txt"]) == {
+        "a/1/model.onnx": "a/1/model.onnx",
+        "a/labels.txt": "a/labels.txt",
+    }
+    with pytest.raises(StoreError, match="neither"):
+        plan_paths("m", ["weights.safetensors"])

@@ -1,0 +1,178 @@
+"""Mirrors and caches with a store in memory and virtual time: retries, eviction, damaged and offline caches."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ortserve.config.model import LoadOptions
+from ortserve.registry.stores.cache import StoreCache
+from ortserve.registry.stores.mirror import Mirror
+from ortserve.registry.stores.objects import StoredObject, StoreError
+
+
+class StoreInMemory:
+    def __init__(self, **files: bytes) -> None:
+        self.files = {f"{name}/1/model.onnx": content for name, content in files.items()}
+        self.reads: list[str] = []
+        self.is_up = True
+        self.wrong: set[str] = set()
+
+    def list(self, known: Mapping[str, StoredObject]) -> Iterable[StoredObject]:
+        if not self.is_up:
+            raise StoreError("down")
+        return [
+            StoredObject(path, len(content), hashlib.md5(content).hexdigest()) for path, content in self.files.items()
+        ]
+
+    def read(self, found: StoredObject) -> Iterator[bytes]:
+        self.reads.append(found.path)
+        content = self.files[found.path]
+        yield content[::-1] if found.path in self.wrong else content
+
+    def settle(self) -> None:
+        pass
+
+
+class Lab:
+    def __init__(self, tmp_path: Path, files: Executor, store: StoreInMemory, max_bytes: int = 1000) -> None:
+        self.store = store
+        self.now_ns = 0
+        self.cache = StoreCache(tmp_path / "cache", max_bytes)
+        self.mirror = Mirror(
+            "s3://b", store, self.cache, self.cache.view / "repository-0", LoadOptions(), files, lambda: self.now_ns
+        )
+
+    def content(self, model: str) -> bytes:
+        return (self.mirror.folder / model / "1" / "model.onnx").read_bytes()
+
+
+def problems(lab: Lab) -> dict[str, str]:
+    return {source.name: source.problem for source in lab.mirror.problems()}
+
+
+@pytest.fixture
+def files() -> Iterator[Executor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def test_wrong_content_keeps_the_old_one_and_is_fetched_again_after_growing_waits(
+    tmp_path: Path, files: Executor
+) -> None:
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
+    lab.mirror.sync()
+    lab.store.files["a/1/model.onnx"] = b"second"
+    lab.store.wrong = {"a/1/model.onnx"}
+    lab.store.reads.clear()
+    for _ in range(100):  # polls at intervals of 1 s
+        lab.mirror.sync()
+        lab.now_ns += 10**9
+    assert len(lab.store.reads) == 2 * 4  # at 0, 10, 30 and 70 s; each with a second attempt
+    assert lab.content("a") == b"first"
+    assert "expected the MD5 digest" in problems(lab)["a"]
+    lab.store.files["a/1/model.onnx"] = b"first"  # taken back
+    lab.mirror.sync()
+    assert problems(lab) == {}
+
+
+def test_load_by_name_does_not_wait_for_the_next_retry(tmp_path: Path, files: Executor) -> None:
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+    lab.store.wrong = {"a/1/model.onnx"}
+    lab.mirror.sync()
+    assert problems(lab)
+    lab.store.wrong.clear()
+    lab.mirror.sync(["a"])
+    assert lab.content("a") == b"first"
+
+
+def test_unused_contents_leave_by_least_recent_use_and_used_ones_never(tmp_path: Path, files: Executor) -> None:
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"a" * 400, b=b"b" * 400, c=b"c" * 400, d=b"d" * 700), max_bytes=1000)
+    lab.mirror.sync(["a"])
+    lab.mirror.release("a")
+    lab.mirror.sync(["b"])
+    lab.mirror.sync(["c"])  # evicts a
+    assert lab.cache.size_bytes() == 800
+    lab.mirror.sync(["d"])  # nothing is left to evict
+    assert "store_cache_bytes: expected 500 bytes more than 1000" in problems(lab)["d"]
+    assert (lab.content("b"), lab.content("c")) == (b"b" * 400, b"c" * 400)
+    lab.mirror.release("b")
+    lab.mirror.release("c")
+    lab.mirror.sync(["d"])
+    assert lab.content("d") == b"d" * 700
+
+
+def test_without_the_store_only_models_that_are_complete_in_the_cache_appear(tmp_path: Path, files: Executor) -> None:
+    store = StoreInMemory(a=b"first", b=b"other")
+    lab = Lab(tmp_path, files, store)
+    lab.mirror.sync(["a"])
+    lab.cache.close()
+    store.is_up = False
+    restarted = Lab(tmp_path, files, store)
+    restarted.mirror.sync()
+    assert restarted.content("a") == b"first"
+    assert "the cache lacks 1 of its files" in problems(restarted)["b"]
+    with pytest.raises(StoreError, match="down"):
+        restarted.mirror.sync(["b"])
+
+
+def test_store_that_was_never_listed_fails_the_first_sync(tmp_path: Path, files: Executor) -> None:
+    store = StoreInMemory(a=b"first")
+    store.is_up = False
+    with pytest.raises(StoreError, match="down"):
+        Lab(tmp_path, files, store).mirror.sync()
+
+
+def test_views_of_ended_processes_are_removed_and_those_of_others_are_not(tmp_path: Path, files: Executor) -> None:
+    first = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+    abandoned = tmp_path / "cache" / "views" / "gone"
+    abandoned.mkdir()
+    abandoned.with_suffix(".lock").touch()
+    first.mirror.sync()
+    second = Lab(tmp_path, files, first.store)
+    assert not abandoned.exists()
+    assert first.content("a") == b"first"
+    assert second.cache.view != first.cache.view
+
+
+def test_unchanged_files_of_a_changed_model_keep_their_inodes(tmp_path: Path, files: Executor) -> None:
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+    lab.mirror.sync()
+    file = lab.mirror.folder / "a" / "1" / "model.onnx"
+    before = file.stat()
+    lab.store.files["a/labels.txt"] = b"cat"
+    lab.mirror.sync()
+    after = file.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert (lab.mirror.folder / "a" / "labels.txt").read_bytes() == b"cat"
+    assert len(list((lab.cache.view / "incoming").iterdir())) == 1  # the tree before it is gone
+
+
+def test_model_that_left_the_store_leaves_the_folder(tmp_path: Path, files: Executor) -> None:
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
+    lab.mirror.sync()
+    del lab.store.files["a/1/model.onnx"]
+    lab.mirror.sync()
+    assert [entry.name for entry in lab.mirror.folder.iterdir()] == ["b"]
+
+
+def test_required_model_stays_required_if_its_files_cannot_be_fetched(tmp_path: Path, files: Executor) -> None:
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
+    lab.store.files["a/model.yaml"] = b"required: true\n"
+    lab.store.wrong = {"a/1/model.onnx", "b/1/model.onnx"}
+    lab.mirror.sync()
+    assert {source.name: source.is_required for source in lab.mirror.problems()} == {"a": True, "b": False}
+
+
+def test_digests_that_another_process_wrote_are_kept(tmp_path: Path, files: Executor) -> None:
+    store = StoreInMemory(a=b"first", b=b"other")
+    one, other = Lab(tmp_path, files, store), Lab(tmp_path, files, store)
+    other.mirror.sync(["b"])
+    one.mirror.sync(["a"])
+    store.files["c/1/model.onnx"] = b"third"
+    other.mirror.sync(["c"])
+    store.reads.clear()
+    Lab(tmp_path, files, store).mirror.sync()
+    assert store.reads == []

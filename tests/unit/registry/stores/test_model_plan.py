@@ -1,0 +1,83 @@
+"""Which objects of a model are fetched, and the names that are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from ortserve.config.model import LoadOptions
+from ortserve.registry.stores.model_plan import (
+    listed_versions,
+    missing_objects,
+    needed_objects,
+    read_digests,
+    wanted_versions,
+)
+from ortserve.registry.stores.objects import StoredObject, StoreError, group_by_entry, path_problem
+
+DIGEST = "a" * 64
+
+
+def objects(*paths: str) -> dict[str, StoredObject]:
+    return {path: StoredObject(path, 0 if path.endswith("/1") else 5, "t") for path in paths}
+
+
+def test_only_versions_that_would_serve_and_files_beside_them_are_needed(tmp_path: Path) -> None:
+    found = objects("m/1/model.onnx", "m/2/model.onnx", "m/10/model.onnx", "m/labels.txt", "m/assets/a.bin")
+    listed = listed_versions("m", found.values())
+    assert wanted_versions("m", tmp_path, listed, LoadOptions()) == {"10"}
+    (tmp_path / "model.yaml").write_text("version_policy: {specific: [1, 2]}\n")
+    wanted = wanted_versions("m", tmp_path, listed, LoadOptions())
+    assert wanted == {"1", "2"}
+    assert [known.path for known in needed_objects("m", found, listed, wanted)] == [
+        "m/1/model.onnx",
+        "m/2/model.onnx",
+        "m/labels.txt",
+        "m/assets/a.bin",
+    ]
+
+
+def test_invalid_configuration_needs_no_version(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text("max_rows: many\n")
+    assert wanted_versions("m", tmp_path, {"1": 1}, LoadOptions()) is None
+
+
+def test_empty_version_folder_of_an_ensemble_is_an_empty_object() -> None:
+    found = objects("e/model.yaml", "e/1")
+    listed = listed_versions("e", found.values())
+    assert listed == {"1": 1}
+    assert [known.path for known in needed_objects("e", found, listed, {"1"})] == ["e/model.yaml"]
+
+
+def test_entries_that_cannot_be_models_are_left_out() -> None:
+    found = objects(
+        "README.md", ".hidden/1/model.onnx", "bare.onnx", "m", "m/1/model.onnx", "a\\b/1/model.onnx", "../x.onnx"
+    )
+    assert {entry: list(group) for entry, group in group_by_entry(found.values()).items()} == {
+        "bare.onnx": ["bare.onnx"],
+        "m": ["m/1/model.onnx"],
+    }
+
+
+@pytest.mark.parametrize(
+    "path", ["a/../b", "/etc/passwd", "a//b", "a/./b", "a\\b", "a\nb", "x" * 256, "a/" * 20 + "b", ""]
+)
+def test_paths_that_leave_the_folder_or_are_too_long_are_refused(path: str) -> None:
+    assert path_problem(path)
+
+
+def test_digests_are_read_as_sha256sum_writes_them(tmp_path: Path) -> None:
+    file = tmp_path / "SHA256SUMS"
+    assert read_digests(file) == {}
+    file.write_text(f"{DIGEST}  1/model.onnx\n{DIGEST} *./2/model.onnx\n")
+    assert read_digests(file) == {"1/model.onnx": DIGEST, "2/model.onnx": DIGEST}
+    file.write_text("no digest\n")
+    with pytest.raises(StoreError, match="not line 1"):
+        read_digests(file)
+
+
+def test_missing_files_of_wanted_versions_are_found() -> None:
+    found = objects("m/1/model.onnx", "m/2/model.onnx")
+    digests = ["1/model.onnx", "2/model.onnx", "2/weights.bin", "3/model.onnx"]
+    assert missing_objects(digests, "m", found, {"1"}) == ""
+    assert missing_objects(digests, "m", found, {"2"}) == "2/weights.bin"
+    assert missing_objects(["labels.txt"], "m", found, {"1"}) == "labels.txt"
