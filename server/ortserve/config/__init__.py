@@ -9,6 +9,7 @@ __all__ = [
     "model",
     "option_groups",
     "options",
+    "origins",
     "sequences",
     "session",
     "tensors",

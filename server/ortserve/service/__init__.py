@@ -11,10 +11,13 @@ __all__ = [
     "key_files",
     "load",
     "management",
+    "model_details",
     "models",
+    "observation",
     "profiling",
     "recorder",
     "repository",
+    "server_details",
     "shared_memory",
     "trace_settings",
 ]
