@@ -83,6 +83,7 @@ class ServerDetails:
             "memory_bytes": _resident_bytes(),
             "connections": dict(self._connections()),
             "threads": threading.active_count(),
+            "loads_models": self._options.model_control_mode == "explicit",
             "stalls": stalls.stalls,
             "stalled_s": round(stalls.stalled_ns / 1e9, 3),
         }

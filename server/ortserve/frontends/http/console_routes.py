@@ -50,7 +50,7 @@ _TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascri
 
 def encode_event(name: str, document: Mapping[str, Any]) -> bytes:
     """A server-sent event (HTML, section 9.2). JSON has no line breaks."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(document))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS))
 
 
 class StaticFile:

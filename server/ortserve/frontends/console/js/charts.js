@@ -43,7 +43,7 @@ class Chart {
   }
 }
 
-/** Lines, or stacked areas, over time. */
+/** Lines, or stacked areas, over the time since the first point, up to 15 minutes. */
 export class TimeChart extends Chart {
   #isStacked;
 
@@ -57,7 +57,9 @@ export class TimeChart extends Chart {
     const stacked = this.#isStacked;
     const tops = points.map(({ values }) => (stacked ? values.reduce((sum, value) => sum + value, 0) : Math.max(...values)));
     const most = roundUp(Math.max(0, ...tops));
-    const xOf = (ms) => LEFT + (WIDTH - LEFT - RIGHT) * (1 - (nowMs - ms) / WINDOW_MS);
+    const oldestMs = points.length ? nowMs - points[0].ms : 0;
+    const windowMs = Math.min(WINDOW_MS, Math.max(1, Math.ceil(oldestMs / 60_000)) * 60_000);
+    const xOf = (ms) => LEFT + (WIDTH - LEFT - RIGHT) * (1 - (nowMs - ms) / windowMs);
     const shapes = [];
     let below = points.map(() => 0);
     this.values.forEach((text, index) => {
@@ -74,7 +76,7 @@ export class TimeChart extends Chart {
       setText(text, points.length ? number(points.at(-1).values[index]) : "–");
     });
     const times = [
-      [LEFT, "15 min ago", "left"],
+      [LEFT, `${windowMs / 60_000} min ago`, "left"],
       [WIDTH - RIGHT, "now", "right"],
     ];
     this.drawing.replaceChildren(...this.axes(most, times), ...shapes);

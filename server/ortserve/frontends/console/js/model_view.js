@@ -1,11 +1,13 @@
 // One version: its live charts, its errors, its inputs and outputs, and its configuration.
 
+import { modelActions } from "./actions.js";
 import { read } from "./api.js";
 import { BarChart, CurveChart, TimeChart, WINDOW_MS } from "./charts.js";
 import { el, facts, section, setText, table } from "./dom.js";
 import { duration, number, shape } from "./format.js";
 import { keyOfVersion } from "./live.js";
 import { stateOf } from "./models_view.js";
+import { TryForm } from "./try_view.js";
 
 const PHASES = ["decode", "queue", "stage", "compute", "encode"];
 
@@ -25,6 +27,8 @@ export class ModelView {
   #numbers = el("div");
   #errors = el("div");
   #about = el("div");
+  #try = el("div");
+  #actions = el("div");
   #throughput = new TimeChart("Throughput", "per second", ["answered", "refused", "failed"]);
   #latency = new TimeChart("Latency", "ms", ["p50", "p90", "p99"]);
   #phases = new TimeChart("Mean latency by phase", "ms", PHASES, { isStacked: true });
@@ -53,6 +57,8 @@ export class ModelView {
         this.#numbers,
       ),
       section("Errors", this.#errors),
+      this.#try,
+      this.#actions,
       this.#about,
     );
     this.#listen("history", (data) => this.#begin(data));
@@ -78,6 +84,7 @@ export class ModelView {
     const text = row ? stateOf(row) : this.#live.models.size ? "not known to the server" : "";
     setText(this.#state, text);
     this.#state.className = row?.state === "READY" ? "good" : "bad";
+    if (this.#live.server.loads_models && !this.#actions.firstChild) this.#actions.append(modelActions(this.#name));
     const load = row ? `${row.state} ${row.load_s} ${row.state === "READY" ? "" : row.why}` : "";
     if (row && load !== this.#loaded) {
       this.#loaded = load;
@@ -154,6 +161,7 @@ export class ModelView {
   }
 
   #drawAbout(about) {
+    this.#try.replaceChildren(...(about.inputs ? [new TryForm(this.#name, this.#version, about).element] : []));
     const row = this.#live.models.get(keyOfVersion(this.#name, this.#version));
     const parts = [];
     if (about.inputs) {
@@ -161,7 +169,7 @@ export class ModelView {
         ...about.inputs.map((tensor) => describe("input", tensor)),
         ...about.outputs.map((tensor) => describe("output", tensor)),
       ];
-      const heads = ["", "Name", "Datatype", "Shape", "Notes"];
+      const heads = ["Role", "Name", "Datatype", "Shape", "Notes"];
       parts.push(section("Inputs and outputs", table("Inputs and outputs", heads, tensors)));
       const load = row?.load_s ? [["load time", duration(row.load_s) === "0 s" ? `${row.load_s} s` : duration(row.load_s)]] : [];
       parts.push(section("How it runs", facts([...load, ...Object.entries(about.properties)])));

@@ -1,5 +1,6 @@
 // The list of all versions: filtered, sorted, and updated in place once per frame of the browser.
 
+import { loadForm } from "./actions.js";
 import { el, setText } from "./dom.js";
 import { bytes, milliseconds, number, orNothing } from "./format.js";
 import { keyOfVersion } from "./live.js";
@@ -44,6 +45,7 @@ export class ModelsView {
   #isDescending = false;
   #isDue = false;
   #body = el("tbody");
+  #load = el("div");
   #summary = el("p", { role: "status" });
   #filter = el("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false" });
   #heads = [];
@@ -70,6 +72,7 @@ export class ModelsView {
         { class: "scroll", tabindex: "0", role: "region", "aria-label": "Models" },
         el("table", { class: "models" }, el("thead", {}, el("tr", {}, this.#heads)), this.#body),
       ),
+      this.#load,
     );
     live.addEventListener("models", this.#onModels);
     this.#schedule();
@@ -95,6 +98,7 @@ export class ModelsView {
   }
 
   #draw() {
+    if (this.#live.server.loads_models && !this.#load.firstChild) this.#load.append(loadForm());
     const all = [...this.#live.models.values()];
     const wanted = this.#filter.value.trim().toLowerCase();
     const found = all.filter((row) => `${row.name} ${row.state}`.toLowerCase().includes(wanted));

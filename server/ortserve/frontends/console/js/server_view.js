@@ -1,5 +1,6 @@
 // The server: versions, ports, keys, TLS, processors, memory, GPUs, connections, and options that were changed.
 
+import { logLevel } from "./actions.js";
 import { read } from "./api.js";
 import { el, facts, section, table } from "./dom.js";
 import { bytes, duration, number } from "./format.js";
@@ -13,7 +14,7 @@ export class ServerView {
 
   constructor(live) {
     this.#live = live;
-    this.element = el("div", {}, el("h1", {}, "Server"), section("Now", this.#now), this.#about);
+    this.element = el("div", {}, el("h1", {}, "Server"), section("Now", this.#now), this.#about, logLevel());
     live.addEventListener("models", this.#onModels);
     this.#drawNow();
     this.#readAbout();
