@@ -5,7 +5,7 @@ const LONGEST_COMMAND = 8000;
 const NUMPY = {
   BOOL: "np.bool_",
   FP16: "np.float16",
-  BF16: "np.float32",
+  BF16: "ml_dtypes.bfloat16",
   FP32: "np.float32",
   FP64: "np.float64",
   BYTES: "np.object_",
@@ -42,6 +42,7 @@ function pythonToken(token) {
 export function pythonProgram(location, name, version, inputs, outputs, parameters, needsKey) {
   const isSecure = location.protocol === "https:";
   const lines = ["import numpy as np", "import tritonclient.http as triton", ""];
+  if (inputs.some(({ tensor }) => tensor.datatype === "BF16")) lines.unshift("import ml_dtypes");
   lines.push(`client = triton.InferenceServerClient(${pythonText(location.host)}${isSecure ? ", ssl=True" : ""})`);
   lines.push("inputs = []");
   for (const { tensor, shape, tokens } of inputs) {

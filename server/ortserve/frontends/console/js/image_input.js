@@ -5,7 +5,7 @@ import { el } from "./dom.js";
 const DATATYPES = ["FP16", "BF16", "FP32", "FP64", "UINT8"];
 const LARGEST_DRAWING = 64;
 const PAD = 192;
-const PEN = 18;
+const PEN = 24;
 
 // How a value of 0 to 1 becomes one of the model, by channel.
 const SCALINGS = {
