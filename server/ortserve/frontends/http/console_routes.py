@@ -5,11 +5,8 @@ with the address of a page. All data need one of the group ``metadata``, like ``
 """
 
 import asyncio
-import mimetypes
 from collections.abc import Mapping
-from hashlib import sha256
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from typing import Any, Final
 
 import orjson
@@ -20,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.asgi_exchange import exchange_of
 from ortserve.frontends.http.documents import ModelName
+from ortserve.frontends.http.static_files import StaticFile
 from ortserve.service.model_details import ModelDetails
 from ortserve.service.observation import Observation, Viewer
 from ortserve.service.server_details import ServerDetails
@@ -36,44 +34,12 @@ _POLICY: Final = "; ".join(
         "form-action 'none'",
     )
 )
-SAFE_HEADERS: Final[Mapping[str, str]] = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-}
 _PAGE: Final = "index.html"
-_TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def encode_event(name: str, document: Mapping[str, Any]) -> bytes:
     """A server-sent event (HTML, section 9.2). JSON has no line breaks."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS))
-
-
-class StaticFile:
-    """A file of the page with its headers, read once."""
-
-    def __init__(self, path: Traversable) -> None:
-        self._body = path.read_bytes()
-        suffix = f".{path.name.rpartition('.')[2]}"
-        kind = _TYPES.get(suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-        # Browsers ask each time, and get 304 until the server has another version of the file.
-        self._headers = {
-            **SAFE_HEADERS,
-            "content-type": f"{kind}; charset=utf-8" if kind.startswith("text/") else kind,
-            "etag": f'"{sha256(self._body).hexdigest()[:32]}"',
-            "cache-control": "no-cache",
-        }
-
-    def answer(self, request: Request) -> Response:
-        """The file, or 304 to a browser that has it."""
-        known = request.headers.get("if-none-match", "")
-        if self._headers["etag"] in (tag.strip().removeprefix("W/") for tag in known.split(",")):
-            return Response(status_code=304, headers=self._headers)
-        return Response(self._body, headers=self._headers)
 
 
 class EventStream(Response):
@@ -135,10 +101,9 @@ def console_routes(observation: Observation, models: ModelDetails, server: Serve
 
 def _page_routes() -> APIRouter:
     root = files("ortserve.frontends.console")
-    known = {_PAGE: StaticFile(root / _PAGE), "console.css": StaticFile(root / "console.css")}
-    for script in (root / "js").iterdir():
-        if script.name.endswith(".js"):
-            known[f"js/{script.name}"] = StaticFile(script)
+    scripts = [script for script in (root / "js").iterdir() if script.name.endswith(".js")]
+    paths = {_PAGE: root / _PAGE, "console.css": root / "console.css", **{f"js/{one.name}": one for one in scripts}}
+    known = {path: StaticFile(path, file.read_bytes(), _POLICY) for path, file in paths.items()}
     router = APIRouter()
 
     @router.get("/")
