@@ -31,7 +31,6 @@ from ortserve.example import repository_path
 from ortserve.frontends.http.console_routes import encode_event
 from ortserve.registry.catalog import VersionRecord
 from ortserve.service.observation import Observation
-from ortserve.telemetry.declarations import REQUEST_DURATION
 
 MODELS = 10
 VIEWERS = 10
@@ -92,7 +91,7 @@ class Active:
 async def passes(rounds: int) -> tuple[list[float], list[float], float]:
     """Milliseconds of a pass for the history and of one for a viewer, and the bytes of a ring."""
     registry: Any = Active()
-    observation = Observation(registry, dict, monotonic_ns, bounds_s=REQUEST_DURATION.buckets, encode=encode_event)
+    observation = Observation(registry, dict, monotonic_ns, encode=encode_event)
     await observation._pass(is_sample=True)
     tracemalloc.start()
     registry.answer()

@@ -94,7 +94,7 @@ def test_requests_on_other_connections_are_answered_beside_open_streams(server: 
 def test_viewers_are_limited_and_their_places_are_freed(server: ServerProcess) -> None:
     host, _, port = server.http.partition(":")
     sockets = []
-    heads = []
+    heads: list[bytes] = []
     while not heads or b" 200 " in heads[-1]:  # an earlier test's stream may still have its place
         opened = socket.create_connection((host, int(port)), timeout=LONG_S)
         opened.sendall(f"GET {STREAM} HTTP/1.1\r\nhost: x\r\n\r\n".encode())

@@ -1,4 +1,4 @@
-"""Take the pictures of ``docs/console.md``: python tests/support/console_pictures.py"""
+"""Takes the pictures of ``docs/console.md``: run it as a script."""
 
 import sys
 import time

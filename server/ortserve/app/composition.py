@@ -64,7 +64,6 @@ from ortserve.service.repository import RepositoryService
 from ortserve.service.server_details import ServerDetails
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.trace_settings import TRACE, TraceSettings, TraceWriter
-from ortserve.telemetry.declarations import REQUEST_DURATION
 from ortserve.telemetry.logs import AccessLog, LogSwitches
 from ortserve.telemetry.machine import CpuReader
 from ortserve.telemetry.metrics import Metrics
@@ -412,9 +411,7 @@ def _console(
         stalls=watchdog.reading,
         read_devices=devices.read,
     )
-    observation = Observation(
-        registry, server.live, monotonic_ns, bounds_s=REQUEST_DURATION.buckets, encode=encode_event
-    )
+    observation = Observation(registry, server.live, monotonic_ns, encode=encode_event)
     return Console(observation, ModelDetails(registry, origins), server)
 
 

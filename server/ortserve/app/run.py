@@ -40,13 +40,13 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(options, switches, origins or {}))
+            runner.run(_serve(options, switches, origins))
         except ServeError as error:
             log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
             return 1
 
 
-async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str]) -> NoReturn:
+async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str] | None) -> NoReturn:
     server = Server(options, switches, origins)
     asked_to_stop = catch_stop_signals(asyncio.get_running_loop())
     try:

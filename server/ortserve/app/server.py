@@ -33,14 +33,14 @@ _FLUSH_S: Final = 5.0
 class Server:
     """All ports, models and tasks of one server process. Loop thread only."""
 
-    def __init__(self, options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str]) -> None:
+    def __init__(self, options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str] | None = None) -> None:
         """Create all parts without opening a port. ``origins`` are those of the options that are set.
 
         Raises:
             ServeError: invalid_input, with the option of an unusable file.
         """
         self._options = options
-        self._parts = compose(options, switches, origins)
+        self._parts = compose(options, switches, origins or {})
         self._metrics: MetricsServer | None = None
         self._following: list[asyncio.Task[None]] = []
 

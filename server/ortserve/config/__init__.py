@@ -12,5 +12,6 @@ __all__ = [
     "origins",
     "sequences",
     "session",
+    "shown_values",
     "tensors",
 ]

@@ -3,15 +3,12 @@
 Loop thread only. Nothing here holds a path: callers see the last part of paths only.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel
-
 from ortserve.config.model import LoadOptions, ModelOptions
+from ortserve.config.shown_values import show_value
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import State, VersionRecord
@@ -145,7 +142,7 @@ class ModelDetails:
                 origin = NOT_SET
             if name == "max_rows" and value is None and isinstance(served, ServedModel):
                 continue
-            yield Setting(name, show(value), origin)
+            yield Setting(name, show_value(value), origin)
 
 
 def _choices(served: ServedModel) -> Iterator[Setting]:
@@ -156,35 +153,6 @@ def _choices(served: ServedModel) -> Iterator[Setting]:
         yield Setting("max_rows", str(served.max_rows), "learned in warm-up")
     if options.intra_op_threads is None:
         yield Setting("threads of a run", str(served.intra_op_threads), "chosen from the processors and the run time")
-
-
-def show(value: object) -> str:
-    """A value of an option in words. Paths are cut to their last part, and addresses to their host."""
-    if value is None:
-        return "unset"
-    if isinstance(value, BaseModel):
-        return json.dumps(_plain(value.model_dump(mode="json", exclude_defaults=True)), ensure_ascii=False)
-    if isinstance(value, (tuple, list, Mapping)):
-        return json.dumps(_plain(value), ensure_ascii=False) if value else "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(_plain(value))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return _plain(value.model_dump(mode="json", exclude_defaults=True))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
-    if isinstance(value, Path):
-        return value.name
-    if isinstance(value, str):
-        if "://" in value:  # may hold credentials
-            return value.partition("://")[2].rpartition("@")[2].partition("/")[0].partition("?")[0]
-        return Path(value).name if value.startswith("/") else value
-    return f"{value:g}" if isinstance(value, float) else value
 
 
 def _tensor(spec: TensorSpec) -> dict[str, Any]:

@@ -105,7 +105,6 @@ class Observation:
         read_server: Callable[[], dict[str, Any]],
         clock: Clock,
         *,
-        bounds_s: tuple[float, ...],
         encode: Encode,
     ) -> None:
         """Observe nothing yet.
@@ -114,13 +113,11 @@ class Observation:
             registry: Of the versions.
             read_server: The state of the server for each frame.
             clock: Monotonic nanoseconds.
-            bounds_s: Upper bounds of the buckets of request durations.
             encode: Encodes events.
         """
         self._registry = registry
         self._read_server = read_server
         self._clock = clock
-        self._bounds_s = bounds_s
         self._encode = encode
         self._versions: dict[VersionKey, _Version] = {}
         self._viewers: set[Viewer] = set()
@@ -237,7 +234,7 @@ class Observation:
         queue_rows = metrics.batching().queue_rows
         if after.is_same(before) and not queue_rows:
             return IDLE
-        return rates(before, after, self._bounds_s, queue_rows=queue_rows, saturation=metrics.saturation())
+        return rates(before, after, queue_rows=queue_rows, saturation=metrics.saturation())
 
     def _add_sample(self, version: _Version) -> None:
         counts = read_counts(version.record.metrics, self._clock())

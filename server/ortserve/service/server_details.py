@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from ortserve import __version__
 from ortserve.config.options import ServerOptions
+from ortserve.config.shown_values import show_value
 from ortserve.service.access import Group
-from ortserve.service.model_details import NOT_SET, Setting, show
+from ortserve.service.model_details import NOT_SET, Setting
 from ortserve.service.models import ModelService
 from ortserve.telemetry.readings import DeviceReading, StallReading
 
@@ -127,7 +128,7 @@ class ServerDetails:
         """The options that differ from their defaults."""
         defaults = ServerOptions()
         return [
-            Setting(name, show(value), self._origins.get(name, NOT_SET))
+            Setting(name, show_value(value), self._origins.get(name, NOT_SET))
             for name, value in self._options
             if value != getattr(defaults, name)
         ]

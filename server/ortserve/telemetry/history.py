@@ -13,6 +13,7 @@ import numpy as np
 
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind
+from ortserve.telemetry.declarations import REQUEST_DURATION
 from ortserve.telemetry.series import ModelMetrics
 
 RING_INTERVAL_S: Final = 5
@@ -112,22 +113,19 @@ def read_counts(metrics: ModelMetrics, at_ns: int) -> Counts:
     )
 
 
-def rates(
-    before: Counts, after: Counts, bounds_s: Sequence[float], *, queue_rows: int, saturation: float | None
-) -> Rates:
+def rates(before: Counts, after: Counts, *, queue_rows: int, saturation: float | None) -> Rates:
     """Compute the rates between two readings of one version.
 
     Args:
         before: The earlier reading.
         after: The later one.
-        bounds_s: Upper bounds of the buckets of durations.
         queue_rows: In the queue now.
         saturation: Now; None if unknown, which counts as 0.
     """
     seconds = max(after.at_ns - before.at_ns, 1) / 1e9
     buckets = [new - old for new, old in zip_longest(after.durations, before.durations, fillvalue=0)]
     answered, batches = sum(buckets), after.batches - before.batches
-    p50, p90, p99 = (1000 * quantile(buckets, bounds_s, share) for share in (0.5, 0.9, 0.99))
+    p50, p90, p99 = (1000 * quantile(buckets, REQUEST_DURATION.buckets, share) for share in (0.5, 0.9, 0.99))
     phases = [
         (new - old) / 1e6 / answered if answered else 0.0
         for new, old in zip(after.phases_ns, before.phases_ns, strict=True)

@@ -12,7 +12,6 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import State, VersionRecord
 from ortserve.service.observation import MAX_VIEWERS, Observation, Viewer
-from ortserve.telemetry.declarations import REQUEST_DURATION
 from ortserve.telemetry.history import RING_INTERVAL_S
 
 SECOND_NS = 1_000_000_000
@@ -32,12 +31,11 @@ class Stage:
     """An observation whose passes the test makes."""
 
     def __init__(self, *names: str) -> None:
-        self.registry: Any = FakeRegistry(*names)
+        registry: Any = FakeRegistry(*names)
+        self.registry = registry
         self.clock = FakeClock()
         self.encoded: list[str] = []
-        self.observation = Observation(
-            self.registry, dict, self.clock, bounds_s=REQUEST_DURATION.buckets, encode=self.encode
-        )
+        self.observation = Observation(registry, dict, self.clock, encode=self.encode)
 
     def encode(self, name: str, document: Mapping[str, Any]) -> bytes:
         self.encoded.append(name)

@@ -4,11 +4,9 @@ import pytest
 
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind
-from ortserve.telemetry.declarations import REQUEST_DURATION
 from ortserve.telemetry.history import COLUMNS, IDLE, RING_SAMPLES, Rates, Ring, quantile, rates, read_counts
 from ortserve.telemetry.series import ModelMetrics
 
-BOUNDS = REQUEST_DURATION.buckets
 SECOND_NS = 1_000_000_000
 MS_NS = 1_000_000
 
@@ -30,7 +28,7 @@ def test_rates_are_of_the_time_between_two_readings_and_of_all_protocols() -> No
         metrics.observe_failure("http", kind, 1)
     metrics.batch_rows.observe(8)
     metrics.batch_rows.observe(12)
-    now = rates(before, read_counts(metrics, 2 * SECOND_NS), BOUNDS, queue_rows=3, saturation=None)
+    now = rates(before, read_counts(metrics, 2 * SECOND_NS), queue_rows=3, saturation=None)
     assert (now.requests_per_s, now.rows_per_s, now.refused_per_s, now.failed_per_s) == (5, 10, 1, 0.5)
     assert (now.batch_rows, now.queue_rows, now.saturation) == (10, 3, 0)
     assert (now.decode_ms, now.queue_ms, now.stage_ms, now.compute_ms, now.encode_ms) == (1, 2, 0, 3, 0)
@@ -41,7 +39,7 @@ def test_rates_of_a_version_without_requests_are_idle() -> None:
     metrics = ModelMetrics("m", "1")
     before, after = read_counts(metrics, 0), read_counts(metrics, SECOND_NS)
     assert after.is_same(before)
-    assert rates(before, after, BOUNDS, queue_rows=0, saturation=None) == IDLE
+    assert rates(before, after, queue_rows=0, saturation=None) == IDLE
 
 
 @pytest.mark.parametrize(
