@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -135,14 +134,12 @@ class Observation:
         """Take samples until cancelled."""
         began_ns = self._clock()
         while True:
-            due_s = RING_INTERVAL_S * (self._sample + 1) - (self._clock() - began_ns) / 1e9
             if self._viewers:
-                await asyncio.sleep(max(0.0, min(due_s, _LIVE_INTERVAL_S)))
+                await asyncio.sleep(_LIVE_INTERVAL_S)
             else:
-                self._arrival.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, due_s)):
-                        await self._arrival.wait()
+                due_s = RING_INTERVAL_S * (self._sample + 1) - (self._clock() - began_ns) / 1e9
+                if await self._is_visited_within(due_s):
+                    continue  # the first rates are those of a whole second
             passed_s = (self._clock() - began_ns) / 1e9
             is_sample = passed_s >= RING_INTERVAL_S * (self._sample + 1)
             if is_sample:
@@ -151,6 +148,16 @@ class Observation:
                 await self._pass(is_sample=is_sample)
             except Exception as error:  # a later pass may succeed
                 logger.error("the console could not read the models", exc_info=error)
+
+    async def _is_visited_within(self, seconds: float) -> bool:
+        """Whether a viewer comes in this time."""
+        self._arrival.clear()
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._arrival.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def view(self, watched: VersionKey | None) -> Viewer:
         """Open a stream. It begins with all versions, and with the history of the watched one, which may come later.
@@ -168,11 +175,12 @@ class Observation:
         if not self._viewers:
             self._renew()
             for version in self._versions.values():
+                version.seen, version.now = None, IDLE
                 self._look(version, now_ns)
         viewer = Viewer(watched)
         if watched is not None:
             viewer.add(self._encode("history", self._history(watched)))
-        rows = [version.row for version in self._versions.values()]
+        rows = [version.row for version in self._versions.values() if version.row]
         viewer.add(self._encode("models", {"whole": True, "models": rows, "gone": [], "server": self._server()}))
         self._viewers.add(viewer)
         self._arrival.set()
@@ -203,6 +211,7 @@ class Observation:
     async def _pass(self, *, is_sample: bool) -> None:
         """Read all versions: for the history, for the viewers, or for both."""
         gone = self._renew()
+        self._rings = sum(version.ring is not None for version in self._versions.values())
         changed: list[dict[str, Any]] = []
         for number, version in enumerate(list(self._versions.values()), 1):
             if is_sample:
@@ -219,7 +228,7 @@ class Observation:
         known = {(record.model, record.label): record for record in self._registry.records()}
         gone = [key for key in self._versions if key not in known]
         for key in gone:
-            self._rings -= self._versions.pop(key).ring is not None
+            del self._versions[key]
         for key, record in known.items():
             version = self._versions.get(key)
             if version is None:
@@ -247,7 +256,6 @@ class Observation:
             self._rings += 1
         elif now is IDLE and version.ring.is_forgotten(self._sample):
             version.ring = None
-            self._rings -= 1
             return
         if now is not IDLE:
             version.errors = errors_by_kind(version.record.metrics)
@@ -277,9 +285,6 @@ class Observation:
                 viewer.add(details[watched])
             if not viewer.is_open:
                 self._viewers.discard(viewer)
-        if not self._viewers:
-            for version in self._versions.values():
-                version.seen = None
 
     def _details(self, version: _Version) -> dict[str, Any]:
         errors = errors_by_kind(version.record.metrics)
