@@ -225,6 +225,7 @@ def draw(page: Page, *strokes: list[tuple[float, float]]) -> None:
 def test_drawn_digit_is_recognised(page: Page, server: ServerProcess) -> None:
     open_model(page, server, "digits")
     page.get_by_role("button", name="Clear the drawing").wait_for()
+    expect(page.get_by_text("Queued rows")).to_be_visible()  # the page has all of its parts and moves no more
     angles = np.linspace(0, 2 * np.pi, 25)
     draw(page, [(0.5 + 0.25 * np.sin(angle), 0.5 - 0.35 * np.cos(angle)) for angle in angles])
     page.get_by_role("button", name="Run").click()

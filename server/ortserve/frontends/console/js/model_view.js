@@ -54,11 +54,12 @@ export class ModelView {
           { class: "charts" },
           [this.#throughput, this.#latency, this.#phases, this.#sizes, this.#curve].map((chart) => chart.element),
         ),
-        this.#numbers,
       ),
-      section("Errors", this.#errors),
+      // What grows while a person types or draws is below the form, so that the form stays in its place.
       this.#try,
       this.#actions,
+      section("Batching", this.#numbers),
+      section("Errors", this.#errors),
       this.#about,
     );
     this.#listen("history", (data) => this.#begin(data));
