@@ -455,7 +455,7 @@ def test_unknown_method_is_unimplemented(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "text"),
     [
-        ("GET", "/", 404, "Not Found"),
+        ("GET", "/v2/nothing", 404, "Not Found"),
         ("GET", "/v1/models/simple", 404, "Not Found"),
         ("POST", "/v2/models/simple/guess", 404, "Not Found"),
         ("POST", "/v2/models/simple/versions/1st/infer", 404, "Not Found"),

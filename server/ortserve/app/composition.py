@@ -37,6 +37,7 @@ from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCa
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.connection import ConnectionContext
+from ortserve.frontends.http.console_routes import console_routes, encode_event
 from ortserve.frontends.http.control_app import make_control_app
 from ortserve.frontends.http.generate_routes import generate_routes
 from ortserve.frontends.http.infer_exchange import InferEndpoint
@@ -57,11 +58,14 @@ from ortserve.service.key_files import KeyFiles
 from ortserve.service.labels import LabelService
 from ortserve.service.load import LoadMeter
 from ortserve.service.management import LogSettings, Management, StatisticsService
+from ortserve.service.model_details import ModelDetails
 from ortserve.service.models import EXTENSIONS, ModelService
+from ortserve.service.observation import Observation
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.recorder import Recorder, SamplingRecorder
 from ortserve.service.repository import RepositoryService
 from ortserve.service.rollout.control import RolloutService
+from ortserve.service.server_details import ServerDetails
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.trace_settings import TRACE, TraceSettings, TraceWriter
 from ortserve.telemetry.logs import AccessLog, LogSwitches
@@ -89,6 +93,15 @@ _MAX_CODEC_THREADS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Console:
+    """The parts of the console."""
+
+    observation: Observation
+    models: ModelDetails
+    server: ServerDetails
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """The parts that a server starts and stops. None of them listens yet.
 
@@ -99,6 +112,7 @@ class Parts:
         tracing: None if no traces are exported.
         recordings: None if no requests are recorded.
         watchdog: The watchdog of the event loop.
+        console: None without a console.
     """
 
     prometheus: CollectorRegistry
@@ -115,10 +129,11 @@ class Parts:
     http: HttpServer
     grpc: GrpcioServer | NativeGrpcServer
     watchdog: Watchdog
+    console: Console | None
 
 
-def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
-    """Create the parts of a server.
+def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str]) -> Parts:
+    """Create the parts of a server. ``origins`` are those of the options that are set.
 
     Raises:
         ServeError: invalid_input, with the option of an unusable file.
@@ -136,7 +151,8 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     if mirrors is not None:
         metrics.set_stores_source(mirrors.reading)
     runtime = DeviceRuntime(options.execution_provider_libraries, global_threads=options.global_threads)
-    metrics.set_devices_source(DevicesReader(runtime.devices).read)
+    devices = DevicesReader(runtime.devices)
+    metrics.set_devices_source(devices.read)
     activity = LoopActivity()
     watchdog = Watchdog(asyncio.get_running_loop(), activity, monotonic_ns)
     cache = ResponseCache(options.cache_bytes) if options.cache_bytes else None
@@ -192,6 +208,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         labels,
         rollouts,
     )
+    console = _console(options, origins, registry, models, watchdog, access, devices)
     frontends = _Frontends(
         options,
         metrics,
@@ -205,6 +222,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         tracing,
         HttpTraces(tracing, "https" if certificate else "http") if tracing else None,
         _load_reports(options, metrics),
+        console,
     )
     return Parts(
         prometheus,
@@ -221,6 +239,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         frontends.http(),
         frontends.grpc(),
         watchdog,
+        console,
     )
 
 
@@ -240,6 +259,7 @@ class _Frontends:
     tracing: Tracing | None
     http_traces: HttpTraces | None
     load_reports: LoadReports | None
+    console: Console | None
 
     def http(self) -> HttpServer:
         options = self.options
@@ -263,6 +283,8 @@ class _Frontends:
                 load_reports=self.load_reports,
             )
         )
+        if (console := self.console) is not None:
+            control.include_router(console_routes(console.observation, console.models, console.server))
         infer = InferEndpoint(
             self.inference,
             max_body_bytes=options.max_body_bytes,
@@ -386,6 +408,32 @@ def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
     if tracing is not None:
         metrics.set_tracing(tracing)
     return tracing
+
+
+def _console(
+    options: ServerOptions,
+    origins: Mapping[str, str],
+    registry: Registry,
+    models: ModelService,
+    watchdog: Watchdog,
+    access: Access,
+    devices: DevicesReader,
+) -> Console | None:
+    if not options.console:
+        return None
+    server = ServerDetails(
+        options,
+        origins,
+        models,
+        guarded=access.guards,
+        runtime_version=onnxruntime.__version__,
+        processors=cpu_budget(),
+        memory_limit_bytes=memory_limit(),
+        stalls=watchdog.reading,
+        read_devices=devices.read,
+    )
+    observation = Observation(registry, server.live, monotonic_ns, encode=encode_event)
+    return Console(observation, ModelDetails(registry, origins), server)
 
 
 def _key_paths(options: ServerOptions) -> dict[Group, Path]:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Final, NoReturn
 
 import uvloop
@@ -24,8 +25,12 @@ waited 0.8 ms for the answers of its last batch before it could start the next o
 served (``loadtests/batched_compute.py``)."""
 
 
-def run(options: ServerOptions) -> int:
+def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then drain and end the process with status 0. A second signal kills it at once.
+
+    Args:
+        options: Of the server.
+        origins: Where those that are set were set, for the console.
 
     Returns:
         The exit status 1, if the server cannot start.
@@ -35,14 +40,14 @@ def run(options: ServerOptions) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(options, switches))
+            runner.run(_serve(options, switches, origins))
         except ServeError as error:
             log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
             return 1
 
 
-async def _serve(options: ServerOptions, switches: LogSwitches) -> NoReturn:
-    server = Server(options, switches)
+async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str] | None) -> NoReturn:
+    server = Server(options, switches, origins)
     asked_to_stop = catch_stop_signals(asyncio.get_running_loop())
     try:
         await server.start()

@@ -12,6 +12,7 @@ from typing import Final
 from ortserve.app.composition import compose
 from ortserve.config.options import ServerOptions
 from ortserve.frontends.access import is_loopback, unguarded_groups
+from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.http.model_routes import HealthFromThreads
 from ortserve.frontends.http.responses import key_rejection
 from ortserve.frontends.metrics_server import MetricsServer
@@ -32,14 +33,14 @@ _FLUSH_S: Final = 5.0
 class Server:
     """All ports, models and tasks of one server process. Loop thread only."""
 
-    def __init__(self, options: ServerOptions, switches: LogSwitches) -> None:
-        """Create all parts without opening a port.
+    def __init__(self, options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str] | None = None) -> None:
+        """Create all parts without opening a port. ``origins`` are those of the options that are set.
 
         Raises:
             ServeError: invalid_input, with the option of an unusable file.
         """
         self._options = options
-        self._parts = compose(options, switches)
+        self._parts = compose(options, switches, origins or {})
         self._metrics: MetricsServer | None = None
         self._following: list[asyncio.Task[None]] = []
 
@@ -65,9 +66,17 @@ class Server:
             self._following.append(asyncio.create_task(certificate.watch(), name="certificate"))
         keys = parts.key_files.follow(parts.access, options.keys_poll_s)
         self._following.append(asyncio.create_task(keys, name="keys"))
-        self._announce(
-            {"http": await parts.http.start(), "grpc": await parts.grpc.start(), "metrics": self._metrics.port}
-        )
+        ports = {"http": await parts.http.start(), "grpc": await parts.grpc.start(), "metrics": self._metrics.port}
+        self._announce(ports)
+        if parts.console is not None:
+            parts.console.server.listens(ports, self._connections)
+            self._following.append(asyncio.create_task(parts.console.observation.run(), name="console"))
+
+    def _connections(self) -> dict[str, int]:
+        """Open connections by protocol. grpcio does not report its own."""
+        http, grpc = self._parts.http, self._parts.grpc
+        of_grpc = {"gRPC": grpc.connection_count} if isinstance(grpc, NativeGrpcServer) else {}
+        return {"HTTP": http.connection_count, **of_grpc}
 
     def _announce(self, ports: Mapping[str, int]) -> None:
         """Log the ports, and warn about calls that need no key and about keys in plain text."""
@@ -131,6 +140,8 @@ class Server:
             # Requests of sequences that have begun are accepted until they end.
             async with asyncio.timeout(options.drain_timeout_s):
                 await parts.registry.wait_for_sequences()
+        if parts.console is not None:
+            parts.console.observation.close()
         left_s = max(0.0, ends_s - time.monotonic())
         await asyncio.gather(parts.http.stop(left_s), parts.grpc.stop(left_s))
         is_whole = True

@@ -18,6 +18,7 @@ from ortserve.config.options import (
     read_options,
     split_list,
 )
+from ortserve.config.origins import option_origins
 from ortserve.engine.distributions import installed_runtimes, runtime_problem
 
 _EPILOG: Final = """\
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(problem)
     from ortserve.app.run import run  # imported here, because it imports the engine
 
-    return run(options)
+    return run(options, option_origins(flags, config_path))
 
 
 def build_parser() -> argparse.ArgumentParser:

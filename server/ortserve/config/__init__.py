@@ -10,9 +10,11 @@ __all__ = [
     "model",
     "option_groups",
     "options",
+    "origins",
     "repository_url",
     "rollout",
     "sequences",
     "session",
+    "shown_values",
     "tensors",
 ]

@@ -149,6 +149,10 @@ class ServerOptions(
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """Time limit for admitted requests to finish after the listeners have closed."""
 
+    console: bool = True
+    """Serve the console, a page at ``/`` of the HTTP port that shows models and server. It shows data only to callers
+    with a key of ``metadata_keys_file``, if it is set. The last 15 minutes of each active model are kept for it, in
+    11 KB of memory."""
     triton_metrics: bool = True
     """Also expose the metrics under Triton's names (``nv_inference_...``), with its metrics of GPUs and processors
     (``nv_gpu_...``, ``nv_cpu_...``)."""

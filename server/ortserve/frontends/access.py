@@ -1,6 +1,6 @@
 """The group of each call on both protocols, and the groups that a server leaves open. Pure.
 
-Calls without a group, the probes, need no key.
+Calls without a group need no key: the probes, and the files of the console page, which hold nothing about the server.
 """
 
 import ipaddress
@@ -63,6 +63,8 @@ def http_group(method: str, path: str) -> Group | None:
             | ["v2", "models", _, "ready"]
             | ["v2", "models", _, "versions", _, "ready"]
         ):
+            return None
+        case [""] | ["console", *_] if method in ("GET", "HEAD"):
             return None
         case ["v2", "models", _, "infer" | "generate" | "generate_stream"] | [
             "v2",

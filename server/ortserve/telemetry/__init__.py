@@ -5,6 +5,7 @@ The only room, besides ``app``, that imports prometheus_client, and the only one
 
 __all__ = [
     "families",
+    "history",
     "logs",
     "machine",
     "metrics",

@@ -1,7 +1,7 @@
 """Commands, and the options that the command line passes to the server."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +18,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
     """Records the arguments of the server's start; the server ends at once, with status 7."""
     started: list[ServerOptions] = []
 
-    def run(options: ServerOptions) -> int:
+    def run(options: ServerOptions, origins: Mapping[str, str]) -> int:
         started.append(options)
         return 7
 

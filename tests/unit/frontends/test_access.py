@@ -15,6 +15,7 @@ from starlette.routing import Match, Route
 from ortserve.frontends.access import GRPC_GROUPS, http_group, is_unambiguous, unguarded_groups
 from ortserve.frontends.grpc.calls import answering
 from ortserve.frontends.grpc.router import Router
+from ortserve.frontends.http.console_routes import console_routes
 from ortserve.frontends.http.control_app import make_control_app
 from ortserve.frontends.http.generate_routes import generate_routes
 from ortserve.service.access import Group
@@ -34,13 +35,14 @@ CONTROL: Final = (
 )
 READ_OR_CONTROL: Final = ("/v2/models/{model}/labels", "/v2/models/{model}/rollout")
 """Reading needs a key of another group than changing."""
+PAGE: Final = ("/", "/console/{path}")
 GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")
 
 
 def expected_group(template: str, method: str) -> Group | None:
     """The expected group of a route by its template and a method, written independently of the server."""
     plain = template.replace("/versions/{version}", "")
-    if plain in HEALTH:
+    if plain in HEALTH or plain in PAGE:
         return None
     if plain in GENERATE:
         return Group.INFER
@@ -66,8 +68,13 @@ def all_routes() -> list[Route]:
     services: Any = Nothing()
     app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1")
     app.include_router(generate_routes(services, nothing, max_body_bytes=1, clock=lambda: 0))
+    app.include_router(console_routes(nothing, nothing, nothing))
     known = iter_route_contexts(app.routes)
-    return [Route(route.path or "", answer_nothing, methods=list(route.methods or ())) for route in known]
+    plain = ((route.path or "", route.methods) for route in known)
+    return [
+        Route(path.replace("{path:path}", "{path}"), answer_nothing, methods=list(methods or ()))
+        for path, methods in plain
+    ]
 
 
 ROUTES: Final = all_routes()
@@ -86,7 +93,7 @@ def test_every_route_is_in_the_group_of_its_path() -> None:
 WORDS: Final = """
 v2 health live ready models m 1 versions infer generate generate_stream config stats batching repository index load
 unload logging trace setting systemsharedmemory cudasharedmemory region r register unregister status docs openapi.json
-redoc .. %2e%2e Load
+redoc .. %2e%2e Load console js main.js stream server
 """
 SEGMENTS: Final = st.builds(
     str.__add__, st.sampled_from(["", " ", *WORDS.split()]), st.sampled_from(["", "", "\n", "\r", "\x85", "\u2028"])
@@ -113,8 +120,11 @@ def test_only_line_feeds_change_the_route_of_a_path() -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-def test_only_health_is_open(method: str) -> None:
-    assert http_group(method, "/") is not None
+def test_only_health_and_the_files_of_the_page_are_open(method: str) -> None:
+    for path in ("/", "/console/js/main.js"):
+        assert http_group(method, path) is (None if method == "GET" else Group.CONTROL)
+    for path in ("/v2/console/stream", "/v2/console/server", "//", "/x"):
+        assert http_group(method, path) is (Group.METADATA if method == "GET" else Group.CONTROL)
     assert http_group(method, "/v2") is not None
     assert http_group(method, "/v2/health") is not None
     assert http_group(method, "/v2/health/live/x") is not None

@@ -3,6 +3,7 @@
 __all__ = [
     "asgi_exchange",
     "connection",
+    "console_routes",
     "control_app",
     "generate_routes",
     "infer_exchange",

@@ -17,6 +17,7 @@ from starlette.routing import compile_path
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import http_group
+from ortserve.frontends.http.api_docs import docs_routes
 from ortserve.frontends.http.documents import (
     ErrorDocument,
     InferRequestDocument,
@@ -69,7 +70,10 @@ def make_control_app(
         description="ONNX models over the Open Inference Protocol v2.",
         responses={"4XX": {"model": ErrorDocument}, "5XX": {"model": ErrorDocument}},
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages load scripts from a CDN
+        redoc_url=None,
     )
+    app.include_router(docs_routes())
     app.include_router(health_routes(models))
     app.include_router(statistics_routes(management.statistics))
     app.include_router(repository_routes(management.repository, load_admission, read_load))

@@ -56,6 +56,11 @@ class HttpServer:
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
+    @property
+    def connection_count(self) -> int:
+        """Open connections."""
+        return len(self._server.server_state.connections) if self._server is not None else 0
+
     async def start(self) -> int:
         """Listen.
 

@@ -8,7 +8,7 @@ none of this.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -133,7 +133,7 @@ def read_client_model(
         return None
     message = parse_config_json(config)
     _check_message(message)
-    configuration = configure(name, message, defaults, SOURCE)
+    configuration = replace(configure(name, message, defaults, SOURCE), source="parameter config of the load")
     _check_options(configuration.options, defaults)
     return ClientModel(name, configuration, paths)
 

@@ -53,11 +53,13 @@ class Configuration:
         options: The same, whether a ``model.yaml`` or a ``config.pbtxt`` sets them.
         declared: The fields of its ``config.pbtxt``, which clients may read; empty without such a file.
         without_effect: For each field that has no effect here, its path and the reason.
+        source: The file, or the parameter of a load request, that sets them; empty for a model without either.
     """
 
     options: ModelOptions
     declared: pb.ModelConfig = field(default_factory=pb.ModelConfig)
     without_effect: tuple[str, ...] = ()
+    source: str = field(default="", compare=False)
 
 
 def read_configuration(name: str, path: Path | None, defaults: LoadOptions) -> Configuration:
@@ -73,7 +75,8 @@ def read_configuration(name: str, path: Path | None, defaults: LoadOptions) -> C
     """
     if path is None or path.name != TRITON_OPTIONS_FILE:
         options = load_model_options(path, defaults)
-        return _checked(name, Configuration(options), OPTIONS_FILE)
+        configuration = Configuration(options, source="" if path is None else path.name)
+        return _checked(name, configuration, OPTIONS_FILE)
     try:
         config = parse_config_text(path.read_bytes())
     except OSError as error:
@@ -103,7 +106,7 @@ def configure(name: str, config: pb.ModelConfig, defaults: LoadOptions, source: 
     except ServeError as error:
         raise ServeError(error.kind, f"{source}: {error.message}") from None
     options = make_model_options(given, defaults, source)
-    return _checked(name, Configuration(options, config, (*without_effect, *more)), source)
+    return _checked(name, Configuration(options, config, (*without_effect, *more), source), source)
 
 
 def _checked(name: str, configuration: Configuration, source: str) -> Configuration:

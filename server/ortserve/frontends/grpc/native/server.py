@@ -78,6 +78,11 @@ class NativeGrpcServer:
         self._server: asyncio.Server | None = None
         self._dispatcher: CallDispatcher | None = None
 
+    @property
+    def connection_count(self) -> int:
+        """Open connections."""
+        return len(self._connections)
+
     async def start(self) -> int:
         """Listen and serve.
 

@@ -1,0 +1,38 @@
+"""Values of options for people who look at a running server: in words, without folders and credentials."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def show_value(value: object) -> str:
+    """A value of an option in words. Paths are cut to their last part, and addresses to their host."""
+    if value is None:
+        return "unset"
+    if isinstance(value, BaseModel):
+        plain = _plain(value)
+        return json.dumps(plain, ensure_ascii=False) if plain else "default"
+    if isinstance(value, (tuple, list, Mapping)):
+        return json.dumps(_plain(value), ensure_ascii=False) if value else "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump(mode="json", exclude_defaults=True))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    if isinstance(value, Path):
+        return value.name
+    if isinstance(value, str):
+        if "://" in value:  # may hold credentials
+            return value.partition("://")[2].rpartition("@")[2].partition("/")[0].partition("?")[0]
+        return Path(value).name if value.startswith("/") else value
+    return f"{value:g}" if isinstance(value, float) else value

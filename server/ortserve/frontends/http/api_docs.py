@@ -1,0 +1,63 @@
+"""The page ``/docs``: Swagger UI from an installed package, so that it needs no network.
+
+FastAPI's own page loads Swagger UI from a CDN and starts it by an inline script.
+"""
+
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.static_files import StaticFile
+
+# React sets styles of elements, which the policy counts as inline; scripts come from this server only.
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+    "img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+_PACKAGE: Final = "fastapi_swagger"
+_FILES: Final = ("swagger-ui.css", "swagger-ui-bundle.js")
+_PAGE: Final = b"""<!doctype html>
+<html lang="en">
+  <head>
+    <meta charset="utf-8">
+    <meta name="viewport" content="width=device-width, initial-scale=1">
+    <title>API documentation</title>
+    <link rel="icon" href="data:,">
+    <link rel="stylesheet" href="/docs/swagger-ui.css">
+    <script src="/docs/swagger-ui-bundle.js" defer></script>
+    <script src="/docs/start.js" defer></script>
+  </head>
+  <body><div id="swagger-ui"></div></body>
+</html>
+"""
+_START: Final = b"""SwaggerUIBundle({ url: "/openapi.json", dom_id: "#swagger-ui", validatorUrl: null });
+"""
+
+
+def docs_routes() -> APIRouter:
+    """The page and its files, which are read when they are first asked for."""
+    router = APIRouter(include_in_schema=False)
+    page = StaticFile("docs.html", _PAGE, _POLICY)
+    start = StaticFile("start.js", _START, _POLICY)
+
+    @router.get("/docs")
+    async def docs(request: Request) -> Response:
+        return page.answer(request)
+
+    @router.get("/docs/{name}")
+    async def file(name: str, request: Request) -> Response:
+        if name == "start.js":
+            return start.answer(request)
+        if name not in _FILES:
+            raise ServeError(ErrorKind.NOT_FOUND, "Not Found")
+        return _packaged(name).answer(request)
+
+    return router
+
+
+@cache
+def _packaged(name: str) -> StaticFile:
+    return StaticFile(name, (files(_PACKAGE) / "resources" / name).read_bytes(), _POLICY)

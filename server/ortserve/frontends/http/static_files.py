@@ -1,0 +1,44 @@
+"""Files of pages, with headers that let a browser run nothing else and ask before it uses its copy."""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Final
+
+from fastapi import Request, Response
+
+_SAFE_HEADERS: Final[Mapping[str, str]] = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+_TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+
+class StaticFile:
+    """A file and its headers."""
+
+    def __init__(self, name: str, body: bytes, policy: str) -> None:
+        """Keep a file.
+
+        Args:
+            name: Its suffix decides its type.
+            body: Its content.
+            policy: Content-Security-Policy of a page.
+        """
+        self._body = body
+        self._headers = {
+            **_SAFE_HEADERS,
+            "content-security-policy": policy,
+            "content-type": f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8",
+            "etag": f'"{sha256(body).hexdigest()[:32]}"',
+            "cache-control": "no-cache",  # browsers ask each time, and get 304 while the file is the same
+        }
+
+    def answer(self, request: Request) -> Response:
+        """The file, or 304 to a browser that has it."""
+        known = request.headers.get("if-none-match", "")
+        if self._headers["etag"] in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+            return Response(status_code=304, headers=self._headers)
+        return Response(self._body, headers=self._headers)

@@ -1,0 +1,172 @@
+"""Descriptions of a version for the console: its row in the list, its live details, and its configuration.
+
+Loop thread only. Nothing here holds a path: callers see the last part of paths only.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from ortserve.config.model import LoadOptions, ModelOptions
+from ortserve.config.shown_values import show_value
+from ortserve.core.signature import TensorSpec
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.catalog import State, VersionRecord
+from ortserve.registry.registry import Registry
+from ortserve.registry.served import ServedModel
+from ortserve.registry.serving import ServedVersion
+from ortserve.telemetry.history import Rates
+
+_MOST_LABELS: Final = 1000
+"""Labels of an output that the console gets."""
+_MOST_SIZES: Final = 64
+_MOST_CLASSES: Final = 4
+_MOST_TEXT: Final = 400
+
+NOT_SET: Final = "default"
+
+
+def describe_row(record: VersionRecord, now: Rates) -> dict[str, Any]:
+    """The row of a version in the list."""
+    served, source = record.served, record.source
+    properties: Mapping[str, str] = served.properties if served is not None else {}
+    return {
+        "name": record.model,
+        "version": record.label,
+        "state": record.state.name,
+        "why": record.explanation[:_MOST_TEXT],
+        "platform": served.platform if served is not None else "",
+        "provider": properties.get("execution_provider", "").removesuffix("ExecutionProvider"),
+        "elsewhere": properties.get("nodes_elsewhere", "")[:_MOST_TEXT],
+        "file_bytes": sum(size for _, _, _, size, _ in source.fingerprints) if source is not None else 0,
+        "load_s": round(record.metrics.load_ns / 1e9, 3),
+        "rate": _short(now.requests_per_s),
+        "p50": _short(now.p50_ms),
+        "p99": _short(now.p99_ms),
+        "batch": _short(now.batch_rows),
+        "queue": int(now.queue_rows),
+        "refused": _short(now.refused_per_s),
+        "failed": _short(now.failed_per_s),
+        "saturation": _short(now.saturation),
+    }
+
+
+def describe_live(record: VersionRecord) -> dict[str, Any]:
+    """The measurements of a version: the sizes of its batches, and what its batcher has learned."""
+    served, metrics = record.served, record.metrics
+    sizes = sorted(metrics.batches.items(), key=lambda known: -known[1].count)[:_MOST_SIZES]
+    document: dict[str, Any] = {
+        "name": record.model,
+        "version": record.label,
+        # The time of a batch as the latency model counts it: staging, computing and the way back to the event loop.
+        "sizes": sorted(
+            (rows, series.count, (series.stage_ns + series.compute_ns + series.return_ns) / 1e6 / max(1, series.count))
+            for rows, series in sizes
+        ),
+        "cache": asdict(metrics.cache) if metrics.cache is not None else None,
+        "sequences": asdict(metrics.sequences()) if metrics.sequences is not None else None,
+    }
+    if isinstance(served, ServedModel):
+        learned = served.learned()
+        document["learned"] = {
+            "max_rows": learned.max_rows,
+            "queued_rows": learned.queued_rows,
+            "arrival_rows_per_s": learned.arrival_rows_per_s,
+            "saturation": learned.saturation,
+            "decisions": asdict(learned.decisions),
+            "classes": [asdict(known) for known in learned.classes[:_MOST_CLASSES]],
+        }
+    return document
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An option, its value in words, and its origin: a file, a flag, a variable, the server's choice or ``NOT_SET``."""
+
+    name: str
+    value: str
+    origin: str
+
+
+class ModelDetails:
+    """Answers what the console asks about one version."""
+
+    def __init__(self, registry: Registry, server_origins: Mapping[str, str]) -> None:
+        """``server_origins`` are those of the server's options that are set, by name."""
+        self._registry = registry
+        self._server_origins = server_origins
+
+    def describe(self, name: str, version: str) -> dict[str, Any]:
+        """The inputs, outputs, properties and configuration of a version, failed ones included.
+
+        Raises:
+            ServeError: not_found.
+        """
+        record = next((one for one in self._registry.models().get(name, ()) if one.label == version), None)
+        if record is None:
+            raise ServeError(ErrorKind.NOT_FOUND, f"model '{name}' has no version '{version}'")
+        served = record.served if record.state in (State.READY, State.DRAINING) else None
+        document: dict[str, Any] = {
+            "name": name,
+            "version": version,
+            "state": record.state.name,
+            "why": record.explanation,
+            "settings": [asdict(setting) for setting in self._settings(record, served)],
+        }
+        if served is not None:
+            document |= {
+                "inputs": [_tensor(spec) for spec in served.signature.inputs],
+                "outputs": [
+                    _tensor(spec) | {"labels": list(served.labels.get(spec.name, ())[:_MOST_LABELS])}
+                    for spec in served.signature.outputs
+                ],
+                "properties": dict(served.properties),
+                "max_rows": served.max_rows if served.signature.is_batched else 0,
+                "takes_sequences": served.takes_sequences,
+            }
+        return document
+
+    def _settings(self, record: VersionRecord, served: ServedVersion | None) -> Iterator[Setting]:
+        if isinstance(served, ServedModel):
+            yield from _choices(served)
+        if record.source is None:
+            return
+        configuration = record.source.configuration
+        options, given = configuration.options, configuration.options.model_fields_set
+        for name, value in options:
+            if name in given:
+                origin = configuration.source
+            elif name in LoadOptions.model_fields:
+                origin = self._server_origins.get(name, NOT_SET)
+            else:
+                origin = NOT_SET
+            if name == "max_rows" and value is None and isinstance(served, ServedModel):
+                continue
+            yield Setting(name, show_value(value), origin)
+
+
+def _choices(served: ServedModel) -> Iterator[Setting]:
+    """What the server chose or learned where the configuration leaves it open."""
+    options: ModelOptions = served.options
+    yield Setting("execution provider in use", served.execution_provider, "chosen from execution_providers")
+    if options.max_rows is None:
+        yield Setting("max_rows", str(served.max_rows), "learned in warm-up")
+    if options.intra_op_threads is None:
+        yield Setting("threads of a run", str(served.intra_op_threads), "chosen from the processors and the run time")
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "datatype": spec.datatype.value,
+        "shape": list(spec.shape),
+        "dims": list(spec.dim_names),
+        "optional": spec.is_optional,
+        "batch_axis": spec.batch_axis,
+        "any_shape": spec.has_any_shape,
+    }
+
+
+def _short(value: float) -> float:
+    """Three digits: a value that has hardly changed is not sent again."""
+    return float(f"{value:.3g}")

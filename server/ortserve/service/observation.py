@@ -1,0 +1,292 @@
+"""What the console shows live: all versions sampled for the history, and frames that all viewers share.
+
+Without viewers one pass over the versions every 5 s fills the history. With viewers there is one pass a second; it
+makes one frame with the rows that changed, which is encoded once for all of them. Nothing here is on the path of a
+request.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, TypeAlias
+
+from ortserve.clock import Clock
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.catalog import VersionRecord
+from ortserve.registry.registry import Registry
+from ortserve.service.model_details import describe_live, describe_row
+from ortserve.telemetry.history import (
+    COLUMNS,
+    IDLE,
+    RING_INTERVAL_S,
+    Counts,
+    Rates,
+    Ring,
+    errors_by_kind,
+    rates,
+    read_counts,
+)
+
+logger: Final = logging.getLogger(__name__)
+
+MAX_VIEWERS: Final = 32
+_MAX_WAITING: Final = 8
+"""Frames that may wait for a slow viewer, a few seconds of them, before it is dropped."""
+_MAX_RINGS: Final = 1000
+"""11 MB. Versions beyond are shown live, without a history."""
+_LIVE_INTERVAL_S: Final = 1.0
+_PER_TURN: Final = 50
+"""Versions that are read in one turn of the event loop, in less than 1 ms."""
+
+Encode: TypeAlias = Callable[[str, Mapping[str, Any]], bytes]
+"""Encodes an event: its name and its document."""
+VersionKey: TypeAlias = tuple[str, str]
+"""The name of a model and its version as clients see it."""
+
+
+class Viewer:
+    """One open stream. Iterates over encoded events until the server drains or the viewer is too slow."""
+
+    def __init__(self, watched: VersionKey | None) -> None:
+        self.watched: Final = watched
+        """The version whose details it gets, too."""
+        self._events: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether further events come."""
+        return self._is_open
+
+    def add(self, event: bytes) -> None:
+        """Add an event. A viewer for which too many wait already is closed."""
+        if len(self._events) >= _MAX_WAITING:
+            self.close()
+        elif self._is_open:
+            self._events.append(event)
+            self._news.set()
+
+    def close(self) -> None:
+        """End the stream after the events that wait."""
+        self._is_open = False
+        self._news.set()
+
+    async def next(self) -> bytes | None:
+        """The next event; None at the end."""
+        while not self._events and self._is_open:
+            self._news.clear()
+            await self._news.wait()
+        return self._events.popleft() if self._events else None
+
+
+@dataclass(slots=True)
+class _Version:
+    """What is kept of a version between two passes."""
+
+    record: VersionRecord
+    sampled: Counts
+    errors: Mapping[str, int]
+    ring: Ring | None = None
+    seen: Counts | None = None
+    now: Rates = IDLE
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+class Observation:
+    """Samples the versions while ``run`` runs, and serves the viewers. Loop thread only."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        read_server: Callable[[], dict[str, Any]],
+        clock: Clock,
+        *,
+        encode: Encode,
+    ) -> None:
+        """Observe nothing yet.
+
+        Args:
+            registry: Of the versions.
+            read_server: The state of the server for each frame.
+            clock: Monotonic nanoseconds.
+            encode: Encodes events.
+        """
+        self._registry = registry
+        self._read_server = read_server
+        self._clock = clock
+        self._encode = encode
+        self._versions: dict[VersionKey, _Version] = {}
+        self._viewers: set[Viewer] = set()
+        self._arrival = asyncio.Event()
+        self._sample = 0
+        self._rings = 0
+        self._is_closed = False
+
+    @property
+    def viewers(self) -> int:
+        """Number of open streams."""
+        return len(self._viewers)
+
+    async def run(self) -> None:
+        """Take samples until cancelled."""
+        began_ns = self._clock()
+        while True:
+            if self._viewers:
+                await asyncio.sleep(_LIVE_INTERVAL_S)
+            else:
+                due_s = RING_INTERVAL_S * (self._sample + 1) - (self._clock() - began_ns) / 1e9
+                if await self._is_visited_within(due_s):
+                    continue  # the first rates are those of a whole second
+            passed_s = (self._clock() - began_ns) / 1e9
+            is_sample = passed_s >= RING_INTERVAL_S * (self._sample + 1)
+            if is_sample:
+                self._sample = int(passed_s // RING_INTERVAL_S)
+            try:
+                await self._pass(is_sample=is_sample)
+            except Exception as error:  # a later pass may succeed
+                logger.error("the console could not read the models", exc_info=error)
+
+    async def _is_visited_within(self, seconds: float) -> bool:
+        """Whether a viewer comes in this time."""
+        self._arrival.clear()
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._arrival.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def view(self, watched: VersionKey | None) -> Viewer:
+        """Open a stream. It begins with all versions, and with the history of the watched one, which may come later.
+
+        Raises:
+            ServeError: overloaded, for too many viewers; not_ready, while the server drains.
+        """
+        if self._is_closed:
+            raise ServeError(ErrorKind.NOT_READY, "Server exiting")
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise ServeError(
+                ErrorKind.OVERLOADED, f"the console has {MAX_VIEWERS} viewers, as many as allowed", retry_after_s=5
+            )
+        now_ns = self._clock()
+        if not self._viewers:
+            self._renew()
+            for version in self._versions.values():
+                version.seen, version.now = None, IDLE
+                self._look(version, now_ns)
+        viewer = Viewer(watched)
+        if watched is not None:
+            viewer.add(self._encode("history", self._history(watched)))
+        rows = [version.row for version in self._versions.values() if version.row]
+        viewer.add(self._encode("models", {"whole": True, "models": rows, "gone": [], "server": self._server()}))
+        self._viewers.add(viewer)
+        self._arrival.set()
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """Close a stream whose caller has left."""
+        viewer.close()
+        self._viewers.discard(viewer)
+
+    def close(self) -> None:
+        """Tell all viewers that the server drains, and end their streams."""
+        self._is_closed = True
+        ending = self._encode("end", {"reason": "the server drains"})
+        for viewer in self._viewers:
+            viewer.add(ending)
+            viewer.close()
+        self._viewers.clear()
+
+    def _server(self) -> dict[str, Any]:
+        return {**self._read_server(), "viewers": len(self._viewers)}
+
+    def _history(self, watched: VersionKey) -> dict[str, Any]:
+        version = self._versions.get(watched)
+        rows = version.ring.rows() if version is not None and version.ring is not None else []
+        return {"interval_s": RING_INTERVAL_S, "columns": COLUMNS, "rows": rows}
+
+    async def _pass(self, *, is_sample: bool) -> None:
+        """Read all versions: for the history, for the viewers, or for both."""
+        gone = self._renew()
+        self._rings = sum(version.ring is not None for version in self._versions.values())
+        changed: list[dict[str, Any]] = []
+        for number, version in enumerate(list(self._versions.values()), 1):
+            if is_sample:
+                self._add_sample(version)
+            if self._viewers and self._look(version, self._clock()):
+                changed.append(version.row)
+            if number % _PER_TURN == 0:
+                await asyncio.sleep(0)
+        if self._viewers:
+            self._publish(changed, gone)
+
+    def _renew(self) -> list[VersionKey]:
+        """Follow the catalog. Returns the versions that are gone."""
+        known = {(record.model, record.label): record for record in self._registry.records()}
+        gone = [key for key in self._versions if key not in known]
+        for key in gone:
+            del self._versions[key]
+        for key, record in known.items():
+            version = self._versions.get(key)
+            if version is None:
+                self._versions[key] = _Version(record, read_counts(record.metrics, self._clock()), {})
+            elif version.record is not record:  # loaded anew: counts begin at 0, and the history goes on
+                version.record, version.seen, version.errors = record, None, {}
+                version.sampled = read_counts(record.metrics, self._clock())
+        return gone
+
+    def _rates(self, version: _Version, before: Counts, after: Counts) -> Rates:
+        metrics = version.record.metrics
+        queue_rows = metrics.batching().queue_rows
+        if after.is_same(before) and not queue_rows:
+            return IDLE
+        return rates(before, after, queue_rows=queue_rows, saturation=metrics.saturation())
+
+    def _add_sample(self, version: _Version) -> None:
+        counts = read_counts(version.record.metrics, self._clock())
+        now = self._rates(version, version.sampled, counts)
+        version.sampled = counts
+        if version.ring is None:
+            if now is IDLE or self._rings >= _MAX_RINGS:
+                return
+            version.ring = Ring(self._sample, version.errors)
+            self._rings += 1
+        elif now is IDLE and version.ring.is_forgotten(self._sample):
+            version.ring = None
+            return
+        if now is not IDLE:
+            version.errors = errors_by_kind(version.record.metrics)
+        version.ring.add(self._sample, now, version.errors)
+
+    def _look(self, version: _Version, now_ns: int) -> bool:
+        """Update the row of a version. Returns whether it changed."""
+        counts = read_counts(version.record.metrics, now_ns)
+        if version.seen is not None:
+            version.now = self._rates(version, version.seen, counts)
+        version.seen = counts
+        row = describe_row(version.record, version.now)
+        if row == version.row:
+            return False
+        version.row = row
+        return True
+
+    def _publish(self, changed: list[dict[str, Any]], gone: list[VersionKey]) -> None:
+        update = self._encode("models", {"whole": False, "models": changed, "gone": gone, "server": self._server()})
+        details: dict[VersionKey, bytes] = {}
+        for viewer in list(self._viewers):
+            viewer.add(update)
+            watched = viewer.watched
+            if watched is not None and (version := self._versions.get(watched)) is not None:
+                if watched not in details:
+                    details[watched] = self._encode("model", self._details(version))
+                viewer.add(details[watched])
+            if not viewer.is_open:
+                self._viewers.discard(viewer)
+
+    def _details(self, version: _Version) -> dict[str, Any]:
+        errors = errors_by_kind(version.record.metrics)
+        recent = version.ring.recent_errors(errors) if version.ring else {}
+        return describe_live(version.record) | {"rates": asdict(version.now), "errors": errors, "recent_errors": recent}

@@ -1,0 +1,222 @@
+"""Rates of a model version from two readings of its counts, and the last 15 minutes of them in a fixed ring of memory.
+
+Pure: the console's ``service/observation`` decides when to read. The counts of ``series`` only grow.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, zip_longest
+from typing import Final
+
+import numpy as np
+
+from ortserve.core.timing import PHASES
+from ortserve.errors import ErrorKind
+from ortserve.telemetry.declarations import REQUEST_DURATION
+from ortserve.telemetry.series import ModelMetrics
+
+RING_INTERVAL_S: Final = 5
+RING_SAMPLES: Final = 180
+"""15 minutes."""
+_ERRORS_EVERY: Final = 12
+"""Samples between two remembered counts of errors: a minute."""
+
+REFUSALS: Final = frozenset((ErrorKind.OVERLOADED, ErrorKind.DEADLINE, ErrorKind.NOT_READY))
+"""Kinds of errors by which the server rejects valid requests; the others are failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The counts of a version at one moment.
+
+    Attributes:
+        at_ns: The moment (monotonic).
+        durations: Answered requests by the buckets of their duration, of all protocols.
+        phases_ns: Total time of each phase.
+        rows: Rows of answered requests.
+        batches: Batches that ran.
+        batch_rows: Their rows.
+        refused: Requests that failed with one of ``REFUSALS``.
+        failed: Requests that failed otherwise, without those that their callers cancelled.
+    """
+
+    at_ns: int
+    durations: Sequence[int]
+    phases_ns: Sequence[int]
+    rows: int
+    batches: int
+    batch_rows: int
+    refused: int
+    failed: int
+
+    def is_same(self, other: "Counts") -> bool:
+        """Whether nothing was counted between the two."""
+        return (
+            self.rows == other.rows
+            and self.refused == other.refused
+            and self.failed == other.failed
+            and self.batches == other.batches
+            and self.durations == other.durations
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What happened between two readings. Durations are milliseconds, 0 if no request was answered.
+
+    ``requests_per_s`` counts answered requests, ``batch_rows`` is the mean size of a batch, and the phases are means.
+    """
+
+    requests_per_s: float = 0.0
+    rows_per_s: float = 0.0
+    refused_per_s: float = 0.0
+    failed_per_s: float = 0.0
+    p50_ms: float = 0.0
+    p90_ms: float = 0.0
+    p99_ms: float = 0.0
+    batch_rows: float = 0.0
+    queue_rows: float = 0.0
+    saturation: float = 0.0
+    decode_ms: float = 0.0
+    queue_ms: float = 0.0
+    stage_ms: float = 0.0
+    compute_ms: float = 0.0
+    encode_ms: float = 0.0
+
+
+COLUMNS: Final = tuple(field.name for field in fields(Rates))
+"""Of the rows of a ring, in this order."""
+IDLE: Final = Rates()
+
+
+def read_counts(metrics: ModelMetrics, at_ns: int) -> Counts:
+    """Read the counts of a version, in about 3 µs."""
+    known = [series.counts for series in metrics.answered.values()]
+    durations = known[0][:] if len(known) == 1 else [sum(counts) for counts in zip(*known, strict=True)]
+    refused = failed = 0
+    for (_, kind), series in metrics.failed.items():
+        if kind in REFUSALS:
+            refused += sum(series.counts)
+        elif kind is not ErrorKind.CANCELLED:
+            failed += sum(series.counts)
+    sizes = metrics.batch_rows
+    return Counts(
+        at_ns,
+        durations,
+        [phase.total for phase in metrics.phases],
+        metrics.rows,
+        sum(sizes.counts),
+        sizes.total,
+        refused,
+        failed,
+    )
+
+
+def rates(before: Counts, after: Counts, *, queue_rows: int, saturation: float | None) -> Rates:
+    """Compute the rates between two readings of one version.
+
+    Args:
+        before: The earlier reading.
+        after: The later one.
+        queue_rows: In the queue now.
+        saturation: Now; None if unknown, which counts as 0.
+    """
+    seconds = max(after.at_ns - before.at_ns, 1) / 1e9
+    buckets = [new - old for new, old in zip_longest(after.durations, before.durations, fillvalue=0)]
+    answered, batches = sum(buckets), after.batches - before.batches
+    p50, p90, p99 = (1000 * quantile(buckets, REQUEST_DURATION.buckets, share) for share in (0.5, 0.9, 0.99))
+    phases = [
+        (new - old) / 1e6 / answered if answered else 0.0
+        for new, old in zip(after.phases_ns, before.phases_ns, strict=True)
+    ]
+    assert len(phases) == len(PHASES)
+    return Rates(
+        answered / seconds,
+        (after.rows - before.rows) / seconds,
+        (after.refused - before.refused) / seconds,
+        (after.failed - before.failed) / seconds,
+        p50,
+        p90,
+        p99,
+        (after.batch_rows - before.batch_rows) / batches if batches else 0.0,
+        queue_rows,
+        saturation or 0.0,
+        *phases,
+    )
+
+
+def quantile(buckets: Sequence[int], bounds: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of the observations lie, interpolated inside its bucket as Prometheus does.
+
+    Args:
+        buckets: Number of observations in each bucket; the last one has no upper bound.
+        bounds: Upper bounds of the others.
+        share: 0 to 1.
+
+    Returns:
+        0 without observations; the largest bound for a value beyond it.
+    """
+    total = sum(buckets)
+    if not total:
+        return 0.0
+    rank = share * total
+    for index, below in enumerate(accumulate(buckets)):
+        if below >= rank and buckets[index]:
+            break
+    if index == len(bounds):
+        return bounds[-1]
+    low = bounds[index - 1] if index else 0.0
+    return low + (bounds[index] - low) * (rank - (below - buckets[index])) / buckets[index]
+
+
+class Ring:
+    """The rates of the last 15 minutes of one version, in 11 KB, and its errors by kind at each of their minutes."""
+
+    def __init__(self, sample: int, errors: Mapping[str, int]) -> None:
+        """Begin empty.
+
+        Args:
+            sample: Number of the first sample; all rings of a server count alike.
+            errors: The counts of errors before it.
+        """
+        self._rows = np.zeros((RING_SAMPLES, len(COLUMNS)), np.float32)
+        self._errors = deque([errors], maxlen=RING_SAMPLES // _ERRORS_EVERY)
+        self._first = self._next = sample
+        self.last_active = sample
+        """The last sample in which anything happened."""
+
+    def add(self, sample: int, now: Rates, errors: Mapping[str, int]) -> None:
+        """Add the rates of a sample; ``errors`` are counts since the load."""
+        for missed in range(max(self._next, sample - RING_SAMPLES), sample):
+            self._rows[missed % RING_SAMPLES] = 0
+        self._rows[sample % RING_SAMPLES] = [getattr(now, name) for name in COLUMNS]
+        self._next = sample + 1
+        if sample % _ERRORS_EVERY == 0:
+            self._errors.append(errors)
+        if now != IDLE:
+            self.last_active = sample
+
+    def is_forgotten(self, sample: int) -> bool:
+        """Whether nothing has happened in all of its samples."""
+        return sample - self.last_active >= RING_SAMPLES
+
+    def rows(self) -> list[list[float]]:
+        """The samples, oldest first."""
+        first = max(self._first, self._next - RING_SAMPLES)
+        order = np.arange(first, self._next) % RING_SAMPLES
+        return [[float(f"{value:.4g}") for value in row] for row in self._rows[order].tolist()]
+
+    def recent_errors(self, errors: Mapping[str, int]) -> dict[str, int]:
+        """The errors of the last 15 minutes by kind; ``errors`` are the counts now."""
+        before = self._errors[0]
+        recent = {kind: count - before.get(kind, 0) for kind, count in errors.items()}
+        return {kind: count for kind, count in recent.items() if count > 0}
+
+
+def errors_by_kind(metrics: ModelMetrics) -> dict[str, int]:
+    """The failed requests of a version since its load."""
+    counts: dict[str, int] = {}
+    for (_, kind), series in metrics.failed.items():
+        counts[kind.value] = counts.get(kind.value, 0) + sum(series.counts)
+    return counts

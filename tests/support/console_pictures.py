@@ -1,0 +1,79 @@
+"""Takes the pictures of ``docs/console.md``: run it as a script."""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Final
+
+import httpx
+import numpy as np
+
+FOLDER: Final = Path(__file__).parents[2] / "docs" / "console"
+LOAD_S: Final = 75
+SIZE: Final = (1100, 700)
+
+
+def send(url: str, ends: Event) -> None:
+    """Requests of varying sizes to two of the example models, a few of them wrong."""
+    rng = np.random.default_rng(0)
+    with httpx.Client(base_url=url, timeout=30) as client:
+        while not ends.is_set():
+            rows = int(rng.choice([1, 1, 1, 2, 4, 8]))
+            image = rng.integers(0, 17, (rows, 1, 8, 8)).tolist()
+            inputs = [{"name": "image", "shape": [rows, 1, 8, 8], "datatype": "FP32", "data": image}]
+            client.post("/v2/models/digits/infer", json={"inputs": inputs})
+            if rng.random() < 0.3:
+                numbers = [
+                    {"name": name, "shape": [rows, 16], "datatype": "INT32", "data": [1] * 16 * rows}
+                    for name in ("INPUT0", "INPUT1")
+                ]
+                client.post("/v2/models/simple/infer", json={"inputs": numbers})
+            if rng.random() < 0.02:
+                client.post("/v2/models/digits/infer", json={"inputs": []})
+            time.sleep(float(rng.exponential(0.01)))
+
+
+def main() -> None:
+    """Take them all."""
+    sys.path[:0] = [str(Path(__file__).parent)]
+    from browser import PHONE, chromium, open_page
+    from servers import serving
+
+    FOLDER.mkdir(exist_ok=True)
+    ends = Event()
+    with serving("--example") as server, chromium() as browser, ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(send, server.url, ends)
+        try:
+            with open_page(browser, f"{server.url}/#/models/digits/1", size=SIZE) as page:
+                time.sleep(LOAD_S)
+                page.screenshot(path=FOLDER / "model.png")
+                pad = page.get_by_role("img", name="Drawing for image")
+                pad.scroll_into_view_if_needed()
+                box = pad.bounding_box()
+                assert box is not None
+                stroke = [(0.3, 0.12), (0.7, 0.12), (0.5, 0.42), (0.7, 0.6), (0.6, 0.85), (0.3, 0.88)]
+                points = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in stroke]
+                page.mouse.move(*points[0])
+                page.mouse.down()
+                for point in points[1:]:
+                    page.mouse.move(*point, steps=5)
+                page.mouse.up()
+                page.get_by_role("button", name="Run").click()
+                page.get_by_role("heading", name="Answer").wait_for()
+                pad.evaluate("element => element.scrollIntoView({block: 'start'})")
+                page.screenshot(path=FOLDER / "try.png")
+                page.get_by_role("link", name="Models", exact=True).click()
+                time.sleep(2)
+                page.screenshot(path=FOLDER / "models.png", clip={"x": 0, "y": 0, "width": SIZE[0], "height": 300})
+            with open_page(browser, f"{server.url}/#/models/digits/1", size=PHONE, scheme="dark") as page:
+                time.sleep(3)
+                page.screenshot(path=FOLDER / "phone.png")
+        finally:
+            ends.set()
+
+
+if __name__ == "__main__":
+    main()

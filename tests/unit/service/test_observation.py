@@ -1,0 +1,173 @@
+"""What viewers of the console get: shared frames of what changed, a bounded queue, and a bounded number of viewers."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from fakes.clock import FakeClock
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.catalog import State, VersionRecord
+from ortserve.service.observation import MAX_VIEWERS, Observation, Viewer
+from ortserve.telemetry.history import RING_INTERVAL_S
+
+SECOND_NS = 1_000_000_000
+
+
+class FakeRegistry:
+    """Records without files or sessions."""
+
+    def __init__(self, *names: str) -> None:
+        self.known = [VersionRecord(name, 1, lambda: None) for name in names]
+
+    def records(self) -> list[VersionRecord]:
+        return self.known
+
+
+class Stage:
+    """An observation whose passes the test makes."""
+
+    def __init__(self, *names: str) -> None:
+        registry: Any = FakeRegistry(*names)
+        self.registry = registry
+        self.clock = FakeClock()
+        self.encoded: list[str] = []
+        self.observation = Observation(registry, dict, self.clock, encode=self.encode)
+
+    def encode(self, name: str, document: Mapping[str, Any]) -> bytes:
+        self.encoded.append(name)
+        return json.dumps([name, document]).encode()
+
+    async def step(self, *, is_sample: bool = False) -> None:
+        self.clock.advance(SECOND_NS)
+        if is_sample:
+            self.observation._sample += 1
+        await self.observation._pass(is_sample=is_sample)
+
+    def answer(self, number: int = 0, times: int = 1) -> None:
+        for _ in range(times):
+            self.registry.known[number].metrics.observe_success("http", Timing(0, 1, 2, 3, 4, 5), 1)
+
+
+async def events(viewer: Viewer) -> list[tuple[str, Any]]:
+    """The events that wait, and None for the end."""
+    found = []
+    while viewer._events:
+        event = await viewer.next()
+        assert event is not None
+        name, document = json.loads(event)
+        found.append((name, document))
+    return found
+
+
+async def test_viewers_share_one_encoded_frame_of_what_changed() -> None:
+    stage = Stage("busy", "idle")
+    viewers = [stage.observation.view(None) for _ in range(3)]
+    ((name, first),) = await events(viewers[0])
+    assert name == "models"
+    assert first["whole"]
+    assert [row["name"] for row in first["models"]] == ["busy", "idle"]
+    await events(viewers[1])
+    await events(viewers[2])
+    stage.encoded.clear()
+    stage.answer(times=4)
+    await stage.step()
+    assert stage.encoded == ["models"]
+    for viewer in viewers:
+        ((_, update),) = await events(viewer)
+        assert not update["whole"]
+        assert [(row["name"], row["rate"]) for row in update["models"]] == [("busy", 4)]
+        assert update["server"] == {"viewers": 3}
+
+
+async def test_watched_version_brings_its_history_and_details() -> None:
+    stage = Stage("m")
+    await stage.step()
+    for _ in range(3):
+        stage.answer(times=RING_INTERVAL_S)
+        await stage.step(is_sample=True)
+    viewer = stage.observation.view(("m", "1"))
+    (_, history), _ = await events(viewer)
+    rate = history["columns"].index("requests_per_s")
+    assert [row[rate] for row in history["rows"]] == [5, 5, 5]
+    stage.answer(times=2)
+    stage.registry.known[0].metrics.observe_failure("http", ErrorKind.DEADLINE, 1)
+    await stage.step()
+    _, (name, details) = await events(viewer)
+    assert name == "model"
+    assert details["rates"]["requests_per_s"] == 2
+    assert details["errors"] == details["recent_errors"] == {"deadline": 1}
+
+
+async def test_loads_are_followed_and_dropped_versions_are_gone() -> None:
+    stage = Stage("a", "b")
+    viewer = stage.observation.view(None)
+    await events(viewer)
+    stage.registry.known[0].advance(State.FAILED, "no such file")
+    del stage.registry.known[1]
+    await stage.step()
+    ((_, update),) = await events(viewer)
+    assert [(row["name"], row["state"], row["why"]) for row in update["models"]] == [("a", "FAILED", "no such file")]
+    assert update["gone"] == [["b", "1"]]
+
+
+async def test_reload_begins_new_counts_and_continues_the_history() -> None:
+    stage = Stage("m")
+    await stage.step()
+    stage.answer(times=9)
+    await stage.step(is_sample=True)
+    stage.registry.known[0] = VersionRecord("m", 1, lambda: None)
+    await stage.step()
+    stage.answer(times=3)
+    await stage.step(is_sample=True)
+    viewer = stage.observation.view(("m", "1"))
+    (_, history), _ = await events(viewer)
+    assert [row[0] > 0 for row in history["rows"]] == [True, True]
+    assert all(value >= 0 for row in history["rows"] for value in row)
+
+
+async def test_slow_viewer_is_dropped_and_delays_no_other() -> None:
+    stage = Stage("m")
+    slow, fast = stage.observation.view(None), stage.observation.view(None)
+    for _ in range(20):
+        await stage.step()
+        await events(fast)
+    assert not slow.is_open
+    assert fast.is_open
+    assert stage.observation.viewers == 1
+    while await slow.next() is not None:
+        pass
+
+
+async def test_viewers_are_bounded() -> None:
+    stage = Stage("m")
+    viewers = [stage.observation.view(None) for _ in range(MAX_VIEWERS)]
+    with pytest.raises(ServeError, match="the console has 32 viewers, as many as allowed") as caught:
+        stage.observation.view(None)
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    stage.observation.leave(viewers[0])
+    stage.observation.view(None)
+
+
+async def test_drain_ends_all_streams_and_accepts_no_other() -> None:
+    stage = Stage("m")
+    viewer = stage.observation.view(None)
+    await events(viewer)
+    waiting = asyncio.create_task(viewer.next())
+    await asyncio.sleep(0)
+    stage.observation.close()
+    assert json.loads(await waiting or b"") == ["end", {"reason": "the server drains"}]
+    assert await viewer.next() is None
+    with pytest.raises(ServeError, match="Server exiting"):
+        stage.observation.view(None)
+
+
+async def test_idle_versions_take_no_memory_for_a_history() -> None:
+    stage = Stage("m")
+    for _ in range(5):
+        await stage.step(is_sample=True)
+    (version,) = stage.observation._versions.values()
+    assert version.ring is None
