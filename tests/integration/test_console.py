@@ -382,4 +382,4 @@ def test_list_of_500_models_stays_smooth(browser: Browser, server: ServerProcess
 def test_api_documentation_works_without_a_network(browser: Browser, server: ServerProcess) -> None:
     with open_page(browser, f"{server.url}/docs") as page:
         page.get_by_role("button", name="POST /v2/models/{model}/infer", exact=False).first.click()
-        expect(page.get_by_text("Run the model's highest ready version.").first).to_be_visible()
+        expect(page.get_by_text("Run the version of the model that is labelled").first).to_be_visible()
