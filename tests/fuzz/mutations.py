@@ -51,7 +51,12 @@ ROUTES: Final = (
         for page in ("/trace/setting", "/models/{model}/trace/setting", "/logging")
         for method in ("GET", "POST")
     ),
-    ("GET", "/docs"), ("GET", "/docs/oauth2-redirect"), ("GET", "/redoc"), ("GET", "/openapi.json"), ("GET", "/"),
+    *((method, "/v2/models/{model}/labels") for method in ("GET", "PUT")),
+    *((method, "/v2/models/{model}/rollout") for method in ("GET", "PUT", "DELETE")),
+    ("POST", "/v2/models/{model}/promote"), ("POST", "/v2/models/{model}/rollback"),
+    ("GET", "/v2/console/server"), ("GET", "/v2/console/models/{model}"),
+    ("GET", "/v2/console/models/{model}/versions/{version}"), ("GET", "/console/{path}"), ("GET", "/"),
+    ("GET", "/docs"), ("GET", "/docs/{name}"), ("GET", "/openapi.json"),
 )  # fmt: skip
 """All routes of the protocol, and ours, with the application's names of their parts."""
 
@@ -289,7 +294,7 @@ def _any_route(rng: random.Random) -> HttpCase:
         "0",
         "999999999999",
     )
-    for part in ("{model}", "{version}", "{region}", "{repository}"):
+    for part in ("{model}", "{version}", "{region}", "{repository}", "{path}", "{name}"):
         usual = "1" if part == "{version}" else "simple"
         target = target.replace(part, rng.choice(escapes) if rng.random() < 0.5 else usual)
     if rng.random() < 0.1:

@@ -34,13 +34,29 @@ def is_url(text: str) -> bool:
 
 
 def find_model(text: str) -> Subject:
+    """As ``find_version``, for tools that open the model's file.
+
+    Raises:
+        ServeError: invalid_input, as ``find_version``, and for an ensemble.
+    """
+    subject = find_version(text)
+    if subject.options.ensemble is not None:
+        members = ", ".join(dict.fromkeys(step.model for step in subject.options.ensemble.steps))
+        raise invalid_input(
+            f"{text}: expected a model with a file of its own, got an ensemble: take its members ({members}), or, for "
+            "bench, the address of a server that serves it"
+        )
+    return subject
+
+
+def find_version(text: str) -> Subject:
     """Find a model: ``model.onnx``, ``REPOSITORY/name`` or ``REPOSITORY/name/version``. Blocks on the disk.
 
     A model of a repository has its configuration. Without a version, it is the highest one that would serve; with one,
     it may be any that is there.
 
     Raises:
-        ServeError: invalid_input, if there is no such model, if its configuration is wrong, or if it is an ensemble.
+        ServeError: invalid_input, if there is no such model, or if its configuration is wrong.
     """
     path = Path(text)
     if path.is_file():
@@ -59,14 +75,7 @@ def find_model(text: str) -> Subject:
     found = source.versions.get(number) or _other_version(source, folder, number, text)
     if found.problem:
         raise invalid_input(f"{text}: {found.problem}")
-    options = found.configuration.options
-    if options.ensemble is not None:
-        members = ", ".join(dict.fromkeys(step.model for step in options.ensemble.steps))
-        raise invalid_input(
-            f"{text}: expected a model with a file of its own, got an ensemble: take its members ({members}), or, for "
-            "bench, the address of a server that serves it"
-        )
-    return Subject(source.name, found.path, found.folder, options, number)
+    return Subject(source.name, found.path, found.folder, found.configuration.options, number)
 
 
 def _other_version(source: ModelSource, folder: Path, version: int, text: str) -> VersionSource:

@@ -18,7 +18,7 @@ from ortserve.tools.golden.recording import Recorded, ServerModel, check_version
 from ortserve.tools.golden.result import GoldenResult
 from ortserve.tools.report import Report, facts_of
 from ortserve.tools.staging import staging_folder, sync
-from ortserve.tools.subject import Subject, find_model, is_url
+from ortserve.tools.subject import Subject, find_model, find_version, is_url
 
 _Result = TypeVar("_Result")
 _LIMIT_S: Final = 3600.0
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         ServeError: invalid_input: wrong arguments; internal: the version disagrees with the samples.
         OSError: The samples cannot be written.
     """
-    subject = find_model(arguments.target)
+    subject = find_version(arguments.target)
     folder = golden_folder(subject.path, subject.folder, subject.options)
     if folder is None or subject.version is None:
         raise invalid_input(f"{arguments.target}: expected REPOSITORY/name[/version], got a single file")

@@ -59,7 +59,8 @@ def part(body: bytes, *, more: bool = False) -> Message:
 
 
 async def test_internal_error_is_logged_and_answered_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
-    nothing: Any = SimpleNamespace(statistics=None, repository=None, logs=None, traces=None, profiling=None)
+    names = ("statistics", "repository", "logs", "traces", "profiling", "labels", "rollouts")
+    nothing: Any = SimpleNamespace(**dict.fromkeys(names))
     faulty: Any = Faulty()
     app = make_control_app(faulty, nothing, nothing, nothing, nothing, title="t", version="1")
     status, _, content, _ = await answer(app, get("/v2/models/m"))
