@@ -56,7 +56,7 @@ def test_ci_runs_every_step() -> None:
 def test_unknown_step_is_rejected() -> None:
     done = subprocess.run([ROOT / ".ci" / "run", "tset"], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
-    assert "tset: expected check, docs, test, compiled or audit" in done.stderr
+    assert "tset: expected check, docs, test, compiled, audit or browser" in done.stderr
 
 
 def test_workflows_run_targets_and_scripts_that_exist() -> None:
