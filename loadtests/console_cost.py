@@ -1,9 +1,9 @@
-"""What does the console cost a server that nobody looks at, and one with ten viewers? How much memory is its history?
+"""What does the console cost a server without viewers, and one with ten? How much memory does its history take?
 
 Expected: without viewers one pass over the versions every 5 s, at most 0.1 % of a processor with 10 models; with ten
 viewers, half of them on the page of one model, at most 1 % more; 11 KB for each active version.
 
-Idle servers with and without the console run side by side, so that whatever else the machine does meets both; the
+Idle servers with and without the console run side by side, so that other work on the machine affects both; the
 processor time of each is read at the same moments. Server level. The passes over a thousand active versions and the
 memory of their rings are measured in one process. Writes ``loadtests/results/console_cost.md``.
 
@@ -103,7 +103,7 @@ async def passes(rounds: int) -> tuple[list[float], list[float], float]:
     taken: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):
         for is_sample in (True, False):
-            viewer = None if is_sample else observation.view(None)
+            viewer = None if is_sample else await observation.view(None)
             registry.answer()
             observation._sample += is_sample
             began = time.process_time()
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20)
     chosen = parser.parse_args()
-    flags = {"without the console": ("--no-console",), "nobody looks": (), "ten viewers": ()}
+    flags = {"without the console": ("--no-console",), "no viewers": (), "ten viewers": ()}
     ports = {name: 18500 + 10 * number for number, name in enumerate(flags)}
     taken: dict[str, list[float]] = {name: [] for name in flags}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

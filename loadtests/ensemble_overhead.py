@@ -41,7 +41,7 @@ async def ask(served: ServedVersion, inputs: Arrays) -> Arrays:
     """Run one request."""
     now_ns = monotonic_ns()
     request = InflightRequest(Timing(now_ns), inputs, len(inputs[0]))
-    served.submit(request, served.terms(now_ns, timeout_ns=None, priority=0, queue_timeout_ns=None))
+    served.submit(request, served.terms(now_ns))
     return served.cut_back(await request, request.inputs)
 
 

@@ -1,6 +1,7 @@
 """Shared parts of the benchmarks: servers as processes, a load from wrk, CPU time of a process tree, tables."""
 
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -15,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from threading import Event, Thread
 from types import MappingProxyType
+from typing import Any, Final
 
 import psutil
 
@@ -26,6 +29,7 @@ from ortserve.core.compiled import IS_COMPILED
 START_TIMEOUT_S = 60
 END_TIMEOUT_S = 15
 NOTHING: Mapping[str, str] = MappingProxyType({})
+_SPAWN: Final = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,30 @@ def circumstances(build: str = "compiled" if IS_COMPILED else "interpreted") -> 
         f"{processors} processors ({platform.machine()}), Python {platform.python_version()}, {packages}; {build}, "
         f"commit {commit.strip() or 'unknown'}; `python {' '.join(sys.argv)}`; {time.strftime('%Y-%m-%d')}."
     )
+
+
+def receive(pipe: Pipe, silence_s: float) -> Any:
+    """The next message of a process. Raises TimeoutError after this silence."""
+    if not pipe.poll(silence_s):
+        raise TimeoutError("a process of this benchmark does not answer")
+    return pipe.recv()
+
+
+@contextmanager
+def process(target: Any, *arguments: Any) -> Iterator[Pipe]:
+    """A process with a pipe; it ends on None or with the block."""
+    ours, theirs = _SPAWN.Pipe()
+    started = _SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)
+    started.start()
+    theirs.close()
+    try:
+        yield ours
+        ours.send(None)
+        started.join(5)
+    finally:
+        started.kill()
+        started.join()
+        ours.close()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

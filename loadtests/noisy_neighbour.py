@@ -15,15 +15,14 @@ requests are checked. Writes ``loadtests/results/noisy_neighbour.md``, but not w
 """
 
 import argparse
-import multiprocessing
 import re
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -34,21 +33,19 @@ import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE)]
 import numpy as np  # noqa: E402
-import onnxruntime as ort  # noqa: E402
 import psutil  # noqa: E402
 
-from harness import circumstances, cpu_s, serving, table  # noqa: E402
-from models.builders import mlp  # noqa: E402
+from harness import circumstances, cpu_s, process, receive, serving, table  # noqa: E402
 from neighbours import MIB, NEIGHBOURS, SLOWEST_S, Neighbour, Ports, neighbour, write_models  # noqa: E402
-from small_requests import PATIENCE_S, PROTOCOLS, RATE, Row, Stretch, probe  # noqa: E402
+from small_requests import PATIENCE_S, PROTOCOLS, RATE, Row, Stretch, probe, small_row  # noqa: E402
 
 PORT: Final = 18400
 INFLIGHT_BYTES: Final = 1024 * MIB
 """The server's account of requests, so that what memory is allowed does not depend on the machine."""
 MOST_MS: Final = 3.0
 MOST_RATIO: Final = 3.0
-
-_SPAWN: Final = multiprocessing.get_context("spawn")
+SILENCE_S: Final = PATIENCE_S + SLOWEST_S
+"""After which a process counts as stuck."""
 
 
 @dataclass
@@ -123,15 +120,6 @@ def main() -> int:
     return 1 if any(missed for (_, server), missed in misses.items() if server == "this") else 0
 
 
-def small_row(folder: Path) -> Row:
-    """Write the model of small requests; returns one request and its answer."""
-    (folder / "mlp" / "1").mkdir(parents=True)
-    file = mlp(folder / "mlp" / "1" / "model.onnx")
-    values = np.random.default_rng(0).uniform(-1, 1, 64).round(4).astype(np.float32)
-    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    return Row("mlp", values, session.run(None, {"x": values[None]})[0].ravel())
-
-
 def measure(
     one: Neighbour,
     row: Row,
@@ -149,24 +137,24 @@ def measure(
         other = stack.enter_context(process(neighbour, one.name, ports))  # it makes its bodies meanwhile
         pid = stack.enter_context(serving(folder, PORT, *flags, environment=environment))
         small = stack.enter_context(process(probe, {"REST": ports.http, "gRPC": ports.grpc}, row))
-        assert receive(other) == "prepared"
+        assert receive(other, SILENCE_S) == "prepared"
         ask_stretch(small, 1.0)  # warm-up, not counted
-        receive(small)
+        receive(small, SILENCE_S)
         base = memory_bytes(pid, "VmRSS")
         for _ in range(options.rounds):
             ask_stretch(small, options.seconds)
-            add(found.alone, receive(small))
+            add(found.alone, receive(small, SILENCE_S))
             began, before_s = begin_peak(pid), cpu_s(pid)
             other.send("begin")
             ask_stretch(small, options.seconds)
-            stretches = receive(small)
+            stretches = receive(small, SILENCE_S)
             other.send("end")
             if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 found.faults.append("the server died")
                 add(found.beside, stretches)
                 break
             found.processors.append((cpu_s(pid) - before_s) / (time.monotonic() - began))
-            found.outcomes.update(receive(other))
+            found.outcomes.update(receive(other, SILENCE_S))
             add(found.beside, stretches)
             found.peak_bytes = max(found.peak_bytes, memory_bytes(pid, "VmHWM") - base)
             if any(stretch.lost for stretch in stretches.values()):
@@ -181,30 +169,6 @@ def add(stretches: dict[str, list[Stretch]], new: Mapping[str, Stretch]) -> None
 
 def ask_stretch(small: Pipe, seconds: float) -> None:
     small.send(seconds)
-
-
-def receive(pipe: Pipe) -> Any:
-    """The next message of a process. Raises TimeoutError after a long silence."""
-    if not pipe.poll(PATIENCE_S + SLOWEST_S):
-        raise TimeoutError("a process of this benchmark does not answer")
-    return pipe.recv()
-
-
-@contextmanager
-def process(target: Any, *arguments: Any) -> Iterator[Pipe]:
-    """A process with a pipe; it ends on None or with the block."""
-    ours, theirs = _SPAWN.Pipe()
-    started = _SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)
-    started.start()
-    theirs.close()
-    try:
-        yield ours
-        ours.send(None)
-        started.join(5)
-    finally:
-        started.kill()
-        started.join()
-        ours.close()
 
 
 def begin_peak(pid: int) -> float:

@@ -14,12 +14,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import Final, Protocol
 
 import hpack
 import numpy as np
+import onnxruntime as ort
 
 from crafted_messages import http_request
+from models.builders import mlp
 from ortserve._pb import grpc_service_pb2 as pb
 
 RATE: Final = 200.0
@@ -256,6 +259,15 @@ def _stretch(arms: tuple[_Arm, ...], seconds: float) -> list[Stretch]:
         for ready in select.select([one for arm in arms for one in arm.busy], [], [], max(0.0, wait_s))[0]:
             next(arm for arm in arms if ready in arm.busy).receive(ready)
     return [arm.finish() for arm in arms]
+
+
+def small_row(folder: Path) -> Row:
+    """Write the model of small requests; returns one request and its answer."""
+    (folder / "mlp" / "1").mkdir(parents=True)
+    file = mlp(folder / "mlp" / "1" / "model.onnx")
+    values = np.random.default_rng(0).uniform(-1, 1, 64).round(4).astype(np.float32)
+    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return Row("mlp", values, session.run(None, {"x": values[None]})[0].ravel())
 
 
 def _connect(port: int) -> socket.socket:

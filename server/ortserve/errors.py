@@ -94,6 +94,13 @@ class ContentsError(ServeError):
         self.model_version = model_version
 
 
+class NotInMemoryError(ServeError):
+    """No version answers now, but the request may wait for a load that makes one answer."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorKind.NOT_READY, message, retry_after_s=1)
+
+
 class ModelRejectionError(ServeError):
     """The model rejected the values or shapes of its inputs.
 

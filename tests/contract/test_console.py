@@ -69,7 +69,7 @@ def test_page_is_small_and_names_no_other_host(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("path", ["/console/x", "/console/../__init__.py", "/console/%2e%2e/README.md", "/console"])
-def test_nothing_else_is_served(server: ServerProcess, path: str) -> None:
+def test_other_paths_are_not_found(server: ServerProcess, path: str) -> None:
     assert httpx.get(f"{server.url}{path}", timeout=LONG_S).status_code == 404
 
 
@@ -142,7 +142,7 @@ def test_streams_end_when_the_server_drains(tmp_path: Path) -> None:
     assert "drain timed out" not in server.output
 
 
-def test_server_without_console_serves_none_of_it() -> None:
+def test_server_without_console_serves_no_page() -> None:
     with serving("--example", *SHORT_WARMUP, "--no-console") as server:
         for path in ("/", "/console/js/main.js", STREAM, "/v2/console/server"):
             answer = httpx.get(f"{server.url}{path}", timeout=LONG_S)

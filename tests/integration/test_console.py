@@ -183,9 +183,7 @@ def test_form_takes_all_datatypes_and_its_code_gives_the_same_answer(
         ("identity_fp32", "1 2 3 1e40", "got a number beyond its range"),
     ],
 )
-def test_form_names_what_is_wrong(
-    browser: Browser, server: ServerProcess, model: str, typed: str, problem: str
-) -> None:
+def test_form_names_wrong_values(browser: Browser, server: ServerProcess, model: str, typed: str, problem: str) -> None:
     with open_page(browser, f"{server.url}/#/models/{model}/1", expects_errors=True) as page:
         page.get_by_label("Values").fill(typed)
         page.get_by_role("button", name="Run").click()
@@ -236,7 +234,7 @@ def test_drawn_digit_is_recognised(page: Page, server: ServerProcess) -> None:
     expect(page.get_by_role("region", name="Values of label", exact=True)).to_have_text("2")
 
 
-def test_actions_ask_once_and_report_what_came_of_them(page: Page, server: ServerProcess) -> None:
+def test_actions_ask_once_and_report_their_outcome(page: Page, server: ServerProcess) -> None:
     open_model(page, server, "simple")
     page.get_by_role("button", name="Unload").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()

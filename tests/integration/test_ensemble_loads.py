@@ -156,7 +156,9 @@ def test_a_broken_reload_of_a_member_changes_nothing(server: ServerProcess, repo
     assert answer(server) == [4, 6]
 
 
-def test_an_ensemble_goes_when_a_member_does_not_fit_any_more(server: ServerProcess, repository: Path) -> None:
+def test_an_ensemble_goes_out_of_service_when_a_member_does_not_fit_any_more(
+    server: ServerProcess, repository: Path
+) -> None:
     assert change(server, "chain").status_code == 200
     good = (repository / "plus" / "1" / "model.onnx").read_bytes()
     members.affine(repository / "plus" / "1" / "model.onnx", shape=("batch", 3))

@@ -1,6 +1,7 @@
 """Loading, reloading and unloading while clients send requests: by call, and by changing folders."""
 
 import base64
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
@@ -144,6 +146,81 @@ def test_failed_reload_of_a_version_keeps_the_old_one_and_shows_the_reason(tmp_p
         assert loads == {"ok": 2, "failed": 2}
 
 
+def damaged(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Puts a version 2 whose model file was changed."""
+
+    def put_version(folder: Path) -> None:
+        (folder / "2").mkdir()
+        file = builders.identity(folder / "2" / "model.onnx")
+        file.write_bytes(change(file.read_bytes()))
+
+    return put_version
+
+
+def configured(name: str, text: str) -> Callable[[Path], None]:
+    """Puts a version 2 beside a configuration."""
+
+    def put_version(folder: Path) -> None:
+        put(folder, 2, builders.identity)
+        (folder / name).write_text(text)
+
+    return put_version
+
+
+def lacks_weights(folder: Path) -> None:
+    put(folder, 2, lambda path: builders.external_weights(path, "weights.bin"))
+
+
+def fails_golden(folder: Path) -> None:
+    put(folder, 2, builders.identity)
+    (folder / "2" / "golden").mkdir()
+    row = np.ones((1, 4), np.float32)
+    arrays: dict[str, Any] = {"input.x": row, "output.y": row + 1}
+    np.savez(folder / "2" / "golden" / "a.npz", **arrays)
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "Protobuf parsing failed": damaged(lambda content: b"not a model"),
+    "No graph was found": damaged(lambda content: b""),
+    "Load model from model.onnx failed": damaged(lambda content: content[: len(content) // 2]),
+    "No Op registered for Identitx": damaged(lambda content: content.replace(b"Identity", b"Identitx")),
+    "Unsupported model IR version: 127": damaged(lambda content: b"\x08\x7f" + content[2:]),
+    'External data path does not exist: "weights.bin"': lacks_weights,
+    "golden samples: output 'y'": fails_golden,
+    "model.yaml: max_rows: expected integer": configured("model.yaml", "max_rows: many"),
+    "none of NoSuchProvider can be used": configured("model.yaml", "execution_providers: [NoSuchProvider]"),
+    "specifies INT64": configured("config.pbtxt", 'input [{name: "x" data_type: TYPE_INT64 dims: [4]}]'),
+}
+"""What puts a version 2 that cannot serve, by the reason."""
+
+
+def test_failed_loads_keep_the_old_version_and_leak_nothing(tmp_path: Path) -> None:
+    """100 failed loads of ten kinds, over both protocols, and a request after each."""
+    folder = tmp_path / "m"
+    put(folder, 1, builders.identity)
+    with serving(tmp_path, *EXPLICIT, "--load-model", "m") as server, triton_clients(server) as clients:
+        process = psutil.Process(server.pid)
+        for turn in range(10):
+            for reason, put_version in FAULTS.items():
+                put_version(folder)
+                with pytest.raises(InferenceServerException, match=f"failed to load 'm', .*{re.escape(reason)}"):
+                    clients[turn % 2].load_model("m")
+                assert answer_of(server, "m") == 1
+                shutil.rmtree(folder / "2")
+                for name in ("model.yaml", "config.pbtxt"):
+                    (folder / name).unlink(missing_ok=True)
+            if turn == 4:
+                before = process.num_fds(), process.num_threads(), process.memory_info().rss
+        after = process.num_fds(), process.num_threads(), process.memory_info().rss
+        assert after[0] <= before[0]
+        assert after[1] <= before[1] + 1
+        assert after[2] <= before[2] * 1.02
+        assert {entry["version"]: entry["state"] for entry in index_of(server)}["1"] == "READY"
+        put(folder, 2, builders.unnamed_dims)
+        clients[0].load_model("m")
+        assert answer_of(server, "m") == 2
+
+
 def test_unchanged_load_keeps_counters_and_changed_load_resets_them(tmp_path: Path) -> None:
     put(tmp_path / "m", 1, builders.identity)
     with serving(tmp_path, *EXPLICIT, "--load-model", "*") as server, triton_clients(server) as (http, _):
@@ -215,7 +292,7 @@ def test_unload_answers_admitted_requests_and_rejects_later_ones(tmp_path: Path)
         assert read_metrics(server).by_labels("ortserve_model_state", "model") == {}
 
 
-def test_loads_of_one_model_at_the_same_time_wait_for_each_other(tmp_path: Path) -> None:
+def test_changes_of_one_model_at_the_same_time_follow_each_other(tmp_path: Path) -> None:
     add_model(tmp_path, "m", builders.identity)
     with serving(tmp_path, *EXPLICIT) as server:
         failures: list[Exception] = []
@@ -234,8 +311,11 @@ def test_loads_of_one_model_at_the_same_time_wait_for_each_other(tmp_path: Path)
             thread.start()
         for thread in threads:
             thread.join(LONG_S)
-        assert failures == []
+        # An unload cancels the loads before it.
+        assert all("its load was cancelled: the model is unloaded" in str(failure) for failure in failures)
+        failures.clear()
         change("load_model")
+        assert failures == []
         assert index_of(server) == [{"name": "m", "version": "1", "state": "READY"}]
 
 

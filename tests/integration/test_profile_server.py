@@ -119,7 +119,7 @@ def test_samples_are_sent_where_no_requests_come(
     assert "array 'y' is no input of the model" in capsys.readouterr().err
 
 
-def test_waiting_for_requests_is_said(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_for_requests_is_reported(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([server.url, "mlp", "--timeout", "1.5"]) == 1
     waiting, problem = capsys.readouterr().err.splitlines()
     assert waiting == "ortserve profile: waiting for 100 requests to mlp, for at most 1.5 s (--inputs sends some)"

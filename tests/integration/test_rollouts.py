@@ -243,7 +243,7 @@ def test_rollout_is_promoted_by_hand_once(server: ServerProcess) -> None:
         ("nowhere", {"candidate": 2}, 404, "'nowhere' is not found"),
     ],
 )
-def test_rollout_that_cannot_be_is_refused(
+def test_impossible_rollouts_are_refused(
     server: ServerProcess, model: str, options: dict[str, Any], status: int, text: str
 ) -> None:
     answer = asked(server, "PUT", f"{model}/rollout", **options)

@@ -190,6 +190,24 @@ def test_new_versions_are_followed(lab: Lab, tmp_path: Path, mode: str) -> None:
         assert sum("/m/1/" in path for path in lab.proxy.paths) == 2  # each file of it once
 
 
+def test_labelled_versions_are_fetched_though_the_policy_leaves_them_out(lab: Lab, tmp_path: Path) -> None:
+    bucket = lab.bucket("labels")
+    for number in (1, 2, 3):
+        upload(bucket, version(tmp_path, "m", number, number))
+    options = b"version_policy: {latest: 2}\nlabels: {stable: 1}\n"
+    upload(bucket, {"models/m/model.yaml": options})
+    state = ("--state-dir", str(tmp_path / "state"))
+    with lab.serving("labels", *state) as server:
+        assert answer_of(server) == 1
+        labels = f"{server.url}/v2/models/m/labels"
+        assert httpx.put(labels, json={"labels": {"old": 2}}, timeout=LONG_S).status_code == 200
+    upload(bucket, {"models/m/model.yaml": options.replace(b"2", b"1")})
+    with lab.serving("labels", *state) as server:
+        assert answer_of(server) == 1
+        answer = httpx.get(f"{server.url}/v2/models/m/versions/old/ready", timeout=LONG_S)
+        assert answer.status_code == 200, answer.text
+
+
 def test_version_is_not_loaded_before_the_files_in_its_list_of_digests_are_there(lab: Lab, tmp_path: Path) -> None:
     bucket = lab.bucket("sums")
     files = version(tmp_path, "m", 1, 1) | version(tmp_path, "m", 2, 2)
@@ -320,10 +338,13 @@ def test_archive_serves_and_is_fetched_again_only_if_it_changed(tmp_path: Path) 
 
 def check_archive(folder: Path, address: str, tmp_path: Path) -> None:
     files = {f"m/1/{name}": content for name, content in model_bytes(tmp_path, 3).items()}
-    digest = write_archive(folder / "models.tar.gz", files)
+    digest = write_archive(folder / "models.tar.gz", files.items())
     flags = (f"{address}/models.tar.gz#sha256={digest}", "--store-cache-dir", tmp_path / "cache", *FAST)
     with serving(*flags) as server:
         assert answer_of(server) == 3
+        console = httpx.get(f"{server.url}/v2/console/server").raise_for_status().json()
+    shown = {setting["name"]: setting["value"] for setting in console["settings"]}
+    assert shown["repositories"] == f'["{address.removeprefix("http://")}"]'
     changed = folder / "models.tar.gz"
     stamp = changed.stat()
     changed.write_bytes(bytes(stamp.st_size))  # Of equal size and time, so that only a fetch would notice.

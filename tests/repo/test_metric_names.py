@@ -30,6 +30,7 @@ UNITS: Final = (
     "spans",
     "stalls",
     "polls",
+    "evictions",
 )
 """What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
 UNITLESS: Final = {

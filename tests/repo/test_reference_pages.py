@@ -50,6 +50,12 @@ def test_page_is_current(page: Path, render: Callable[[], str], command: str) ->
     assert page.read_text() == render(), f"run: python -m {command}"
 
 
+def test_keys_without_a_default_are_shown_as_required() -> None:
+    page = ortserve.config.reference.render()
+    assert "- `candidate`: integer · required. The version" in page
+    assert "Undefined" not in page
+
+
 @pytest.mark.parametrize("command", reference.commands())
 def test_schema_of_a_tool_is_current_and_describes_every_field(command: str) -> None:
     text = reference.render(command)

@@ -4,7 +4,7 @@ import hashlib
 import io
 import tarfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -30,10 +30,10 @@ def file_site(folder: Path) -> Iterator[str]:
         thread.join()
 
 
-def write_archive(path: Path, files: Mapping[str, bytes], *more: tarfile.TarInfo) -> str:
+def write_archive(path: Path, files: Iterable[tuple[str, bytes]], *more: tarfile.TarInfo) -> str:
     """Write an archive of files, then of members without content. Returns its SHA-256 digest."""
     with tarfile.open(path, "w:gz") as archive:
-        for name, content in files.items():
+        for name, content in files:
             member = tarfile.TarInfo(f"./{name}")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))

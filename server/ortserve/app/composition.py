@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import onnxruntime
 from prometheus_client import CollectorRegistry
 
-from ortserve import __version__
 from ortserve.app.busy_polling import make_busy_polling
+from ortserve.app.console import Console, make_console
+from ortserve.app.frontends import Frontends
 from ortserve.app.watchdog import Watchdog
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.clock import monotonic_ns
@@ -23,49 +24,29 @@ from ortserve.device.devices import DeviceRuntime, DevicesReader
 from ortserve.device.nvml import GpuReader
 from ortserve.device.region import are_regions_possible, open_region
 from ortserve.engine.process_limits import cpu_budget, memory_limit
+from ortserve.engine.process_memory import return_large_blocks
 from ortserve.example import repository_path
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
-from ortserve.frontends.grpc.infer_calls import InferCalls
-from ortserve.frontends.grpc.infer_stream import InferStreamCalls
-from ortserve.frontends.grpc.management_calls import ManagementCalls, SharedMemoryCalls
-from ortserve.frontends.grpc.model_calls import ModelCalls
-from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS, connection_limits
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
-from ortserve.frontends.grpc.router import Router
-from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
-from ortserve.frontends.grpc.streams import Streams
-from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
-from ortserve.frontends.http.connection import ConnectionContext
-from ortserve.frontends.http.console_routes import console_routes, encode_event
-from ortserve.frontends.http.control_app import make_control_app
-from ortserve.frontends.http.generate_routes import generate_routes
-from ortserve.frontends.http.infer_exchange import InferEndpoint
-from ortserve.frontends.http.limits import http_limits
 from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
-from ortserve.frontends.tls.transport import TlsPort
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.recording import Recordings
 from ortserve.registry.registry import Registry
 from ortserve.registry.state_file import DEFAULT_FOLDER, StateFile
 from ortserve.registry.stores.mirrors import open_repositories
-from ortserve.service.access import Access, Group, Guard
+from ortserve.service.access import Access, Group
 from ortserve.service.codec_threads import CodecThreads
-from ortserve.service.gate import BodyAdmission
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
 from ortserve.service.labels import LabelService
 from ortserve.service.load import LoadMeter
 from ortserve.service.management import LogSettings, Management, StatisticsService
-from ortserve.service.model_details import ModelDetails
 from ortserve.service.models import EXTENSIONS, ModelService
-from ortserve.service.observation import Observation
 from ortserve.service.profiling import ProfilingService
 from ortserve.service.recorder import Recorder, SamplingRecorder
 from ortserve.service.repository import RepositoryService
 from ortserve.service.rollout.control import RolloutService
-from ortserve.service.server_details import ServerDetails
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.trace_settings import TRACE, TraceSettings, TraceWriter
 from ortserve.telemetry.logs import AccessLog, LogSwitches
@@ -90,15 +71,6 @@ _KEPT_SHARE: Final = 4
 
 _MAX_CODEC_THREADS: Final = 4
 """Each thread may have a process that parses JSON, which takes about 40 MB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Console:
-    """The parts of the console."""
-
-    observation: Observation
-    models: ModelDetails
-    server: ServerDetails
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +131,23 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     if cache is not None:
         metrics.set_cache_source(cache.reading)
     recordings = Recordings(options.record_dir) if options.record_dir else None
-    state = StateFile(_state_folder(options))
-    registry = Registry(folders, options, metrics, monotonic_ns, runtime, activity, cache, recordings, state, mirrors)
+    registry = Registry(
+        folders,
+        options,
+        metrics,
+        monotonic_ns,
+        runtime,
+        activity,
+        cache,
+        recordings,
+        StateFile(_state_folder(options)),
+        mirrors,
+        memory_budget_bytes=options.memory_budget_bytes,
+        on_demand_wait_s=options.on_demand_wait_s,
+    )
+    metrics.memory_budget_bytes = options.memory_budget_bytes
+    if options.memory_budget_bytes is not None:
+        return_large_blocks()
     polling = make_busy_polling(options, registry)
     metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(
@@ -208,8 +195,8 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         labels,
         rollouts,
     )
-    console = _console(options, origins, registry, models, watchdog, access, devices)
-    frontends = _Frontends(
+    console = make_console(options, origins, registry, models, watchdog, access, devices)
+    frontends = Frontends(
         options,
         metrics,
         inference,
@@ -243,149 +230,6 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Frontends:
-    """Creates the servers of both protocols from shared parts."""
-
-    options: ServerOptions
-    metrics: Metrics
-    inference: InferenceService
-    codec_threads: CodecThreads
-    management: Management
-    models: ModelService
-    shared_memory: SharedMemory
-    guards: Mapping[Group, Guard]
-    certificate: "ServerCertificate | None"
-    tracing: Tracing | None
-    http_traces: HttpTraces | None
-    load_reports: LoadReports | None
-    console: Console | None
-
-    def http(self) -> HttpServer:
-        options = self.options
-        control = make_control_app(
-            self.models,
-            self.management,
-            self.shared_memory,
-            self._load_admission("http"),
-            self.codec_threads.read_load,
-            title=options.server_name,
-            version=__version__,
-            guarded=self.guards,
-        )
-        control.include_router(
-            generate_routes(
-                self.inference,
-                self.models,
-                max_body_bytes=options.max_body_bytes,
-                clock=monotonic_ns,
-                traces=self.http_traces,
-                load_reports=self.load_reports,
-            )
-        )
-        if (console := self.console) is not None:
-            control.include_router(console_routes(console.observation, console.models, console.server))
-        infer = InferEndpoint(
-            self.inference,
-            max_body_bytes=options.max_body_bytes,
-            compression_min_bytes=options.compression_min_bytes,
-            clock=monotonic_ns,
-            guard=self.guards.get(Group.INFER),
-            traces=self.http_traces,
-            load_reports=self.load_reports,
-        )
-        context = ConnectionContext(
-            http_limits(options, idle_timeout_s=options.idle_timeout_s, max_body_bytes=options.max_body_bytes),
-            max_age_s=options.http_max_connection_age_s,
-            on_rejected=partial(self.metrics.rejected, ""),
-        )
-        return HttpServer(
-            infer,
-            AsgiEndpoint(control, self.guards),
-            context,
-            host=options.host,
-            port=options.http_port,
-            tls=self._tls_port("http", options.http_max_connections),
-        )
-
-    def grpc(self) -> GrpcioServer | NativeGrpcServer:
-        options = self.options
-        streams = Streams(options.grpc_max_streams)
-        self.metrics.set_streams_source(lambda: streams.open_count)
-        inference = self.inference
-        admission = BodyAdmission(
-            "grpc", inference.hold, inference.count_refused_body, max_body_bytes=options.max_body_bytes
-        )
-        infer = InferCalls(inference, admission, self.tracing, self.load_reports)
-        router = Router(self._calls(infer, admission, streams), self.guards)
-        if options.grpc_transport == "grpcio":
-            return GrpcioServer(
-                router,
-                streams,
-                options,
-                host=options.host,
-                port=options.grpc_port,
-                max_body_bytes=options.max_body_bytes,
-                credentials=self.certificate.grpc_credentials() if self.certificate else None,
-                handshake_timeout_s=options.tls_handshake_timeout_s if self.certificate else None,
-            )
-        return NativeGrpcServer(
-            router.find,
-            {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
-            streams,
-            inference.hold,
-            connection_limits(options, max_message_bytes=options.max_body_bytes),
-            host=options.host,
-            port=options.grpc_port,
-            clock=monotonic_ns,
-            on_cut_answer=self.metrics.cut_answer,
-            on_connection_error=self.metrics.connection_error,
-            encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
-            guards=router.guards,
-            tls=self._tls_port("grpc", options.grpc_max_connections, alpn="h2"),
-        )
-
-    def _tls_port(
-        self, port: Literal["http", "grpc"], max_handshakes: int, *, alpn: str | None = None
-    ) -> TlsPort | None:
-        if self.certificate is None:
-            return None
-        return TlsPort(
-            self.certificate.context_of(port),
-            port=port,
-            handshake_timeout_s=self.options.tls_handshake_timeout_s,
-            max_handshakes=max_handshakes,
-            alpn=alpn,
-        )
-
-    def _load_admission(self, protocol: str) -> BodyAdmission:
-        """Of the bodies that load models. They are no requests of a model, so rejected ones are not counted."""
-        return BodyAdmission(protocol, self.inference.hold, None, max_body_bytes=self.options.max_body_bytes)
-
-    def _calls(self, infer: InferCalls, admission: BodyAdmission, streams: Streams) -> list[Calls]:
-        """The handlers of all RPCs."""
-        options = self.options
-        calls: list[Calls] = [
-            infer,
-            InferStreamCalls(
-                self.inference,
-                admission,
-                streams,
-                max_requests=options.grpc_stream_requests,
-                max_bytes=options.grpc_stream_bytes,
-                tracing=self.tracing,
-                load_reports=self.load_reports,
-            ),
-            ModelCalls(self.models),
-            ManagementCalls(self.management, self._load_admission("grpc")),
-            SharedMemoryCalls(self.shared_memory),
-        ]
-        services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
-        calls.append(HealthCalls(self.models, streams, services))
-        calls.extend(ReflectionCalls(service, streams, services) for service in REFLECTION_SERVICES)
-        return calls
-
-
 def _state_folder(options: ServerOptions) -> Path | None:
     """Where the server keeps what calls change; None if it has no place for it."""
     if options.state_dir is not None:
@@ -408,32 +252,6 @@ def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
     if tracing is not None:
         metrics.set_tracing(tracing)
     return tracing
-
-
-def _console(
-    options: ServerOptions,
-    origins: Mapping[str, str],
-    registry: Registry,
-    models: ModelService,
-    watchdog: Watchdog,
-    access: Access,
-    devices: DevicesReader,
-) -> Console | None:
-    if not options.console:
-        return None
-    server = ServerDetails(
-        options,
-        origins,
-        models,
-        guarded=access.guards,
-        runtime_version=onnxruntime.__version__,
-        processors=cpu_budget(),
-        memory_limit_bytes=memory_limit(),
-        stalls=watchdog.reading,
-        read_devices=devices.read,
-    )
-    observation = Observation(registry, server.live, monotonic_ns, encode=encode_event)
-    return Console(observation, ModelDetails(registry, origins), server)
 
 
 def _key_paths(options: ServerOptions) -> dict[Group, Path]:

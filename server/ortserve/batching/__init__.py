@@ -9,6 +9,7 @@ __all__ = [
     "batcher",
     "direct_sequences",
     "executor",
+    "oldest_sequences",
     "planner",
     "queue",
     "response_cache",

@@ -133,6 +133,11 @@ class BatchRuns:
             clock,
         )
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self._scheduler) or self.instances.are_busy
+
     def enqueue(self, request: InflightRequest, shape_class: ShapeClass, now_ns: int) -> None:
         """Enqueue a request with its size, its level and the deadlines of its outputs and its start; it runs later."""
         request.shape_class_key = shape_class.key
@@ -155,7 +160,7 @@ class BatchRuns:
 
     async def close(self) -> None:
         """Return when every enqueued request is settled."""
-        if self.instances.are_busy or self._scheduler:
+        if self.is_busy:
             self._idle = self._idle or asyncio.Event()
             self._wake()
             await self._idle.wait()
@@ -177,7 +182,7 @@ class BatchRuns:
             self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._idle is not None and not self._scheduler and not self.instances.are_busy:
+        if self._idle is not None and not self.is_busy:
             self._idle.set()
 
     def _start_batch(self) -> None:

@@ -56,6 +56,11 @@ class Batcher:
         """Rows that wait for a run."""
         return self._queue.rows
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests wait or run."""
+        return self._divided > 0 or self._runs.is_busy
+
     def submit(self, request: InflightRequest, shape_class: Hashable, terms: Terms = NO_TERMS) -> None:
         """Enqueue a request; it is settled later.
 

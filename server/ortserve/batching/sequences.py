@@ -1,15 +1,14 @@
 """Sequences of requests: one request of a sequence runs at a time, and its states are kept for the next one.
 
 ``SequenceRuns`` stands between the served model and the batcher. A strategy runs the requests whose turn it is:
-``OldestRuns`` gives each to the batcher, which batches those of different sequences; ``direct_sequences`` forms batches
-of slots itself.
+``oldest_sequences`` gives each to the batcher, which batches those of different sequences; ``direct_sequences`` forms
+batches of slots itself.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 from ortserve.batching.admission import tensor_bytes
 from ortserve.batching.sequence_table import (
@@ -28,7 +27,7 @@ from ortserve.batching.sequence_table import (
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.inflight import QUEUED, InflightRequest
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.sequence import SequencePart, SequenceTensors, arrays_bytes
 from ortserve.core.terms import Terms
 from ortserve.errors import ErrorKind, SequenceError, ServeError
@@ -36,9 +35,6 @@ from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.readings import SequenceReading
 
 logger: Final = logging.getLogger(__name__)
-
-Enqueue: TypeAlias = Callable[[InflightRequest, Terms], object]
-"""Enqueues the run of one request of the model; raises ServeError if it is rejected."""
 
 _STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _TIMED_OUT: Final = "timeout of the corresponding sequence has been expired"
@@ -161,6 +157,11 @@ class SequenceRuns:
     def begin_drain(self) -> None:
         """Accept no new sequences; the present ones may end."""
         self._is_draining = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence has begun that has not ended."""
+        return not len(self._table)
 
     async def wait_until_empty(self) -> None:
         """Wait until every sequence has ended."""
@@ -436,45 +437,3 @@ class SequenceRuns:
         self._backlog_timers.pop(sequence, None)
         self._end(sequence, TIMED_OUT, SequenceError(ErrorKind.NOT_READY, _TIMED_OUT))
         self._remove(sequence)
-
-
-class OldestRuns:
-    """The strategy ``oldest``: each request whose turn it is goes to the batcher, which batches different sequences."""
-
-    def __init__(self, runs: SequenceRuns, enqueue: Enqueue, loop: asyncio.AbstractEventLoop) -> None:
-        self._runs: Final = runs
-        self._enqueue: Final = enqueue
-        self._loop: Final = loop
-
-    def run(self, turn: Turn) -> None:
-        child = turn.request.child(turn.inputs, 1)
-        child.on_settled = partial(self._on_settled, turn)
-        turn.run = child
-        try:
-            self._enqueue(child, turn.terms)
-        except Exception as error:  # noqa: BLE001 - any error is for the request
-            child.on_settled = turn.run = None
-            # Not in this turn: many requests of a sequence that all fail at once would nest their calls.
-            self._loop.call_soon(self._runs.on_failed, turn, error)
-        else:
-            child.timing.queued_ns = turn.arrived_ns  # it waits since then
-
-    def withdraw(self, turn: Turn) -> bool:
-        child = turn.run
-        if child is None or child.state > QUEUED:
-            return False
-        child.on_settled = None
-        child.cancel()
-        return True
-
-    def hurry(self) -> None:
-        pass
-
-    def _on_settled(self, turn: Turn, child: InflightRequest) -> None:
-        turn.run = None
-        try:
-            outputs = child.take_outputs()
-        except BaseException as error:  # noqa: BLE001 - the error of the run, which is passed on
-            self._runs.on_failed(turn, error)
-        else:
-            self._runs.on_computed(turn, outputs)

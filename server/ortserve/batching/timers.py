@@ -48,26 +48,41 @@ class FileDescriptorTimer:
     """A timer of the kernel behind a file descriptor (timerfd_create(2))."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-        """Raises OSError if the system has no such timers."""
+        """Open no descriptor yet: most models of a large repository never set a timer."""
         self._loop = loop
         self._callback = callback
-        self._fd = _call(_libc().timerfd_create, _CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
-        loop.add_reader(self._fd, self._on_readable)
+        self._fd: int | None = None
+        self._is_closed = False
+        self._fallback: LoopTimer | None = None
 
     def set(self, due_ns: int, now_ns: int) -> None:
-        if self._fd < 0:
+        if self._is_closed:
+            return
+        if self._fd is None and self._fallback is None:
+            try:
+                self._fd = _call(_libc().timerfd_create, _CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:  # the system has none, or the process has too many descriptors
+                self._fallback = LoopTimer(self._loop, self._callback)
+            else:
+                self._loop.add_reader(self._fd, self._on_readable)
+        if self._fallback is not None:
+            self._fallback.set(due_ns, now_ns)
             return
         # A time in the past fires at once; 0 would disarm the timer.
         time = _Itimerspec(_Timespec(0, 0), _Timespec(*divmod(max(1, due_ns), 1_000_000_000)))
         _call(_libc().timerfd_settime, self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(time), None)
 
     def close(self) -> None:
-        if self._fd >= 0:
+        self._is_closed = True
+        if self._fallback is not None:
+            self._fallback.close()
+        if self._fd is not None:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
-            self._fd = -1
+            self._fd = None
 
     def _on_readable(self) -> None:
+        assert self._fd is not None
         try:
             os.read(self._fd, 8)  # the number of expirations; unread, the descriptor would stay readable
         except BlockingIOError:  # the timer was set again in the meantime
@@ -77,12 +92,7 @@ class FileDescriptorTimer:
 
 def best_timer(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> Timer:
     """The timer with the best resolution that the system has."""
-    if sys.platform == "linux":
-        try:
-            return FileDescriptorTimer(loop, callback)
-        except OSError:
-            pass
-    return LoopTimer(loop, callback)
+    return (FileDescriptorTimer if sys.platform == "linux" else LoopTimer)(loop, callback)
 
 
 class _Timespec(ctypes.Structure):

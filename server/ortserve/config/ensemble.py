@@ -22,7 +22,7 @@ class EnsembleStep(BaseModel):
     model: _Name
     """Name of the model, which may be an ensemble itself."""
     version: int = Field(default=LATEST, ge=LATEST)
-    """Version of the model. -1: the highest that is ready."""
+    """Version of the model. -1: the one that answers requests without a version."""
     inputs: Mapping[_Name, _Name] = Field(min_length=1)
     """The tensor of the ensemble for each input of the model. Optional inputs may be left out."""
     outputs: Mapping[_Name, _Name] = Field(min_length=1)

@@ -119,6 +119,10 @@ class LoadOptions(BaseModel):
     version is reloaded. The version is not ready while it has no instance."""
     warmup_run_timeout_s: float = Field(default=600.0, gt=0, le=86400)
     """Time limit of one run in warm-up; then the load fails. Such a run may include the build of TensorRT engines."""
+    load_policy: Literal["start", "on_demand", "pinned"] = "start"
+    """When a model is in memory. ``start``: from the start on; under ``memory_budget_bytes`` it may be evicted for
+    another model, and the next request loads it again. ``on_demand``: from the first request for it on; it may be
+    evicted. ``pinned``: from the start on, and never evicted. A model with ``required: true`` is pinned."""
     max_queue_rows: int = Field(default=4096, ge=1, le=1_048_576)
     """Maximum number of rows in the queue of one model; further requests are rejected as ``overloaded``."""
     max_queue_bytes: int = Field(default=1024**3, ge=1, le=2**40)
@@ -295,6 +299,16 @@ class ModelOptions(LoadOptions):
     rollout: RolloutOptions | None = None
     """Tries another version with requests for the one that is labelled ``stable``: ``{candidate: 4, mode: canary}``.
     Only a ``model.yaml`` can set it; calls can start and end rollouts while the server runs."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the model stays in memory from the start on."""
+        return self.required or self.load_policy == "pinned"
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether the model is loaded by the first request for it."""
+        return self.load_policy == "on_demand" and not self.required
 
     @property
     def is_set_to_batch(self) -> bool:

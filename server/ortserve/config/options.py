@@ -115,6 +115,14 @@ class ServerOptions(
     """Maximum size of the JSON of a request to infer or generate, after decompression; larger JSON is rejected as
     ``too_large``. Parsing JSON takes up to 32 times its size in memory; binary tensors take none and may be larger.
     Unset: 32 MiB, or less if ``max_inflight_bytes`` is too small for that."""
+    memory_budget_bytes: int | None = Field(default=None, ge=1, le=2**44)
+    """Private memory on the host that all models together may hold: weights, ONNX Runtime's arenas and buffers, as
+    measured when each model was loaded. Models load one at a time; for a load without room, the least recently used
+    models are evicted. A load itself takes up to twice the size of the weights for a moment, and requests and the
+    server take memory beside the models. Unset: no budget; nothing is evicted."""
+    on_demand_wait_s: float = Field(default=30.0, gt=0, le=3600)
+    """Longest time that a request waits for its model to be loaded, if it has no shorter deadline of its own; then it
+    is rejected as ``not_ready``, with the time after which a retry should find the model. The load goes on."""
     cache_bytes: int = Field(default=64 * 1024 * 1024, ge=0, le=2**44)
     """Memory for the entries of all models with ``response_cache``; the least recently used ones are evicted. 0: no
     model uses a cache."""

@@ -1,4 +1,4 @@
-"""Where each of the server's options was set, for people who look at a running server."""
+"""Where each of the server's options was set: the console and ``ServerDetails`` show it."""
 
 import os
 from collections.abc import Mapping

@@ -85,8 +85,9 @@ def _facts(name: str, field: FieldInfo, places: str) -> str:
 
 
 def _nested_key(name: str, field: FieldInfo) -> str:
-    default = describe_default(field)
-    values = f"{_values(name, field)} · default: {f'`{default}`' if default else 'unset'}"
+    default = "" if field.is_required() else describe_default(field)
+    presence = "required" if field.is_required() else f"default: {f'`{default}`' if default else 'unset'}"
+    values = f"{_values(name, field)} · {presence}"
     inner = nested_fields(field)
     if inner is not None:
         values = f"{describe_values(field).partition('{')[0]}keys with values"

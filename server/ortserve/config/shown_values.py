@@ -1,11 +1,14 @@
-"""Values of options for people who look at a running server: in words, without folders and credentials."""
+"""Values of options in words, without folders and credentials, as the console shows them."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+
+from ortserve.config.repository_url import RepositoryUrl
 
 
 def show_value(value: object) -> str:
@@ -31,8 +34,10 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, Path):
         return value.name
+    if isinstance(value, RepositoryUrl):
+        return value.host
     if isinstance(value, str):
         if "://" in value:  # may hold credentials
-            return value.partition("://")[2].rpartition("@")[2].partition("/")[0].partition("?")[0]
+            return re.split("[/?#]", value.partition("://")[2], maxsplit=1)[0].rpartition("@")[2]
         return Path(value).name if value.startswith("/") else value
     return f"{value:g}" if isinstance(value, float) else value

@@ -61,7 +61,7 @@ class BatchInputOptions(BaseModel):
         "item_shape",
         "item_shape_flatten",
     ]
-    """What it tells of each request of the batch: the number of elements, their sum so far, the same after a zero; or
+    """What it holds for each request of the batch: the number of elements, their sum so far, the same after a zero; or
     zeros, as many as the largest request has elements; or for each row its shape, as one row or joined."""
     source: str
     """Name of the input that it describes."""

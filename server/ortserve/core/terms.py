@@ -1,7 +1,23 @@
-"""Scheduling terms of a request: priority and deadlines, and the shape class of requests that run alone."""
+"""Scheduling of a request: its parameters, the terms that result, and the shape class of requests that run alone."""
 
 from dataclasses import dataclass
 from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """The parameters of a request that affect its place in a queue.
+
+    Attributes:
+        priority: 1 for the most urgent; 0, and values above the model's levels, for the model's default.
+        queue_timeout_ns: Time limit of the wait in the queue; None for no limit.
+    """
+
+    priority: int = 0
+    queue_timeout_ns: int | None = None
+
+
+NO_SCHEDULING: Final = Scheduling()
 
 
 @dataclass(slots=True, init=False)

@@ -10,6 +10,7 @@ __all__ = [
     "output_buffers",
     "placement",
     "process_limits",
+    "process_memory",
     "provider_options",
     "providers",
     "runs",

@@ -1,17 +1,21 @@
 """The catalog: a record of each version and its state, and which version answers a request."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from typing import Final
 
 from ortserve.core.version_names import STABLE
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry.load.coordination import WAITING, Progress
 from ortserve.registry.repository.source import VersionSource
+from ortserve.registry.residency.ledger import HostAccount
 from ortserve.registry.rollout import Rollout
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
+ON_DEMAND: Final = "not in memory: the next request loads it"
+"""The reason of versions that are loaded by the first request for them, or were evicted."""
 UNLOADED: Final = "unloaded"
 """The reason of versions that were taken out of service, by request or for another version."""
 
@@ -38,6 +42,7 @@ class VersionRecord:
         *,
         is_required: bool = False,
         source: VersionSource | None = None,
+        metrics: ModelMetrics | None = None,
     ) -> None:
         """Begin in the state LOADING.
 
@@ -47,6 +52,7 @@ class VersionRecord:
             on_change: Called after each change of state.
             is_required: Whether the server is ready only if this version is.
             source: What is loaded; None for version 0.
+            metrics: Of an earlier load of the version, which goes on counting; None for new ones.
         """
         self.model = model
         self.version = version
@@ -58,12 +64,28 @@ class VersionRecord:
         """Why it failed, or ``UNLOADED``; if it is READY, why its last reload failed."""
         self.progress: Progress | None = None
         """The steps of its load; None before the load begins."""
-        self.metrics = ModelMetrics(model, self.label)
+        self.metrics = metrics or ModelMetrics(model, self.label)
         if source is not None:
             self.metrics.tags = source.configuration.options.metric_labels
         self.metrics.set_state(self.state.name.lower())
         self.served: ServedVersion | None = None
         """Answers its requests. Set while READY or DRAINING, and until it is freed after its device was lost."""
+        self.account: HostAccount | None = None
+        """Its host memory; None before its load begins, after it was freed, and for an ensemble."""
+        self.is_awaited = False
+        """Whether requests may wait for its load."""
+        self.cancelled_because = ""
+        """Why its load is not needed any more; empty while it is."""
+        self.cancellation = asyncio.Event()
+        """Set when its load is not needed any more."""
+        self.asked_ns = 0
+        """When its load first asked for room and had to wait (monotonic)."""
+        self.used_ns = 0
+        """When it became READY (monotonic)."""
+        self.stays_until_ns = 0
+        """It is not evicted before (monotonic)."""
+        self.no_room: ServeError | None = None
+        """Why its load got no room; None if it did."""
 
     @property
     def label(self) -> str:
@@ -74,6 +96,11 @@ class VersionRecord:
     def is_unloaded(self) -> bool:
         """Whether it was taken out of service on purpose."""
         return self.reason == UNLOADED
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether it is not in memory, or leaves it, and a request for it begins a load."""
+        return self.reason == ON_DEMAND
 
     @property
     def explanation(self) -> str:
@@ -224,6 +251,8 @@ class Catalog:
         else:
             asked = list(records.values())
             text = f"Request for unknown model: '{name}' has no available versions"
+        if any(record.is_on_demand or (record.is_awaited and record.state < State.READY) for record in asked):
+            return NotInMemoryError(f"{text}: {ON_DEMAND}")
         # A retry is of no use: versions that were unloaded on purpose do not come back by themselves.
         if all(record.is_unloaded for record in asked):
             return ServeError(ErrorKind.NOT_FOUND, f"{text}: it was unloaded")

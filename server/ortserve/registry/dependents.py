@@ -1,11 +1,81 @@
-"""Which ensembles depend on which models, by their sources. Pure."""
+"""Which ensembles depend on which models, by their sources, and how they follow changes of these models."""
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ortserve.config.ensemble import LATEST
+from ortserve.registry.catalog import Catalog, State
 from ortserve.registry.ensemble.plan import circular, find_cycle, member_names
 from ortserve.registry.repository.source import ModelSource
+from ortserve.registry.versions import Versions
+
+
+class Dependents:
+    """The ensembles of a registry that contain other models. Loop thread only."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        versions: Versions,
+        sources: Mapping[str, ModelSource],
+        lock: Callable[[str], asyncio.Lock],
+        stays_out: Callable[[ModelSource], bool],
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            catalog: Of the registry.
+            versions: Loads and drains.
+            sources: Of the latest load of each model. Read at each call.
+            lock: Of the changes of a model.
+            stays_out: Whether a model is not in memory, and the next request for it loads it.
+        """
+        self._catalog = catalog
+        self._versions = versions
+        self._sources = sources
+        self._lock = lock
+        self._stays_out = stays_out
+
+    def lacks_members(self, ensemble: ModelSource) -> bool:
+        """Whether a member of an ensemble does not serve in a version that the ensemble needs."""
+        for member in members_of(ensemble):
+            ready = [record.version for record in self._catalog.ready(member)]
+            if not ready or any(version not in (LATEST, *ready) for version in required_versions(ensemble, member)):
+                return True
+        return False
+
+    async def drop(self, name: str) -> None:
+        """Take the ensembles that contain a model out of service, and wait until they have answered their requests."""
+        for ensemble in dependents_of(name, self._sources):
+            await self.drop(ensemble)
+            async with self._lock(ensemble):
+                self._versions.drain_all(ensemble)
+                await self._versions.wait_until_drained(ensemble)
+
+    async def follow(self, name: str, applied: Collection[str] = ()) -> None:
+        """Connect the ensembles that contain a model anew, after a change of the model. Called with the model's lock.
+
+        Ensembles that went out of service with the model come back. An ensemble that the model does not fit any more
+        goes out of service with the reason.
+
+        Args:
+            name: Of the model.
+            applied: Ensembles that are loaded after the model anyway.
+        """
+        for ensemble in dependents_of(name, self._sources):
+            if ensemble in applied:
+                continue
+            async with self._lock(ensemble):
+                source = self._sources.get(ensemble)
+                if source is None or name not in members_of(source) or self._stays_out(source):
+                    continue
+                for number, version in source.versions.items():
+                    reason = await self._versions.load(self._versions.announce(ensemble, number, source), version)
+                    before = self._catalog.of(ensemble).get(number)
+                    if reason and before is not None and before.state is State.READY:
+                        self._versions.drain(before, reason)
+                await self.follow(ensemble, applied)
 
 
 def members_of(source: ModelSource | None) -> tuple[str, ...]:

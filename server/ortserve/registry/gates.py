@@ -1,4 +1,4 @@
-"""The gates before a version serves that need other versions: its speed against theirs, and the samples of ensembles.
+"""Checks of a loaded version that need other versions: its speed against theirs, and the samples of ensembles.
 
 Golden samples of a model file are checked by its load (``load/golden_check``). Loop thread only.
 """
@@ -15,6 +15,7 @@ from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
+from ortserve.core.terms import Scheduling
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.ensemble.served import ServedEnsemble
@@ -49,7 +50,7 @@ async def check_speed(
     threads: Executor,
     clock: Clock,
 ) -> None:
-    """Compare a loaded version with the one that serves, if ``max_slowdown`` asks for it.
+    """Compare a loaded version with the one that serves, if ``max_slowdown`` is set.
 
     The version that serves gets a few requests of synthetic inputs beside those of its callers.
 
@@ -88,7 +89,7 @@ async def _time_own(worker: WorkerRuns, inputs: InputGenerator, threads: Executo
 async def _time_served(serving: ServedModel, inputs: InputGenerator, clock: Clock, rows: int) -> int:
     """Time a request to the version that serves; 0 if it shared its batch, or did not run."""
     request = InflightRequest(Timing(clock()), inputs.generate(rows, rows), rows)
-    terms = serving.terms(clock(), timeout_ns=None, priority=serving.options.priority_levels, queue_timeout_ns=None)
+    terms = serving.terms(clock(), scheduling=Scheduling(serving.options.priority_levels))
     try:
         serving.submit_own(request, terms)
         await request
@@ -120,7 +121,7 @@ async def check_ensemble(served: ServedEnsemble, path: Path, folder: Path | None
     async def answer(sample: GoldenSample) -> Arrays:
         inputs = as_sent(signature, sample.inputs)
         request = InflightRequest(Timing(clock()), inputs, 1)
-        served.submit(request, served.terms(clock(), timeout_ns=None, priority=0, queue_timeout_ns=None))
+        served.submit(request, served.terms(clock()))
         outputs = served.cut_back(await request, inputs)
         return as_batched(signature, outputs)
 

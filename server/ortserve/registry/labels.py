@@ -1,12 +1,83 @@
-"""Labels of versions: which version each label of a model names. Pure.
+"""Labels of versions: which version each label of a model names, and which versions serve for that.
 
-Labels come from ``model.yaml`` and from calls, whose labels hold instead of the file's.
+Labels come from ``model.yaml`` and from calls, whose labels hold instead of the file's; so do rollouts.
 """
 
+import logging
 from collections.abc import Collection, Mapping
+from typing import Final
 
 from ortserve.config.model import ModelOptions
-from ortserve.registry.repository.source import ModelSource, choose_versions
+from ortserve.config.rollout import RolloutOptions
+from ortserve.registry.catalog import Catalog
+from ortserve.registry.repository.source import ModelSource, versions_to_serve
+from ortserve.registry.state_file import ModelState, StateFile
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+
+class Labels:
+    """The labels and rollouts of all models, as they are in effect. Loop thread only, but for ``named_versions``."""
+
+    def __init__(self, catalog: Catalog, sources: Mapping[str, ModelSource], state: StateFile) -> None:
+        """Put nothing into effect yet.
+
+        Args:
+            catalog: Finds versions by their labels.
+            sources: Of the latest load of each model. Read at each call.
+            state: What calls changed.
+        """
+        self._catalog = catalog
+        self._sources = sources
+        self._state = state
+        self._configured: dict[str, dict[str, int]] = {}
+        """Of the models' configurations, as far as they are in effect."""
+        self.state_of: Final = state.of
+
+    def follow(self, name: str) -> None:
+        """Put the configured labels of a model into effect, as far as their versions serve."""
+        ready = [record.version for record in self._catalog.ready(name)]
+        self._configured[name] = follow_file(self._configured.get(name, {}), self._sources[name].labels, ready)
+        self._show(name)
+
+    def forget(self, name: str) -> None:
+        """Forget the configured labels of a model that was unloaded."""
+        self._configured.pop(name, None)
+
+    async def change(self, name: str, state: ModelState) -> None:
+        """Keep what a call changed of a model, and put its labels into effect in one step.
+
+        Raises:
+            ServeError: conflict, if the change cannot be kept; nothing has changed then.
+        """
+        await self._state.put(name, state)
+        self._show(name)
+
+    def rollout(self, name: str) -> RolloutOptions | None:
+        """The rollout of a model that a call started, or else that of its configuration, unless it has ended."""
+        state, source = self._state.of(name), self._sources.get(name)
+        if state.rollout is not None:
+            return state.rollout
+        given = None if source is None else source.rollout
+        has_ended = given is not None and state.ended is not None and state.ended.candidate == given.candidate
+        return None if has_ended else given
+
+    def named_versions(self, name: str) -> frozenset[int]:
+        """The versions of a model that calls named, or that its configuration labels. From any thread."""
+        labelled = frozenset(self._configured.get(name, {}).values())
+        rollout = self.rollout(name)
+        return self._state.of(name).versions | labelled | ({rollout.candidate} if rollout else frozenset())
+
+    def _show(self, name: str) -> None:
+        labels = {**self._configured.get(name, {}), **self._state.of(name).labels}
+        before = self._catalog.labels(name)
+        if labels == before:
+            return
+        self._catalog.label(name, labels)
+        moved = {label: labels.get(label) for label in {**labels, **before} if labels.get(label) != before.get(label)}
+        texts = (f"{label}={'-' if version is None else version}" for label, version in moved.items())
+        log_event(logger, logging.INFO, "labels changed", model=name, labels=", ".join(texts))
 
 
 def follow_file(before: Mapping[str, int], given: Mapping[str, int], ready: Collection[int]) -> dict[str, int]:
@@ -33,4 +104,4 @@ def needed_versions(source: ModelSource, named: Collection[int]) -> set[int]:
     options: ModelOptions | None = next((one.configuration.options for one in source.versions.values()), None)
     if options is None:
         return set()
-    return {*choose_versions(options.version_policy, source.versions), *named} & source.versions.keys()
+    return source.versions.keys() & versions_to_serve(options, source.versions, named)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,18 +11,19 @@ from weakref import WeakValueDictionary
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.clock import Clock
-from ortserve.config.ensemble import LATEST
 from ortserve.config.model import LoadOptions
-from ortserve.config.rollout import RolloutOptions
 from ortserve.device.devices import DeviceRuntime
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
-from ortserve.registry.dependents import dependents_of, members_of, reject_cycles, required_versions
-from ortserve.registry.labels import follow_file, needed_versions
+from ortserve.registry.dependents import Dependents, dependents_of, members_of, reject_cycles
+from ortserve.registry.labels import Labels, needed_versions
 from ortserve.registry.recording import Recordings
-from ortserve.registry.repository.client_model import client_source, read_client_model
-from ortserve.registry.repository.model_files import read_repositories
-from ortserve.registry.repository.source import ModelSource, plan_changes, read_source, read_sources
+from ortserve.registry.repository.source import ModelSource, plan_changes
+from ortserve.registry.residency.demand import Demands
+from ortserve.registry.residency.ledger import LoadCost
+from ortserve.registry.retries import LoadRetries
+from ortserve.registry.serving import ServedVersion
+from ortserve.registry.source_reader import NOT_POLLED, SourceReader, load_failure
 from ortserve.registry.state_file import ModelState, StateFile
 from ortserve.registry.stores.mirrors import Mirrors
 from ortserve.registry.versions import Versions
@@ -32,34 +32,6 @@ from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.readings import LoopActivity
 
 logger: Final = logging.getLogger(__name__)
-
-_NOT_POLLED: Final = "failed to poll from model repository"
-_FIRST_RETRY_S: Final = 60.0
-_MAX_RETRY_S: Final = 3600.0
-"""Between two retries; the wait doubles with each failure."""
-
-
-class LoadRetries:
-    """When to retry loads that failed although their files have not changed: what they lacked may be there by then."""
-
-    def __init__(self) -> None:
-        self._due: dict[str, tuple[int, float]] = {}
-        """By model: when a retry is due (clock of the registry, ns), and how long that wait was (s)."""
-
-    def note_failure(self, name: str, now_ns: int) -> None:
-        """Schedule the next retry of a model."""
-        _, waited_s = self._due.get(name, (0, _FIRST_RETRY_S / 2))
-        wait_s = min(2 * waited_s, _MAX_RETRY_S)
-        self._due[name] = now_ns + round(wait_s * 1e9), wait_s
-
-    def forget(self, name: str) -> None:
-        """Retry a model no more: it serves, or should not."""
-        self._due.pop(name, None)
-
-    def is_due(self, name: str, now_ns: int) -> bool:
-        """Whether a retry of the model is due."""
-        due = self._due.get(name)
-        return due is not None and now_ns >= due[0]
 
 
 class Registry:
@@ -84,6 +56,9 @@ class Registry:
         recordings: Recordings | None = None,
         state: StateFile | None = None,
         mirrors: Mirrors | None = None,
+        *,
+        memory_budget_bytes: int | None = None,
+        on_demand_wait_s: float = 30.0,
     ) -> None:
         """Load nothing yet.
 
@@ -98,32 +73,54 @@ class Registry:
             recordings: Of the server; None if it records no requests.
             state: What calls changed earlier; None for nothing, and to keep nothing.
             mirrors: Keep some of the repositories' folders up to date; None if all are folders of the operator.
+            memory_budget_bytes: As the option of this name, also for ``on_demand_wait_s``.
+            on_demand_wait_s: Of requests and loads.
         """
-        self._repositories = repositories
-        self._mirrors = mirrors
-        self._defaults = defaults
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
         self._versions = Versions(
-            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity, cache, recordings
+            self._catalog,
+            metrics,
+            clock,
+            self._on_change,
+            self._start_replacing,
+            self._must_stay,
+            runtime,
+            activity,
+            cache,
+            recordings,
+            budget_bytes=memory_budget_bytes,
+            wait_s=on_demand_wait_s,
+        )
+        self._demands = Demands(
+            clock,
+            metrics.residency,
+            load=self._load_demanded,
+            start=self._start,
+            expect=self._expect,
+            wait_s=on_demand_wait_s,
         )
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}
         """The source of the latest load of each model, failed or not."""
+        self._without_files: set[str] = set()
+        """Models whose files clients sent, which are gone: they cannot be loaded again."""
         self._retries = LoadRetries()
-        self._state = state or StateFile(None)
-        self._file_labels: dict[str, dict[str, int]] = {}
-        """Of the models' configurations, as they are in effect."""
+        self._labels = Labels(self._catalog, self._sources, state or StateFile(None))
+        self._reader = SourceReader(repositories, defaults, mirrors, self._labels.named_versions)
+        self._dependents = Dependents(self._catalog, self._versions, self._sources, self._lock, self._stays_out)
         self._changes: set[asyncio.Task[Any]] = set()
         self.on_change: Callable[[], None] = _ignore
         """Called after the state of a version has changed, and when initial loading is over."""
         self.find: Final = self._catalog.find
         self.labels: Final = self._catalog.labels
-        self.state_of: Final = self._state.of
+        self.state_of: Final = self._labels.state_of
+        self.rollout: Final = self._labels.rollout
         self.roll_out: Final = self._catalog.roll_out
         self.on_versions: Callable[[str], None] = _ignore_name
         """Called with a model whose configuration, labels or rollout may have changed."""
+        self.names_in_repositories: Final = self._reader.names
         self.knows: Final = self._catalog.knows
         self.records: Final = self._catalog.records
 
@@ -153,15 +150,6 @@ class Registry:
             for name in self._catalog.names()
         }
 
-    async def names_in_repositories(self) -> list[str]:
-        """The models that are in the repositories now, loaded or not.
-
-        Raises:
-            ServeError: invalid_input, if a repository cannot be read.
-        """
-        found = {files.name for files in await asyncio.to_thread(read_repositories, self._repositories)}
-        return sorted(found if self._mirrors is None else found | await self._mirrors.names())
-
     async def load_all(self, only: Collection[str] | None = None) -> None:
         """Load the models of the repositories. A model that fails is recorded and does not stop others from loading.
 
@@ -171,12 +159,13 @@ class Registry:
         Raises:
             ServeError: invalid_input, if a repository cannot be read.
         """
-        found = {source.name: source for source in await self._read_sources(only)}
+        found = {source.name: source for source in await self._reader.read_all(only)}
         names = found if only is None else sorted(only)
         missing = "it is in no repository"
-        await self._apply_all(
-            [found.get(name) or ModelSource(name, problem=missing) for name in _with_members(names, found)]
-        )
+        sources = [found.get(name) or ModelSource(name, problem=missing) for name in _with_members(names, found)]
+        sources.sort(key=_start_order)
+        at_start = [source.name for source in sources if not source.is_on_demand]
+        await self._apply_all(sources, forced=_with_members(at_start, found))
         self._catalog.is_complete = True
         self.on_change()
 
@@ -194,6 +183,26 @@ class Registry:
             ServeError: internal, with the reason. Its first words are Triton's, which clients search for.
         """
         await asyncio.shield(self._start(self._load(name, config, files or {})))
+
+    async def wait_for(
+        self, name: str, version: str, received_ns: int | None = None, timeout_ns: int | None = None
+    ) -> ServedVersion:
+        """Find the version that answers, as ``find``, after a load on demand if it is not in memory.
+
+        Args:
+            name: Of the model.
+            version: As for ``find``.
+            received_ns: When the request was received (monotonic); None for now.
+            timeout_ns: Its time limit; None if it has none. ``on_demand_wait_s`` limits the wait in any case.
+
+        Raises:
+            ServeError: As ``find`` and ``Demands.wait``.
+        """
+        try:
+            return self.find(name, version)
+        except NotInMemoryError:
+            await self._demands.wait(name, self._clock() if received_ns is None else received_ns, timeout_ns)
+        return self.find(name, version)
 
     async def unload(self, name: str, *, with_members: bool = False) -> None:
         """Take a model out of service, at once for new requests. Returns when its admitted requests are answered.
@@ -237,8 +246,7 @@ class Registry:
             change.cancel()
         await asyncio.gather(*changes, return_exceptions=True)
         await self._versions.close()
-        if self._mirrors is not None:
-            await self._mirrors.close()
+        await self._reader.close()
 
     def _start(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(change)
@@ -257,51 +265,23 @@ class Registry:
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
-    async def _read_sources(self, only: Collection[str] | None = None) -> list[ModelSource]:
-        """The sources of all models. Of those in stores that are not in ``only``, nor contained in one, some may lack.
-
-        Raises:
-            ServeError: A repository cannot be read.
-        """
-        wanted = None if only is None else set(only)
-        while True:
-            if self._mirrors is not None:
-                await self._mirrors.sync(wanted)
-            # Not on the threads of loads, where it would wait for models that are loading.
-            sources = await asyncio.to_thread(read_sources, self._repositories, self._defaults, self._named_versions)
-            if self._mirrors is None:
-                return sources
-            sources = self._mirrors.with_problems(sources)
-            if wanted is None or not (more := _members_beyond(wanted, sources)):
-                return sources
-            wanted |= more
-
-    def _read_source(self, name: str) -> ModelSource | None:
-        return read_source(name, self._repositories, self._defaults, self._named_versions(name))
-
-    def _named_versions(self, name: str) -> frozenset[int]:
-        """The versions of a model that calls named, or that its configuration labels. From any thread."""
-        labelled = frozenset(self._file_labels.get(name, {}).values())
-        rollout = self.rollout(name)
-        return self._state.of(name).versions | labelled | ({rollout.candidate} if rollout else frozenset())
-
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        if self._versions.is_loading(name) and await self._is_newer(name, config):
+            self._versions.cancel_loads(name, "a newer load of the model was requested")
         source, failures = await self._load_once(name, config, files, None)
         if failures is None:  # It is an ensemble, some of whose members do not serve.
-            try:
-                closure = await self._read_closure(source)
-            except ServeError:  # Its message names the folder, which clients must not learn.
-                raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
+            closure = await self._reader.read_members(source)
             known = self._sources | closure
             await self._apply_all(
-                member for member in closure.values() if member.name != name and not self._is_served(member)
+                (member for member in closure.values() if member.name != name and not self._is_served(member)),
+                forced=closure,
             )
             source, failures = await self._load_once(name, config, files, known)
         if source.problem:
-            event = _NOT_POLLED if source.has_files else "no version is available"
-            raise _load_failure(name, f"{event}: {source.problem}")
+            event = NOT_POLLED if source.has_files else "no version is available"
+            raise load_failure(name, f"{event}: {source.problem}")
         if failures:
-            raise _load_failure(name, "; ".join(failures))
+            raise load_failure(name, "; ".join(failures))
 
     async def _load_once(
         self, name: str, config: str | None, files: Mapping[str, bytes], known: Mapping[str, ModelSource] | None
@@ -314,157 +294,59 @@ class Registry:
             files: As in ``load``.
             known: The sources of all members, which had their loads; None if they may be missing.
         """
-        async with self._lock(name):
-            resources = ExitStack()
-            try:
-                if self._mirrors is not None and not files:
-                    await self._fetch(name, with_all_versions=config is not None)
-                source = await asyncio.to_thread(self._find_source, resources, name, config, files)
-                if known is None and self._lacks_members(source):
-                    return source, None
-                (source,) = reject_cycles([source], self._sources if known is None else known)
-                return source, await self._apply(source)
-            finally:
-                await asyncio.to_thread(resources.close)
+        async with self._lock(name), self._reader.open(name, config, files) as source:
+            if known is None and self._dependents.lacks_members(source):
+                return source, None
+            (source,) = reject_cycles([source], self._sources if known is None else known)
+            self._note_files(name, has_files=not files)
+            return source, await self._apply(source, is_forced=True)
 
-    async def _fetch(self, name: str, *, with_all_versions: bool) -> None:
-        """Fetch the present files of a model from its store.
-
-        Raises:
-            ServeError: internal, as ``load``.
-        """
-        assert self._mirrors is not None
-        try:
-            await self._mirrors.sync([name], with_all_versions=with_all_versions)
-        except ServeError:  # Its message names the repository, which clients must not learn.
-            raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
-        for source in self._mirrors.with_problems(()):
-            if source.name == name:
-                raise _load_failure(name, f"{_NOT_POLLED}: {source.problem}")
-
-    def _lacks_members(self, ensemble: ModelSource) -> bool:
-        """Whether a member of an ensemble does not serve in a version that the ensemble needs."""
-        for member in members_of(ensemble):
-            ready = self.ready_versions(member)
-            if not ready or any(version not in (LATEST, *ready) for version in required_versions(ensemble, member)):
-                return True
-        return False
+    async def _is_newer(self, name: str, config: str | None) -> bool:
+        """Whether a load would read other files or options than the latest one."""
+        return config is not None or await self._reader.read(name) not in (None, self._sources.get(name))
 
     def _is_served(self, source: ModelSource) -> bool:
         return bool(self.ready_versions(source.name)) and self._sources.get(source.name) == source
 
-    async def _read_closure(self, ensemble: ModelSource) -> dict[str, ModelSource]:
-        """The sources of all models that an ensemble contains, fetched from stores where necessary."""
-        wanted = {ensemble.name}
-        while True:
-            closure = await asyncio.to_thread(self._read_members, ensemble)
-            more = _members_beyond(wanted, closure.values())
-            if self._mirrors is None or not more:
-                return closure
-            await self._mirrors.sync(more)
-            wanted |= more
-
-    def _read_members(self, ensemble: ModelSource) -> dict[str, ModelSource]:
-        """The sources of all models that an ensemble contains, however deep, by name. Blocks on the disk."""
-        found: dict[str, ModelSource] = {ensemble.name: ensemble}
-        pending = list(members_of(ensemble))
-        while pending:
-            name = pending.pop()
-            if name not in found and (source := self._read_source(name)) is not None:
-                found[name] = source
-                pending += members_of(source)
-        return found
-
-    def _find_source(
-        self, resources: ExitStack, name: str, config: str | None, files: Mapping[str, bytes]
-    ) -> ModelSource:
-        """Find the source of a model, on a thread. ``resources`` keeps a client's files until the model is loaded.
-
-        Raises:
-            ServeError: internal, as ``load``.
-        """
-        try:
-            client = read_client_model(name, config, files, self._defaults)
-            if client is not None:
-                return resources.enter_context(client_source(client, self._repositories))
-        except ServeError as error:
-            raise _load_failure(name, f"{_NOT_POLLED}: {error.message}") from None
-        try:
-            source = self._read_source(name)
-        except ServeError:  # Its message names the folder, which clients must not learn.
-            raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
-        if source is None:
-            raise _load_failure(name, f"{_NOT_POLLED}: no repository has a model of this name")
-        return source
-
     async def _unload(self, name: str, *, with_members: bool = False) -> None:
-        await self._drop_dependents(name)
+        self._versions.cancel_loads(name, "the model is unloaded")
+        await self._dependents.drop(name)
         async with self._lock(name):
             source = self._sources.pop(name, None)
-            self._file_labels.pop(name, None)
+            self._labels.forget(name)
             self._retries.forget(name)
-            self._drain(name)
-            await self._drop_dependents(name)  # Those that were loaded meanwhile hold the model.
+            self._without_files.discard(name)
+            self._versions.withdraw(name)
+            self._versions.drain_all(name)
+            await self._dependents.drop(name)  # Those that were loaded meanwhile hold the model.
             await self._versions.wait_until_drained(name)
-            if self._mirrors is not None:
-                await self._mirrors.release(name)
+            await self._reader.release(name)
         if with_members:
             for member in members_of(source):
                 if not dependents_of(member, self._sources):
                     await self._unload(member, with_members=True)
 
-    def _drain(self, name: str) -> None:
-        """Take a model out of service on purpose."""
-        self._versions.forget(record for record in self._catalog.of(name).values() if record.state is State.FAILED)
-        for record in self._catalog.ready(name):
-            self._versions.drain(record, UNLOADED)
-
-    async def _drop_dependents(self, name: str) -> None:
-        """Take the ensembles that contain a model out of service, and wait until they have answered their requests."""
-        for ensemble in dependents_of(name, self._sources):
-            await self._drop_dependents(ensemble)
-            async with self._lock(ensemble):
-                self._drain(ensemble)
-                await self._versions.wait_until_drained(ensemble)
-
-    async def _follow(self, name: str, applied: Collection[str] = ()) -> None:
-        """Connect the ensembles that contain a model anew, after a change of the model. Called with the model's lock.
-
-        Ensembles that went out of service with the model come back. An ensemble that the model does not fit any more
-        goes out of service with the reason.
-
-        Args:
-            name: Of the model.
-            applied: Ensembles that are loaded after the model anyway.
-        """
-        for ensemble in dependents_of(name, self._sources):
-            if ensemble in applied:
-                continue
-            async with self._lock(ensemble):
-                source = self._sources.get(ensemble)
-                if source is None or name not in members_of(source):
-                    continue
-                for number, version in source.versions.items():
-                    reason = await self._versions.load(self._versions.announce(ensemble, number, source), version)
-                    before = self._catalog.of(ensemble).get(number)
-                    if reason and before is not None and before.state is State.READY:
-                        self._versions.drain(before, reason)
-                await self._follow(ensemble, applied)
-
     async def _poll(self) -> None:
-        found = await self._read_sources()
+        found = await self._reader.read_all()
         now_ns = self._clock()
-        await self._apply_all(
+        changed = [
             source
             for source in found
             if self._sources.get(source.name) != source or self._retries.is_due(source.name, now_ns)
-        )
+        ]
+        for source in changed:
+            self._versions.cancel_loads(source.name, "its files or options have changed")
+        kept = [source.name for source in changed if members_of(source) and not self._stays_out(source)]
+        await self._apply_all(changed, forced=_with_members(kept, {source.name: source for source in found}))
         for name in self._sources.keys() - {source.name for source in found}:
             log_event(logger, logging.INFO, "model is no longer in the repositories", model=name)
             await self._unload(name)
 
-    async def _apply_all(self, sources: Iterable[ModelSource]) -> None:
-        """Apply the sources of different models side by side, but an ensemble after its members."""
+    async def _apply_all(self, sources: Iterable[ModelSource], *, forced: Collection[str]) -> None:
+        """Apply the sources of different models side by side, but an ensemble after its members.
+
+        ``forced`` are models that are loaded even if a request could load them.
+        """
         loading = {source.name: source for source in reject_cycles(sources, self._sources)}
         tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -473,7 +355,7 @@ class Registry:
             if members:
                 await asyncio.wait(members)
             async with self._lock(source.name):
-                await self._apply(source, loading.keys())
+                await self._apply(source, loading.keys(), is_forced=source.name in forced)
 
         tasks.update((name, self._loop.create_task(apply(source))) for name, source in loading.items())
         try:
@@ -482,10 +364,21 @@ class Registry:
             for task in tasks.values():
                 task.cancel()
 
-    async def _apply(self, source: ModelSource, applied: Collection[str] = ()) -> list[str]:
+    async def _apply(
+        self,
+        source: ModelSource,
+        applied: Collection[str] = (),
+        *,
+        is_forced: bool = False,
+        is_awaited: bool = False,
+    ) -> list[str]:
         """Load and drain versions of a model until those of ``source`` serve; called with the model's lock.
 
-        ``applied`` are ensembles that need not follow, because they are loaded after the model anyway.
+        Args:
+            source: Of the model.
+            applied: Ensembles that need not follow, because they are loaded after the model anyway.
+            is_forced: Whether to load the model even if a request could load it.
+            is_awaited: Whether requests may wait for the load.
 
         Returns:
             For each load that failed, its version and the reason. Then the previous loads of these versions keep
@@ -497,6 +390,11 @@ class Registry:
             self._versions.reject(source)
             self._retries.forget(name)
             return [source.problem]
+        self._labels.follow(name)  # Before the first load of a model, so that no other version answers meanwhile.
+        if not is_forced and self._stays_out(source):
+            self._versions.offer(source)
+            self._retries.forget(name)
+            return []
         self._versions.forget(
             record
             for record in self._catalog.of(name).values()
@@ -508,52 +406,27 @@ class Registry:
         changes = plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
         for reason in source.without_effect if changes.load else ():
             log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
-        self._follow_file(name)  # Before the first load of a model, so that no other version answers meanwhile.
-        incoming = [self._versions.announce(name, version, source) for version in changes.load]
+        incoming = [self._versions.announce(name, version, source, is_awaited=is_awaited) for version in changes.load]
         failures = [
             f"version {record.version}: {reason}"
             for record in incoming
             if (reason := await self._versions.load(record, source.versions[record.version]))
         ]
-        if failures:
+        if failures and not self._stays_out(source):
             self._retries.note_failure(name, self._clock())
-        else:
+        elif not failures:
             self._retries.forget(name)
-        self._follow_file(name)
+        self._labels.follow(name)
         self.on_versions(name)
         if not failures:
-            kept = self._named_versions(name).intersection(changes.retire)
+            kept = self._labels.named_versions(name).intersection(changes.retire)
             for version in sorted(kept):
                 log_event(logger, logging.WARNING, "version is kept for its label", model=name, version=version)
             for version in set(changes.retire) - kept:
                 self._versions.drain(self._catalog.of(name)[version], UNLOADED)
         if self._catalog.ready(name) != serving:
-            await self._follow(name, applied)
+            await self._dependents.follow(name, applied)
         return failures
-
-    def _follow_file(self, name: str) -> None:
-        """Put the labels of a model's configuration into effect, as far as their versions serve."""
-        before, given = self._file_labels.get(name, {}), self._sources[name].labels
-        self._file_labels[name] = follow_file(before, given, self.ready_versions(name))
-        self._put_labels(name)
-
-    def _put_labels(self, name: str) -> None:
-        labels = {**self._file_labels.get(name, {}), **self._state.of(name).labels}
-        before = self._catalog.labels(name)
-        if labels == before:
-            return
-        self._catalog.label(name, labels)
-        moved = {label: labels.get(label) for label in {**labels, **before} if labels.get(label) != before.get(label)}
-        log_event(logger, logging.INFO, "labels changed", model=name, **_texts(moved))
-
-    def rollout(self, name: str) -> RolloutOptions | None:
-        """The rollout of a model that a call started, or else that of its configuration, unless it has ended."""
-        state, source = self._state.of(name), self._sources.get(name)
-        if state.rollout is not None:
-            return state.rollout
-        given = None if source is None else source.rollout
-        has_ended = given is not None and state.ended is not None and state.ended.candidate == given.candidate
-        return None if has_ended else given
 
     async def change_state(self, name: str, state: ModelState) -> None:
         """Keep what a call changed of a model, then put its labels into effect in one step.
@@ -563,8 +436,7 @@ class Registry:
         Raises:
             ServeError: conflict, if the change cannot be kept; nothing has changed then.
         """
-        await self._state.put(name, state)
-        self._put_labels(name)
+        await self._labels.change(name, state)
         self.on_versions(name)
         self._start(self._settle_labels(name))
 
@@ -574,7 +446,7 @@ class Registry:
             source = self._sources.get(name)
             if source is None:
                 return
-            named = self._named_versions(name)
+            named = self._labels.named_versions(name)
             needed = needed_versions(source, named)
             # Otherwise an earlier version may serve in place of one that failed.
             if needed.issubset(self.ready_versions(name)):
@@ -583,7 +455,49 @@ class Registry:
                 for record in self._catalog.ready(name):
                     if record.version not in needed | named:
                         self._versions.drain(record, UNLOADED)
-            await self._follow(name)
+            await self._dependents.follow(name)
+
+    async def _load_demanded(self, name: str) -> None:
+        """Load a model that requests wait for, with the members of an ensemble.
+
+        Raises:
+            ServeError: not_ready, if there is no room, or with the reason of the failure.
+        """
+        for member in members_of(self._sources.get(name)):
+            if not self._catalog.ready(member):
+                await asyncio.shield(self._demands.join(member).task)
+        async with self._lock(name):
+            await self._versions.wait_until_drained(name)
+            source = self._sources.get(name)
+            if source is None or self._catalog.ready(name):
+                return
+            failures = await self._apply(source, is_forced=True, is_awaited=True)
+        for record in self._catalog.of(name).values():
+            if record.no_room is not None:
+                raise record.no_room
+        if failures:
+            raise ServeError(ErrorKind.NOT_READY, f"failed to load '{name}', {'; '.join(failures)}", retry_after_s=1)
+
+    def _expect(self, name: str) -> LoadCost:
+        return self._versions.expect(self._sources[name])
+
+    def _stays_out(self, source: ModelSource) -> bool:
+        """Whether a model is not in memory, and the next request for it loads it."""
+        known = self._catalog.of(source.name).values()
+        if any(record.state is State.READY for record in known):
+            return False
+        return source.is_on_demand or any(record.is_on_demand for record in known)
+
+    def _must_stay(self, name: str) -> bool:
+        """Whether a model must not be evicted now: it is changed, or cannot be loaded again."""
+        lock = self._locks.get(name)
+        return (lock is not None and lock.locked()) or name in self._without_files
+
+    def _note_files(self, name: str, *, has_files: bool) -> None:
+        if has_files:
+            self._without_files.discard(name)
+        else:
+            self._without_files.add(name)
 
     def _start_replacing(self, record: VersionRecord) -> None:
         self._start(self._replace(record))
@@ -593,7 +507,7 @@ class Registry:
             if await self._versions.replace(record):
                 self._retries.note_failure(record.model, self._clock())
             else:
-                await self._follow(record.model)
+                await self._dependents.follow(record.model)
 
 
 def _with_members(names: Iterable[str], found: Mapping[str, ModelSource]) -> list[str]:
@@ -612,19 +526,11 @@ def _ignore_name(_: str) -> None:
     pass
 
 
-def _texts(labels: Mapping[str, int | None]) -> dict[str, str]:
-    """Labels as fields of a log line."""
-    return {"labels": ", ".join(f"{label}={'-' if version is None else version}" for label, version in labels.items())}
-
-
-def _members_beyond(names: Collection[str], sources: Iterable[ModelSource]) -> set[str]:
-    """The members of the named models that are not among the names."""
-    return {member for source in sources if source.name in names for member in members_of(source)}.difference(names)
+def _start_order(source: ModelSource) -> tuple[bool, bool]:
+    """Sort key of the models at the start: required and pinned ones get their processors and memory first."""
+    options = [version.configuration.options for version in source.versions.values()]
+    return not source.is_required, not any(one.is_pinned for one in options)
 
 
 def _ignore() -> None:
     pass
-
-
-def _load_failure(name: str, reason: str) -> ServeError:
-    return ServeError(ErrorKind.INTERNAL, f"failed to load '{name}', {reason}")

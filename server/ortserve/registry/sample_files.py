@@ -56,7 +56,10 @@ def _read_array(content: bytes) -> np.ndarray:
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(stream)
-    expected = math.prod(shape) * dtype.itemsize
+    elements = math.prod(shape)
+    expected = elements * dtype.itemsize
+    if elements and not dtype.itemsize:  # any number of them needs no data, and memory once they are objects
+        raise ValueError(f"an array of {elements} elements of 0 bytes")
     if not dtype.hasobject and expected != len(content) - stream.tell():
         raise ValueError(f"an array of {expected} bytes with {len(content) - stream.tell()} bytes of data")
     array: np.ndarray = np.load(BytesIO(content), allow_pickle=False)
@@ -80,7 +83,12 @@ def as_samples(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
     if spec.datatype is DataType.BYTES:
         if array.dtype.kind not in "US":
             raise invalid_input(f"{name}: expected texts, got {array.dtype}")
-        return array.astype(object) if array.dtype.kind == "U" else np.char.decode(array, "utf-8").astype(object)
+        if array.dtype.kind == "S":
+            try:
+                array = np.char.decode(array, "utf-8")
+            except UnicodeDecodeError as error:
+                raise invalid_input(f"{name}: expected texts in UTF-8, got {error.object!r:.100}") from None
+        return array.astype(object)
     wanted = spec.datatype.numpy
     if array.dtype == wanted:
         return array

@@ -17,7 +17,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.padding import padding_of_requests
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequencePart
-from ortserve.core.terms import Alone, Terms
+from ortserve.core.terms import NO_SCHEDULING, Alone, Scheduling, Terms
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.recording import Recording
@@ -102,6 +102,10 @@ class ServedModel(ServedVersion):
         return PLATFORM
 
     @property
+    def is_busy(self) -> bool:
+        return self._batcher.is_busy
+
+    @property
     def max_rows(self) -> int:
         """Most rows that run together."""
         return self._batcher.max_rows
@@ -113,13 +117,12 @@ class ServedModel(ServedVersion):
     def terms(
         self,
         received_ns: int,
-        *,
-        timeout_ns: int | None,
-        priority: int,
-        queue_timeout_ns: int | None,
+        timeout_ns: int | None = None,
+        scheduling: Scheduling = NO_SCHEDULING,
         outputs: Sequence[RequestedOutput] = (),
     ) -> Terms:
         """As ``ServedVersion.terms``; ``outputs`` have no effect, because a run computes all of them."""
+        priority, queue_timeout_ns = scheduling.priority, scheduling.queue_timeout_ns
         if timeout_ns is None and queue_timeout_ns is None and not priority and self._usual_terms is not None:
             return self._usual_terms
         options = self.options

@@ -14,7 +14,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequencePart
 from ortserve.core.signature import ModelSignature
-from ortserve.core.terms import Terms
+from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
 from ortserve.registry.recording import Recording
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.rollout import Rollout
@@ -79,6 +79,16 @@ class ServedVersion(ABC):
 
     @property
     @abstractmethod
+    def is_busy(self) -> bool:
+        """Whether requests were admitted that are not settled."""
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether sequences have begun and not ended; their states are in memory only."""
+        return self.sequences is not None and not self.sequences.is_empty
+
+    @property
+    @abstractmethod
     def max_rows(self) -> int:
         """Most rows that run together."""
 
@@ -91,10 +101,8 @@ class ServedVersion(ABC):
     def terms(
         self,
         received_ns: int,
-        *,
-        timeout_ns: int | None,
-        priority: int,
-        queue_timeout_ns: int | None,
+        timeout_ns: int | None = None,
+        scheduling: Scheduling = NO_SCHEDULING,
         outputs: Sequence[RequestedOutput] = (),
     ) -> Terms:
         """The terms of a request: its parameters, and the model's options for parameters that it does not set.
@@ -102,8 +110,7 @@ class ServedVersion(ABC):
         Args:
             received_ns: Start of the timeouts (monotonic).
             timeout_ns: Time limit of the answer; None for the model's ``slo_s``, if it has one.
-            priority: 1 for the most urgent; 0, and values above the model's levels, for the model's default.
-            queue_timeout_ns: Time limit of the wait in the queue.
+            scheduling: Parameters of the request.
             outputs: The only ones that are used; empty for all.
         """
 

@@ -1,4 +1,4 @@
-"""The state file: what calls changed of models and a restart must not forget, such as labels. One JSON document.
+"""The state file: changes of models by calls, such as labels, which outlive a restart. One JSON document.
 
 A change is written beside the file and renamed over it, so that the file is whole at any time. Servers that share the
 folder change only the models that their callers name; each reads the others' changes when it starts.
@@ -27,8 +27,8 @@ FILE_NAME: Final = "state.json"
 _MOST_BYTES: Final = 16 * 1024 * 1024
 _MOST_MODELS: Final = 16_384
 _LOCK_WAIT_S: Final = 5.0
-_LOCK_LOOK_S: Final = 0.02
-"""Another server holds the lock for one write."""
+_LOCK_RETRY_S: Final = 0.02
+"""Between two attempts: another server holds the lock for the time of one write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,5 +210,5 @@ def _locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > latest_s:
                     raise
-                time.sleep(_LOCK_LOOK_S)
+                time.sleep(_LOCK_RETRY_S)
         yield

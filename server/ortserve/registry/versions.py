@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -13,21 +13,20 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Runner
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
-from ortserve.errors import DeviceLostError, ServeError, invalid_input
-from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
-from ortserve.registry.ensemble.members import find_members
-from ortserve.registry.ensemble.plan import make_plan
-from ortserve.registry.ensemble.served import ServedEnsemble
-from ortserve.registry.gates import check_ensemble, check_speed
+from ortserve.errors import DeviceLostError, ServeError
+from ortserve.registry.catalog import ON_DEMAND, UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.load.assembly import Assembly
-from ortserve.registry.load.capture_trial import CaptureTrials
-from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, Progress
-from ortserve.registry.load.loaded_model import LoadedModel
-from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.coordination import (
+    MAX_LOADS,
+    LoadCancelledError,
+    LoadRank,
+    LoadSlots,
+)
 from ortserve.registry.recording import Recordings
-from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.source import ModelSource, VersionSource
-from ortserve.registry.serving import ServedVersion
+from ortserve.registry.residency.host_room import HostRoom, NoRoomError
+from ortserve.registry.residency.ledger import LoadCost
+from ortserve.registry.version_loader import VersionLoader
 from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.readings import LoopActivity
@@ -53,11 +52,14 @@ class Versions:
         clock: Clock,
         on_change: Callable[[], None],
         on_replace: Callable[[VersionRecord], object],
+        is_changing: Callable[[str], bool],
         runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
         cache: ResponseCache | None = None,
         recordings: Recordings | None = None,
         *,
+        budget_bytes: int | None = None,
+        wait_s: float = 0.0,
         progress_log_interval_s: float = PROGRESS_LOG_INTERVAL_S,
     ) -> None:
         """Load nothing yet.
@@ -68,10 +70,13 @@ class Versions:
             clock: Monotonic nanoseconds.
             on_change: Called after the state of a version has changed.
             on_replace: Called with a version that has abandoned an instance and should be loaded anew by ``replace``.
+            is_changing: As in ``HostRoom``.
             runtime: The process's; None for a plain one.
             activity: As in ``InlineBudget``.
             cache: As in ``Assembly``.
             recordings: Of the server; None if it records no requests.
+            budget_bytes: As in ``HostRoom``, also for ``wait_s``.
+            wait_s: As in ``HostRoom``.
             progress_log_interval_s: Between log lines of one load.
         """
         self._loop = asyncio.get_running_loop()
@@ -80,17 +85,34 @@ class Versions:
         self._clock = clock
         self._on_change = on_change
         self._on_replace = on_replace
-        self._runtime = runtime or DeviceRuntime()
-        self._progress_log_interval_s = progress_log_interval_s
         processors = cpu_budget()
-        self._assembly = Assembly(
+        # Under a budget, what a load takes is measured, which loads side by side would share.
+        max_loads = 1 if budget_bytes is not None else min(processors, MAX_LOADS)
+        self._slots = LoadSlots(max_loads)
+        self._room = HostRoom(
+            catalog,
+            clock,
+            metrics.residency,
+            budget_bytes=budget_bytes,
+            wait_s=wait_s,
+            is_changing=is_changing,
+            evict=self.evict,
+        )
+        assembly = Assembly(
             self._loop, clock, processors=processors, activity=activity, cache=cache, recordings=recordings
         )
-        self._trials = CaptureTrials()
-        self._limiter = LoadLimiter(processors)
-        max_loads = min(processors, MAX_LOADS)
-        self._slots = asyncio.Semaphore(max_loads)
-        self._threads = ThreadPoolExecutor(max_loads, thread_name_prefix="load")
+        self._loader = VersionLoader(
+            catalog,
+            assembly,
+            self._room.ledger,
+            clock,
+            runtime or DeviceRuntime(),
+            processors,
+            max_loads,
+            progress_log_interval_s,
+        )
+        self._loading: dict[str, set[VersionRecord]] = {}
+        """Loads that wait or are under way, by model."""
         self._abandoned: dict[str, list[Runner]] = {}
         """Abandoned instances by model. Those whose runs have ended since are dropped when another one is added."""
         self._drains: dict[asyncio.Task[None], str] = {}
@@ -103,15 +125,43 @@ class Versions:
         """Whether any version is drained or freed now."""
         return bool(self._drains)
 
-    def announce(self, name: str, version: int, source: ModelSource) -> VersionRecord:
-        """Make the record of a load that begins. It is shown, unless the previous load of the version still serves."""
-        record = VersionRecord(
-            name, version, self._on_change, is_required=source.is_required, source=source.versions[version]
-        )
+    def announce(self, name: str, version: int, source: ModelSource, *, is_awaited: bool = False) -> VersionRecord:
+        """Make the record of a load that begins. It is shown, unless the previous load of the version still serves.
+
+        Args:
+            name: Of the model.
+            version: Its number.
+            source: Of the model.
+            is_awaited: Whether requests may wait for the load.
+        """
         before = self._catalog.of(name).get(version)
+        record = VersionRecord(
+            name,
+            version,
+            self._on_change,
+            is_required=source.is_required,
+            source=source.versions[version],
+            metrics=before.metrics if before is not None and _goes_on_counting(before) else None,
+        )
+        record.is_awaited = is_awaited
         if before is None or before.state is not State.READY:
             self._show(record)
         return record
+
+    def offer(self, source: ModelSource) -> None:
+        """Show the versions of a model that the first request will load."""
+        self.forget(record for record in self._catalog.of(source.name).values() if record.state >= State.GONE)
+        for version in source.versions:
+            self.announce(source.name, version, source).advance(State.GONE, ON_DEMAND)
+
+    def expect(self, source: ModelSource) -> LoadCost:
+        """What a load of all versions of a model will take."""
+        costs = [self._room.expect(source.name, number, version) for number, version in source.versions.items()]
+        return LoadCost(
+            sum(cost.nbytes for cost in costs),
+            sum(cost.load_ns for cost in costs),
+            is_measured=all(cost.is_measured for cost in costs),
+        )
 
     async def load(self, record: VersionRecord, source: VersionSource) -> str:
         """Load a version, as soon as fewer loads are under way than the limit.
@@ -125,35 +175,35 @@ class Versions:
         Returns:
             Why it failed; empty if it serves.
         """
-        async with self._slots:  # A load that waits here is not timed and reports no progress.
-            began_ns = self._clock()
-            on_warming = partial(self._loop.call_soon_threadsafe, _advance_to_warming, record)
-            record.progress = Progress(self._clock, on_warming)
-            reporting = self._loop.create_task(self._log_progress(record, record.progress, began_ns))
-            loaded: LoadedModel | None = None
-            try:
-                if source.problem:
-                    raise invalid_input(source.problem)
-                if source.configuration.options.ensemble is not None:
-                    record.served = await self._load_ensemble(record, source)
-                else:
-                    loaded = await self._load_model(record, record.progress, source)
-                    record.served = self._assembly.serve(
-                        loaded,
-                        source.configuration,
-                        record.metrics,
-                        partial(self._on_lost, record),
-                        self._events(record),
-                    )
-            except Exception as error:
-                if not isinstance(error, ServeError):
-                    logger.error("loading failed unexpectedly", exc_info=error)
-                return await self._fail(record, error, loaded)
-            finally:
-                reporting.cancel()
-            record.metrics.load_ns = self._clock() - began_ns
-            record.advance(State.READY)
-            self._metrics.loaded(record.model, is_ok=True)
+        rank = LoadRank.OTHER
+        if record.is_awaited or record.is_required:
+            rank = LoadRank.AWAITED if record.is_awaited else LoadRank.REQUIRED
+        loading = self._loading.setdefault(record.model, set())
+        loading.add(record)
+        try:
+            return await self._load_in_turn(record, source, rank)
+        finally:
+            loading.discard(record)
+            if not loading:
+                self._loading.pop(record.model, None)
+
+    async def _load_in_turn(self, record: VersionRecord, source: VersionSource, rank: LoadRank) -> str:
+        while True:
+            async with self._slots.take(rank):  # A load that waits here is not timed and reports no progress.
+                if record.cancelled_because:
+                    return await self._fail(record, LoadCancelledError(record.cancelled_because))
+                try:
+                    due_ns = self._room.reserve(record, source)
+                except NoRoomError as error:
+                    return await self._refuse(record, error)
+                if not due_ns:
+                    reason = await self._load_now(record, source)
+                    break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(record.cancellation.wait(), (due_ns - self._clock()) / 1e9)
+        if reason:
+            return reason
+        assert record.served is not None
         fields = {
             "model": record.model,
             "version": record.version,
@@ -167,51 +217,25 @@ class Versions:
             self.drain(replaced, UNLOADED)
         return ""
 
-    async def _load_model(self, record: VersionRecord, progress: Progress, source: VersionSource) -> LoadedModel:
-        loaded = await self._loop.run_in_executor(
-            self._threads,
-            partial(
-                load_model,
-                source.path,
-                f"{record.model}/{record.version}",
-                source.configuration.options,
-                self._clock,
-                source.folder,
-                self._runtime,
-                self._trials,
-                progress,
-                self._limiter,
-            ),
-        )
-        options, before = source.configuration.options, self._serving(record)
+    async def _load_now(self, record: VersionRecord, source: VersionSource) -> str:
+        """Load a version for which there is room. Returns why it failed; empty if it is READY."""
+        while self._room.is_exceeded and self._drains:  # until the evicted models have answered their requests
+            await asyncio.wait(self._drains, return_when=asyncio.FIRST_COMPLETED)
+        began_ns = self._clock()
+        events = RunEvents(lambda: self._metrics.batch_overdue(record.model), partial(self._on_abandoned, record))
         try:
-            await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
-        except BaseException:  # Also if the server stops meanwhile.
-            for instance in loaded.instances:
-                await asyncio.to_thread(instance.close)
-            raise
-        return loaded
-
-    async def _load_ensemble(self, record: VersionRecord, source: VersionSource) -> ServedEnsemble:
-        """Connect an ensemble to its members, which serve already. Raises ServeError: invalid_input."""
-        options = source.configuration.options
-        labels = await asyncio.to_thread(read_labels, options, source.folder)
-        plan = make_plan(record.model, options)
-        members = find_members(record.model, plan, self._catalog)
-        served = self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
-        try:
-            if golden := await check_ensemble(served, source.path, source.folder, self._clock):
-                served.properties = {**served.properties, "golden": golden}
-        except BaseException:
-            await served.close()
-            raise
-        return served
-
-    def _serving(self, record: VersionRecord) -> ServedVersion | None:
-        """The version that a load takes over from: the previous load of the same version, or else the highest."""
-        ready = self._catalog.ready(record.model)
-        same = [before for before in ready if before.version == record.version]
-        return (same or ready)[-1].served if ready else None
+            record.served = await self._loader.load(record, source, partial(self._on_lost, record), events)
+        except NoRoomError as error:
+            return await self._refuse(record, error)
+        except Exception as error:
+            if not isinstance(error, ServeError):
+                logger.error("loading failed unexpectedly", exc_info=error)
+            return await self._fail(record, error)
+        record.metrics.load_ns = self._clock() - began_ns
+        record.advance(State.READY)
+        self._room.note_loaded(record)
+        self._metrics.loaded(record.model, is_ok=True)
+        return ""
 
     async def replace(self, record: VersionRecord) -> str:
         """Load a version anew that has abandoned an instance, unless it was replaced or drained in the meantime.
@@ -250,14 +274,49 @@ class Versions:
         """Remove records from the catalog and their series from the metrics."""
         for record in list(records):
             self._catalog.drop(record)
+            self._room.forget(record)
             self._metrics.forget(record.model, record.label)
+        self._on_change()
+
+    def is_loading(self, name: str) -> bool:
+        """Whether loads of a model wait or are under way."""
+        return name in self._loading
+
+    def cancel_loads(self, name: str, because: str) -> None:
+        """End the loads of a model that wait, and those under way at their next step."""
+        for record in self._loading.get(name, ()):
+            record.cancelled_because = because
+            record.cancellation.set()
+            if record.progress is not None:
+                record.progress.cancel(because)
+
+    def evict(self, name: str) -> None:
+        """Drain all versions of a model; the next request loads them again."""
+        for record in self._catalog.ready(name):
+            self.drain(record, ON_DEMAND)
+
+    def withdraw(self, name: str) -> None:
+        """Let no request load the versions of a model any more that are not in memory."""
+        for record in self._catalog.of(name).values():
+            if record.is_on_demand:
+                record.reason = UNLOADED
+                if record.state is State.GONE:
+                    self._metrics.forget(name, record.label)
         self._on_change()
 
     def drain(self, record: VersionRecord, reason: str = "") -> None:
         """Send a version no more requests from now on, and free it when its admitted requests are answered."""
+        if record.account is not None:
+            record.account.is_leaving = True
         record.advance(State.DRAINING, reason)
         self._catalog.route(record.model)
         self._start(record, self._retire(record))
+
+    def drain_all(self, name: str) -> None:
+        """Take a model out of service on purpose."""
+        self.forget(record for record in self._catalog.of(name).values() if record.state is State.FAILED)
+        for record in self._catalog.ready(name):
+            self.drain(record, UNLOADED)
 
     async def wait_until_drained(self, name: str) -> None:
         """Wait for all draining versions of a model, those of replaced loads included."""
@@ -272,17 +331,28 @@ class Versions:
             if record.state is State.READY:
                 self.drain(record)
         await asyncio.gather(*self._drains)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._loader.close()
 
-    async def _fail(self, record: VersionRecord, error: Exception, loaded: LoadedModel | None) -> str:
-        if loaded is not None:  # Otherwise its sessions and workers would live as long as the process.
-            record.metrics.release_sources()
-            for instance in loaded.instances:
-                await asyncio.to_thread(instance.close)
+    async def _refuse(self, record: VersionRecord, error: NoRoomError) -> str:
+        """End a load without room: requests begin another one, unless it cannot get room, or the model is pinned."""
+        source = record.source
+        is_shown = self._catalog.of(record.model).get(record.version) is record
+        if error.is_lasting or not is_shown or source is None or source.configuration.options.is_pinned:
+            return await self._fail(record, error)
+        record.no_room = error
+        record.advance(State.GONE, ON_DEMAND)
+        log_event(logger, logging.INFO, "model is not in memory", model=record.model, reason=error.message)
+        return error.message
+
+    async def _fail(self, record: VersionRecord, error: Exception) -> str:
+        await self._release_account(record)
         if isinstance(error, DeviceLostError):
             self._on_lost(record, error.message)
         reason = error.message if isinstance(error, ServeError) else "unexpected error"
         record.advance(State.FAILED, reason)
+        if record.cancelled_because:
+            log_event(logger, logging.INFO, "load cancelled", model=record.model, version=record.label, reason=reason)
+            return reason
         self._metrics.loaded(record.model, is_ok=False)
         shown = self._catalog.of(record.model).get(record.version, record)
         if shown is record:
@@ -292,28 +362,11 @@ class Versions:
             _log_failure("model reload failed, the previous load keeps serving", record, reason)
         return reason
 
-    async def _log_progress(self, record: VersionRecord, progress: Progress, began_ns: int) -> None:
-        # The loop runs meanwhile: ONNX Runtime releases the interpreter lock while it opens a session and during runs.
-        while True:
-            await asyncio.sleep(self._progress_log_interval_s)
-            log_event(
-                logger,
-                logging.INFO,
-                "model is still loading",
-                model=record.model,
-                version=record.version,
-                doing=progress.describe(),
-                seconds=round((self._clock() - began_ns) / 1e9, 2),
-            )
-
     def _show(self, record: VersionRecord) -> VersionRecord | None:
         self._metrics.show(record.metrics)
         before = self._catalog.put(record)
         self._on_change()
         return before
-
-    def _events(self, record: VersionRecord) -> RunEvents:
-        return RunEvents(lambda: self._metrics.batch_overdue(record.model), partial(self._on_abandoned, record))
 
     def _on_lost(self, record: VersionRecord, reason: str) -> None:
         """Note a lost device, and take the version out of service that can run nothing without it."""
@@ -359,6 +412,12 @@ class Versions:
         await record.served.close()
         record.served = None
         record.metrics.release_sources()  # Its series may be shown for a long time and must not keep its buffers alive.
+        await self._release_account(record)
+
+    async def _release_account(self, record: VersionRecord) -> None:
+        account, record.account = record.account, None
+        if account is not None:
+            await asyncio.to_thread(self._room.ledger.release, account)
 
     async def _retire(self, record: VersionRecord) -> None:
         await self._free(record)
@@ -367,9 +426,9 @@ class Versions:
             self._metrics.forget(record.model, record.label)
 
 
-def _advance_to_warming(record: VersionRecord) -> None:
-    if record.state is State.LOADING:
-        record.advance(State.WARMING)
+def _goes_on_counting(record: VersionRecord) -> bool:
+    """Whether the next load of a version continues its series: it was evicted, which callers need not notice."""
+    return record.is_on_demand and record.state is State.GONE
 
 
 def _log_failure(event: str, record: VersionRecord, reason: str) -> None:

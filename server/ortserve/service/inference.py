@@ -12,23 +12,22 @@ from ortserve.codecs.bounds import INLINE_ELEMENTS, JSON_GROWTH, TEXT_BYTES
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
-from ortserve.core.inflight import CANCELLED, DONE, FAILED, InflightRequest
+from ortserve.core.inflight import CANCELLED, DONE, FAILED
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
 from ortserve.core.tensor import Tensor
-from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import (
     ContentsError,
     ErrorKind,
     ModelRejectionError,
+    NotInMemoryError,
     SequenceError,
     ServeError,
     of_request,
     out_of_memory,
 )
 from ortserve.registry.registry import Registry
-from ortserve.registry.rollout import Rollout
 from ortserve.registry.serving import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import Call
@@ -38,13 +37,8 @@ from ortserve.service.recorder import Recorder, log_fields
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.responses import build_response, classifies_long
 from ortserve.service.shared_memory import SharedMemory
-from ortserve.service.validation import (
-    check_request,
-    is_long_text,
-    read_raw_input,
-    read_scheduling,
-    read_sequence_part,
-)
+from ortserve.service.validation import check_request, is_long_text, read_raw_input, read_scheduling
+from ortserve.service.version_runs import run_on, submit, try_candidate
 from ortserve.telemetry.logs import log_fault
 from ortserve.telemetry.readings import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.telemetry.tracing import Trace
@@ -177,14 +171,18 @@ class InferenceService:
 
     def _start_request(self, call: Call, request: InferRequest) -> None:
         call.request = request
-        served = call.served = self._registry.find(request.model_name, request.model_version)
+        try:
+            served = call.served = self._registry.find(request.model_name, request.model_version)
+        except NotInMemoryError:
+            call.settle_by(self._run_when_loaded(call, request))
+            return
         raw, rollout = request.raw_input, served.rollout
         is_tried = rollout is not None and rollout.is_canary
         if is_tried or request.regions is not None or (raw is not None and is_long_text(raw, served.signature)):
             call.settle_by(self._run_in_steps(call, request))
             return
         call.inputs, call.rows = check_request(request, served.signature, served.name)
-        _submit(call, call, request, served)
+        submit(call, call, request, served)
 
     def _start_after_decoding(self, call: Call, body: EncodedRequest, reading: Reading) -> None:
         """Decode a body on a thread or in another process, and start its request then.
@@ -213,7 +211,15 @@ class InferenceService:
         request = await asyncio.shield(decoding)
         hold.count(sum([_memory_bytes(tensor) for tensor in request.inputs]))
         call.request = request
-        call.served = self._registry.find(request.model_name, request.model_version)
+        return await self._run_when_loaded(call, request)
+
+    async def _run_when_loaded(self, call: Call, request: InferRequest) -> Arrays:
+        """Run a request whose model may have to be loaded first."""
+        queue_timeout_ns = read_scheduling(request.parameters).queue_timeout_ns
+        limits = [limit for limit in (call.timeout_ns, queue_timeout_ns) if limit]
+        call.served = await self._registry.wait_for(
+            request.model_name, request.model_version, call.timing.received_ns, min(limits) if limits else None
+        )
         return await self._run_in_steps(call, request)
 
     async def _run_in_steps(self, call: Call, request: InferRequest) -> Arrays:
@@ -233,10 +239,10 @@ class InferenceService:
             request = replace(request, inputs=[tensor], raw_input=None)
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request)):
-            outputs = await self._try_candidate(candidate, rollout, call, request)
+            outputs = await try_candidate(candidate, rollout, call, request, self._registry)
             served = call.served
         else:
-            outputs = await _run_on(served, call, request)
+            outputs = await run_on(served, call, request)
         if transfer is not None:
             shown = served.cut_back(outputs, call.inputs)
             if classifies_long(request, served, shown):
@@ -244,23 +250,6 @@ class InferenceService:
             else:
                 call.response = build_response(request, served, shown)
             await transfer.place(call.response.outputs)
-        return outputs
-
-    async def _try_candidate(self, candidate: str, rollout: Rollout, call: Call, request: InferRequest) -> Arrays:
-        """Run a request on the candidate of a rollout or, if it fails, on the version that it is tried for."""
-        try:
-            tried = self._registry.find(request.model_name, candidate)
-            outputs = await _run_on(tried, call, request)
-            tried.cut_back(outputs, call.inputs)
-        except Exception as error:  # noqa: BLE001 - no caller is to see a failure of a candidate
-            failure = error.with_traceback(None)
-        else:
-            rollout.candidate_answered(call.timing)
-            return outputs
-        # Found again, because the version may have been replaced meanwhile.
-        served = call.served = self._registry.find(request.model_name, request.model_version)
-        outputs = await _run_on(served, call, request)
-        rollout.candidate_failed(failure)  # not for a request that fails on both
         return outputs
 
     def _on_settled(self, call: Call) -> None:
@@ -395,37 +384,6 @@ def _release_when_decoded(decoding: "asyncio.Future[InferRequest]", hold: Hold, 
 def _memory_bytes(tensor: Tensor) -> int:
     """Memory of a tensor; the length of texts is that of the body, which is counted already."""
     return tensor.array.size * TEXT_BYTES if tensor.datatype is DataType.BYTES else tensor.array.nbytes
-
-
-async def _run_on(served: ServedVersion, call: Call, request: InferRequest) -> Arrays:
-    """Run a request on a version, which then answers the call."""
-    inputs, rows = check_request(request, served.signature, served.name)
-    run = call.child(inputs, rows)
-    _submit(run, call, request, served)
-    outputs = await run
-    call.served, call.inputs, call.rows = served, run.inputs, rows
-    return outputs
-
-
-def _submit(run: InflightRequest, call: Call, request: InferRequest, served: ServedVersion) -> None:
-    """Submit the run that answers a call. Raises ServeError, also for parameters that are malformed."""
-    terms = _terms(call, request, served)
-    if not served.takes_sequences:
-        served.submit(run, terms)
-    else:
-        served.submit_part(run, terms, read_sequence_part(request.parameters, call.protocol))
-
-
-def _terms(call: Call, request: InferRequest, served: ServedVersion) -> Terms:
-    """Raises ServeError: invalid_input, for parameters that are malformed."""
-    scheduling = read_scheduling(request.parameters)
-    return served.terms(
-        call.timing.received_ns,
-        timeout_ns=call.timeout_ns,
-        priority=scheduling.priority,
-        queue_timeout_ns=scheduling.queue_timeout_us * 1000 or None,
-        outputs=request.outputs,
-    )
 
 
 def _for_caller(error: ServeError, call: Call) -> ServeError:

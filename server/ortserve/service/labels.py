@@ -83,16 +83,16 @@ class LabelService:
                 expected = "at most 63 letters, digits, '_', '.' and '-', beginning with a letter or '_'"
                 raise invalid_input(f"label '{label:.100}': expected {expected}")
         async with self.lock(model):
-            for label, version in changes.items():
-                if version is not None:
-                    self.check_serves(model, version, f"label '{label}'")
+            self._states(model)
             state = self._registry.state_of(model)
             labels = {**state.labels, **changes}
             kept = {label: version for label, version in labels.items() if version is not None}
             if len(kept) > MOST_LABELS:
                 raise invalid_input(f"labels: expected at most {MOST_LABELS} of model '{model}', got {len(kept)}")
-            self._states(model)
-            previous = None if STABLE in changes else state.previous  # is the one before another ``stable``
+            for label, version in changes.items():
+                if version is not None:
+                    self.check_serves(model, version, f"label '{label}'")
+            previous = None if STABLE in changes else state.previous  # it belongs to the ``stable`` that is replaced
             await self._registry.change_state(model, replace(state, labels=kept, previous=previous))
         return self.read(model)
 

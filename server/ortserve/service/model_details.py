@@ -89,7 +89,7 @@ class Setting:
 
 
 class ModelDetails:
-    """Answers what the console asks about one version."""
+    """Describes one version for the console."""
 
     def __init__(self, registry: Registry, server_origins: Mapping[str, str]) -> None:
         """``server_origins`` are those of the server's options that are set, by name."""

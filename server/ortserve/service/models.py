@@ -9,7 +9,7 @@ from ortserve import __version__
 from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.batching.statistics import Learned
 from ortserve.core.signature import TensorSpec
-from ortserve.errors import ServeError
+from ortserve.errors import NotInMemoryError, ServeError
 from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.effective_config import describe_config
 from ortserve.registry.registry import Registry
@@ -111,7 +111,7 @@ class ModelService:
 
     def _may_be_ready_with(self, versions: Sequence[VersionRecord]) -> bool:
         """Whether the server may be ready with the versions of a model. Unloaded versions do not prevent it."""
-        wanted = [record for record in versions if not record.is_unloaded]
+        wanted = [record for record in versions if not record.is_unloaded and not record.is_on_demand]
         serves = any(record.state is State.READY for record in wanted)
         if self._strict_readiness:
             # A version may load while another one serves.
@@ -119,12 +119,30 @@ class ModelService:
         return serves or not any(record.is_required for record in wanted)
 
     def is_model_ready(self, name: str, version: str) -> bool:
-        """Whether this version, or for ``""`` any version, of the model is ready; False for an unknown model."""
+        """Whether this version, or for ``""`` any version, of the model answers requests; False for an unknown model.
+
+        A model that the next request loads is ready: clients that ask before they send would never send one.
+        """
         try:
             self._registry.find(name, version)
+        except NotInMemoryError:
+            return True
         except ServeError:
             return False
         return True
+
+    async def prepare(self, name: str, version: str) -> None:
+        """Load a model that is not in memory, for a call that describes it.
+
+        Raises:
+            ServeError: As ``Registry.wait_for``, but not for models that no request loads.
+        """
+        try:
+            self._registry.find(name, version)
+        except NotInMemoryError:
+            await self._registry.wait_for(name, version)
+        except ServeError:  # the call itself finds out
+            pass
 
     def is_known(self, name: str) -> bool:
         """Whether a load of the model was ever requested. True for all names until initial loading is over."""

@@ -1,4 +1,4 @@
-"""What the console shows live: all versions sampled for the history, and frames that all viewers share.
+"""The live data of the console: all versions sampled for the history, and frames that all viewers share.
 
 Without viewers one pass over the versions every 5 s fills the history. With viewers there is one pass a second; it
 makes one frame with the rows that changed, which is encoded once for all of them. Nothing here is on the path of a
@@ -8,7 +8,7 @@ request.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -121,6 +121,8 @@ class Observation:
         self._versions: dict[VersionKey, _Version] = {}
         self._viewers: set[Viewer] = set()
         self._arrival = asyncio.Event()
+        self._opening = asyncio.Lock()
+        """Held while all versions are read for the first viewer."""
         self._sample = 0
         self._rings = 0
         self._is_closed = False
@@ -159,24 +161,27 @@ class Observation:
             return False
         return True
 
-    def view(self, watched: VersionKey | None) -> Viewer:
+    async def view(self, watched: VersionKey | None) -> Viewer:
         """Open a stream. It begins with all versions, and with the history of the watched one, which may come later.
 
         Raises:
             ServeError: overloaded, for too many viewers; not_ready, while the server drains.
         """
+        async with self._opening:
+            if not self._viewers:
+                self._renew()
+                async for version in self._in_turns():
+                    version.seen, version.now = None, IDLE
+                    self._update_row(version, self._clock())
+            return self._add_viewer(watched)
+
+    def _add_viewer(self, watched: VersionKey | None) -> Viewer:
         if self._is_closed:
             raise ServeError(ErrorKind.NOT_READY, "Server exiting")
         if len(self._viewers) >= MAX_VIEWERS:
             raise ServeError(
                 ErrorKind.OVERLOADED, f"the console has {MAX_VIEWERS} viewers, as many as allowed", retry_after_s=5
             )
-        now_ns = self._clock()
-        if not self._viewers:
-            self._renew()
-            for version in self._versions.values():
-                version.seen, version.now = None, IDLE
-                self._look(version, now_ns)
         viewer = Viewer(watched)
         if watched is not None:
             viewer.add(self._encode("history", self._history(watched)))
@@ -187,12 +192,12 @@ class Observation:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Close a stream whose caller has left."""
+        """Close a stream whose caller disconnected."""
         viewer.close()
         self._viewers.discard(viewer)
 
     def close(self) -> None:
-        """Tell all viewers that the server drains, and end their streams."""
+        """Send all viewers the event ``end``, and end their streams."""
         self._is_closed = True
         ending = self._encode("end", {"reason": "the server drains"})
         for viewer in self._viewers:
@@ -213,15 +218,20 @@ class Observation:
         gone = self._renew()
         self._rings = sum(version.ring is not None for version in self._versions.values())
         changed: list[dict[str, Any]] = []
-        for number, version in enumerate(list(self._versions.values()), 1):
+        async for version in self._in_turns():
             if is_sample:
                 self._add_sample(version)
-            if self._viewers and self._look(version, self._clock()):
+            if self._viewers and self._update_row(version, self._clock()):
                 changed.append(version.row)
-            if number % _PER_TURN == 0:
-                await asyncio.sleep(0)
         if self._viewers:
             self._publish(changed, gone)
+
+    async def _in_turns(self) -> AsyncIterator[_Version]:
+        """All versions, a few in each turn of the event loop."""
+        for number, version in enumerate(list(self._versions.values()), 1):
+            yield version
+            if number % _PER_TURN == 0:
+                await asyncio.sleep(0)
 
     def _renew(self) -> list[VersionKey]:
         """Follow the catalog. Returns the versions that are gone."""
@@ -261,8 +271,8 @@ class Observation:
             version.errors = errors_by_kind(version.record.metrics)
         version.ring.add(self._sample, now, version.errors)
 
-    def _look(self, version: _Version, now_ns: int) -> bool:
-        """Update the row of a version. Returns whether it changed."""
+    def _update_row(self, version: _Version, now_ns: int) -> bool:
+        """Read a version for its row. Returns whether the row changed."""
         counts = read_counts(version.record.metrics, now_ns)
         if version.seen is not None:
             version.now = self._rates(version, version.seen, counts)

@@ -22,7 +22,7 @@ _STATM: Final = Path("/proc/self/statm")
 
 
 class ServerDetails:
-    """Answers what the console asks about the server. Loop thread only, but for ``devices``."""
+    """Describes the server for the console. Loop thread only, but for ``devices``."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ServerDetails:
         Args:
             options: Of the server.
             origins: Where they were set; options with their default are missing.
-            models: Tells whether the server is ready.
+            models: Whether the server is ready.
             guarded: Groups that need keys.
             runtime_version: Of ONNX Runtime.
             processors: That the process may use.

@@ -4,7 +4,6 @@ The error texts are those that Triton's clients know.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Final
 
@@ -16,6 +15,7 @@ from ortserve.core.request import InferRequest, Parameter
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, absent, format_shape
+from ortserve.core.terms import NO_SCHEDULING, Scheduling
 from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error
 from ortserve.service.responses import check_classifiable
@@ -119,17 +119,6 @@ def _names_error(given: dict[str, Tensor], signature: ModelSignature, model: str
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduling:
-    """``priority`` is 1 for the most urgent, 0 for the model's default; ``queue_timeout_us`` 0 for no bound."""
-
-    priority: int = 0
-    queue_timeout_us: int = 0
-
-
-_DEFAULT: Final = Scheduling()
-
-
 def read_scheduling(parameters: Mapping[str, Parameter]) -> Scheduling:
     """Read the parameters that affect the place of a request in the queue.
 
@@ -137,8 +126,8 @@ def read_scheduling(parameters: Mapping[str, Parameter]) -> Scheduling:
         ServeError: invalid_input for a value of the wrong type.
     """
     if not parameters:
-        return _DEFAULT
-    return Scheduling(_unsigned(parameters, "priority"), _unsigned(parameters, "timeout"))
+        return NO_SCHEDULING
+    return Scheduling(_unsigned(parameters, "priority"), _unsigned(parameters, "timeout") * 1000 or None)
 
 
 _MAX_ID_BYTES: Final = 128

@@ -266,6 +266,47 @@ LOAD_DURATION: Final = Declaration(
     ("model", "version"),
     "Time that loading a serving version took, warm-up included.",
 )
+MODEL_MEMORY: Final = Declaration(
+    "ortserve_model_memory_bytes",
+    "gauge",
+    ("model", "version", "kind"),
+    "Host memory of a version that loads or serves. sessions: growth of the process's private memory while sessions "
+    "were opened; runs: its growth by warm-up; mapped: pages of mapped weight files, which the budget does not count; "
+    "expected: an estimate, instead of the others, until the load has ended.",
+)
+MEMORY_BUDGET: Final = Declaration(
+    "ortserve_memory_budget_bytes",
+    "gauge",
+    (),
+    "The option memory_budget_bytes. Absent without a budget.",
+)
+EVICTIONS: Final = Declaration(
+    "ortserve_model_evictions_total",
+    "counter",
+    ("model",),
+    "Evictions of a model to make room for another one under memory_budget_bytes.",
+)
+LOADS_REFUSED: Final = Declaration(
+    "ortserve_refused_loads_total",
+    "counter",
+    ("reason",),
+    "Loads that got no room under memory_budget_bytes. budget: models that cannot be evicted take too much, or the "
+    "model alone does. stay: an eviction would have undone a load of a moment ago. start: at the start, models are not "
+    "evicted for others.",
+)
+DEMANDS: Final = Declaration(
+    "ortserve_on_demand_requests_total",
+    "counter",
+    ("model", "outcome"),
+    "Requests for models that were not in memory. loaded: they waited and the model was loaded. late: the load took "
+    "longer than they could wait. refused: too many others waited. failed: the load failed or got no room.",
+)
+DEMAND_WAIT: Final = Declaration(
+    "ortserve_on_demand_wait_seconds_total",
+    "counter",
+    (),
+    "Time that requests waited for models to be loaded.",
+)
 MODEL_STATE: Final = Declaration(
     "ortserve_model_state",
     "gauge",
@@ -450,6 +491,12 @@ DECLARATIONS: Final = (
     STORE_CACHE_BYTES,
     OVERDUE_BATCHES,
     LOAD_DURATION,
+    MODEL_MEMORY,
+    MEMORY_BUDGET,
+    EVICTIONS,
+    LOADS_REFUSED,
+    DEMANDS,
+    DEMAND_WAIT,
     MODEL_STATE,
     DEVICE_MEMORY,
     DEVICE_LEDGER,

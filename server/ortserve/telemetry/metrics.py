@@ -31,6 +31,7 @@ from ortserve.telemetry.readings import (
     DeviceReading,
     DeviceRuns,
     PollReading,
+    ResidencyCounts,
     RolloutReading,
     StallReading,
     StoresReading,
@@ -79,6 +80,8 @@ class Metrics(Collector):
         self._polls: Callable[[], PollReading] = PollReading
         self.cache: Callable[[], CacheReading] = CacheReading
         self._rollouts: Callable[[], Sequence[RolloutReading]] = tuple
+        self.residency: Final = ResidencyCounts()
+        self.memory_budget_bytes: int | None = None
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -109,6 +112,7 @@ class Metrics(Collector):
         self._models.pop((name, version), None)
         if name and not any(known == name for known, _ in self._models):
             self._rejected.pop(name, None)
+            self.residency.forget(name)
             for outcome in ("ok", "failed"):
                 self._loads.pop((name, outcome), None)
             for outcome in _OVERDUE_OUTCOMES:
@@ -249,6 +253,9 @@ class Metrics(Collector):
             (model.name, model.version): model.load_ns / _NS_PER_S for model in models if model.load_ns
         }
         yield Family(declared.LOAD_DURATION, loading)
+        memory = (((model.name, model.version), model.memory()) for model in models)
+        yield _by_version(declared.MODEL_MEMORY, memory)
+        yield from _residency(self.residency, self.memory_budget_bytes)
         states: dict[Labels, float] = {
             (model.name, model.version, state): int(state == model.state)
             for model in models
@@ -357,6 +364,14 @@ def _rollouts(known: Sequence[RolloutReading]) -> Iterator[Family]:
         (one.model, one.candidate, side): s for one in known for side, s in one.p99_s.items() if s is not None
     }
     yield Family(declared.ROLLOUT_P99, times)
+
+
+def _residency(counts: ResidencyCounts, budget_bytes: int | None) -> Iterator[Family]:
+    yield Family(declared.MEMORY_BUDGET, {} if budget_bytes is None else {(): budget_bytes})
+    yield Family(declared.EVICTIONS, {(model,): count for model, count in list(counts.evictions.items())})
+    yield Family(declared.LOADS_REFUSED, {(reason,): count for reason, count in list(counts.refusals.items())})
+    yield Family(declared.DEMANDS, dict(list(counts.requests.items())))
+    yield Family(declared.DEMAND_WAIT, {(): counts.waited_ns / _NS_PER_S})
 
 
 def _by_owner(accounts: Iterable[tuple[str, Mapping[str, Mapping[str, int]]]]) -> dict[Labels, float]:

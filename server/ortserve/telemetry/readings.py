@@ -184,6 +184,38 @@ class CacheCounts:
     saved_ns: int = 0
 
 
+class ResidencyCounts:
+    """Counts of models that come and go in memory. The event loop writes; any thread may read.
+
+    Attributes:
+        evictions: By model.
+        refusals: Loads that got no room, by reason.
+        requests: Requests for models that were not in memory, by model and outcome.
+        waited_ns: Sum of their waits.
+    """
+
+    def __init__(self) -> None:
+        self.evictions: dict[str, int] = {}
+        self.refusals: dict[str, int] = {}
+        self.requests: dict[tuple[str, str], int] = {}
+        self.waited_ns = 0
+
+    def count_eviction(self, model: str) -> None:
+        self.evictions[model] = self.evictions.get(model, 0) + 1
+
+    def count_refusal(self, reason: str) -> None:
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+
+    def count_request(self, model: str, outcome: str) -> None:
+        self.requests[model, outcome] = self.requests.get((model, outcome), 0) + 1
+
+    def forget(self, model: str) -> None:
+        """Drop the counts of a model that is unknown from now on."""
+        self.evictions.pop(model, None)
+        for labels in [labels for labels in self.requests if labels[0] == model]:
+            del self.requests[labels]
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Sums over the steps of an ensemble's requests.

@@ -61,6 +61,7 @@ class ModelMetrics:
         cache: Lookups in the response cache; None for a model without it.
         steps: Times of the steps of an ensemble; None for a model that is none.
         tags: Further labels of all series of the model, as its configuration sets them.
+        memory: Reads the host memory of the version by kind, at each scrape.
     """
 
     def __init__(self, name: str, version: str) -> None:
@@ -84,6 +85,7 @@ class ModelMetrics:
         self.device_runs: Callable[[], DeviceRuns] | None = None
         self.recorded: Callable[[], dict[str, int]] = dict
         self.sequences: Callable[[], SequenceReading] | None = None
+        self.memory: Callable[[], dict[str, int]] = dict
 
     @property
     def batch_count(self) -> int:
@@ -151,6 +153,7 @@ class ModelMetrics:
 
     def release_sources(self) -> None:
         """Drop the sources, whose instances are freed now. Their last counts stay; the saturation becomes unknown."""
+        self.memory = dict
         numbers, staged = self.batching(), self.staging()
         self.batching, self.staging = lambda: numbers, lambda: staged
         self.saturation = lambda: None

@@ -68,17 +68,23 @@ def run_side_by_side(
 
     Yields:
         Each item with its result or ``Failure``, as they come. Closing the iterator ends the processes.
+
+    Raises:
+        Exception: An item cannot be sent, or a process cannot be started.
     """
-    outcomes: queue.SimpleQueue[tuple[_Item, Any]] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[tuple[_Item, Any] | BaseException] = queue.SimpleQueue()
     is_over = threading.Event()
     children: list[subprocess.Popen[bytes]] = []
 
     def run(part: Sequence[_Item]) -> None:
-        with closing(run_apart(work, part, limit_s, children)) as results:
-            for item, result in zip(part, results, strict=True):
-                outcomes.put((item, result))
-                if is_over.is_set():
-                    return
+        try:
+            with closing(run_apart(work, part, limit_s, children)) as results:
+                for item, result in zip(part, results, strict=True):
+                    outcomes.put((item, result))
+                    if is_over.is_set():
+                        return
+        except BaseException as error:  # noqa: BLE001 - such as an OSError because no process can be started
+            outcomes.put(error)
 
     processes = min(processes, len(items))
     threads = [threading.Thread(target=run, args=(items[first::processes],)) for first in range(processes)]
@@ -86,7 +92,10 @@ def run_side_by_side(
         thread.start()
     try:
         for _ in items:
-            yield outcomes.get()
+            outcome = outcomes.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            yield outcome
     finally:
         is_over.set()
         while any(thread.is_alive() for thread in threads):

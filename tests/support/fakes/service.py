@@ -134,6 +134,9 @@ class FakeModelService:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     fault: Exception | None = None
 
+    async def prepare(self, name: str, version: str) -> None:
+        pass
+
     def is_live(self) -> bool:
         return True
 

@@ -3,6 +3,7 @@
 import asyncio
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -92,3 +93,18 @@ def test_closed_timer_never_fires_and_may_be_set_and_closed_again() -> None:
             await asyncio.sleep(0)
 
     asyncio.run(on_the_clock())
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_timer_that_was_never_set_takes_no_descriptor() -> None:
+    async def main() -> None:
+        before = open_descriptors()
+        alarms = [best_timer(asyncio.get_running_loop(), pytest.fail) for _ in range(20)]
+        assert open_descriptors() == before
+        for alarm in alarms:
+            alarm.close()
+
+    asyncio.run(main())

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ortserve.config.model import QueuePolicy
+from ortserve.config.repository_url import parse_repository
 from ortserve.config.shown_values import show_value
 
 
@@ -23,6 +24,10 @@ from ortserve.config.shown_values import show_value
         ({"cuda": {"user_compute_stream": "/secret-folder/x"}}, '{"cuda": {"user_compute_stream": "x"}}'),
         ("https://user:secret@collector:4318/v1?token=secret", "collector:4318"),
         ("http://collector?token=secret", "collector"),
+        ("http://collector?token=@secret", "collector"),
+        ("s3://bucket/a@b/model", "bucket"),
+        ((parse_repository("s3://bucket/secret-folder"), Path("/srv/models")), '["bucket", "models"]'),
+        ((parse_repository("hf://owner/model@revision"),), '["owner/model"]'),
     ],
     ids=str,
 )

@@ -23,12 +23,11 @@ from models import builders, interfaces
 from ortserve.batching.response_cache import ResponseCache
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchDone, BatchResult
-from ortserve.core.terms import Terms
+from ortserve.core.terms import Scheduling, Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry import registry as registry_module
-from ortserve.registry import versions
-from ortserve.registry.catalog import State, VersionRecord
+from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
+from ortserve.registry import retries, versions
+from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
 from ortserve.registry.load.coordination import WAITING
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
@@ -452,7 +451,7 @@ async def test_close_answers_requests_that_are_enqueued_late(tmp_path: Path, loa
     put(tmp_path, builders.variable_length, "lengths", options="warmup_s: 0\nresponse_cache: true")
     registry = await load(ResponseCache(1 << 20))
     served, lengths = registry.find("m", ""), registry.find("lengths", "")
-    terms = served.terms(time.monotonic_ns(), timeout_ns=None, priority=0, queue_timeout_ns=None)
+    terms = served.terms(time.monotonic_ns())
     assert terms.yields_when_late
     rows = [np.full((1, 4), number, np.float32) for number in range(4)]
     running = [submit_to(served, (row,), 1, terms=terms) for row in rows]
@@ -489,8 +488,7 @@ async def test_request_terms_default_to_those_of_the_model(
     put(tmp_path, builders.identity, "m", options=f"warmup_s: 0\n{options}")
     served = (await load()).find("m", "")
     timeout_ns, priority, queue_timeout_ns = asked
-    got = served.terms(1000, timeout_ns=timeout_ns, priority=priority, queue_timeout_ns=queue_timeout_ns)
-    assert got == terms
+    assert served.terms(1000, timeout_ns, Scheduling(priority, queue_timeout_ns)) == terms
 
 
 async def test_instances_run_concurrently_with_correct_answers(tmp_path: Path, load: Load) -> None:
@@ -604,7 +602,7 @@ async def test_every_change_is_reported_after_it_happened(tmp_path: Path, load: 
 async def test_poll_retries_failed_loads_from_time_to_time(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, is_due: bool
 ) -> None:
-    monkeypatch.setattr(registry_module, "_FIRST_RETRY_S", 0.0 if is_due else 60.0)
+    monkeypatch.setattr(retries, "_FIRST_RETRY_S", 0.0 if is_due else 60.0)
     file = tmp_path / "m" / "1" / "model.onnx"
     put(tmp_path, builders.identity, "m")
     good, stat = file.read_bytes(), file.stat()
@@ -824,3 +822,60 @@ class _Stuck:
 
     def abandon(self) -> None:
         raise AssertionError
+
+
+async def test_unload_ends_a_load_under_way(tmp_path: Path, load: Load) -> None:
+    """The model comes out of a pipe, so that its load is under way for as long as the test wants."""
+    registry = await load(warmup_s=0, intra_op_threads=1)
+    pipe = tmp_path / "m.onnx"
+    os.mkfifo(pipe)
+    loading = asyncio.ensure_future(registry.load("m"))
+    writer = await asyncio.to_thread(pipe.open, "wb")  # when ONNX Runtime opens the file
+    unloading = asyncio.ensure_future(registry.unload("m"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    content = builders.identity(tmp_path.parent / "real").read_bytes()
+    with writer:
+        await asyncio.to_thread(writer.write, content)
+    with pytest.raises(ServeError, match="its load was cancelled: the model is unloaded"):
+        await asyncio.wait_for(loading, 30)
+    await asyncio.wait_for(unloading, 30)
+    assert refusal(registry, "m").kind is ErrorKind.NOT_FOUND
+
+
+async def test_model_on_demand_is_loaded_once_evicted_and_loaded_again(
+    tmp_path: Path, load: Load, prometheus: CollectorRegistry
+) -> None:
+    put(tmp_path, builders.identity, "m", options="load_policy: on_demand")
+    registry = await load()
+    assert state_of(registry, "m") == {1: (State.GONE, ON_DEMAND)}
+    error = refusal(registry, "m")
+    assert (type(error), error.kind) == (NotInMemoryError, ErrorKind.NOT_READY)
+    served = await asyncio.gather(*(registry.wait_for("m", "") for _ in range(3)))
+    assert len(set(map(id, served))) == 1
+    registry._versions.evict("m")
+    assert (await registry.wait_for("m", "1")) is not served[0]
+    labels = {"model": "m", "outcome": "ok"}
+    assert prometheus.get_sample_value("ortserve_model_loads_total", labels) == 2
+    await registry.unload("m")
+    assert refusal(registry, "m").kind is ErrorKind.NOT_FOUND
+    with pytest.raises(ServeError, match="it was unloaded"):
+        await registry.wait_for("m", "")
+
+
+async def test_label_of_a_model_on_demand_is_known_before_its_first_load(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "m", version=2)
+    put(tmp_path, builders.identity, "m", options="{load_policy: on_demand, labels: {old: 1}}")
+    registry = await load()
+    assert (await registry.wait_for("m", "old")).version == "1"
+    with pytest.raises(ServeError, match="version nosuch is not found"):
+        await registry.wait_for("m", "nosuch")
+
+
+async def test_changed_model_on_demand_is_not_loaded_before_it_is_asked_for(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "m", options="load_policy: on_demand")
+    registry = await load()
+    put(tmp_path, builders.identity, "m", version=2)
+    await registry.poll()
+    assert state_of(registry, "m") == {2: (State.GONE, ON_DEMAND)}
+    assert (await registry.wait_for("m", "")).version == "2"

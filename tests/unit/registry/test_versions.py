@@ -50,10 +50,18 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
     before = asyncio.all_tasks()
     record = VersionRecord("m", 1, lambda: None)
     metrics = Metrics(CollectorRegistry())
-    versions = Versions(Catalog(), metrics, lambda: 0, lambda: None, lambda record: None, progress_log_interval_s=0.001)
+    versions = Versions(
+        Catalog(),
+        metrics,
+        lambda: 0,
+        lambda: None,
+        lambda record: None,
+        lambda name: False,
+        progress_log_interval_s=0.001,
+    )
     lines = Lines()
     with caplog.at_level(logging.INFO):
-        logging.getLogger("ortserve.registry.versions").addHandler(lines)
+        logging.getLogger("ortserve.registry.version_loader").addHandler(lines)
         try:
             loading = asyncio.create_task(versions.load(record, source.versions[1]))
             while (fields := await lines.fields.get())["doing"] != OPENING:
@@ -64,7 +72,7 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
             await asyncio.to_thread(pipe.write_bytes, content)
             assert await loading == ""
         finally:
-            logging.getLogger("ortserve.registry.versions").removeHandler(lines)
+            logging.getLogger("ortserve.registry.version_loader").removeHandler(lines)
     assert (record.state, record.explanation) == (State.READY, "")
     await versions.close()
     # All tasks of the load have ended; otherwise they would log for ever.

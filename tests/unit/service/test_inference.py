@@ -23,14 +23,16 @@ from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.bounds import INLINE_ELEMENTS
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.config.model import LoadOptions
+from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import Reading
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
-from ortserve.core.timing import PHASES
+from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ContentsError, ErrorKind, ServeError
 from ortserve.registry.registry import Registry
+from ortserve.registry.rollout import Rollout
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.inference import InferenceService
 from ortserve.service.recorder import Recorder
@@ -449,6 +451,41 @@ async def test_unknown_model_is_reported_before_malformed_tensors(
 async def test_error_of_a_run_has_the_version_that_ran(stage: Stage) -> None:
     assert (await stage.refusal(poisoned("1"))).version == "1"
     assert (await stage.refusal(request("none"))).version == ""
+
+
+class AlwaysCandidate(Rollout):
+    """A canary rollout in which version 2 answers every request."""
+
+    is_canary = True
+
+    def candidate_for(self, request: InferRequest) -> str:
+        return "2"
+
+    def observe(self, request: InferRequest, outputs: Arrays, timing: Timing) -> None:
+        pass
+
+    def candidate_answered(self, timing: Timing) -> None:
+        pass
+
+    def candidate_failed(self, error: Exception) -> None:
+        pass
+
+
+async def test_request_whose_candidate_ran_and_that_stable_rejects_is_counted_as_rejected(
+    stage: Stage, tmp_path: Path
+) -> None:
+    for version, build in ((1, builders.unnamed_dims), (2, builders.poison)):
+        folder = tmp_path / "tried" / str(version)
+        folder.mkdir(parents=True)
+        build(folder / "model.onnx")
+    (tmp_path / "tried" / "model.yaml").write_text("labels: {stable: 1}\nversion_policy: {all: true}")
+    await stage.registry.load("tried")
+    stage.registry.roll_out("tried", AlwaysCandidate())
+
+    error = await stage.refusal(replace(poisoned(), model_name="tried"))
+
+    assert (error.kind, error.version) == (ErrorKind.INVALID_INPUT, "1")  # of other datatypes
+    assert stage.rejected() == {("tried", "invalid_input"): 1}
 
 
 async def test_requests_of_one_failed_batch_get_separate_errors(stage: Stage) -> None:

@@ -45,7 +45,7 @@ class Breakable(HostDevice):
 
 async def ask(served: ServedVersion) -> None:
     x = np.ones((1, 4), np.float32)
-    terms = served.terms(time.monotonic_ns(), timeout_ns=None, priority=0, queue_timeout_ns=None)
+    terms = served.terms(time.monotonic_ns())
     (y,) = await submit_to(served, (x,), 1, Timing(time.monotonic_ns()), terms)
     assert np.array_equal(y, x)
 

@@ -65,7 +65,7 @@ async def events(viewer: Viewer) -> list[tuple[str, Any]]:
 
 async def test_viewers_share_one_encoded_frame_of_what_changed() -> None:
     stage = Stage("busy", "idle")
-    viewers = [stage.observation.view(None) for _ in range(3)]
+    viewers = [await stage.observation.view(None) for _ in range(3)]
     ((name, first),) = await events(viewers[0])
     assert name == "models"
     assert first["whole"]
@@ -89,7 +89,7 @@ async def test_watched_version_brings_its_history_and_details() -> None:
     for _ in range(3):
         stage.answer(times=RING_INTERVAL_S)
         await stage.step(is_sample=True)
-    viewer = stage.observation.view(("m", "1"))
+    viewer = await stage.observation.view(("m", "1"))
     (_, history), _ = await events(viewer)
     rate = history["columns"].index("requests_per_s")
     assert [row[rate] for row in history["rows"]] == [5, 5, 5]
@@ -104,7 +104,7 @@ async def test_watched_version_brings_its_history_and_details() -> None:
 
 async def test_loads_are_followed_and_dropped_versions_are_gone() -> None:
     stage = Stage("a", "b")
-    viewer = stage.observation.view(None)
+    viewer = await stage.observation.view(None)
     await events(viewer)
     stage.registry.known[0].advance(State.FAILED, "no such file")
     del stage.registry.known[1]
@@ -123,7 +123,7 @@ async def test_reload_begins_new_counts_and_continues_the_history() -> None:
     await stage.step()
     stage.answer(times=3)
     await stage.step(is_sample=True)
-    viewer = stage.observation.view(("m", "1"))
+    viewer = await stage.observation.view(("m", "1"))
     (_, history), _ = await events(viewer)
     assert [row[0] > 0 for row in history["rows"]] == [True, True]
     assert all(value >= 0 for row in history["rows"] for value in row)
@@ -131,7 +131,7 @@ async def test_reload_begins_new_counts_and_continues_the_history() -> None:
 
 async def test_slow_viewer_is_dropped_and_delays_no_other() -> None:
     stage = Stage("m")
-    slow, fast = stage.observation.view(None), stage.observation.view(None)
+    slow, fast = await stage.observation.view(None), await stage.observation.view(None)
     for _ in range(20):
         await stage.step()
         await events(fast)
@@ -142,19 +142,33 @@ async def test_slow_viewer_is_dropped_and_delays_no_other() -> None:
         pass
 
 
+async def test_first_viewer_of_many_versions_does_not_hold_the_event_loop() -> None:
+    stage = Stage(*(f"m{number}" for number in range(500)))
+    reading = asyncio.create_task(stage.observation.view(None))
+    second = asyncio.create_task(stage.observation.view(None))
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 500 / 50
+    for viewer in (await reading, await second):
+        ((_, whole),) = await events(viewer)
+        assert len(whole["models"]) == 500
+
+
 async def test_viewers_are_bounded() -> None:
     stage = Stage("m")
-    viewers = [stage.observation.view(None) for _ in range(MAX_VIEWERS)]
+    viewers = [await stage.observation.view(None) for _ in range(MAX_VIEWERS)]
     with pytest.raises(ServeError, match="the console has 32 viewers, as many as allowed") as caught:
-        stage.observation.view(None)
+        await stage.observation.view(None)
     assert caught.value.kind is ErrorKind.OVERLOADED
     stage.observation.leave(viewers[0])
-    stage.observation.view(None)
+    await stage.observation.view(None)
 
 
 async def test_drain_ends_all_streams_and_accepts_no_other() -> None:
     stage = Stage("m")
-    viewer = stage.observation.view(None)
+    viewer = await stage.observation.view(None)
     await events(viewer)
     waiting = asyncio.create_task(viewer.next())
     await asyncio.sleep(0)
@@ -162,7 +176,7 @@ async def test_drain_ends_all_streams_and_accepts_no_other() -> None:
     assert json.loads(await waiting or b"") == ["end", {"reason": "the server drains"}]
     assert await viewer.next() is None
     with pytest.raises(ServeError, match="Server exiting"):
-        stage.observation.view(None)
+        await stage.observation.view(None)
 
 
 async def test_idle_versions_take_no_memory_for_a_history() -> None:

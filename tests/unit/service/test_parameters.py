@@ -3,8 +3,9 @@
 import pytest
 
 from ortserve.core.request import Parameter
+from ortserve.core.terms import Scheduling
 from ortserve.errors import ErrorKind, SequenceError, ServeError
-from ortserve.service.validation import Scheduling, read_scheduling, read_sequence_part
+from ortserve.service.validation import read_scheduling, read_sequence_part
 
 
 def refusal(**parameters: Parameter) -> ServeError:
@@ -14,8 +15,8 @@ def refusal(**parameters: Parameter) -> ServeError:
 
 
 def test_scheduling_parameters_are_read_and_others_ignored() -> None:
-    assert read_scheduling({}) == Scheduling(0, 0)
-    assert read_scheduling({"priority": 2, "timeout": 1000, "own": "x", "headers": 1.5}) == Scheduling(2, 1000)
+    assert read_scheduling({}) == Scheduling(0, None)
+    assert read_scheduling({"priority": 2, "timeout": 1000, "own": "x", "headers": 1.5}) == Scheduling(2, 1_000_000)
     assert read_scheduling({"binary_data_output": True}) == Scheduling()
 
 

@@ -197,6 +197,11 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.load_ns = 1
     by_direction = {"in": 1, "out": 2}
     model.set_device_source(lambda: DeviceRuns({"bound": 1}, {"failed": 1}, by_direction, by_direction, by_direction))
+    model.memory = lambda: {"sessions": 7, "runs": 1}
+    metrics.memory_budget_bytes = 8
+    metrics.residency.count_eviction("m")
+    metrics.residency.count_refusal("stay")
+    metrics.residency.count_request("m", "loaded")
     account = {"m/1": {"buffers": 1}}
     metrics.set_devices_source(lambda: [DeviceReading("cuda:0", {"free": 1}, account, 0.5, account)])
     metrics.set_stores_source(lambda: StoresReading([StoreReading("s3://bucket", True, 10, 1, 2)], 10))

@@ -1,6 +1,6 @@
 """The seam between the handlers of RPCs and the servers that call them.
 
-A group of handlers is a class with a ``service`` and its ``handlers()``. ``app/composition`` makes one object of each
+A group of handlers is a class with a ``service`` and its ``handlers()``. ``app/frontends`` makes one object of each
 group and passes all of them to the ``Router``; a new group needs nothing else.
 
     class GreetingCalls:

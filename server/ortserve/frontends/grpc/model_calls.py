@@ -9,7 +9,7 @@ from ortserve._pb import management_pb2
 from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.codecs.grpc_infer import parse_message, require_version
 from ortserve.core.signature import TensorSpec
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
 from ortserve.service.models import ModelMetadata, ServerMetadata
 
 
@@ -21,6 +21,9 @@ class Models(Protocol):
     def is_model_ready(self, name: str, version: str) -> bool:
         """Whether a model accepts requests now; False for an unknown one. ``version`` is ``""`` for any."""
         ...
+
+    async def prepare(self, name: str, version: str) -> None:
+        """Load a model that is not in memory. Raises ServeError: not_ready."""
 
     def server_metadata(self) -> ServerMetadata: ...
     def model_metadata(self, name: str, version: str) -> ModelMetadata:
@@ -46,8 +49,8 @@ class ModelCalls:
             "ServerReady": answering(self._server_ready),
             "ModelReady": answering(self._model_ready),
             "ServerMetadata": answering(self._server_metadata),
-            "ModelMetadata": answering(self._model_metadata),
-            "ModelConfig": answering(self._model_config),
+            "ModelMetadata": awaiting(self._model_metadata),
+            "ModelConfig": awaiting(self._model_config),
         }
 
     def _server_live(self, data: bytes) -> Message:
@@ -68,9 +71,10 @@ class ModelCalls:
         metadata = self._models.server_metadata()
         return pb.ServerMetadataResponse(name=metadata.name, version=metadata.version, extensions=metadata.extensions)
 
-    def _model_metadata(self, data: bytes) -> Message:
+    async def _model_metadata(self, data: bytes) -> Message:
         request = parse_message(pb.ModelMetadataRequest, data)
         require_version(request.version)
+        await self._models.prepare(request.name, request.version)
         metadata = self._models.model_metadata(request.name, request.version)
         return pb.ModelMetadataResponse(
             name=metadata.name,
@@ -81,9 +85,10 @@ class ModelCalls:
             properties=metadata.properties,
         )
 
-    def _model_config(self, data: bytes) -> Message:
+    async def _model_config(self, data: bytes) -> Message:
         request = parse_message(management_pb2.ModelConfigRequest, data)
         require_version(request.version)
+        await self._models.prepare(request.name, request.version)
         return management_pb2.ModelConfigResponse(config=self._models.model_config(request.name, request.version))
 
 

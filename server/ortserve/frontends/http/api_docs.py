@@ -38,7 +38,7 @@ _START: Final = b"""SwaggerUIBundle({ url: "/openapi.json", dom_id: "#swagger-ui
 
 
 def docs_routes() -> APIRouter:
-    """The page and its files, which are read when they are first asked for."""
+    """The page and its files, which are read at their first request."""
     router = APIRouter(include_in_schema=False)
     page = StaticFile("docs.html", _PAGE, _POLICY)
     start = StaticFile("start.js", _START, _POLICY)

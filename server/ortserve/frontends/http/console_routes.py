@@ -1,4 +1,4 @@
-"""The console: its page and files, and what its scripts ask for.
+"""The console: its page and files, and the data for its scripts.
 
 The files are the same for every server and hold nothing about it, so they need no key; a browser could not send one
 with the address of a page. All data need one of the group ``metadata``, like ``/v2``.
@@ -77,7 +77,7 @@ def console_routes(observation: Observation, models: ModelDetails, server: Serve
         watched = (model, version) if model else None
         # The application answers HEAD like GET, and a stream would never end.
         exchange = exchange_of(request.scope)
-        viewer = observation.view(watched)
+        viewer = await observation.view(watched)
         if not exchange.has_response_body:
             observation.leave(viewer)
         return EventStream(observation, viewer)

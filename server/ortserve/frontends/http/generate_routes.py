@@ -48,7 +48,7 @@ def generate_routes(
 
     @router.post("/generate", openapi_extra=_REQUEST)
     async def generate(model: ModelName, request: Request) -> Response:
-        """Run the model's highest ready version like a function: one JSON object in, one out."""
+        """Run the version that answers requests without one like a function: one JSON object in, one out."""
         return await generation.answer(request, model, "", is_stream=False)
 
     @router.post("/versions/{version}/generate", openapi_extra=_REQUEST)
@@ -131,6 +131,7 @@ class _Generation:
         with admission.admit(head, received_ns, trace) as hold:
             try:
                 body = await read_body(request.receive, hold, max_bytes=admission.max_body_bytes)
+                await self._models.prepare(model, version)  # its inputs decide how the body is read
             except ServeError as error:
                 if error.kind is not ErrorKind.CANCELLED:  # the caller left before there was a request
                     admission.count(error, received_ns, trace)

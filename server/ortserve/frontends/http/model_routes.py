@@ -128,11 +128,13 @@ def model_routes(models: ModelService) -> APIRouter:
     @router.get("/models/{model}/config", tags=["configuration"])
     async def model_config(model: ModelName) -> JSONResponse:
         """The effective configuration of the model, derived values included."""
+        await models.prepare(model, "")
         return JSONResponse(config_json(models.model_config(model, "")))
 
     @router.get("/models/{model}/versions/{version}/config", tags=["configuration"])
     async def version_config(model: ModelName, version: ModelVersion) -> JSONResponse:
         """The effective configuration of this version of the model, derived values included."""
+        await models.prepare(model, version)
         return JSONResponse(config_json(models.model_config(model, version)))
 
     @router.get("", tags=["metadata"], response_model=ServerMetadataDocument)
@@ -146,16 +148,19 @@ def model_routes(models: ModelService) -> APIRouter:
     @router.get("/models/{model}", tags=["metadata"], response_model=ModelMetadataDocument)
     async def model_metadata(model: ModelName) -> JSONResponse:
         """Inputs, outputs and properties of the model."""
+        await models.prepare(model, "")
         return _metadata(models, model, "")
 
     @router.get("/models/{model}/versions/{version}", tags=["metadata"], response_model=ModelMetadataDocument)
     async def version_metadata(model: ModelName, version: ModelVersion) -> JSONResponse:
         """Inputs, outputs and properties of this version of the model."""
+        await models.prepare(model, version)
         return _metadata(models, model, version)
 
     @router.get("/models/{model}/batching", tags=["metadata", "operation"], response_model=BatchingDocument)
     async def batching(model: ModelName) -> JSONResponse:
         """Learned latencies of the batcher, and the number of its decisions, for this model."""
+        await models.prepare(model, "")
         return JSONResponse(asdict(models.batching(model, "")))
 
     @router.get(
@@ -163,6 +168,7 @@ def model_routes(models: ModelService) -> APIRouter:
     )
     async def version_batching(model: ModelName, version: ModelVersion) -> JSONResponse:
         """Learned latencies of the batcher, and the number of its decisions, for this version of the model."""
+        await models.prepare(model, version)
         return JSONResponse(asdict(models.batching(model, version)))
 
     return router

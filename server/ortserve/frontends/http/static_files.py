@@ -1,4 +1,4 @@
-"""Files of pages, with headers that let a browser run nothing else and ask before it uses its copy."""
+"""Files of pages, with headers that restrict a browser to them and make it revalidate its copies."""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -33,7 +33,7 @@ class StaticFile:
             "content-security-policy": policy,
             "content-type": f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8",
             "etag": f'"{sha256(body).hexdigest()[:32]}"',
-            "cache-control": "no-cache",  # browsers ask each time, and get 304 while the file is the same
+            "cache-control": "no-cache",  # browsers revalidate each time, and get 304 while the file is the same
         }
 
     def answer(self, request: Request) -> Response:

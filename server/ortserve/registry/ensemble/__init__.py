@@ -1,8 +1,8 @@
 """Ensembles: models that consist of other models.
 
 ``plan`` decides which steps a request needs and when each may start, ``members`` finds the models of the steps,
-``interface`` checks them and makes the signature, ``run`` carries one request through the steps, and ``served`` is the
-version that answers.
+``interface`` checks them and makes the signature, ``route`` connects the steps to their members, ``run`` carries one
+request through them, and ``served`` is the version that answers.
 """
 
 __all__ = ["interface", "members", "plan", "served"]

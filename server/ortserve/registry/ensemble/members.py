@@ -8,7 +8,7 @@ from ortserve.registry.serving import ServedVersion
 
 
 def find_members(name: str, plan: Plan, catalog: Catalog) -> tuple[ServedVersion, ...]:
-    """Find the member of each step: the version that the step names, or the highest that is ready.
+    """Find the member of each step: the version that it names, or the one that answers requests without a version.
 
     Raises:
         ServeError: invalid_input, naming the ensemble and the models or the version that it lacks.

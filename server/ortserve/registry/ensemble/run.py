@@ -11,99 +11,19 @@ import numpy as np
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import RUNNING, InflightRequest
-from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequencePart
-from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import absent, is_absent, why_not_stacked
-from ortserve.core.terms import Terms
 from ortserve.core.timing import EndedStep, Timing
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
-from ortserve.registry.ensemble.plan import Plan, PlannedStep, Selection, of_ensemble
+from ortserve.registry.ensemble.plan import of_ensemble
+from ortserve.registry.ensemble.route import BoundStep, EnsembleTerms, Route
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.readings import StepTimes
 
 PROTOCOL: Final = "ensemble"
 """The protocol of steps in the metrics of their models."""
-
-
-class EnsembleTerms(Terms):
-    """Terms of a request of an ensemble: also what its steps need to make their own.
-
-    Attributes:
-        priority: As requested, for each member to interpret.
-        queue_timeout_ns: Time limit of the wait in each member's queue.
-        outputs: The only ones that are used; empty for all.
-    """
-
-    __slots__ = ("outputs", "priority", "queue_timeout_ns")
-
-    def __init__(
-        self,
-        priority: int,
-        finish_by_ns: int | None,
-        queue_timeout_ns: int | None,
-        outputs: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(priority, finish_by_ns)
-        self.priority: Final[int] = priority
-        self.queue_timeout_ns: Final[int | None] = queue_timeout_ns
-        self.outputs: Final[tuple[str, ...]] = outputs
-
-
-class BoundStep:
-    """A step whose member is found.
-
-    Attributes:
-        member: Answers the step.
-        inputs: The tensor of each input of the member; -1 for one that is left out.
-        outputs: The used outputs: index among the member's outputs, and tensor.
-        wanted: The same outputs, for a member that is an ensemble.
-    """
-
-    __slots__ = ("inputs", "member", "outputs", "wanted")
-
-    def __init__(self, step: PlannedStep, used: tuple[str, ...], member: ServedVersion) -> None:
-        signature = member.signature
-        self.member: Final[ServedVersion] = member
-        self.inputs: Final[tuple[int, ...]] = tuple([step.inputs.get(spec.name, -1) for spec in signature.inputs])
-        self.outputs: Final[tuple[tuple[int, int], ...]] = tuple(
-            [(signature.output_index[name], step.outputs[name]) for name in used]
-        )
-        self.wanted: Final[tuple[RequestedOutput, ...]] = tuple([RequestedOutput(name) for name in used])
-
-
-class Route:
-    """The way of all requests for the same outputs through an ensemble.
-
-    Attributes:
-        name: Of the ensemble.
-        signature: Of the ensemble.
-        plan: Of the ensemble.
-        selection: The steps that are needed.
-        steps: All steps of the plan with their members.
-        outputs: For each output of the signature its tensor; -1 if it is not requested.
-    """
-
-    __slots__ = ("name", "outputs", "plan", "selection", "signature", "steps")
-
-    def __init__(
-        self,
-        name: str,
-        signature: ModelSignature,
-        plan: Plan,
-        selection: Selection,
-        members: tuple[ServedVersion, ...],
-        wanted: frozenset[int],
-    ) -> None:
-        self.name: Final[str] = name
-        self.signature: Final[ModelSignature] = signature
-        self.plan: Final[Plan] = plan
-        self.selection: Final[Selection] = selection
-        self.steps: Final[tuple[BoundStep, ...]] = tuple(
-            [BoundStep(plan.steps[number], selection.outputs[number], member) for number, member in enumerate(members)]
-        )
-        self.outputs: Final[tuple[int, ...]] = tuple([tensor if tensor in wanted else -1 for tensor in plan.outputs])
 
 
 class EnsembleRun:
@@ -203,13 +123,8 @@ class EnsembleRun:
             child = InflightRequest(timing, inputs, rows)
             child.on_settled = partial(self._on_settled, number)
             self._children[number] = child
-            own_terms = member.terms(
-                now_ns,
-                timeout_ns=None if terms.finish_by_ns is None else max(1, terms.finish_by_ns - now_ns),
-                priority=terms.priority,
-                queue_timeout_ns=terms.queue_timeout_ns,
-                outputs=step.wanted,
-            )
+            timeout_ns = None if terms.finish_by_ns is None else max(1, terms.finish_by_ns - now_ns)
+            own_terms = member.terms(now_ns, timeout_ns, terms.scheduling, step.wanted)
             if self._part is None or not member.takes_sequences:
                 member.submit(child, own_terms)
             else:
@@ -397,17 +312,3 @@ def _has_shape(array: np.ndarray, spec: TensorSpec) -> bool:
         if size != expected and expected != -1:
             return False
     return True
-
-
-def make_route(
-    name: str, signature: ModelSignature, plan: Plan, members: tuple[ServedVersion, ...], outputs: tuple[str, ...]
-) -> Route:
-    """Make the route of requests for some outputs; of all, if ``outputs`` is empty."""
-    wanted = frozenset(
-        [
-            tensor
-            for spec, tensor in zip(signature.outputs, plan.outputs, strict=True)
-            if not outputs or spec.name in outputs
-        ]
-    )
-    return Route(name, signature, plan, plan.select(wanted), members, wanted)

@@ -15,10 +15,11 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
-from ortserve.core.terms import Terms
+from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
 from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.ensemble.plan import Plan
-from ortserve.registry.ensemble.run import EnsembleRun, EnsembleTerms, Route, make_route
+from ortserve.registry.ensemble.route import EnsembleTerms, Route, make_route
+from ortserve.registry.ensemble.run import EnsembleRun
 from ortserve.registry.ensemble.turns import EnsembleTurn, SequenceTurns
 from ortserve.registry.repository.configuration import ENSEMBLE_PLATFORM, Configuration
 from ortserve.registry.serving import ServedVersion
@@ -91,6 +92,10 @@ class ServedEnsemble(ServedVersion):
         return ENSEMBLE_PLATFORM
 
     @property
+    def is_busy(self) -> bool:
+        return self._running > 0
+
+    @property
     def max_rows(self) -> int:
         """Most rows of a request: the configured number, or without one what the members run together."""
         if self.options.max_rows is not None:
@@ -100,10 +105,8 @@ class ServedEnsemble(ServedVersion):
     def terms(
         self,
         received_ns: int,
-        *,
-        timeout_ns: int | None,
-        priority: int,
-        queue_timeout_ns: int | None,
+        timeout_ns: int | None = None,
+        scheduling: Scheduling = NO_SCHEDULING,
         outputs: Sequence[RequestedOutput] = (),
     ) -> Terms:
         """As ``ServedVersion.terms``. Each member applies its own options to the priority and the queue timeout."""
@@ -112,7 +115,7 @@ class ServedEnsemble(ServedVersion):
         finish_by_ns = None if timeout_ns is None else received_ns + timeout_ns
         # The cache holds all outputs.
         names = () if self._cached is not None else tuple([output.name for output in outputs])
-        return EnsembleTerms(priority, finish_by_ns, queue_timeout_ns, names)
+        return EnsembleTerms(finish_by_ns, scheduling, names)
 
     def submit(self, request: InflightRequest, terms: Terms) -> None:
         """As ``ServedVersion.submit``.
@@ -122,7 +125,9 @@ class ServedEnsemble(ServedVersion):
                 of the first steps.
         """
         self._check(request)
-        own_terms = terms if isinstance(terms, EnsembleTerms) else EnsembleTerms(terms.level, terms.finish_by_ns, None)
+        own_terms = (
+            terms if isinstance(terms, EnsembleTerms) else EnsembleTerms(terms.finish_by_ns, Scheduling(terms.level))
+        )
         if self._cached is None:
             self._run(own_terms, None, request)
         else:
@@ -208,7 +213,7 @@ class ServedEnsemble(ServedVersion):
             turn.request.fail(error)
 
     def _on_cancelled(self, turn: EnsembleTurn, _: InflightRequest) -> None:
-        """A request was cancelled that waits. Those behind it were sent for a state that it would have made."""
+        """A waiting request was cancelled. Those behind it fail, too: they depend on the state after it."""
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
         for removed in self._turns.withdraw(turn):
             self._on_end()

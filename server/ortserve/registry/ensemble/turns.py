@@ -10,7 +10,7 @@ from typing import Final
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.ensemble.run import EnsembleTerms
+from ortserve.registry.ensemble.route import EnsembleTerms
 
 MOST_WAITING: Final = 16_384
 """Requests of one ensemble that wait for earlier ones of their sequences."""

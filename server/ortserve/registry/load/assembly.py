@@ -13,13 +13,14 @@ from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.direct_sequences import DirectRuns
 from ortserve.batching.executor import InlineBudget, InlineRuns
+from ortserve.batching.oldest_sequences import OldestRuns
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.response_cache import CachedRuns, ResponseCache
 from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_limits import RunEvents, RunLimits
 from ortserve.batching.sequence_table import SequenceTable
-from ortserve.batching.sequences import OldestRuns, SequenceLimits, SequenceRuns
+from ortserve.batching.sequences import SequenceLimits, SequenceRuns
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Learned
 from ortserve.batching.timers import best_timer

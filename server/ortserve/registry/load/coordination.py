@@ -1,18 +1,76 @@
 """Coordination of loads: a limiter shares processors and devices among them, and each reports its progress."""
 
+import asyncio
+import heapq
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Final
 
 from ortserve.clock import Clock
+from ortserve.errors import ErrorKind, ServeError
 
 MAX_LOADS: Final = 4
 """Side by side, however many processors there are: opening a model takes memory for its weights twice."""
 WAITING: Final = "waiting for its turn"
 """The step of a load that waits because as many others as allowed are under way."""
+
+
+class LoadRank(IntEnum):
+    """Which of the loads that wait begins first."""
+
+    AWAITED = 0
+    """Requests wait for it."""
+    REQUIRED = 1
+    """The server is not ready without it."""
+    OTHER = 2
+
+
+class LoadCancelledError(ServeError):
+    """A load was ended because its result is not needed any more."""
+
+    def __init__(self, because: str) -> None:
+        super().__init__(ErrorKind.NOT_READY, f"its load was cancelled: {because}", retry_after_s=1)
+
+
+class LoadSlots:
+    """How many loads are under way at a time; those that wait begin by rank. Loop thread only."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._waiting: list[tuple[LoadRank, int, asyncio.Future[None]]] = []
+        self._places = 0
+
+    @asynccontextmanager
+    async def take(self, rank: LoadRank) -> AsyncIterator[None]:
+        """Hold a slot. Equal ranks get theirs in the order of their calls."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._places += 1
+            heapq.heappush(self._waiting, (rank, self._places, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # it got the slot in the same turn of the loop
+                    self._give()
+                raise
+        try:
+            yield
+        finally:
+            self._give()
+
+    def _give(self) -> None:
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
 
 
 class LoadLimiter:
@@ -126,11 +184,22 @@ class Progress:
         self._clock = clock
         self._part = ""
         self._step = _Step(WAITING, clock())
+        self._cancelled_because = ""
         self.begin_warming: Final = on_warming
         """Called by the load when the model is open and warm-up begins."""
 
+    def cancel(self, because: str) -> None:
+        """End the load at its next step. Any thread."""
+        self._cancelled_because = because
+
     def begin(self, step: str) -> None:
-        """Begin a step, named in words that ``for 5 s`` can follow."""
+        """Begin a step, named in words that ``for 5 s`` can follow. Raises LoadCancelledError after ``cancel``."""
+        if self._cancelled_because:
+            raise LoadCancelledError(self._cancelled_because)
+        self.show(step)
+
+    def show(self, step: str) -> None:
+        """As ``begin``, for a step that cannot be cancelled."""
         self._step = _Step(self._part + step, self._clock())  # One assignment: readers never see half of it.
 
     def begin_part(self, part: str) -> None:

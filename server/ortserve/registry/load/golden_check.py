@@ -29,7 +29,7 @@ RunTogether: TypeAlias = Callable[[Sequence[GoldenSample]], list[Arrays]]
 """Runs samples at the same time, and returns the outputs of each. Raises ServeError."""
 
 _MOST_TOGETHER: Final = 64
-"""Samples of a run; larger batches show nothing else."""
+"""Samples of a run; larger batches compute rows in the same way."""
 
 
 def check_samples(

@@ -40,7 +40,7 @@ class GoldenSample:
     """One sample: one row of a batched model, or a whole request of another one.
 
     Attributes:
-        place: File and position, for people.
+        place: File and position, for messages.
         inputs: In the order of the signature, as batches hold them.
         outputs: Expected, in the order of the signature; None for those that the file does not have.
     """

@@ -28,7 +28,7 @@ from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model
 from ortserve.registry.load.batch_sizes import RunBounds
 from ortserve.registry.load.capture_trial import CaptureTrials
-from ortserve.registry.load.coordination import LoadLimiter, LoadPermit, Progress
+from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, LoadPermit, Progress
 from ortserve.registry.load.device_batches import DeviceBatches, prepare_batches, time_on_buffers
 from ortserve.registry.load.golden_check import InstanceRuns
 from ortserve.registry.load.golden_samples import GOLDEN_MISSING, golden_folder, read_golden
@@ -93,7 +93,7 @@ def load_model(
     """
     runtime, trials = runtime or DeviceRuntime(), trials or CaptureTrials()
     limiter, progress = limiter or LoadLimiter(cpu_budget()), progress or Progress(clock)
-    with limiter.permit(partial(progress.begin, "waiting for other loads")) as permit:
+    with limiter.permit(partial(progress.show, "waiting for other loads")) as permit:
         with limiter.analyzing():
             progress.begin("following rows through the graph")
             model = analyse_model(path, name, options, folder)  # 1
@@ -111,7 +111,7 @@ def load_model(
             except _ModelError:
                 load.report_provider(choice)
                 raise
-            except DeviceLostError:
+            except (DeviceLostError, LoadCancelledError):
                 raise
             except ServeError as error:
                 failures.append(error.message)
@@ -131,7 +131,7 @@ def load_model(
 
 
 class _ModelError(ServeError):
-    """The model or its options are wrong, on whichever execution provider it is opened."""
+    """The model or its options are wrong, on any execution provider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +210,8 @@ class _Load:
 
     def _read_details(self, opened: OpenedSession) -> _Details:
         options = self.options
-        self.progress.begin("reading its signature and samples")
         try:
+            self.progress.begin("reading its signature and samples")
             served = options.served_outputs
             if served and options.sequences is not None:
                 served = (*served, *(state.output for state in options.sequences.states))

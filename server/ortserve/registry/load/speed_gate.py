@@ -1,6 +1,6 @@
 """The speed gate: whether batches take much longer with a candidate than with the version that serves.
 
-Both run in turn, so that other work on the machine meets both; the shortest run of each counts. The runs are the
+Both run in turn, so that other work on the machine affects both; the shortest run of each counts. The runs are the
 caller's.
 """
 
@@ -17,7 +17,7 @@ MOST_ROUNDS: Final = 16
 """Of one size. A size passes after ``LEAST_ROUNDS`` as soon as its shortest runs are within the bound."""
 LEAST_ROUNDS: Final = 3
 IGNORED_NS: Final = 100_000
-"""A difference that no caller notices beside the rest of a request, and that the wakeup of a thread may make."""
+"""Smaller differences are no slowdown: the wakeup of a thread may cause them."""
 _BUDGET_NS: Final = 10_000_000_000
 """For all sizes; each has ``LEAST_ROUNDS`` in any case."""
 

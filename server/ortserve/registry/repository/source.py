@@ -84,6 +84,11 @@ class ModelSource:
     labels: Mapping[str, int] = field(default_factory=dict)
     rollout: RolloutOptions | None = None
 
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether the first request loads it."""
+        return any(version.configuration.options.is_on_demand for version in self.versions.values())
+
 
 @dataclass(frozen=True, slots=True)
 class VersionChanges:
@@ -142,11 +147,9 @@ def make_source(files: ModelFiles, configuration: Configuration, named: Collecti
         OSError: A file was removed meanwhile.
     """
     options = configuration.options
+    versions = versions_to_serve(options, files.versions, named)
     labels, rollout = options.labels, options.rollout
     configuration = replace(configuration, options=options.model_copy(update={"labels": {}, "rollout": None}))
-    candidates = () if rollout is None else (rollout.candidate,)
-    also = {*labels.values(), *candidates, *named} & files.versions.keys()
-    versions = sorted({*choose_versions(options.version_policy, files.versions), *also})
     return ModelSource(
         files.name,
         {version: _version_source(files, version, configuration) for version in versions},
@@ -155,6 +158,19 @@ def make_source(files: ModelFiles, configuration: Configuration, named: Collecti
         labels=labels,
         rollout=rollout,
     )
+
+
+def versions_to_serve(options: ModelOptions, available: Collection[int], named: Collection[int] = ()) -> list[int]:
+    """The versions of a model that should serve, ascending: those of its policy, and those that something names.
+
+    Args:
+        options: Of the model. Its labels and its rollout name versions.
+        available: Of the model.
+        named: Further versions that should serve, if they are there.
+    """
+    candidates = () if options.rollout is None else (options.rollout.candidate,)
+    also = {*options.labels.values(), *candidates, *named}.intersection(available)
+    return sorted({*choose_versions(options.version_policy, available), *also})
 
 
 def choose_versions(policy: VersionPolicy, available: Collection[int]) -> list[int]:

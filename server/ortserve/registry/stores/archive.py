@@ -53,7 +53,6 @@ class ArchiveStore:
         if known and all(member.tag == tag for member in known.values()):
             return list(known.values())
         with self._lock:
-            self._files.clear()
             self._unpack(size, tag)
             return [StoredObject(path, file.stat().st_size, tag) for path, file in self._files.items()]
 
@@ -73,8 +72,11 @@ class ArchiveStore:
 
     def settle(self) -> None:
         with self._lock:
-            self._files.clear()
-            shutil.rmtree(self._unpacked, ignore_errors=True)
+            self._clear()
+
+    def _clear(self) -> None:
+        self._files.clear()
+        shutil.rmtree(self._unpacked, ignore_errors=True)
 
     def _head(self) -> tuple[int, str]:
         import obstore
@@ -88,9 +90,20 @@ class ArchiveStore:
         return meta["size"], tag_of(meta)
 
     def _unpack(self, size: int, tag: str) -> None:
-        shutil.rmtree(self._unpacked, ignore_errors=True)
+        self._clear()
         self._unpacked.mkdir()
-        stream = _HashedStream(read_object(self._store, self._url.path, size, tag))
+        try:
+            digest = self._take(_HashedStream(read_object(self._store, self._url.path, size, tag)))
+            if self._url.sha256 not in ("", digest):
+                raise StoreError(
+                    f"expected an archive with the SHA-256 digest {self._url.sha256}, got {digest}", is_final=True
+                )
+        except BaseException:
+            self._clear()
+            raise
+
+    def _take(self, stream: "_HashedStream") -> str:
+        """Unpack the archive in a stream. Returns its SHA-256 digest."""
         kind = "r|gz" if self._url.path.endswith("gz") else "r|"
         try:
             with tarfile.open(mode=kind, fileobj=stream, errorlevel=1) as archive:  # type: ignore[call-overload]
@@ -98,35 +111,30 @@ class ArchiveStore:
             while stream.read(_PIECE_BYTES):
                 pass
         except (tarfile.TarError, EOFError, OSError) as error:
-            self._files.clear()
             raise StoreError(f"the archive cannot be read: {error}") from None
-        if self._url.sha256 and stream.digest.hexdigest() != self._url.sha256:
-            self._files.clear()
-            raise StoreError(
-                f"expected an archive with the SHA-256 digest {self._url.sha256}, got {stream.digest.hexdigest()}",
-                is_final=True,
-            )
+        return stream.digest.hexdigest()
 
     def _take_members(self, archive: tarfile.TarFile) -> None:
+        """Write the files of an archive. Of several with one name the last one counts, as for ``tar``."""
         total = 0
-        for member in archive:
+        for number, member in enumerate(archive):
             path = member.name.removeprefix("./").rstrip("/")
+            total += member.size
+            if total > self._max_bytes or number >= MAX_OBJECTS:
+                raise StoreError(
+                    f"expected an archive of at most {MAX_OBJECTS} files and folders and {self._max_bytes} bytes "
+                    "(store_cache_bytes), got more",
+                    is_final=True,
+                )
             if member.isdir():
                 continue
             if not member.isreg():
                 raise StoreError(f"the archive has a link or device: expected files and folders, got {path[:200]!r}")
             if problem := path_problem(path):
                 raise StoreError(f"the archive has an unusable name: {problem}")
-            total += member.size
-            if total > self._max_bytes or len(self._files) >= MAX_OBJECTS:
-                raise StoreError(
-                    f"expected an archive of at most {MAX_OBJECTS} files and {self._max_bytes} bytes "
-                    "(store_cache_bytes), got more",
-                    is_final=True,
-                )
             source = archive.extractfile(member)
             assert source is not None  # it is a file
-            file = self._unpacked / str(len(self._files))
+            file = self._unpacked / str(number)
             with file.open("wb") as target:
                 shutil.copyfileobj(source, target, _PIECE_BYTES)
             self._files[path] = file

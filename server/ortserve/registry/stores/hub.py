@@ -1,4 +1,4 @@
-"""A model on a model hub that speaks Hugging Face's HTTP interface, by huggingface_hub: its only door.
+"""A model on a model hub that speaks Hugging Face's HTTP interface, by huggingface_hub, which only this module imports.
 
 ``hf://OWNER/MODEL@REVISION`` is a repository of one model, named ``MODEL``, whose version 1 is the file ``model.onnx``
 or ``onnx/model.onnx`` of the revision, with its weights. A revision that is laid out as a repository,

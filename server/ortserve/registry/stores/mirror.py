@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,7 @@ _MAX_RETRY_NS: Final = 3600 * 10**9
 """Between two attempts at a model whose objects have not changed. The wait doubles: each may fetch gigabytes."""
 
 Objects: TypeAlias = Mapping[str, StoredObject]
-_Signature: TypeAlias = tuple[bool, tuple[tuple[str, int, str], ...]]
+_Signature: TypeAlias = tuple[bool, tuple[int, ...], tuple[tuple[str, int, str], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,8 @@ class Mirror:
         self._state = _State()
         self._reported = ""
         self._listed_ns = 0
+        self.named_versions: Callable[[str], Collection[int]] = lambda _: ()
+        """Versions of a model that are fetched, too, if the store has them. Called on any thread."""
         folder.mkdir()
 
     def names(self, max_age_s: float) -> list[str]:
@@ -243,7 +245,7 @@ class Mirror:
         log_event(logger, logging.WARNING, message, repository=self.url)
 
     def _is_due(self, entry: str, with_all_versions: bool, *, is_retry: bool) -> bool:
-        signature = _sign(self._state.entries[entry].values(), with_all_versions)
+        signature = self._sign(entry, self._state.entries[entry], with_all_versions)
         if self._state.placed.get(entry) == signature:
             with self._lock:
                 self._state.failures.pop(entry, None)  # of objects that are not there any more
@@ -251,8 +253,13 @@ class Mirror:
         failure = self._state.failures.get(entry)
         return is_retry or failure is None or failure.signature != signature or self._clock() >= failure.due_ns
 
+    def _sign(self, entry: str, objects: Objects, with_all_versions: bool) -> _Signature:
+        """What an entry is made of."""
+        named = tuple(sorted(self.named_versions(model_name(entry))))
+        return with_all_versions, named, tuple(sorted((one.path, one.size, one.tag) for one in objects.values()))
+
     def _try_to_place(self, entry: str, objects: Objects, with_all_versions: bool, is_offline: bool) -> None:
-        signature = _sign(objects.values(), with_all_versions)
+        signature = self._sign(entry, objects, with_all_versions)
         tree = self._cache.new_path()
         try:
             self._place(entry, objects, tree, with_all_versions, is_offline)
@@ -294,7 +301,7 @@ class Mirror:
         digests = {f"{entry}/{path}": digest for path, digest in by_path.items()}
         self._take((one for one in first if not one.path.endswith(DIGESTS_FILE)), tree, digests, is_offline)
         listed = listed_versions(entry, objects.values())
-        wanted = wanted_versions(entry, folder, listed, self._defaults)
+        wanted = wanted_versions(entry, folder, listed, self._defaults, self.named_versions(model_name(entry)))
         if wanted is not None:
             versions = set(listed) if with_all_versions else wanted
             if missing := missing_objects(by_path, entry, objects, versions):
@@ -367,8 +374,3 @@ class Mirror:
                 tree = shown.resolve().parent
                 shown.unlink()
             shutil.rmtree(tree, ignore_errors=True)
-
-
-def _sign(objects: Iterable[StoredObject], with_all_versions: bool) -> _Signature:
-    """What an entry was made of."""
-    return with_all_versions, tuple(sorted((one.path, one.size, one.tag) for one in objects))

@@ -26,7 +26,7 @@ _FILES_SIDE_BY_SIDE: Final = 8
 _SYNCS_SIDE_BY_SIDE: Final = 4
 """Loads of different models; further ones wait."""
 _NAMES_MAX_AGE_S: Final = 10.0
-"""Of the names in the repository index, so that clients who ask for it do not cause as many listings."""
+"""Of the names in the repository index, so that its requests do not each list the stores."""
 
 _Result = TypeVar("_Result")
 
@@ -39,6 +39,11 @@ class Mirrors:
         self._cache = cache
         # Not asyncio's own threads, on which other calls would wait for a slow store.
         self._threads = ThreadPoolExecutor(_SYNCS_SIDE_BY_SIDE, thread_name_prefix="stores")
+
+    def follow(self, named_versions: Callable[[str], Collection[int]]) -> None:
+        """Also fetch these versions of a model, if the store has them. The function is called on any thread."""
+        for mirror in self._mirrors:
+            mirror.named_versions = named_versions
 
     async def sync(self, names: Collection[str] | None = None, *, with_all_versions: bool = False) -> None:
         """Bring the folders up to date, as ``Mirror.sync``.

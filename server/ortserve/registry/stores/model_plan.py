@@ -1,7 +1,7 @@
 """Which objects of a model a load needs: its configuration, the versions to serve, and what lies beside them."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -9,7 +9,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.errors import ServeError
 from ortserve.registry.repository.configuration import read_configuration
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE, VERSION
-from ortserve.registry.repository.source import choose_versions
+from ortserve.registry.repository.source import versions_to_serve
 from ortserve.registry.stores.objects import StoredObject, StoreError
 
 DIGESTS_FILE: Final = "SHA256SUMS"
@@ -46,10 +46,13 @@ def listed_versions(entry: str, objects: Iterable[StoredObject]) -> dict[str, in
     return found
 
 
-def wanted_versions(entry: str, folder: Path, listed: Mapping[str, int], defaults: LoadOptions) -> set[str] | None:
-    """The version folders that would serve, according to the configuration in ``folder``; None if it is invalid.
+def wanted_versions(
+    entry: str, folder: Path, listed: Mapping[str, int], defaults: LoadOptions, named: Collection[int] = ()
+) -> set[str] | None:
+    """The version folders that would serve, according to the configuration in ``folder`` and to ``named``.
 
-    The repository reports an invalid configuration, which needs no version.
+    Returns:
+        None for an invalid configuration, which the repository reports; it needs no version.
     """
     options = [file for name in (OPTIONS_FILE, TRITON_OPTIONS_FILE) if (file := folder / name).is_file()]
     if len(options) > 1:
@@ -58,7 +61,7 @@ def wanted_versions(entry: str, folder: Path, listed: Mapping[str, int], default
         configuration = read_configuration(entry, options[0] if options else None, defaults)
     except ServeError:
         return None
-    chosen = choose_versions(configuration.options.version_policy, listed.values())
+    chosen = versions_to_serve(configuration.options, listed.values(), named)
     return {name for name, number in listed.items() if number in chosen}
 
 

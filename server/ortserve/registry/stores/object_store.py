@@ -1,4 +1,4 @@
-"""S3, Google Cloud Storage and Azure Blob Storage, by obstore: its only door, with ``archive``.
+"""S3, Google Cloud Storage and Azure Blob Storage, by obstore, which only this module and ``archive`` import.
 
 Credentials come from each provider's own chain: the client's environment variables, web identity tokens, container
 credentials and metadata services.

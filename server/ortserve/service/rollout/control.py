@@ -87,8 +87,10 @@ class RolloutService:
         """End a rollout and leave the labels as they are. Raises ServeError: conflict, without one."""
         self._labels.read(model)
         async with self._labels.lock(model):
-            candidate = self._active(model).candidate
-            await self._end(model, EndedRollout(candidate, "stopped", "by a call"))
+            options = self._registry.rollout(model)
+            if options is None:
+                raise ServeError(ErrorKind.CONFLICT, f"model '{model}' has no rollout")
+            await self._end(model, EndedRollout(options.candidate, "stopped", "by a call"))
         return self.read(model)
 
     async def promote(self, model: str, version: int | None) -> ModelLabels:
@@ -98,13 +100,12 @@ class RolloutService:
             ServeError: As ``LabelService.promote``; conflict, without a version and a rollout.
         """
         self._labels.read(model)
-        options = self._registry.rollout(model)
-        if options is not None and version in (None, options.candidate):
-            async with self._labels.lock(model):
-                candidate = self._active(model).candidate
-                self._labels.check_serves(model, candidate, "promote")
-                await self._end(model, EndedRollout(candidate, "promoted", "by a call"))
-            return self._labels.read(model)
+        async with self._labels.lock(model):
+            options = self._registry.rollout(model)
+            if options is not None and version in (None, options.candidate):
+                self._labels.check_serves(model, options.candidate, "promote")
+                await self._end(model, EndedRollout(options.candidate, "promoted", "by a call"))
+                return self._labels.read(model)
         if version is None:
             raise ServeError(ErrorKind.CONFLICT, f"model '{model}' has no rollout: expected the version to promote")
         return await self._labels.promote(model, version)
@@ -116,11 +117,12 @@ class RolloutService:
             ServeError: As ``LabelService.rollback``.
         """
         self._labels.read(model)
-        if self._registry.rollout(model) is None:
-            return await self._labels.rollback(model)
         async with self._labels.lock(model):
-            await self._end(model, EndedRollout(self._active(model).candidate, "rolled_back", "by a call"))
-        return self._labels.read(model)
+            options = self._registry.rollout(model)
+            if options is not None:
+                await self._end(model, EndedRollout(options.candidate, "rolled_back", "by a call"))
+                return self._labels.read(model)
+        return await self._labels.rollback(model)
 
     def readings(self) -> list[RolloutReading]:
         """Of all live rollouts, for metrics. Only reads, so a scrape may call it on its own thread."""
@@ -136,12 +138,6 @@ class RolloutService:
             for live in list(self._live.values())
             for figures in (live.figures(),)
         ]
-
-    def _active(self, model: str) -> RolloutOptions:
-        options = self._registry.rollout(model)
-        if options is None:
-            raise ServeError(ErrorKind.CONFLICT, f"model '{model}' has no rollout")
-        return options
 
     async def _end(self, model: str, ended: EndedRollout) -> None:
         """Keep the end of a rollout, and with a promotion the label. Called with the model's lock."""
@@ -167,13 +163,15 @@ class RolloutService:
         stable = self._registry.labels(model).get(STABLE)
         live = self._live.get(model)
         problem = "" if options is None else self._problem(model, options)
-        if problem and self._reported.get(model) != problem:
+        if not problem:
+            self._reported.pop(model, None)
+        elif self._reported.get(model) != problem:
+            self._reported[model] = problem
             log_event(logger, logging.WARNING, "rollout has no effect", model=model, reason=problem)
-        self._reported[model] = problem
         if options is None or problem:
             if live is not None:
                 live.is_over = True
-                del self._live[model]
+                del self._live[model], self._tried_for[model]
             self._registry.roll_out(model, None)
         elif live is None or live.options != options or self._tried_for.get(model) != stable:
             self._live[model] = LiveRollout(
@@ -217,7 +215,7 @@ class RolloutService:
         model, candidate = live.model, live.options.candidate
         async with self._labels.lock(model):
             if self._live.get(model) is not live:
-                return  # a call was faster
+                return  # a call has ended or changed it
             try:
                 if decision.result == "promoted":
                     self._labels.check_serves(model, candidate, "promote")

@@ -8,7 +8,7 @@ from ortserve.config.rollout import RolloutRules
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was seen of a candidate. Times are seconds, None while there are too few.
+    """The figures of a candidate so far. Times are seconds, None while there are too few.
 
     Attributes:
         requests: To the candidate, answered or failed.

@@ -15,6 +15,7 @@ from ortserve.config.rollout import RolloutOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest
+from ortserve.core.terms import Scheduling
 from ortserve.core.timing import Timing
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
@@ -38,7 +39,7 @@ INLINE_ELEMENTS: Final = 1024
 _JUDGED_EVERY: Final = 16
 """Requests between two judgements of times."""
 _BUSY: Final = (ErrorKind.OVERLOADED, ErrorKind.DEADLINE, ErrorKind.NOT_READY, ErrorKind.CANCELLED)
-"""Errors of a version that has no time for a request. They say nothing about the model."""
+"""Errors by which a busy version rejects a request. They do not depend on the model."""
 
 Outcome = Literal["answered", "failed", "rejected", "shed", "agreed", "disagreed"]
 
@@ -158,10 +159,9 @@ class LiveRollout(Rollout):
             stable = self._find(self.model, STABLE)
             candidate = self._find(self.model, self._candidate)
             if stable.queued_rows or candidate.queued_rows:
-                raise ServeError(ErrorKind.OVERLOADED, "requests of callers come first")
+                raise ServeError(ErrorKind.OVERLOADED, "requests of callers are waiting")
             now_ns = self._clock()
-            level = max(1, candidate.options.priority_levels)
-            terms = candidate.terms(now_ns, timeout_ns=None, priority=level, queue_timeout_ns=None)
+            terms = candidate.terms(now_ns, scheduling=Scheduling(max(1, candidate.options.priority_levels)))
             inputs, rows = check_request(request, candidate.signature, candidate.name)
             run = InflightRequest(Timing(now_ns), inputs, rows)
             run.on_settled = partial(self._on_settled, _Copy(request, outputs, stable, rows, run_ns, nbytes), candidate)

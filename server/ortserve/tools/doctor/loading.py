@@ -184,7 +184,9 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime) -> str:
         ServeError: invalid_input: the reason why it does not serve, or that of a member.
     """
     catalog = Catalog()
-    versions = Versions(catalog, unread_metrics(), monotonic_ns, lambda: None, lambda record: None, runtime)
+    versions = Versions(
+        catalog, unread_metrics(), monotonic_ns, lambda: None, lambda record: None, lambda name: False, runtime
+    )
     reason = ""
     try:
         for source in (*item.members, item.source):

@@ -30,7 +30,7 @@ _ACTIONS: Final = {
 
 
 _WATCH_S: Final = 1.0
-"""Between two looks."""
+"""Between two readings."""
 
 
 def build_parser() -> ToolParser:

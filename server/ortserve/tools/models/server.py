@@ -14,8 +14,8 @@ from ortserve.tools.address import Address
 from ortserve.tools.client import Client, another_kind, path_of
 from ortserve.tools.models.result import VersionStatus
 
-_LOOK_S: Final = 0.5
-"""Between two looks at the progress of a load."""
+_PROGRESS_S: Final = 0.5
+"""Between two readings of the progress of a load."""
 _LATEST_LABEL: Final = "stable"
 
 
@@ -76,7 +76,7 @@ class ModelServer:
         """A POST about a model during which ``step`` gets what the server is doing."""
         with ThreadPoolExecutor(1) as thread:
             changing = thread.submit(self.change, "POST", path, {})
-            while not wait_for((changing,), _LOOK_S).done:
+            while not wait_for((changing,), _PROGRESS_S).done:
                 doing = [e for e in self.index() if e["name"] == model and e.get("state") in ("LOADING", "UNLOADING")]
                 for entry in doing:
                     step(0, f"version {entry['version']}: {entry.get('reason') or entry['state'].lower()}")

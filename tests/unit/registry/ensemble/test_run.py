@@ -19,7 +19,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequencePart
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.terms import Terms
+from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.ensemble.interface import Member, resolve_signature
@@ -38,6 +38,8 @@ Steps = Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]]
 
 class FakeMember(ServedVersion):
     """Keeps its requests until the test settles them."""
+
+    is_busy = False
 
     def __init__(
         self,
@@ -77,13 +79,11 @@ class FakeMember(ServedVersion):
     def terms(
         self,
         received_ns: int,
-        *,
-        timeout_ns: int | None,
-        priority: int,
-        queue_timeout_ns: int | None,
+        timeout_ns: int | None = None,
+        scheduling: Scheduling = NO_SCHEDULING,
         outputs: Sequence[RequestedOutput] = (),
     ) -> Terms:
-        self.asked.append((received_ns, timeout_ns, priority, queue_timeout_ns))
+        self.asked.append((received_ns, timeout_ns, scheduling.priority, scheduling.queue_timeout_ns))
         return Terms()
 
     def submit(self, request: InflightRequest, terms: Terms) -> None:
@@ -145,9 +145,7 @@ def submit(
 ) -> InflightRequest:
     request = InflightRequest(Timing(clock()), (X,), len(X))
     wanted = [RequestedOutput(name) for name in outputs]
-    terms = served.terms(
-        clock(), timeout_ns=timeout_ns, priority=priority, queue_timeout_ns=queue_timeout_ns, outputs=wanted
-    )
+    terms = served.terms(clock(), timeout_ns, Scheduling(priority, queue_timeout_ns), wanted)
     served.submit(request, terms)
     return request
 
@@ -198,7 +196,7 @@ def test_only_steps_with_sequences_get_the_part_of_a_sequence(clock: Clock) -> N
     assert served.takes_sequences
     part = SequencePart(5, is_start=True)
     request = InflightRequest(Timing(clock()), (X,), len(X))
-    served.submit_part(request, served.terms(clock(), timeout_ns=None, priority=0, queue_timeout_ns=None), part)
+    served.submit_part(request, served.terms(clock()), part)
     plain.answer(X)
     assert (plain.parts, follows.parts) == ([], [part])
 
@@ -214,7 +212,7 @@ class SequenceStage:
 
     def submit(self, value: float, sequence_id: int | str = 5) -> InflightRequest:
         request = InflightRequest(Timing(self.clock()), (np.full((1, 2), value, np.float32),), 1)
-        terms = self.served.terms(self.clock(), timeout_ns=None, priority=0, queue_timeout_ns=None)
+        terms = self.served.terms(self.clock())
         self.served.submit_part(request, terms, SequencePart(sequence_id))
         return request
 

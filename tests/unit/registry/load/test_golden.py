@@ -192,6 +192,13 @@ def test_files_that_do_not_fit_the_model_are_refused(tmp_path: Path, arrays: Map
     assert problem in message
 
 
+def test_texts_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
+    texts = {"input.x": np.array([[b"\xff"] * 4]), "output.y": np.array([[b"a"] * 4])}
+    folder = make(tmp_path, partial(builders.identity, datatype=DataType.BYTES), texts)
+
+    assert "a.npz: array 'input.x': expected texts in UTF-8" in refused(folder)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -219,10 +226,14 @@ def test_files_are_bounded_before_they_are_read(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(golden_samples, "MOST_FILES", 0)
     assert "expected 1 to 0 files *.npz, got 1" in refused(folder)
     monkeypatch.undo()
-    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 1000000000000)}\n"
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("input.x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
-    assert "an array of 16000000000000 bytes with 0 bytes of data" in refused(folder)
+    for datatype, problem in (
+        ("<f4", "an array of 16000000000000 bytes with 0 bytes of data"),
+        ("<U0", "an array of 4000000000000 elements of 0 bytes"),
+    ):
+        header = b"{'descr': '%s', 'fortran_order': False, 'shape': (4, 1000000000000)}\n" % datatype.encode()
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("input.x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+        assert problem in refused(folder)
     file.write_bytes(b"no archive")
     assert "a.npz: expected a file written by numpy.savez, got: " in refused(folder)
     file.unlink()

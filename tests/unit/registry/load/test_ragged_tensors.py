@@ -78,6 +78,6 @@ def test_only_ragged_inputs_may_differ_within_a_batch() -> None:
         ({"batch_outputs": {"rows": "X"}}, r"output 'rows' of batch_outputs, model provides \[-1,2\]"),
     ],
 )
-def test_what_does_not_fit_the_model_is_named(more: dict[str, Any], error: str) -> None:
+def test_tensors_that_do_not_fit_the_model_are_named(more: dict[str, Any], error: str) -> None:
     with pytest.raises(ServeError, match=error):
         resolve_interface(options(**more), MODEL)

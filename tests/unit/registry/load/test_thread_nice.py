@@ -49,10 +49,10 @@ def test_own_level_leaves_short_runs_on_the_event_loop(tmp_path: Path) -> None:
 
 
 def test_a_level_that_the_system_refuses_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(which: int, who: int, level: int) -> None:
+    def fail(which: int, process: int, level: int) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "setpriority", refuse)
+    monkeypatch.setattr(os, "setpriority", fail)
     (reason,) = nice_without_effect(ModelOptions(thread_nice=3), has_global_threads=False, is_on_gpu=False)
     assert reason.startswith("thread_nice: level 3, below the process's ")
     assert reason.endswith("needs CAP_SYS_NICE or RLIMIT_NICE: Permission denied")

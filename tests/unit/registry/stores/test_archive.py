@@ -8,6 +8,7 @@ import pytest
 
 from archives import file_site, write_archive
 from ortserve.config.repository_url import RepositoryUrl, parse_repository
+from ortserve.registry.stores import archive
 from ortserve.registry.stores.archive import ArchiveStore
 from ortserve.registry.stores.objects import StoreError
 
@@ -31,7 +32,7 @@ def test_files_are_members_and_an_unchanged_archive_is_fetched_only_to_read_one(
     site: tuple[Path, str], tmp_path: Path
 ) -> None:
     folder, address = site
-    digest = write_archive(folder / "models.tar.gz", {"m/1/model.onnx": b"model", "m/labels.txt": b"cat"})
+    digest = write_archive(folder / "models.tar.gz", [("m/1/model.onnx", b"model"), ("m/labels.txt", b"cat")])
     store = store_of(address, digest, tmp_path)
     listed = {found.path: found for found in store.list({})}
     assert {path: found.size for path, found in listed.items()} == {"m/1/model.onnx": 5, "m/labels.txt": 3}
@@ -40,6 +41,15 @@ def test_files_are_members_and_an_unchanged_archive_is_fetched_only_to_read_one(
     assert {found.path: found for found in store.list(listed)} == listed
     assert not (tmp_path / "unpacked").exists()
     assert b"".join(store.read(listed["m/labels.txt"])) == b"cat"
+
+
+def test_the_last_member_of_a_name_is_the_file_as_tar_extracts_it(site: tuple[Path, str], tmp_path: Path) -> None:
+    """``tar --append`` adds a changed file behind its earlier content."""
+    folder, address = site
+    members = [("m/1/model.onnx", b"first"), ("m/1/model.onnx", b"second"), ("m/labels.txt", b"cat")]
+    store = store_of(address, write_archive(folder / "models.tar.gz", members), tmp_path)
+
+    assert {found.path: b"".join(store.read(found)) for found in store.list({})} == dict(members)
 
 
 @pytest.mark.parametrize(
@@ -51,17 +61,25 @@ def test_files_are_members_and_an_unchanged_archive_is_fetched_only_to_read_one(
         ("digest", "expected an archive with the SHA-256 digest"),
         ("torn", "the archive cannot be read"),
         ("large", "expected an archive of at most"),
+        ("folders", "expected an archive of at most"),
         ("missing", "404 Not Found|it cannot be found|not found"),
     ],
 )
-def test_unsafe_and_wrong_archives_are_refused(site: tuple[Path, str], tmp_path: Path, kind: str, reason: str) -> None:
+def test_unsafe_and_wrong_archives_are_refused(
+    site: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+) -> None:
     folder, address = site
     file = folder / "models.tar.gz"
     member = tarfile.TarInfo({"parent": "../../evil", "absolute": "/tmp/evil"}.get(kind, "m/1/link"))
     if kind == "link":
         member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    more = (member,) if kind in ("link", "parent", "absolute") else ()
-    digest = write_archive(file, {"m/1/model.onnx": bytes(range(256)) * 400}, *more)
+    more: tuple[tarfile.TarInfo, ...] = (member,) if kind in ("link", "parent", "absolute") else ()
+    if kind == "folders":
+        monkeypatch.setattr(archive, "MAX_OBJECTS", 2)
+        more = tuple(tarfile.TarInfo(f"m/{number}") for number in range(3))
+        for folder_member in more:
+            folder_member.type = tarfile.DIRTYPE
+    digest = write_archive(file, [("m/1/model.onnx", bytes(range(256)) * 400)], *more)
     if kind == "torn":
         file.write_bytes(file.read_bytes()[:-100])
     if kind == "missing":
@@ -71,5 +89,6 @@ def test_unsafe_and_wrong_archives_are_refused(site: tuple[Path, str], tmp_path:
     )
     with pytest.raises(StoreError, match=reason):
         store.list({})
+    assert not (tmp_path / "unpacked").exists()
     assert not (tmp_path / "evil").exists()
     assert not Path("/tmp/evil").exists()

@@ -150,6 +150,19 @@ def test_unchanged_files_of_a_changed_model_keep_their_inodes(tmp_path: Path, fi
     assert len(list((lab.cache.view / "incoming").iterdir())) == 1  # the tree before it is gone
 
 
+def test_version_that_a_call_named_since_is_fetched_and_nothing_else_again(tmp_path: Path, files: Executor) -> None:
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+    lab.store.files["a/2/model.onnx"] = b"second"
+    lab.mirror.sync()
+    named: set[int] = set()
+    lab.mirror.named_versions = lambda name: named if name == "a" else ()
+    named.add(1)
+    lab.mirror.sync()
+    lab.mirror.sync()
+    assert lab.store.reads == ["a/2/model.onnx", "a/1/model.onnx"]
+    assert lab.content("a") == b"first"
+
+
 def test_model_that_left_the_store_leaves_the_folder(tmp_path: Path, files: Executor) -> None:
     lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
     lab.mirror.sync()

@@ -36,6 +36,13 @@ def test_only_versions_that_would_serve_and_files_beside_them_are_needed(tmp_pat
     ]
 
 
+def test_versions_that_labels_rollouts_or_calls_name_are_needed_if_they_are_there(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text("labels: {stable: 1, next: 7}\nrollout: {candidate: 2}\n")
+    listed = {str(number): number for number in range(1, 6)}
+    assert wanted_versions("m", tmp_path, listed, LoadOptions()) == {"1", "2", "5"}
+    assert wanted_versions("m", tmp_path, listed, LoadOptions(), {3, 8}) == {"1", "2", "3", "5"}
+
+
 def test_invalid_configuration_needs_no_version(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text("max_rows: many\n")
     assert wanted_versions("m", tmp_path, {"1": 1}, LoadOptions()) is None

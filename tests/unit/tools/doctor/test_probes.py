@@ -1,6 +1,7 @@
 """What doctor measures and tries: steadiness, execution providers, GPUs, loads, and the way of a request."""
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -178,6 +179,12 @@ def test_processes_side_by_side_are_ended_although_others_still_hang() -> None:
     results.close()
 
     assert not set(psutil.Process().children()) - set(before)
+
+
+@pytest.mark.timeout(60)
+def test_error_of_a_process_side_by_side_is_raised() -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        list(run_side_by_side(lambda item: item, ["a", "b", "c"], 60, 2))
 
 
 def test_process_that_cannot_begin_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,188 @@
+"""The servers of both protocols, created from shared parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from ortserve import __version__
+from ortserve.app.console import Console
+from ortserve.clock import monotonic_ns
+from ortserve.config.options import ServerOptions
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
+from ortserve.frontends.grpc.grpcio_server import GrpcioServer
+from ortserve.frontends.grpc.infer_calls import InferCalls
+from ortserve.frontends.grpc.infer_stream import InferStreamCalls
+from ortserve.frontends.grpc.management_calls import ManagementCalls, SharedMemoryCalls
+from ortserve.frontends.grpc.model_calls import ModelCalls
+from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS, connection_limits
+from ortserve.frontends.grpc.native.server import NativeGrpcServer
+from ortserve.frontends.grpc.router import Router
+from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
+from ortserve.frontends.grpc.streams import Streams
+from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
+from ortserve.frontends.http.connection import ConnectionContext
+from ortserve.frontends.http.console_routes import console_routes
+from ortserve.frontends.http.control_app import make_control_app
+from ortserve.frontends.http.generate_routes import generate_routes
+from ortserve.frontends.http.infer_exchange import InferEndpoint
+from ortserve.frontends.http.limits import http_limits
+from ortserve.frontends.http.server import HttpServer
+from ortserve.frontends.load_reports import LoadReports
+from ortserve.frontends.tls.transport import TlsPort
+from ortserve.frontends.trace_headers import HttpTraces
+from ortserve.service.access import Group, Guard
+from ortserve.service.codec_threads import CodecThreads
+from ortserve.service.gate import BodyAdmission
+from ortserve.service.inference import InferenceService
+from ortserve.service.management import Management
+from ortserve.service.models import ModelService
+from ortserve.service.shared_memory import SharedMemory
+from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.tracing import Tracing
+
+if TYPE_CHECKING:
+    from ortserve.frontends.tls.certificate import ServerCertificate
+
+
+@dataclass(frozen=True, slots=True)
+class Frontends:
+    """Creates the servers of both protocols from shared parts."""
+
+    options: ServerOptions
+    metrics: Metrics
+    inference: InferenceService
+    codec_threads: CodecThreads
+    management: Management
+    models: ModelService
+    shared_memory: SharedMemory
+    guards: Mapping[Group, Guard]
+    certificate: "ServerCertificate | None"
+    tracing: Tracing | None
+    http_traces: HttpTraces | None
+    load_reports: LoadReports | None
+    console: Console | None
+
+    def http(self) -> HttpServer:
+        options = self.options
+        control = make_control_app(
+            self.models,
+            self.management,
+            self.shared_memory,
+            self._load_admission("http"),
+            self.codec_threads.read_load,
+            title=options.server_name,
+            version=__version__,
+            guarded=self.guards,
+        )
+        control.include_router(
+            generate_routes(
+                self.inference,
+                self.models,
+                max_body_bytes=options.max_body_bytes,
+                clock=monotonic_ns,
+                traces=self.http_traces,
+                load_reports=self.load_reports,
+            )
+        )
+        if (console := self.console) is not None:
+            control.include_router(console_routes(console.observation, console.models, console.server))
+        infer = InferEndpoint(
+            self.inference,
+            max_body_bytes=options.max_body_bytes,
+            compression_min_bytes=options.compression_min_bytes,
+            clock=monotonic_ns,
+            guard=self.guards.get(Group.INFER),
+            traces=self.http_traces,
+            load_reports=self.load_reports,
+        )
+        context = ConnectionContext(
+            http_limits(options, idle_timeout_s=options.idle_timeout_s, max_body_bytes=options.max_body_bytes),
+            max_age_s=options.http_max_connection_age_s,
+            on_rejected=partial(self.metrics.rejected, ""),
+        )
+        return HttpServer(
+            infer,
+            AsgiEndpoint(control, self.guards),
+            context,
+            host=options.host,
+            port=options.http_port,
+            tls=self._tls_port("http", options.http_max_connections),
+        )
+
+    def grpc(self) -> GrpcioServer | NativeGrpcServer:
+        options = self.options
+        streams = Streams(options.grpc_max_streams)
+        self.metrics.set_streams_source(lambda: streams.open_count)
+        inference = self.inference
+        admission = BodyAdmission(
+            "grpc", inference.hold, inference.count_refused_body, max_body_bytes=options.max_body_bytes
+        )
+        infer = InferCalls(inference, admission, self.tracing, self.load_reports)
+        router = Router(self._calls(infer, admission, streams), self.guards)
+        if options.grpc_transport == "grpcio":
+            return GrpcioServer(
+                router,
+                streams,
+                options,
+                host=options.host,
+                port=options.grpc_port,
+                max_body_bytes=options.max_body_bytes,
+                credentials=self.certificate.grpc_credentials() if self.certificate else None,
+                handshake_timeout_s=options.tls_handshake_timeout_s if self.certificate else None,
+            )
+        return NativeGrpcServer(
+            router.find,
+            {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
+            streams,
+            inference.hold,
+            connection_limits(options, max_message_bytes=options.max_body_bytes),
+            host=options.host,
+            port=options.grpc_port,
+            clock=monotonic_ns,
+            on_cut_answer=self.metrics.cut_answer,
+            on_connection_error=self.metrics.connection_error,
+            encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
+            guards=router.guards,
+            tls=self._tls_port("grpc", options.grpc_max_connections, alpn="h2"),
+        )
+
+    def _tls_port(
+        self, port: Literal["http", "grpc"], max_handshakes: int, *, alpn: str | None = None
+    ) -> TlsPort | None:
+        if self.certificate is None:
+            return None
+        return TlsPort(
+            self.certificate.context_of(port),
+            port=port,
+            handshake_timeout_s=self.options.tls_handshake_timeout_s,
+            max_handshakes=max_handshakes,
+            alpn=alpn,
+        )
+
+    def _load_admission(self, protocol: str) -> BodyAdmission:
+        """Of the bodies that load models. They are no requests of a model, so rejected ones are not counted."""
+        return BodyAdmission(protocol, self.inference.hold, None, max_body_bytes=self.options.max_body_bytes)
+
+    def _calls(self, infer: InferCalls, admission: BodyAdmission, streams: Streams) -> list[Calls]:
+        """The handlers of all RPCs."""
+        options = self.options
+        calls: list[Calls] = [
+            infer,
+            InferStreamCalls(
+                self.inference,
+                admission,
+                streams,
+                max_requests=options.grpc_stream_requests,
+                max_bytes=options.grpc_stream_bytes,
+                tracing=self.tracing,
+                load_reports=self.load_reports,
+            ),
+            ModelCalls(self.models),
+            ManagementCalls(self.management, self._load_admission("grpc")),
+            SharedMemoryCalls(self.shared_memory),
+        ]
+        services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
+        calls.append(HealthCalls(self.models, streams, services))
+        calls.extend(ReflectionCalls(service, streams, services) for service in REFLECTION_SERVICES)
+        return calls

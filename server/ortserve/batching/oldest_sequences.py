@@ -1,0 +1,56 @@
+"""The strategy ``oldest``: each request whose turn it is goes to the batcher, which batches different sequences."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeAlias
+
+from ortserve.batching.sequence_table import Turn
+from ortserve.batching.sequences import SequenceRuns
+from ortserve.core.inflight import QUEUED, InflightRequest
+from ortserve.core.terms import Terms
+
+Enqueue: TypeAlias = Callable[[InflightRequest, Terms], object]
+"""Enqueues the run of one request of the model; raises ServeError if it is rejected."""
+
+
+class OldestRuns:
+    """Gives each request whose turn it is to the batcher. Loop thread only."""
+
+    def __init__(self, runs: SequenceRuns, enqueue: Enqueue, loop: asyncio.AbstractEventLoop) -> None:
+        self._runs: Final = runs
+        self._enqueue: Final = enqueue
+        self._loop: Final = loop
+
+    def run(self, turn: Turn) -> None:
+        child = turn.request.child(turn.inputs, 1)
+        child.on_settled = partial(self._on_settled, turn)
+        turn.run = child
+        try:
+            self._enqueue(child, turn.terms)
+        except Exception as error:  # noqa: BLE001 - any error is for the request
+            child.on_settled = turn.run = None
+            # Not in this turn: many requests of a sequence that all fail at once would nest their calls.
+            self._loop.call_soon(self._runs.on_failed, turn, error)
+        else:
+            child.timing.queued_ns = turn.arrived_ns  # it waits since then
+
+    def withdraw(self, turn: Turn) -> bool:
+        child = turn.run
+        if child is None or child.state > QUEUED:
+            return False
+        child.on_settled = None
+        child.cancel()
+        return True
+
+    def hurry(self) -> None:
+        pass
+
+    def _on_settled(self, turn: Turn, child: InflightRequest) -> None:
+        turn.run = None
+        try:
+            outputs = child.take_outputs()
+        except BaseException as error:  # noqa: BLE001 - the error of the run, which is passed on
+            self._runs.on_failed(turn, error)
+        else:
+            self._runs.on_computed(turn, outputs)

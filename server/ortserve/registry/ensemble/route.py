@@ -1,0 +1,94 @@
+"""The route of requests through an ensemble: the members and tensors of its steps, for the requested outputs."""
+
+from typing import Final
+
+from ortserve.core.request import RequestedOutput
+from ortserve.core.signature import ModelSignature
+from ortserve.core.terms import Scheduling, Terms
+from ortserve.registry.ensemble.plan import Plan, PlannedStep, Selection
+from ortserve.registry.serving import ServedVersion
+
+
+class EnsembleTerms(Terms):
+    """Terms of a request of an ensemble: also what its steps need to make their own.
+
+    Attributes:
+        scheduling: As requested, for each member to interpret.
+        outputs: The only ones that are used; empty for all.
+    """
+
+    __slots__ = ("outputs", "scheduling")
+
+    def __init__(self, finish_by_ns: int | None, scheduling: Scheduling, outputs: tuple[str, ...] = ()) -> None:
+        super().__init__(scheduling.priority, finish_by_ns)
+        self.scheduling: Final[Scheduling] = scheduling
+        self.outputs: Final[tuple[str, ...]] = outputs
+
+
+class BoundStep:
+    """A step whose member is found.
+
+    Attributes:
+        member: Answers the step.
+        inputs: The tensor of each input of the member; -1 for one that is left out.
+        outputs: The used outputs: index among the member's outputs, and tensor.
+        wanted: The same outputs, for a member that is an ensemble.
+    """
+
+    __slots__ = ("inputs", "member", "outputs", "wanted")
+
+    def __init__(self, step: PlannedStep, used: tuple[str, ...], member: ServedVersion) -> None:
+        signature = member.signature
+        self.member: Final[ServedVersion] = member
+        self.inputs: Final[tuple[int, ...]] = tuple([step.inputs.get(spec.name, -1) for spec in signature.inputs])
+        self.outputs: Final[tuple[tuple[int, int], ...]] = tuple(
+            [(signature.output_index[name], step.outputs[name]) for name in used]
+        )
+        self.wanted: Final[tuple[RequestedOutput, ...]] = tuple([RequestedOutput(name) for name in used])
+
+
+class Route:
+    """The way of all requests for the same outputs through an ensemble.
+
+    Attributes:
+        name: Of the ensemble.
+        signature: Of the ensemble.
+        plan: Of the ensemble.
+        selection: The steps that are needed.
+        steps: All steps of the plan with their members.
+        outputs: For each output of the signature its tensor; -1 if it is not requested.
+    """
+
+    __slots__ = ("name", "outputs", "plan", "selection", "signature", "steps")
+
+    def __init__(
+        self,
+        name: str,
+        signature: ModelSignature,
+        plan: Plan,
+        selection: Selection,
+        members: tuple[ServedVersion, ...],
+        wanted: frozenset[int],
+    ) -> None:
+        self.name: Final[str] = name
+        self.signature: Final[ModelSignature] = signature
+        self.plan: Final[Plan] = plan
+        self.selection: Final[Selection] = selection
+        self.steps: Final[tuple[BoundStep, ...]] = tuple(
+            [BoundStep(plan.steps[number], selection.outputs[number], member) for number, member in enumerate(members)]
+        )
+        self.outputs: Final[tuple[int, ...]] = tuple([tensor if tensor in wanted else -1 for tensor in plan.outputs])
+
+
+def make_route(
+    name: str, signature: ModelSignature, plan: Plan, members: tuple[ServedVersion, ...], outputs: tuple[str, ...]
+) -> Route:
+    """Make the route of requests for some outputs; of all, if ``outputs`` is empty."""
+    wanted = frozenset(
+        [
+            tensor
+            for spec, tensor in zip(signature.outputs, plan.outputs, strict=True)
+            if not outputs or spec.name in outputs
+        ]
+    )
+    return Route(name, signature, plan, plan.select(wanted), members, wanted)

@@ -1,0 +1,118 @@
+"""Requests for models that are not in memory: one load for all of them, and how long each waits."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from ortserve.clock import Clock
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.residency.ledger import LoadCost
+from ortserve.telemetry.readings import ResidencyCounts
+
+MAX_WAITING: Final = 4096
+"""Requests that may wait for one model; the memory of their bodies is limited in any case."""
+_LEAST_RETRY_S: Final = 1.0
+
+
+class Demand:
+    """One load that requests wait for."""
+
+    def __init__(self, task: "asyncio.Task[None]", ready_ns: int, *, is_measured: bool) -> None:
+        self.task: Final = task
+        self.ready_ns: Final = ready_ns
+        """When the load is expected to end (monotonic)."""
+        self.is_measured: Final = is_measured
+        """Whether an earlier load took as long."""
+        self.waiting = 0
+
+
+class Demands:
+    """The loads that requests wait for, one for each model at a time. Loop thread only.
+
+    A load goes on when no request waits any more: the next one needs it.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        counts: ResidencyCounts,
+        *,
+        load: Callable[[str], Coroutine[Any, Any, None]],
+        start: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
+        expect: Callable[[str], LoadCost],
+        wait_s: float,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            clock: Monotonic nanoseconds.
+            counts: Counts requests that waited.
+            load: Loads a model; raises ServeError.
+            start: Runs a load in a task that ends with the registry.
+            expect: What a load of a model will take.
+            wait_s: The longest wait of a request.
+        """
+        self._clock = clock
+        self._counts = counts
+        self._load = load
+        self._start = start
+        self._expect = expect
+        self._wait_ns: Final = round(wait_s * 1e9)
+        self._demands: dict[str, Demand] = {}
+
+    def join(self, name: str) -> Demand:
+        """The load of a model that is under way, or that begins now."""
+        demand = self._demands.get(name)
+        if demand is None:
+            cost = self._expect(name)
+            ready_ns = self._clock() + cost.load_ns
+            demand = Demand(self._start(self._load(name)), ready_ns, is_measured=cost.is_measured)
+            self._demands[name] = demand
+            demand.task.add_done_callback(lambda _: self._demands.pop(name))
+        return demand
+
+    async def wait(self, name: str, received_ns: int, timeout_ns: int | None) -> None:
+        """Wait until a model is loaded, at most until the deadline of the request.
+
+        Args:
+            name: Of the model.
+            received_ns: When the request was received (monotonic).
+            timeout_ns: Its time limit; None if it has none.
+
+        Raises:
+            ServeError: not_ready, with the time after which a retry should find the model, if it cannot be loaded in
+                time; overloaded, if too many requests wait; the error of the load.
+        """
+        demand = self.join(name)
+        counts, now_ns = self._counts, self._clock()
+        by_ns = received_ns + (self._wait_ns if timeout_ns is None else min(timeout_ns, self._wait_ns))
+        if demand.waiting >= MAX_WAITING:
+            counts.count_request(name, "refused")
+            raise ServeError(ErrorKind.OVERLOADED, f"{MAX_WAITING} requests wait for '{name}'", retry_after_s=1)
+        if by_ns <= now_ns or (demand.is_measured and demand.ready_ns > by_ns):
+            counts.count_request(name, "late")
+            raise self._late(name, demand, now_ns)
+        demand.waiting += 1
+        try:
+            # A request that is cancelled does not cancel the load.
+            await asyncio.wait({demand.task}, timeout=(by_ns - now_ns) / 1e9)
+        finally:
+            demand.waiting -= 1
+            counts.waited_ns += self._clock() - now_ns
+        if not demand.task.done():
+            counts.count_request(name, "late")
+            raise self._late(name, demand, self._clock())
+        if demand.task.cancelled():
+            counts.count_request(name, "failed")
+            raise ServeError(ErrorKind.NOT_READY, f"the load of '{name}' was cancelled", retry_after_s=1)
+        error = demand.task.exception()
+        counts.count_request(name, "loaded" if error is None else "failed")
+        if isinstance(error, ServeError):  # anew, because each caller adds its own traceback
+            raise ServeError(error.kind, error.message, retry_after_s=error.retry_after_s)
+        if error is not None:
+            raise error
+
+    def _late(self, name: str, demand: Demand, now_ns: int) -> ServeError:
+        left_s = max(_LEAST_RETRY_S, (demand.ready_ns - now_ns) / 1e9)
+        text = f"'{name}' is loaded on demand, which takes longer than the request may wait: about {left_s:.0f} s more"
+        return ServeError(ErrorKind.NOT_READY, text, retry_after_s=left_s)

@@ -1,0 +1,181 @@
+"""Reads the sources of models, wherever they are: in folders, in stores, or in a client's request."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from ortserve.config.model import LoadOptions
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.dependents import members_of
+from ortserve.registry.repository.client_model import client_source, read_client_model
+from ortserve.registry.repository.model_files import read_repositories
+from ortserve.registry.repository.source import ModelSource, read_source, read_sources
+from ortserve.registry.stores.mirrors import Mirrors
+
+NOT_POLLED: Final = "failed to poll from model repository"
+
+
+class SourceReader:
+    """The repositories of a server, and the models that clients send. Loop thread only; reads on threads."""
+
+    def __init__(
+        self,
+        repositories: Sequence[Path],
+        defaults: LoadOptions,
+        mirrors: Mirrors | None,
+        named_versions: Callable[[str], Collection[int]],
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            repositories: Folders of models.
+            defaults: Hold for options that a model's own configuration does not set.
+            mirrors: Keep some of the folders up to date; None if all are folders of the operator.
+            named_versions: Versions of a model that belong to its source whatever its policy chooses, if they are
+                there. Called on any thread.
+        """
+        self._repositories = repositories
+        self._defaults = defaults
+        self._mirrors = mirrors
+        self._named_versions = named_versions
+        if mirrors is not None:
+            mirrors.follow(named_versions)
+
+    async def names(self) -> list[str]:
+        """The models that are in the repositories now.
+
+        Raises:
+            ServeError: invalid_input, if a repository cannot be read.
+        """
+        found = {files.name for files in await asyncio.to_thread(read_repositories, self._repositories)}
+        return sorted(found if self._mirrors is None else found | await self._mirrors.names())
+
+    async def read_all(self, only: Collection[str] | None = None) -> list[ModelSource]:
+        """The sources of all models. Of those in stores that are not in ``only``, nor contained in one, some may lack.
+
+        Raises:
+            ServeError: A repository cannot be read.
+        """
+        wanted = None if only is None else set(only)
+        while True:
+            if self._mirrors is not None:
+                await self._mirrors.sync(wanted)
+            # Not on the threads of loads, where it would wait for models that are loading.
+            sources = await asyncio.to_thread(read_sources, self._repositories, self._defaults, self._named_versions)
+            if self._mirrors is None:
+                return sources
+            sources = self._mirrors.with_problems(sources)
+            if wanted is None or not (more := _members_beyond(wanted, sources)):
+                return sources
+            wanted |= more
+
+    async def read(self, name: str) -> ModelSource | None:
+        """The source of a model whose files are on the disk; None if there is none, or a repository cannot be read."""
+        try:
+            return await asyncio.to_thread(self._read, name)
+        except ServeError:
+            return None
+
+    @asynccontextmanager
+    async def open(self, name: str, config: str | None, files: Mapping[str, bytes]) -> AsyncIterator[ModelSource]:
+        """The present source of a model, fetched from its store if necessary. A client's files exist until the end.
+
+        Args:
+            name: Of the model.
+            config: As for ``Registry.load``.
+            files: As for ``Registry.load``.
+
+        Raises:
+            ServeError: internal, as ``Registry.load``.
+        """
+        if self._mirrors is not None and not files:
+            await self._fetch(self._mirrors, name, with_all_versions=config is not None)
+        resources = ExitStack()
+        try:
+            yield await asyncio.to_thread(self._find, resources, name, config, files)
+        finally:
+            await asyncio.to_thread(resources.close)
+
+    async def read_members(self, ensemble: ModelSource) -> dict[str, ModelSource]:
+        """An ensemble and all models that it contains, however deep, by name; fetched from stores where necessary.
+
+        Raises:
+            ServeError: internal, as ``Registry.load``.
+        """
+        wanted = {ensemble.name}
+        try:
+            while True:
+                closure = await asyncio.to_thread(self._find_members, ensemble)
+                more = _members_beyond(wanted, closure.values())
+                if self._mirrors is None or not more:
+                    return closure
+                await self._mirrors.sync(more)
+                wanted |= more
+        except ServeError:
+            raise _unreadable(ensemble.name) from None
+
+    async def release(self, name: str) -> None:
+        """Give up the files of a model that was unloaded."""
+        if self._mirrors is not None:
+            await self._mirrors.release(name)
+
+    async def close(self) -> None:
+        """Remove the folders of stores. No model is loaded any more."""
+        if self._mirrors is not None:
+            await self._mirrors.close()
+
+    async def _fetch(self, mirrors: Mirrors, name: str, *, with_all_versions: bool) -> None:
+        try:
+            await mirrors.sync([name], with_all_versions=with_all_versions)
+        except ServeError:
+            raise _unreadable(name) from None
+        for source in mirrors.with_problems(()):
+            if source.name == name:
+                raise load_failure(name, f"{NOT_POLLED}: {source.problem}")
+
+    def _read(self, name: str) -> ModelSource | None:
+        return read_source(name, self._repositories, self._defaults, self._named_versions(name))
+
+    def _find(self, resources: ExitStack, name: str, config: str | None, files: Mapping[str, bytes]) -> ModelSource:
+        """Find the source of a model. ``resources`` keeps a client's files. Blocks on the disk."""
+        try:
+            client = read_client_model(name, config, files, self._defaults)
+            if client is not None:
+                return resources.enter_context(client_source(client, self._repositories))
+        except ServeError as error:
+            raise load_failure(name, f"{NOT_POLLED}: {error.message}") from None
+        try:
+            source = self._read(name)
+        except ServeError:
+            raise _unreadable(name) from None
+        if source is None:
+            raise load_failure(name, f"{NOT_POLLED}: no repository has a model of this name")
+        return source
+
+    def _find_members(self, ensemble: ModelSource) -> dict[str, ModelSource]:
+        """Blocks on the disk. Raises ServeError."""
+        found: dict[str, ModelSource] = {ensemble.name: ensemble}
+        pending = list(members_of(ensemble))
+        while pending:
+            name = pending.pop()
+            if name not in found and (source := self._read(name)) is not None:
+                found[name] = source
+                pending += members_of(source)
+        return found
+
+
+def load_failure(name: str, reason: str) -> ServeError:
+    """The error of a load that failed. Its first words are Triton's, which clients search for."""
+    return ServeError(ErrorKind.INTERNAL, f"failed to load '{name}', {reason}")
+
+
+def _unreadable(name: str) -> ServeError:
+    """In place of an error that names the repository, which clients must not learn."""
+    return load_failure(name, f"{NOT_POLLED}: a repository cannot be read")
+
+
+def _members_beyond(names: Collection[str], sources: Iterable[ModelSource]) -> set[str]:
+    """The members of the named models that are not among the names."""
+    return {member for source in sources if source.name in names for member in members_of(source)}.difference(names)

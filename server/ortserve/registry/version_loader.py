@@ -1,0 +1,199 @@
+"""One load of a version: the pipeline on a thread, or the members of an ensemble, becomes what answers requests."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+from ortserve.batching.run_limits import RunEvents
+from ortserve.clock import Clock
+from ortserve.device.devices import DeviceRuntime
+from ortserve.errors import invalid_input
+from ortserve.registry.catalog import Catalog, State, VersionRecord
+from ortserve.registry.ensemble.members import find_members
+from ortserve.registry.ensemble.plan import make_plan
+from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.gates import check_ensemble, check_speed
+from ortserve.registry.load.assembly import Assembly
+from ortserve.registry.load.capture_trial import CaptureTrials
+from ortserve.registry.load.coordination import LoadLimiter, Progress
+from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.repository.model_files import read_labels
+from ortserve.registry.repository.source import VersionSource
+from ortserve.registry.residency.host_room import NoRoomError
+from ortserve.registry.residency.ledger import HostAccount, HostLedger
+from ortserve.registry.serving import ServedVersion
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+
+class VersionLoader:
+    """Loads versions for which there is a slot and room. Loop thread only; models are opened on threads of its own."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        assembly: Assembly,
+        ledger: HostLedger,
+        clock: Clock,
+        runtime: DeviceRuntime,
+        processors: int,
+        max_loads: int,
+        progress_log_interval_s: float,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            catalog: Of the registry: members of ensembles, and versions that a load takes over from.
+            assembly: Makes what answers requests.
+            ledger: Measures what each load takes.
+            clock: Monotonic nanoseconds.
+            runtime: The process's.
+            processors: That all loads share.
+            max_loads: Loads under way at a time.
+            progress_log_interval_s: Between log lines of one load.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._catalog = catalog
+        self._assembly = assembly
+        self._ledger = ledger
+        self._clock = clock
+        self._runtime = runtime
+        self._trials = CaptureTrials()
+        self._limiter = LoadLimiter(processors)
+        self._threads = ThreadPoolExecutor(max_loads, thread_name_prefix="load")
+        self._progress_log_interval_s = progress_log_interval_s
+
+    async def load(
+        self, record: VersionRecord, source: VersionSource, on_lost: Callable[[str], None], events: RunEvents
+    ) -> ServedVersion:
+        """Load a version. After an error nothing of it is left.
+
+        Args:
+            record: Of this load. Its progress is set, and its state WARMING when the model is open.
+            source: What to load.
+            on_lost: Called when its device is lost.
+            events: Of its runs.
+
+        Raises:
+            ServeError: Why it cannot serve; NoRoomError, if a member of an ensemble is not in memory.
+        """
+        progress = record.progress = Progress(self._clock, partial(self._begin_warming, record))
+        reporting = self._loop.create_task(self._log_progress(record, progress))
+        try:
+            if source.problem:
+                raise invalid_input(source.problem)
+            if source.configuration.options.ensemble is not None:
+                return await self._load_ensemble(record, source)
+            loaded = await self._load_model(record, progress, source)
+            try:
+                return self._assembly.serve(loaded, source.configuration, record.metrics, on_lost, events)
+            except Exception:
+                record.metrics.release_sources()
+                await _close(loaded)
+                raise
+        finally:
+            reporting.cancel()
+
+    def close(self) -> None:
+        """Begin no further load. Does not wait for those under way on threads, which would block the loop."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _load_model(self, record: VersionRecord, progress: Progress, source: VersionSource) -> LoadedModel:
+        assert record.account is not None
+        loaded = await self._loop.run_in_executor(
+            self._threads,
+            partial(
+                self._load_measured,
+                record.account,
+                source.path,
+                f"{record.model}/{record.version}",
+                source.configuration.options,
+                self._clock,
+                source.folder,
+                self._runtime,
+                self._trials,
+                progress,
+                self._limiter,
+            ),
+        )
+        options, before = source.configuration.options, self._serving(record)
+        try:
+            await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
+        except BaseException:  # Also if the server stops meanwhile.
+            await _close(loaded)
+            raise
+        return loaded
+
+    def _load_measured(self, account: HostAccount, *arguments: Any) -> LoadedModel:
+        """Load a model on a thread, and measure what it takes."""
+        self._ledger.begin(account)
+        try:
+            return load_model(*arguments)
+        finally:
+            self._ledger.end(account)
+
+    def _begin_warming(self, record: VersionRecord) -> None:
+        """Note on the thread of a load that the model is open."""
+        if record.account is not None:
+            self._ledger.note_open(record.account)
+        self._loop.call_soon_threadsafe(_advance_to_warming, record)
+
+    async def _load_ensemble(self, record: VersionRecord, source: VersionSource) -> ServedEnsemble:
+        """Connect an ensemble to its members, which serve already.
+
+        Raises:
+            ServeError: invalid_input; not_ready, if a member got no room in memory.
+        """
+        options = source.configuration.options
+        labels = await asyncio.to_thread(read_labels, options, source.folder)
+        plan = make_plan(record.model, options)
+        for member in dict.fromkeys(step.model for step in plan.steps):
+            known = self._catalog.of(member).values()
+            if not self._catalog.ready(member) and any(one.is_on_demand for one in known):
+                raise NoRoomError(f"its member '{member}' is not in memory", is_lasting=False, retry_after_s=1)
+        members = find_members(record.model, plan, self._catalog)
+        served = self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
+        try:
+            if golden := await check_ensemble(served, source.path, source.folder, self._clock):
+                served.properties = {**served.properties, "golden": golden}
+        except BaseException:
+            await served.close()
+            raise
+        return served
+
+    def _serving(self, record: VersionRecord) -> ServedVersion | None:
+        """The version that a load takes over from: the previous load of the same version, or else the highest."""
+        ready = self._catalog.ready(record.model)
+        same = [before for before in ready if before.version == record.version]
+        return (same or ready)[-1].served if ready else None
+
+    async def _log_progress(self, record: VersionRecord, progress: Progress) -> None:
+        began_ns = self._clock()
+        # The loop runs meanwhile: ONNX Runtime releases the interpreter lock while it opens a session and during runs.
+        while True:
+            await asyncio.sleep(self._progress_log_interval_s)
+            log_event(
+                logger,
+                logging.INFO,
+                "model is still loading",
+                model=record.model,
+                version=record.version,
+                doing=progress.describe(),
+                seconds=round((self._clock() - began_ns) / 1e9, 2),
+            )
+
+
+def _advance_to_warming(record: VersionRecord) -> None:
+    if record.state is State.LOADING:
+        record.advance(State.WARMING)
+
+
+async def _close(loaded: LoadedModel) -> None:
+    """Close the instances of a load that serves nothing, whose sessions would otherwise live as long as the process."""
+    for instance in loaded.instances:
+        await asyncio.to_thread(instance.close)

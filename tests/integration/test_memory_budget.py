@@ -1,0 +1,198 @@
+"""Models in memory under a budget, and models that the first request loads, over both protocols."""
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import triton_inputs
+from models import builders, costly, members
+from servers import (
+    LONG_S,
+    Samples,
+    ServerProcess,
+    add_model,
+    json_input,
+    read_metrics,
+    rest_url,
+    serving,
+    triton_clients,
+)
+
+MIB = 1024 * 1024
+ON_DEMAND = "not in memory: the next request loads it"
+ROW = {"x": np.ones((1, 4), np.float32)}
+PLAIN = ("env",)
+"""A server that is not forked from another process, whose memory would be shared with it."""
+
+
+def write_options(folder: Path, text: str) -> None:
+    (folder / "model.yaml").write_text(text)
+
+
+def states(server: ServerProcess) -> dict[str, tuple[str, str]]:
+    entries = httpx.post(f"{server.url}/v2/repository/index", timeout=LONG_S).json()
+    return {entry["name"]: (entry["state"], entry.get("reason", "")) for entry in entries}
+
+
+def infer_http(server: ServerProcess) -> triton_http.InferResult:
+    """Ask ``m`` with a client of this thread, which Triton's client for HTTP needs."""
+    with triton_http.InferenceServerClient(server.http) as client:
+        return client.infer("m", triton_inputs(triton_http, ROW))
+
+
+def test_requests_of_both_protocols_share_a_load_that_outlives_a_late_one(tmp_path: Path) -> None:
+    """The model comes out of a pipe, so that its load lasts until the test ends it."""
+    repository = tmp_path / "repository"
+    write_options(add_model(repository, "other", builders.identity), "required: true")
+    pipe = repository / "m.onnx"
+    os.mkfifo(pipe)
+    content = builders.identity(tmp_path / "real").read_bytes()
+    flags = ("--load-policy", "on_demand", "--warmup-s", "0", "--intra-op-threads", "1")
+    with (
+        serving(repository, *flags) as server,
+        triton_clients(server) as (http, grpc),
+        ThreadPoolExecutor(2) as threads,
+    ):
+        assert states(server) == {"m": ("UNAVAILABLE", ON_DEMAND), "other": ("READY", "")}
+        assert http.is_model_ready("m")
+        assert grpc.is_model_ready("m")
+        late = httpx.post(
+            rest_url(server, "m"),
+            json={"inputs": [json_input("x", ROW["x"])]},
+            headers={"x-request-timeout-ms": "200"},
+            timeout=LONG_S,
+        )
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert "'m' is loaded on demand, which takes longer than the request may wait" in late.json()["error"]
+        with pytest.raises(InferenceServerException, match=r"Deadline Exceeded|loaded on demand"):
+            grpc.infer("m", triton_inputs(triton_grpc, ROW), client_timeout=0.2)
+        assert states(server)["m"][0] == "LOADING"
+        answers = [threads.submit(infer_http, server), threads.submit(grpc.infer, "m", triton_inputs(triton_grpc, ROW))]
+        pipe.write_bytes(content)
+        for answer in answers:
+            np.testing.assert_array_equal(answer.result(LONG_S).as_numpy("y"), ROW["x"])
+        samples = read_metrics(server)
+        assert samples.value("ortserve_model_loads_total", model="m", outcome="ok") == 1
+        outcomes = samples.by_labels("ortserve_on_demand_requests_total", "outcome")
+        assert outcomes["late"] >= 1
+        assert states(server)["m"] == ("READY", "")
+
+
+def held(samples: Samples) -> dict[str, float]:
+    """Private memory of each version in the ledger."""
+    found: dict[str, float] = {}
+    for labels, nbytes in samples.by_labels("ortserve_model_memory_bytes", "model", "kind").items():
+        model, kind = labels.split()
+        assert kind != "expected"
+        if kind != "mapped":
+            found[model] = found.get(model, 0) + nbytes
+    return found
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Three models of 4 MB of which two have room, one pinned; one that never has room; an ensemble on demand."""
+    repository = tmp_path_factory.mktemp("crowded")
+    for name in ("a", "b", "c"):
+        add_model(repository, name, costly.weighty, width=1000, layers=1)
+    write_options(repository / "a", "load_policy: pinned")
+    write_options(add_model(repository, "huge", costly.weighty, width=2000, layers=1), "load_policy: on_demand")
+    write_options(add_model(repository, "double", members.affine, scale=2), "load_policy: on_demand")
+    steps = [("double", {"a": "x"}, {"b": "half"}), ("double", {"a": "half"}, {"b": "y"})]
+    members.add_ensemble(repository, "fourfold", ["x"], ["y"], steps, load_policy="on_demand")
+    with serving(repository, "--memory-budget-bytes", str(12 * MIB), "--warmup-s", "0.1", through=PLAIN) as server:
+        yield server
+
+
+def test_least_recently_used_model_leaves_and_comes_back(crowded: ServerProcess) -> None:
+    wide = {"x": np.linspace(-1, 1, 1000, dtype=np.float32)[None]}
+    assert {name: state for name, (state, _) in states(crowded).items()} == {
+        "a": "READY",
+        "b": "READY",
+        "c": "UNAVAILABLE",
+        "double": "UNAVAILABLE",
+        "fourfold": "UNAVAILABLE",
+        "huge": "UNAVAILABLE",
+    }
+    with triton_clients(crowded) as (http, grpc):
+        expected = http.infer("a", triton_inputs(triton_http, wide)).as_numpy("y")
+        for name in ("c", "b", "a", "c"):
+            for client, library in ((http, triton_http), (grpc, triton_grpc)):
+                answer = client.infer(name, triton_inputs(library, wide)).as_numpy("y")
+                np.testing.assert_allclose(answer, expected, rtol=1e-5)
+        assert grpc.get_model_metadata("b").inputs[0].shape == [-1, 1000]  # loads it, too
+    samples = read_metrics(crowded)
+    assert samples.by_labels("ortserve_model_evictions_total", "model") == {"b": 2, "c": 2}
+    assert samples.value("ortserve_memory_budget_bytes") == 12 * MIB
+    memory = held(samples)
+    assert memory.keys() == {"a", "b"}
+    assert sum(memory.values()) <= 12 * MIB
+    # Its series go on over the loads.
+    http_requests = samples.by_labels("ortserve_request_duration_seconds_count", "model", "protocol", "outcome")
+    assert http_requests["c http ok"] == 2
+
+
+def test_model_that_never_has_room_is_refused_with_the_missing_bytes(crowded: ServerProcess) -> None:
+    wide = {"x": np.ones((1, 2000), np.float32)}
+    with triton_clients(crowded) as (http, grpc):
+        for client, library in ((http, triton_http), (grpc, triton_grpc)):
+            with pytest.raises(InferenceServerException) as caught:
+                client.infer("huge", triton_inputs(library, wide))
+            pattern = r"'huge' needs about 15\.\d MiB, memory_budget_bytes is 12\.0 MiB, .*: \d+\.\d MiB too few"
+            assert re.search(pattern, str(caught.value)), caught.value
+    assert states(crowded)["huge"][0] == "UNAVAILABLE"
+    assert read_metrics(crowded).by_labels("ortserve_refused_loads_total", "reason")["budget"] == 1
+
+
+def test_ensemble_on_demand_loads_its_members_and_leaves_with_them(crowded: ServerProcess) -> None:
+    with triton_clients(crowded) as (http, _):
+        answer = http.infer("fourfold", triton_inputs(triton_http, {"x": np.ones((1, 2), np.float32)}))
+        np.testing.assert_array_equal(answer.as_numpy("y"), np.full((1, 2), 4))
+    now = states(crowded)
+    assert (now["fourfold"], now["double"]) == (("READY", ""), ("READY", ""))
+
+
+def private_bytes(server: ServerProcess) -> int:
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def test_ledger_agrees_with_what_the_process_holds(tmp_path: Path) -> None:
+    """A tiny model, 50 MB, 200 MB, several instances; after unloads, and after the same models were loaded again."""
+    add_model(tmp_path, "tiny", builders.mlp)
+    write_options(add_model(tmp_path, "several", costly.weighty, width=2000, layers=1), "instances: 3")
+    add_model(tmp_path, "medium", costly.weighty, width=3500, layers=1)
+    add_model(tmp_path, "large", costly.weighty)
+    flags = ("--model-control-mode", "explicit", "--memory-budget-bytes", str(1024 * MIB), "--warmup-s", "0.1")
+    with serving(tmp_path, *flags, through=PLAIN) as server, triton_clients(server) as (http, _):
+
+        def agreement() -> float:
+            return (private_bytes(server) - before) / sum(held(read_metrics(server)).values())
+
+        http.load_model("tiny")  # the first load takes memory that no later one takes
+        http.unload_model("tiny")
+        read_metrics(server)
+        before = private_bytes(server)
+        for name in ("tiny", "several", "medium", "large"):
+            http.load_model(name)
+        memory = held(read_metrics(server))
+        assert memory["large"] == pytest.approx(200e6, rel=0.1)
+        assert memory["several"] == pytest.approx(3 * 16e6, rel=0.15)
+        assert agreement() == pytest.approx(1, abs=0.1)
+        for name in ("several", "large"):
+            http.unload_model(name)
+        assert held(read_metrics(server)).keys() == {"tiny", "medium"}
+        assert agreement() == pytest.approx(1, abs=0.1)
+        http.load_model("several")
+        assert agreement() == pytest.approx(1, abs=0.1)

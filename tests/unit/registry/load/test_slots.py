@@ -1,0 +1,50 @@
+"""The order in which loads begin that wait for others, and loads that are not needed any more."""
+
+import asyncio
+
+import pytest
+
+from ortserve.registry.load.coordination import LoadCancelledError, LoadRank, LoadSlots, Progress
+
+
+async def test_loads_begin_by_rank_and_then_in_their_order() -> None:
+    slots = LoadSlots(1)
+    began: list[str] = []
+
+    async def load(name: str, rank: LoadRank) -> None:
+        async with slots.take(rank):
+            began.append(name)
+            await asyncio.sleep(0)
+
+    loads = [("first", LoadRank.OTHER), ("a", LoadRank.OTHER), ("b", LoadRank.OTHER)]
+    loads += [("required", LoadRank.REQUIRED), ("awaited", LoadRank.AWAITED)]
+    await asyncio.gather(*(load(name, rank) for name, rank in loads))
+    assert began == ["first", "awaited", "required", "a", "b"]
+
+
+async def test_cancelled_wait_leaves_its_slot_to_the_next_load() -> None:
+    slots = LoadSlots(1)
+    began: list[str] = []
+
+    async def load(name: str) -> None:
+        async with slots.take(LoadRank.OTHER):
+            began.append(name)
+
+    async with slots.take(LoadRank.OTHER):
+        waiting = [asyncio.ensure_future(load(name)) for name in ("cancelled", "next")]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+    waiting[1].cancel()  # in the turn of the loop in which it gets the slot
+    await asyncio.wait(waiting)
+    await asyncio.wait_for(load("last"), 10)
+    assert began == ["last"]
+
+
+def test_cancelled_load_ends_at_its_next_step_and_not_while_it_waits() -> None:
+    progress = Progress(lambda: 0)
+    progress.begin("opening")
+    progress.cancel("the model is unloaded")
+    progress.show("waiting for other loads")
+    assert progress.describe() == "waiting for other loads, for 0 s"
+    with pytest.raises(LoadCancelledError, match="its load was cancelled: the model is unloaded"):
+        progress.begin("warming up")

@@ -1,0 +1,81 @@
+"""The ledger of the host's memory, on a process whose memory the test sets."""
+
+from ortserve.engine.process_memory import HeldMemory
+from ortserve.registry.residency.ledger import HostLedger, LoadCost, expect_cost
+
+
+class Process:
+    """Its memory, and how often what was free was given back."""
+
+    def __init__(self) -> None:
+        self.private = 1_000
+        self.mapped = 100
+
+    def read(self) -> HeldMemory:
+        return HeldMemory(self.private, self.mapped)
+
+
+def open_ledger() -> tuple[Process, HostLedger]:
+    process = Process()
+    return process, HostLedger(process.read, lambda: None)
+
+
+def test_load_alone_is_measured_exactly() -> None:
+    process, ledger = open_ledger()
+    account = ledger.reserve(500, 2)
+    assert (account.entries(), account.measured_bytes, ledger.total_bytes) == ({"expected": 500}, None, 500)
+    process.private += 7  # before the load
+    ledger.begin(account)
+    process.private += 300
+    process.mapped += 20
+    ledger.note_open(account)
+    process.private += 350
+    ledger.end(account)
+    process.private += 9  # after it
+    assert account.entries() == {"sessions": 600, "runs": 50, "mapped": 20}
+    assert ledger.total_bytes == account.nbytes == account.measured_bytes == 650
+    ledger.release(account)
+    assert ledger.total_bytes == 0
+
+
+def test_loads_side_by_side_share_the_growth_by_their_expected_sizes() -> None:
+    process, ledger = open_ledger()
+    small, large = ledger.reserve(100, 1), ledger.reserve(300, 1)
+    ledger.begin(small)
+    process.private += 40  # only the small one's
+    ledger.begin(large)
+    process.private += 400
+    ledger.end(small)
+    process.private += 60  # only the large one's
+    ledger.end(large)
+    assert (small.nbytes, large.nbytes) == (140, 360)
+
+
+def test_memory_freed_meanwhile_is_not_taken_from_a_load() -> None:
+    process, ledger = open_ledger()
+    leaving, coming = ledger.reserve(100, 1), ledger.reserve(100, 1)
+    leaving.is_leaving = True
+    assert (ledger.total_bytes, ledger.staying_bytes) == (200, 100)
+    ledger.begin(coming)
+    process.private += 100
+    ledger.note_open(coming)
+    process.private -= 80
+    ledger.release(leaving)
+    process.private += 10
+    ledger.end(coming)
+    assert coming.entries() == {"sessions": 100, "runs": 10}
+
+
+def test_growth_that_is_negative_counts_as_none() -> None:
+    process, ledger = open_ledger()
+    account = ledger.reserve(100, 1)
+    ledger.begin(account)
+    process.private -= 50
+    ledger.end(account)
+    assert (account.nbytes, account.entries()) == (0, {})
+
+
+def test_earlier_load_predicts_the_next_one() -> None:
+    first = expect_cost(100_000_000, 2, None)
+    assert (first.is_measured, first.nbytes > 200_000_000, first.load_ns > 10**9) == (False, True, True)
+    assert expect_cost(100_000_000, 2, LoadCost(7, 8)) == LoadCost(7, 8, is_measured=True)

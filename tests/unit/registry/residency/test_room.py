@@ -1,0 +1,70 @@
+"""Which models leave memory to make room for a load."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ortserve.registry.residency.room import Resident, RoomPlan, plan_room
+
+NOW_NS = 1_000
+
+
+def resident(name: str, nbytes: int, used_ns: int = 0, **traits: object) -> Resident:
+    return Resident(name, nbytes, used_ns, **traits)  # type: ignore[arg-type]
+
+
+OLD, NEW = resident("old", 40, 1), resident("new", 40, 2)
+
+
+@pytest.mark.parametrize(
+    ("need", "used", "residents", "plan"),
+    [
+        (20, 80, [OLD, NEW], RoomPlan()),
+        (21, 80, [OLD, NEW], RoomPlan(evict=("old",))),
+        (21, 80, [NEW, resident("old", 40, 1, is_busy=True)], RoomPlan(evict=("new",))),
+        (61, 80, [NEW, OLD], RoomPlan(evict=("old", "new"))),
+        (61, 80, [NEW, resident("old", 40, 1, is_kept=True)], RoomPlan(missing_bytes=1)),
+        (101, 80, [OLD, NEW], RoomPlan(missing_bytes=1)),
+        # A model that was loaded a moment ago stays, and so does the load wait if there is no other.
+        (21, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], RoomPlan(evict=("new",))),
+        (61, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], RoomPlan(wait_until_ns=NOW_NS + 5)),
+        # An ensemble leaves with a member, before it, and its use is its members' use.
+        (21, 80, [OLD, NEW, resident("sum", 0, 1, members=("old",))], RoomPlan(evict=("sum", "old"))),
+        (21, 80, [OLD, NEW, resident("sum", 0, 3, members=("old",))], RoomPlan(evict=("new",))),
+        (
+            21,
+            40,
+            [resident("m", 100), resident("in", 0, members=("m",)), resident("out", 0, members=("in",))],
+            RoomPlan(),
+        ),
+        (
+            61,
+            40,
+            [resident("m", 100), resident("in", 0, members=("m",)), resident("out", 0, members=("in",))],
+            RoomPlan(evict=("out", "in", "m")),
+        ),
+        (21, 80, [OLD, NEW, resident("sum", 0, 1, members=("old",), is_kept=True)], RoomPlan(evict=("new",))),
+    ],
+)
+def test_least_recently_used_models_leave(need: int, used: int, residents: list[Resident], plan: RoomPlan) -> None:
+    assert plan_room(need, 100, used, residents, NOW_NS) == plan
+
+
+@given(
+    st.integers(1, 200),
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9), st.integers(0, 2 * NOW_NS), st.booleans()), max_size=8),
+)
+def test_plan_makes_enough_room_or_says_why_not(need: int, models: list[tuple[int, int, int, bool]]) -> None:
+    residents = [
+        resident(str(number), nbytes, used_ns, stays_until_ns=stays_ns, is_kept=is_kept)
+        for number, (nbytes, used_ns, stays_ns, is_kept) in enumerate(models)
+    ]
+    used = sum(one.nbytes for one in residents)
+    plan = plan_room(need, 100, used, residents, NOW_NS)
+    evicted = [one for one in residents if one.name in plan.evict]
+    assert not any(one.is_kept or one.stays_until_ns > NOW_NS for one in evicted)
+    free = 100 - used + sum(one.nbytes for one in evicted)
+    kept = sum(one.nbytes for one in residents if one.is_kept)
+    assert plan.missing_bytes == max(0, need + kept - 100) or need <= 100 - used
+    if not plan.missing_bytes and not plan.wait_until_ns:
+        assert free >= need

@@ -1,0 +1,109 @@
+"""Calls about labels and rollouts that meet: what each decides, it decides from the state that it then changes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fakes.clock import FakeClock
+from ortserve.config.model import MOST_LABELS
+from ortserve.config.rollout import RolloutOptions, make_rollout_options
+from ortserve.core.version_names import STABLE
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.catalog import State, VersionRecord
+from ortserve.registry.state_file import ModelState
+from ortserve.service.labels import LabelService
+from ortserve.service.rollout.control import RolloutService
+
+
+class FakeRegistry:
+    """A model ``m`` with versions that serve, whose state is kept in memory."""
+
+    def __init__(self) -> None:
+        self.state = ModelState({STABLE: 1}, rollout=make_rollout_options({"candidate": 2}, "test"))
+        self.records = [VersionRecord("m", version, lambda: None) for version in (1, 2, 3)]
+        for record in self.records:
+            record.state = State.READY
+        self.on_versions: Any = None
+        self.find: Any = None
+
+    def knows(self, model: str) -> bool:
+        return model == "m"
+
+    def models(self) -> dict[str, list[VersionRecord]]:
+        return {"m": self.records}
+
+    def ready_versions(self, model: str) -> list[int]:
+        return [record.version for record in self.records]
+
+    def labels(self, model: str) -> dict[str, int]:
+        return dict(self.state.labels)
+
+    def state_of(self, model: str) -> ModelState:
+        return self.state
+
+    def rollout(self, model: str) -> RolloutOptions | None:
+        return self.state.rollout
+
+    def roll_out(self, model: str, rollout: object) -> None:
+        pass
+
+    async def change_state(self, model: str, state: ModelState) -> None:
+        await asyncio.sleep(0)
+        self.state = state
+        self.on_versions(model)
+
+
+@pytest.fixture
+def registry() -> FakeRegistry:
+    return FakeRegistry()
+
+
+@pytest.fixture
+def labels(registry: FakeRegistry) -> LabelService:
+    return LabelService(registry)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def rollouts(registry: FakeRegistry, labels: LabelService) -> RolloutService:
+    return RolloutService(registry, labels, FakeClock())  # type: ignore[arg-type]
+
+
+async def test_promotion_of_a_version_is_of_that_version_though_another_rollout_begins(
+    registry: FakeRegistry, rollouts: RolloutService
+) -> None:
+    beginning = asyncio.create_task(rollouts.start("m", {"candidate": 3}))
+    promoting = asyncio.create_task(rollouts.promote("m", 2))
+    await asyncio.gather(beginning, promoting)
+
+    assert registry.labels("m")[STABLE] == 2
+
+
+async def test_rollback_ends_a_rollout_that_begins_before_it(registry: FakeRegistry, rollouts: RolloutService) -> None:
+    await rollouts.stop("m")
+    beginning = asyncio.create_task(rollouts.start("m", {"candidate": 3}))
+    rolling_back = asyncio.create_task(rollouts.rollback("m"))
+    await asyncio.gather(beginning, rolling_back)
+
+    ended = registry.state.ended
+    assert ended is not None
+    assert (ended.candidate, ended.result) == (3, "rolled_back")
+    assert registry.labels("m")[STABLE] == 1
+
+
+async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_looked_up(
+    registry: FakeRegistry, labels: LabelService
+) -> None:
+    lookups = 0
+    models = registry.models
+
+    def count_lookups() -> dict[str, list[VersionRecord]]:
+        nonlocal lookups
+        lookups += 1
+        return models()
+
+    registry.models = count_lookups  # type: ignore[method-assign]
+    with pytest.raises(ServeError, match=f"labels: expected at most {MOST_LABELS}") as caught:
+        await labels.change("m", {f"label{number}": 1 for number in range(5000)})
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert lookups < 10
