@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from ortserve.batching.batches import form_batch, form_first_row, settle_batch
 from ortserve.batching.eviction import Evictions
 from ortserve.batching.executor import InlineRuns, Instances
-from ortserve.batching.failures import RequestGroup, fail_group, halve
+from ortserve.batching.failures import RequestGroup, divide, fail_group
 from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.row_checks import Difference, RowChecks
@@ -356,9 +356,9 @@ class BatchRuns:
             self._run_whole(group)
             return
         if len(group.requests) > 1:
-            halves = halve(group)
-            if halves:
-                self._scheduler.run_again(halves)
+            groups = divide(group, error)
+            if groups:
+                self._scheduler.run_again(groups)
                 return
         fail_group(group, taken_ns, error)
 

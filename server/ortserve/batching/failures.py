@@ -1,4 +1,4 @@
-"""Failed runs: a batch is halved until the request that causes the failure is alone, in a bounded number of runs."""
+"""Failed runs: a batch is halved, and then divided into its requests, until each request that fails is alone."""
 
 import logging
 from collections.abc import Sequence
@@ -7,18 +7,9 @@ from typing import Final
 
 from ortserve.batching.queue import ShapeClass
 from ortserve.core.inflight import InflightRequest
-from ortserve.errors import (
-    DeviceLostError,
-    ErrorKind,
-    ModelRejectionError,
-    OutOfMemoryError,
-    RunTimeoutError,
-    ServeError,
-)
+from ortserve.errors import ErrorKind, RunTimeoutError, ServeError
 
 logger: Final = logging.getLogger(__name__)
-
-_NOT_ISOLATED: Final = "the batch failed and the request that caused it could not be isolated"
 
 
 @dataclass(slots=True, init=False, eq=False)
@@ -60,7 +51,7 @@ class RequestGroup:
 
 @dataclass(slots=True)
 class Search:
-    """The number of runs that all parts of one failed batch may still take."""
+    """The number of halves of one failed batch that may still run; after that each request runs alone."""
 
     runs_left: int
 
@@ -70,15 +61,19 @@ def separate(group: RequestGroup) -> list[RequestGroup]:
     return [RequestGroup(group.shape_class, (request,), request.rows, group.search) for request in group.requests]
 
 
-def halve(failed: RequestGroup) -> list[RequestGroup]:
-    """Split a failed group of two or more requests into the groups to run next; empty if no runs are left.
+def divide(failed: RequestGroup, error: Exception) -> list[RequestGroup]:
+    """Divide a failed group of two or more requests into the groups to run next.
 
-    One failing request among n is alone after at most 2·⌈log2 n⌉ more runs. Several may take 4·⌈log2 n⌉ in all; the
-    requests that are not settled by then fail, so that a batch of failing requests cannot occupy the instance.
+    One failing request among n is alone after at most 2·⌈log2 n⌉ more runs. If several fail, 4·⌈log2 n⌉ halves run, and
+    then each request of a failed half alone: at most n more runs, as many as the requests would have taken alone.
+
+    Returns:
+        The groups; empty if the halves have run and the last one exceeded its time limit, because each of its requests
+        may occupy the instance for as long.
     """
     search = failed.search or Search(4 * (len(failed.requests) - 1).bit_length())
     if search.runs_left < 2:
-        return []
+        return [] if isinstance(error, RunTimeoutError) else separate(failed)
     search.runs_left -= 2
     middle = len(failed.requests) // 2
     halves = (failed.requests[:middle], failed.requests[middle:])
@@ -86,20 +81,10 @@ def halve(failed: RequestGroup) -> list[RequestGroup]:
 
 
 def fail_group(group: RequestGroup, taken_ns: int, error: Exception) -> None:
-    """Fail the requests of a group that does not run again, without quoting one request to another."""
-    reported = _reported_error(error, is_alone=len(group.requests) == 1)
-    for request in group.requests:
-        request.timing.taken_ns = taken_ns  # a run was started, so metrics do not count a rejection
-        request.fail(reported)
-
-
-def _reported_error(error: Exception, *, is_alone: bool) -> ServeError:
+    """Fail the requests of a group that does not run again: one request, or several whose run was too long."""
     if not isinstance(error, ServeError):
         logger.error("a run failed unexpectedly", exc_info=error)
         error = ServeError(ErrorKind.INTERNAL, "the run failed")
-    if is_alone or isinstance(error, OutOfMemoryError | DeviceLostError | RunTimeoutError):  # these quote no request
-        return error
-    # Any other text may quote one of the requests.
-    if isinstance(error, ModelRejectionError):  # it may have rejected another request: a retry may succeed
-        return ServeError(ErrorKind.NOT_READY, _NOT_ISOLATED, retry_after_s=1)
-    return ServeError(ErrorKind.INTERNAL, _NOT_ISOLATED)
+    for request in group.requests:
+        request.timing.taken_ns = taken_ns  # a run was started, so metrics do not count a rejection
+        request.fail(error)

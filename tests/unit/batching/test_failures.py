@@ -4,14 +4,19 @@ from collections import deque
 from math import ceil, log2
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fakes.inflight import inflight
-from ortserve.batching.failures import RequestGroup, halve
+from ortserve.batching.failures import RequestGroup, divide
 from ortserve.batching.queue import RequestQueue
 from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, RunTimeoutError, ServeError
+
+REJECTED = ServeError(ErrorKind.INTERNAL, "the run failed")
 
 
-def search(size: int, offenders: set[int]) -> tuple[int, set[int], set[int]]:
+def search(size: int, offenders: set[int], error: Exception = REJECTED) -> tuple[int, set[int], set[int]]:
     """More runs than the first, requests answered, requests failed."""
     requests = [inflight((), index + 1, Timing(0)) for index in range(size)]
     answered: set[int] = set()
@@ -27,9 +32,9 @@ def search(size: int, offenders: set[int]) -> tuple[int, set[int], set[int]]:
         if not members & offenders:
             answered |= members
             continue
-        halves = halve(group) if len(members) > 1 else []
-        if halves:
-            waiting.extend(halves)
+        groups = divide(group, error) if len(members) > 1 else []
+        if groups:
+            waiting.extend(groups)
         else:
             failed |= members
     assert answered.isdisjoint(failed)
@@ -46,14 +51,27 @@ def test_single_failing_request_is_found_after_twice_the_logarithm_of_runs(size:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 16, 64])
-def test_batch_of_failing_requests_ends_after_four_times_the_logarithm_of_runs(size: int) -> None:
+def test_batch_of_failing_requests_costs_a_run_for_each_beside_the_halves(size: int) -> None:
     runs, answered, failed = search(size, set(range(size)))
     assert not answered
     assert len(failed) == size
-    assert runs <= 4 * ceil(log2(size))
+    assert runs <= 4 * ceil(log2(size)) + size
+
+
+@given(st.integers(2, 64).flatmap(lambda size: st.tuples(st.just(size), st.sets(st.integers(0, size - 1)))))
+def test_no_request_fails_because_of_others(case: tuple[int, set[int]]) -> None:
+    size, offenders = case
+    _, _, failed = search(size, offenders)
+    assert failed == offenders
 
 
 def test_two_failing_requests_far_apart_are_both_found() -> None:
     runs, _, failed = search(64, {0, 63})
     assert failed == {0, 63}
+    assert runs <= 4 * 6
+
+
+def test_runs_over_the_time_limit_end_after_four_times_the_logarithm_of_runs() -> None:
+    runs, _, failed = search(64, set(range(64)), RunTimeoutError("a run took over 1 s"))
+    assert len(failed) == 64
     assert runs <= 4 * 6
