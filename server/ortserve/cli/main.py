@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from ortserve import __version__
-from ortserve.cli import health, serve
+from ortserve.cli.huge_pages import restart_with_huge_pages
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.engine.distributions import installed_runtimes
 
@@ -16,6 +16,8 @@ _TOOLS = (
     *("inspect", "profile", "bench", "doctor", "check", "compare", "optimize", "quantize", "tune", "publish"),
     *("golden", "models"),
 )
+_OPENS_MODELS = ("serve", "profile", "bench", "compare", "optimize", "quantize", "tune")
+"""The server, and the commands whose figures should be those of the server."""
 _TOOLS_NEED = (
     *("onnxruntime", "rich", "jinja2", "onnx", "matplotlib", "psutil", "squarify"),
     *("onnx_ir", "onnxscript", "onnxslim", "optuna", "ruamel", "sympy"),
@@ -50,11 +52,17 @@ Run ortserve COMMAND --help for the options of a command.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status of the process, 2 for invalid arguments or options."""
     command, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    if argv is None and command in _OPENS_MODELS:
+        restart_with_huge_pages()
     try:
         match command:
             case "serve":
+                from ortserve.cli import serve  # here and below: each command imports only what it needs
+
                 return serve.main(arguments)
             case "health":
+                from ortserve.cli import health
+
                 return health.main(arguments)
             case tool if tool in _TOOLS:
                 return run_tool(tool, arguments)
@@ -78,7 +86,6 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
     if strange := [text for text in arguments if text != text.encode(errors="replace").decode()]:
         sys.stderr.write(f"ortserve {command}: expected arguments in the encoding of the locale, got {strange[0]!r}\n")
         return 2
-    # Imported here, because no other command needs it.
     try:
         tool = import_module(f"ortserve.tools.{command}.command")
         return int(tool.main(arguments))
