@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
 
 import uvloop
@@ -14,6 +15,7 @@ import uvloop
 from ortserve.app.server import Server
 from ortserve.config.options import ServerOptions
 from ortserve.engine.process_limits import limit_malloc_arenas
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, SHORTEST_SLICE_NS, set_slice
 from ortserve.errors import ServeError
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 
@@ -38,6 +40,7 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
     limit_malloc_arenas()
     switches = configure_logging(options.log_level, options.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    set_slice(SHORTEST_SLICE_NS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_serve(options, switches, origins))
@@ -47,6 +50,8 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
 
 
 async def _serve(options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str] | None) -> NoReturn:
+    threads = ThreadPoolExecutor(thread_name_prefix="loop", initializer=set_slice, initargs=(LONGEST_SLICE_NS,))
+    asyncio.get_running_loop().set_default_executor(threads)
     server = Server(options, switches, origins)
     asked_to_stop = catch_stop_signals(asyncio.get_running_loop())
     try:

@@ -75,7 +75,7 @@ def _receive(connection: socket.socket, size: int, memory: LargeMemory | None = 
     room = np.empty(size, np.uint8).data if memory is None else memory.take(size)
     came = 0
     while came < size:
-        count = connection.recv_into(room[came:])
+        count = connection.recv_into(room[came:], 0, socket.MSG_WAITALL)
         if not count:
             raise EOFError
         came += count

@@ -5,7 +5,6 @@ __all__ = [
     "distributions",
     "instance",
     "model_signature",
-    "nice_levels",
     "ort_errors",
     "output_buffers",
     "placement",
@@ -17,5 +16,6 @@ __all__ = [
     "runtime",
     "session",
     "staging",
+    "thread_priority",
     "zip_maps",
 ]

@@ -15,10 +15,10 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.padding import Padding, StagedElements
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.host_binding import HostBinding, can_bind
-from ortserve.engine.nice_levels import set_nice
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
+from ortserve.engine.thread_priority import set_nice
 from ortserve.errors import ServeError
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from ortserve.batching.run_limits import RunEvents
 from ortserve.clock import Clock
 from ortserve.device.devices import DeviceRuntime
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import invalid_input
 from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.ensemble.members import find_members
@@ -65,7 +66,9 @@ class VersionLoader:
         self._runtime = runtime
         self._trials = CaptureTrials()
         self._limiter = LoadLimiter(processors)
-        self._threads = ThreadPoolExecutor(max_loads, thread_name_prefix="load")
+        self._threads = ThreadPoolExecutor(
+            max_loads, thread_name_prefix="load", initializer=set_slice, initargs=(LONGEST_SLICE_NS,)
+        )
         self._progress_log_interval_s = progress_log_interval_s
 
     async def load(

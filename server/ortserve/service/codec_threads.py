@@ -7,6 +7,7 @@ import asyncio
 import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,11 +21,12 @@ from ortserve.codecs.json_text import LoadParameter, decode_load_body
 from ortserve.core.encoded import EncodedRequest, JsonRequest
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import ErrorKind, ServeError
 
 T = TypeVar("T")
 
-_TIMEOUT_S: Final = 60.0
+_TIMEOUT_S: Final = 60
 """For each part that is sent to a process or received from it. A process decodes 64 MB in 2 s."""
 
 
@@ -39,7 +41,9 @@ class CodecThreads:
             memory: For the tensors of large JSON; None for separate memory.
         """
         self._memory = memory or LargeMemory()
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="codec")
+        self._executor = ThreadPoolExecutor(
+            threads, thread_name_prefix="codec", initializer=set_slice, initargs=(LONGEST_SLICE_NS,)
+        )
         self._own = threading.local()
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
@@ -85,7 +89,10 @@ class JsonProcess:
             ServeError: overloaded, if the process cannot be started.
         """
         ours, theirs = socket.socketpair()
-        ours.settimeout(_TIMEOUT_S)
+        # Limits of the system's calls, each of which moves a whole part without the interpreter lock. With a timeout of
+        # Python's each would move only what a buffer of 200 KB holds.
+        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _TIMEOUT_S, 0))
         self._connection = ours
         self._memory = memory
         # Not with ``-m``, which does not run compiled modules.

@@ -15,7 +15,6 @@ from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import format_shape
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
-from ortserve.engine.nice_levels import call_with_nice, set_nice
 from ortserve.engine.placement import (
     Placement,
     describe_elsewhere,
@@ -25,6 +24,7 @@ from ortserve.engine.placement import (
     total_nodes,
 )
 from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.thread_priority import call_with_nice, set_nice
 from ortserve.engine.zip_maps import Classes
 from ortserve.registry.load.device_batches import DeviceBatches
 from ortserve.registry.load.interface import Interface

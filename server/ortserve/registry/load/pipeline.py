@@ -18,11 +18,11 @@ from ortserve.device.instance import DeviceInstance
 from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.nice_levels import own_nice
 from ortserve.engine.placement import Placement, count_operators
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider
+from ortserve.engine.thread_priority import own_nice
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model

@@ -17,7 +17,6 @@ from ortserve.device.preparation import NO_BUFFERS, TRIAL_FAILED, NoReplay, why_
 from ortserve.device.protocol import DEVICE_ERRORS, device_run_error
 from ortserve.engine.instance import GpuAccess, Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.nice_levels import call_with_nice
 from ortserve.engine.placement import read_operators
 from ortserve.engine.provider_options import (
     CPU,
@@ -32,6 +31,7 @@ from ortserve.engine.provider_options import (
 from ortserve.engine.providers import Provider, ProviderChoice
 from ortserve.engine.runs import arenas_of, run_options
 from ortserve.engine.session import Session, SessionOptions, open_session
+from ortserve.engine.thread_priority import call_with_nice
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS

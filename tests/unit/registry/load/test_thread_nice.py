@@ -9,7 +9,7 @@ import pytest
 
 from models import builders
 from ortserve.config.model import ModelOptions
-from ortserve.engine import nice_levels
+from ortserve.engine import thread_priority
 from ortserve.registry.load.loaded_model import nice_without_effect
 from ortserve.registry.load.pipeline import load_model
 
@@ -41,7 +41,7 @@ def test_worker_and_threads_of_the_session_have_the_level_and_no_other(tmp_path:
 
 def test_own_level_leaves_short_runs_on_the_event_loop(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
-    options = ModelOptions(thread_nice=max(0, nice_levels.own_nice()), intra_op_threads=1, warmup_s=0.05)
+    options = ModelOptions(thread_nice=max(0, thread_priority.own_nice()), intra_op_threads=1, warmup_s=0.05)
     loaded = load_model(path, "m", options, time.monotonic_ns)
     for instance in loaded.instances:
         instance.close()

@@ -1,0 +1,83 @@
+"""How the kernel schedules threads: nice levels of those that run a model, and time slices of all others."""
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+_Made = TypeVar("_Made")
+
+_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
+"""Numbers of the system call, for which glibc has a function only since 2.41."""
+_SCHED_OTHER: Final = 0
+_RESET_ON_FORK: Final = 1
+
+SHORTEST_SLICE_NS: Final = 100_000
+LONGEST_SLICE_NS: Final = 100_000_000
+"""Bounds of the kernel; its default is 1 to 3 ms."""
+
+
+def own_nice() -> int:
+    """The nice level of the process."""
+    return os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+
+def set_nice(level: int) -> str:
+    """Set the nice level of the calling thread. Returns why that failed; empty if it did not."""
+    if sys.platform != "linux":
+        return f"only Linux has nice levels of threads, this is {sys.platform}"
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), level)
+    except OSError as error:
+        return f"level {level}, below the process's {own_nice()}, needs CAP_SYS_NICE or RLIMIT_NICE: {error.strerror}"
+    return ""
+
+
+def call_with_nice(level: int, make: Callable[[], _Made]) -> _Made:
+    """Call ``make`` on a thread of that nice level, which the threads that it starts inherit. Blocks.
+
+    Not on the calling thread, which could not return to its own level without a privilege.
+    """
+    with ThreadPoolExecutor(1, "open with nice", initializer=set_nice, initargs=(level,)) as thread:
+        return thread.submit(make).result()
+
+
+def set_slice(slice_ns: int) -> bool:
+    """Set the time slice of the calling thread. Threads that it starts have the default.
+
+    Since Linux 6.12 a thread that wakes takes the processor at once from one with a longer slice; otherwise it waits
+    until that slice ends. Shares of the processor do not change, so no privilege is needed, unlike for nice levels,
+    which a thread cannot lower again. So the event loop has the shortest slice: no request waits for a slice of a load,
+    nor of another process. Threads of loads and of long decoding have the longest.
+
+    Args:
+        slice_ns: ``SHORTEST_SLICE_NS`` to ``LONGEST_SLICE_NS``.
+
+    Returns:
+        Whether the kernel accepted it. Kernels from 3.14 to 6.11 accept it without effect.
+    """
+    number = _SCHED_SETATTR.get(platform.machine())
+    if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != _SCHED_OTHER:
+        return False
+    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    attributes = _SchedAttr(ctypes.sizeof(_SchedAttr), _SCHED_OTHER, _RESET_ON_FORK, nice, 0, slice_ns)
+    return bool(ctypes.CDLL(None).syscall(number, 0, ctypes.byref(attributes), 0) == 0)
+
+
+class _SchedAttr(ctypes.Structure):
+    """struct sched_attr of sched_setattr(2)."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),
+        ("flags", ctypes.c_uint64),
+        ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32),
+        ("runtime", ctypes.c_uint64),
+        ("deadline", ctypes.c_uint64),
+        ("period", ctypes.c_uint64),
+    )
