@@ -1,5 +1,6 @@
 """Fixtures for all tests. Importing the package first silences ONNX Runtime's telemetry in this process."""
 
+import gc
 from collections.abc import Iterator
 from functools import cache
 
@@ -27,10 +28,25 @@ def grpc_aio_kept() -> None:
     grpc.aio.init_grpc_aio()
 
 
+def pytest_collection_finish() -> None:
+    """Leave the thousands of tests out of each later collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give ``native`` to tests that are not ``ON_BOTH_TRANSPORTS``, too: pytest then runs all tests of a file on one
+    transport before those on the other, and starts the file's servers once for each.
+    """
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "grpc_transport" in metafunc.fixturenames and not any("grpc_transport" in mark.args[0] for mark in marks):
+        metafunc.parametrize("grpc_transport", ["native"], indirect=True, scope="session", ids=[pytest.HIDDEN_PARAM])
+
+
 @pytest.fixture(scope="session")
 def grpc_transport(request: pytest.FixtureRequest) -> str:
     """The value of ``--grpc-transport``: ``native``, or each value for tests that are ``ON_BOTH_TRANSPORTS``."""
-    transport: str = getattr(request, "param", "native")
+    transport: str = request.param
     return transport
 
 

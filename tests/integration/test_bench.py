@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from models import builders
 from ortserve.cli.main import main
 from ortserve.tools.bench.comparison import read_result
 from pages import DOCS, Command, commands
-from servers import SHORT_WARMUP, ServerProcess, add_model, serving
+from servers import LOOK_S, SHORT_WARMUP, ServerProcess, add_model, serving
 from small_server import small_server
 
 EXAMPLE: Final = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
@@ -220,7 +221,7 @@ def test_wrong_outputs_are_seen(way: str) -> None:
 def test_slow_generator_is_refused() -> None:
     """No generator in Python keeps up with so many requests a second: it is late, or its processor is full."""
     with small_server() as quick:
-        ran = bench(quick.url, "--model", "m", "--rate", "80000", *SHORT, "--timeout", "1", "--json")
+        ran = bench(quick.url, "--model", "m", "--rate", "80000", "--seconds", "0.2", "--timeout", "3", "--json")
 
     assert ran.status == 1
     assert ran.point["generator"]["too_slow_because"]
@@ -321,6 +322,7 @@ def test_interrupted_measurement_keeps_what_it_has(server: ServerProcess, tmp_pa
     before = requests_of(server)
     while requests_of(server) < before + 200:
         assert process.poll() is None
+        time.sleep(LOOK_S)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
 
@@ -413,6 +415,7 @@ def test_failures_over_grpc_have_their_status(server: ServerProcess) -> None:
     process = subprocess.Popen([*command, "--rate", "100", "--seconds", "2"], stdout=subprocess.PIPE, text=True)
     while requests_of(server, "simple") < before + 150:
         assert process.poll() is None
+        time.sleep(LOOK_S)
     httpx.post(f"{server.url}/v2/repository/models/simple/unload", timeout=30).raise_for_status()
     try:
         out, _ = process.communicate(timeout=60)

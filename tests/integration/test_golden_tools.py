@@ -18,7 +18,9 @@ from ortserve.config.model import ModelOptions
 from ortserve.example import repository_path
 from ortserve.tools.check.result import CheckResult
 from ortserve.tools.command import json_schema
+from ortserve.tools.golden import command as golden_command
 from ortserve.tools.golden.result import GoldenResult
+from ortserve.tools.publish import folder as publish_folder
 from pages import DOCS, blocks, commands
 from servers import SHORT_WARMUP, ServerProcess, add_model, serving
 
@@ -28,6 +30,19 @@ STEP = [("double", {"a": "a"}, {"b": "b"})]
 @pytest.fixture(autouse=True)
 def short_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTSERVE_WARMUP_S", "0.05")
+
+
+@pytest.fixture(autouse=True)
+def recorded_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are opened in this process, which saves a second each, except in tests with ``recorded_apart``."""
+    if "recorded_apart" not in request.fixturenames:
+        for module in (golden_command, publish_folder):
+            monkeypatch.setattr(module, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
+
+
+@pytest.fixture
+def recorded_apart() -> None:
+    """Models are opened in processes of their own, as users have it."""
 
 
 @pytest.fixture
@@ -53,6 +68,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: 
     return shown.err
 
 
+@pytest.mark.usefixtures("recorded_apart")
 def test_recorded_samples_are_what_the_version_computes_and_are_checked(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

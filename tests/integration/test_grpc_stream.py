@@ -12,12 +12,8 @@ from grpc_frontends import LONG_S, Frontend, frontend, infer_request, open_strea
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
 
-
-@pytest.fixture(params=["grpcio", "native", "native over TLS"])
-def grpc_transport(request: pytest.FixtureRequest) -> str:
-    """Streams need flow control both ways, which TLS has to hand through."""
-    transport: str = request.param
-    return transport
+# Streams need flow control both ways, which TLS has to hand through.
+pytestmark = pytest.mark.parametrize("grpc_transport", ["grpcio", "native", "native over TLS"])
 
 
 @pytest.fixture

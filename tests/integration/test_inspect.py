@@ -1,4 +1,7 @@
-"""``ortserve inspect`` as a process: on real models, on broken ones, and beside what sessions and servers report."""
+"""``ortserve inspect``: on real models, on broken ones, and beside what sessions and servers report.
+
+The command runs in the test's process, which saves the second of its imports; it measures memory in another one.
+"""
 
 import contextlib
 import json
@@ -9,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,18 +37,36 @@ CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
-def run(
-    *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ortserve", "inspect", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env, cwd=cwd)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Inspected = Callable[..., dict[str, Any]]
 
 
-def inspected(*arguments: str | Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    done = run(*arguments, "--json", env=env)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command, in another process if it needs another environment, and returns what libraries print, too."""
+
+    def run(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        words = ["inspect", *map(str, arguments)]
+        if env:
+            command = [sys.executable, "-m", "ortserve", *words]
+            return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env)
+        status = main(words)
+        return subprocess.CompletedProcess(words, status, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def inspected(run: Run) -> Inspected:
+    """Returns the result of a run that must succeed."""
+
+    def inspected(*arguments: str | Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+        done = run(*arguments, "--json", env=env)
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
+
+    return inspected
 
 
 VERDICTS = {
@@ -70,7 +91,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ser
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_placement_and_rows_are_those_that_a_server_reports(name: str, served: tuple[Path, ServerProcess]) -> None:
+def test_placement_and_rows_are_those_that_a_server_reports(
+    inspected: Inspected, name: str, served: tuple[Path, ServerProcess]
+) -> None:
     repository, server = served
     metadata = httpx.get(f"{server.url}/v2/models/{name}", timeout=LONG_S).raise_for_status().json()
 
@@ -85,7 +108,7 @@ def test_placement_and_rows_are_those_that_a_server_reports(name: str, served: t
     assert [one["name"] for one in found["inputs"]] == [one["name"] for one in metadata["inputs"]]
 
 
-def test_nodes_that_run_are_those_of_a_profile(tmp_path: Path) -> None:
+def test_nodes_that_run_are_those_of_a_profile(inspected: Inspected, tmp_path: Path) -> None:
     path = CORPUS / "dynamo_encoder.onnx"
     options = ort.SessionOptions()
     options.enable_profiling = True
@@ -101,7 +124,7 @@ def test_nodes_that_run_are_those_of_a_profile(tmp_path: Path) -> None:
     assert {name.rpartition(".")[2]: count for name, count in fused.items()} == dict(ran)
 
 
-def test_rows_are_tried_although_they_are_proven() -> None:
+def test_rows_are_tried_although_they_are_proven(inspected: Inspected) -> None:
     found = inspected(CORPUS / "transformers_vit.onnx", "--batch", "1,2")
 
     assert found["rows"]["verdict"] == "proven"
@@ -114,7 +137,7 @@ def within(share: float, predicted: int, measured: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["encoder", "convolutions"])
-def test_memory_is_predicted_within_a_tenth(kind: str, tmp_path: Path) -> None:
+def test_memory_is_predicted_within_a_tenth(inspected: Inspected, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     if kind == "encoder":
         gpu_models.encoder(path, layers=2, hidden=384, heads=12, length=128, vocabulary=20_000)
@@ -130,7 +153,7 @@ def test_memory_is_predicted_within_a_tenth(kind: str, tmp_path: Path) -> None:
             assert within(0.1, one[f"{figure}_nbytes"], one[f"{figure}_measured_nbytes"]), (figure, one)
 
 
-def test_samples_of_the_user_are_run(tmp_path: Path) -> None:
+def test_samples_of_the_user_are_run(inspected: Inspected, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", image=np.zeros((3, 1, 8, 8), np.float32))
 
     found = inspected(EXAMPLE / "digits", "--inputs", tmp_path / "data.npz", "--batch", "1,2")
@@ -138,14 +161,14 @@ def test_samples_of_the_user_are_run(tmp_path: Path) -> None:
     assert found["memory"]["inputs"] == "data.npz: 3 samples"
 
 
-def test_model_that_rejects_synthetic_inputs_is_inspected_nevertheless(tmp_path: Path) -> None:
+def test_model_that_rejects_synthetic_inputs_is_inspected_nevertheless(inspected: Inspected, tmp_path: Path) -> None:
     found = inspected(builders.refuses_synthetic(tmp_path / "m.onnx"), "--batch", "1")
 
     assert "give real ones by --inputs" in found["memory"]["problem"]
     assert found["placement"][0]["nodes"]
 
 
-def test_page_needs_no_network_and_shows_the_findings(tmp_path: Path) -> None:
+def test_page_needs_no_network_and_shows_the_findings(run: Run, tmp_path: Path) -> None:
     done = run(patterns.layer_norm(tmp_path / "m.onnx", leak=True), "-o", tmp_path / "page.html", "--batch", "1,2")
 
     assert done.returncode == 0, done.stderr
@@ -179,10 +202,13 @@ def test_weights_of_gigabytes_are_not_copied(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("command", commands(DOCS / "tools" / "inspect.md"), ids=str)
-def test_commands_of_the_page_print_what_it_shows(command: Command, tmp_path: Path) -> None:
+def test_commands_of_the_page_print_what_it_shows(
+    run: Run, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(EXAMPLE / "digits", tmp_path / "digits")
+    monkeypatch.chdir(tmp_path)
 
-    done = run(*command.words[2:], cwd=tmp_path)
+    done = run(*command.words[2:])
 
     assert done.returncode == 0, done.stderr
     printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
@@ -238,7 +264,7 @@ def test_wrong_arguments_are_named(flags: list[str], message: str, capsys: pytes
     assert message in capsys.readouterr().err
 
 
-def test_wrong_names_of_inputs_are_named(tmp_path: Path) -> None:
+def test_wrong_names_of_inputs_are_named(run: Run, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", picture=np.zeros((3, 1, 8, 8), np.float32))
 
     done = run(EXAMPLE / "digits", "--inputs", tmp_path / "data.npz")
@@ -277,7 +303,7 @@ def host_cuda() -> dict[str, str]:
         pytest.skip(f"ONNX Runtime's package for GPUs cannot be had here: {error}")
 
 
-def test_graphs_are_captured_where_cuda_is(host_cuda: dict[str, str], tmp_path: Path) -> None:
+def test_graphs_are_captured_where_cuda_is(inspected: Inspected, host_cuda: dict[str, str], tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "m.onnx")
 
     found = inspected(path, "--provider", "cuda", "--batch", "1", env=host_cuda)
@@ -289,7 +315,9 @@ def test_graphs_are_captured_where_cuda_is(host_cuda: dict[str, str], tmp_path: 
     assert on_cuda["nodes"] == {CUDA: 1}
 
 
-def test_nodes_and_copies_beside_cuda_are_named(host_cuda: dict[str, str], tmp_path: Path) -> None:
+def test_nodes_and_copies_beside_cuda_are_named(
+    inspected: Inspected, host_cuda: dict[str, str], tmp_path: Path
+) -> None:
     flattens = inspected(patterns.flattens(tmp_path / "flattens.onnx"), "--no-run", env=host_cuda)
     branch = inspected(patterns.branch(tmp_path / "branch.onnx"), "--no-run", env=host_cuda)
 

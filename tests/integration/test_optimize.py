@@ -1,4 +1,7 @@
-"""``ortserve optimize`` as a process: real models, a repository, refusals, and what is left behind."""
+"""``ortserve optimize``: real models, a repository, refusals, and what is left behind.
+
+The command runs in the test's process, which saves the second of its imports; its steps are processes.
+"""
 
 import json
 import os
@@ -7,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import onnxruntime as ort
 import pytest
 
 from models import builders
+from ortserve.cli.main import main
 
 CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
 FAST = ("--seconds", "0", "--skip", "fold", "--skip", "slim", "--skip", "share")
@@ -25,8 +30,19 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "ortserve", "optimize", *map(str, arguments)]
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300, check=False)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command, and returns what libraries print, too."""
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        words = ["optimize", *map(str, arguments)]
+        status = main(words)
+        return subprocess.CompletedProcess(words, status, *capfd.readouterr())
+
+    return run
 
 
 def outputs(path: Path, feeds: dict[str, np.ndarray], level: str = "ORT_ENABLE_ALL") -> list[Any]:
@@ -36,7 +52,7 @@ def outputs(path: Path, feeds: dict[str, np.ndarray], level: str = "ORT_ENABLE_A
     return list(ort.InferenceSession(str(path), options).run(None, feeds))
 
 
-def test_attentions_of_a_real_exporter_are_fused_and_equal(tmp_path: Path) -> None:
+def test_attentions_of_a_real_exporter_are_fused_and_equal(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.onnx"
 
     done = run(
@@ -67,7 +83,7 @@ def test_attentions_of_a_real_exporter_are_fused_and_equal(tmp_path: Path) -> No
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_half_precision_model_saved_for_this_machine_becomes_a_version(tmp_path: Path) -> None:
+def test_a_half_precision_model_saved_for_this_machine_becomes_a_version(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "cnn" / "1"
     folder.mkdir(parents=True)
     source = Path(shutil.copy(CORPUS / "torch_cnn.onnx", folder / "model.onnx"))
@@ -90,7 +106,7 @@ def test_a_half_precision_model_saved_for_this_machine_becomes_a_version(tmp_pat
         assert 0 < np.abs(loaded - expected).max() <= 0.01 * np.abs(expected).max()
 
 
-def test_a_copy_of_the_source_is_written_but_not_published(tmp_path: Path) -> None:
+def test_a_copy_of_the_source_is_written_but_not_published(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "cnn" / "1"
     folder.mkdir(parents=True)
     source = Path(shutil.copy(CORPUS / "torch_mlp.onnx", folder / "model.onnx"))
@@ -105,7 +121,7 @@ def test_a_copy_of_the_source_is_written_but_not_published(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("fixed", [(), ("--dim", "n=2")])
-def test_inputs_may_have_what_pruned_outputs_needed(tmp_path: Path, fixed: tuple[str, ...]) -> None:
+def test_inputs_may_have_what_pruned_outputs_needed(run: Run, tmp_path: Path, fixed: tuple[str, ...]) -> None:
     nodes = [onnx.helper.make_node("Relu", ["x"], ["a"]), onnx.helper.make_node("Relu", ["z"], ["b"])]
     ends = {name: onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 4]) for name in "xzab"}
     graph = onnx.helper.make_graph(nodes, "two", [ends["x"], ends["z"]], [ends["a"], ends["b"]])
@@ -157,7 +173,7 @@ def particular(path: Path) -> Path:
     ],
 )
 def test_refusals_leave_nothing(
-    tmp_path: Path, make: Any, arguments: tuple[str, ...], status: int, problem: str
+    run: Run, tmp_path: Path, make: Any, arguments: tuple[str, ...], status: int, problem: str
 ) -> None:
     source = make(tmp_path / "source.onnx")
     done = run(source, "-o", tmp_path / "out.onnx", *FAST, *arguments)

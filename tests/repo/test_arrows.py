@@ -116,6 +116,12 @@ def name_of(module: Path) -> str:
 
 
 @cache
+def names() -> frozenset[str]:
+    """Of all modules and packages."""
+    return frozenset(map(name_of, modules()))
+
+
+@cache
 def exported(package: str) -> set[str]:
     """The names in a package's ``__all__``, read without importing it."""
     path = PACKAGE.joinpath(*package.split(".")[1:]) / "__init__.py"
@@ -129,7 +135,7 @@ def exported(package: str) -> set[str]:
 @pytest.mark.parametrize("module", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_modules_import_only_what_another_package_exports(module: Path) -> None:
     importer = name_of(module)
-    known = {name_of(path) for path in modules()}
+    known = names()
     for name in imports(module):
         parts = name.split(".")
         for depth in range(2, len(parts)):
@@ -156,7 +162,7 @@ def test_packages_export_only_what_another_package_imports(package: str) -> None
 
 def test_modules_have_no_import_cycles() -> None:
     """Imports inside functions count, too."""
-    known = {name_of(path) for path in modules()}
+    known = names()
 
     def imported_modules(path: Path) -> set[str]:
         return {

@@ -1,8 +1,6 @@
 """The performance guide names only what exists, and its figures are those of ``loadtests/advice.py``."""
 
 import re
-import subprocess
-import sys
 from functools import cache
 from typing import Final
 
@@ -17,7 +15,7 @@ from ortserve.config.options import ServerOptions, flag_name
 from ortserve.config.session import SESSION_ENTRIES, provider_parts
 from ortserve.engine.provider_options import make_provider_options
 from ortserve.engine.providers import full_name
-from pages import spans
+from pages import flags_in, flags_of_tool, spans
 
 GUIDE: Final = advice_report.GUIDE.read_text()
 SPANS: Final = tuple(dict.fromkeys(spans(GUIDE)))
@@ -33,18 +31,6 @@ OF_OTHERS: Final = {
 """Names of ONNX Runtime, ONNX and numpy that the guides mention."""
 COMMANDS: Final = tuple(span for span in SPANS if re.match(r"ortserve [a-z]+\b", span))
 TOOLS: Final = sorted({command.split()[1] for command in COMMANDS})
-
-
-@cache
-def help_of(tool: str) -> str:
-    command = [sys.executable, "-m", "ortserve", tool, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, f"there is no command {tool}"
-    return done.stdout
-
-
-def flags_in(text: str) -> set[str]:
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
 
 
 def test_figures_are_those_of_the_results() -> None:
@@ -74,13 +60,13 @@ def test_no_figure_is_written_by_hand() -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_commands_and_their_flags_exist(tool: str) -> None:
     used = {flag for command in COMMANDS if command.split()[1] == tool for flag in flags_in(command)}
-    assert used <= flags_in(help_of(tool))
+    assert used <= flags_of_tool(tool)
 
 
 def test_lone_flags_exist() -> None:
     lone = {span for span in SPANS if span.startswith("--")}
     options = {flag_name(name) for name in ServerOptions.model_fields}
-    of_tools = {flag for tool in TOOLS for flag in flags_in(help_of(tool))} if lone - options else set()
+    of_tools = {flag for tool in TOOLS for flag in flags_of_tool(tool)} if lone - options else set()
     assert {flag for span in lone for flag in flags_in(span)} <= options | of_tools
 
 

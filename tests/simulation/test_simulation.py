@@ -35,7 +35,7 @@ def test_mean_latency_of_poisson_arrivals_stays_near_the_bound(machine: Machine,
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.9])
 def test_no_fixed_delay_beats_dispatch_when_idle(machine: Machine, load: float) -> None:
-    arrivals_ns = poisson_ns(load * machine.capacity_per_s, 8_000, seed=1)
+    arrivals_ns = poisson_ns(load * machine.capacity_per_s, 4_000, seed=1)
     ours = open_loop(machine, arrivals_ns)
     for delay_ns in (500_000, 1_000_000, 2_000_000, 10_000_000):
         delayed = open_loop(machine, arrivals_ns, queue_delay_ns=delay_ns, closed_loop_wait=False)

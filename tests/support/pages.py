@@ -5,7 +5,10 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
+from io import StringIO
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +16,7 @@ from typing import Any, Final
 import yaml
 
 from manifests import DEPLOY, ROOT
+from ortserve.cli.main import main
 
 DOCS: Final = ROOT / "docs"
 GENERATED: Final = DOCS / "reference"
@@ -80,6 +84,18 @@ def spans(text: str) -> list[str]:
     """The code within sentences and tables, each span on one line."""
     outside = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", outside)]
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
+
+
+@cache
+def flags_of_tool(name: str) -> set[str]:
+    """The flags in the help of a tool. It is printed by this process: imports cost each process of its own seconds."""
+    with redirect_stdout(StringIO()) as shown:
+        assert main([name, "--help"]) == 0, f"there is no command {name}"
+    return flags_in(shown.getvalue())
 
 
 def kubectl_commands() -> set[str]:

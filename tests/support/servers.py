@@ -37,8 +37,8 @@ class ServerProcess:
 
     ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens; ``client`` is the context of a client
     of its HTTP port where that speaks TLS. ``through`` is a command that ends by replacing itself with its arguments:
-    it sets limits for the server. A server without it, and without other variables than options and credentials, starts
-    preloaded.
+    it sets limits for the server. A server without it, and without other variables than options, credentials and
+    those of OpenTelemetry, starts preloaded.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ServerProcess:
         words = ["serve", *map(str, arguments)]
         environment = _clean_environment() | dict(env or {})
         self._process: subprocess.Popen[str] | PreloadedProcess
-        if through or not all(name.startswith(("ORTSERVE_", "AWS_")) for name in env or ()):
+        if through or not all(name.startswith(("ORTSERVE_", "AWS_", "OTEL_")) for name in env or ()):
             self._process = subprocess.Popen(
                 [*through, sys.executable, "-m", "ortserve", *words],
                 stdout=subprocess.PIPE,
