@@ -1,7 +1,7 @@
 """Huge pages for weights: the process starts anew with the setting of malloc that requests them from the kernel.
 
 With pages of 4 KiB, a model of 200 MB has 50,000 of them. ONNX Runtime frees them while it holds the interpreter lock,
-which stopped the event loop for 27 ms; with huge pages for 2 ms. The model also opens in 0.4 of the time, and runs a row
+which stopped the event loop for 27 ms; with huge pages for 2 ms. The model also opens in 0.4 of the time and runs a row
 in 0.8 of it (``loadtests/huge_pages.py``). glibc reads its tunables only when a process starts.
 """
 
