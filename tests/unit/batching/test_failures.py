@@ -6,7 +6,7 @@ from math import ceil, log2
 import pytest
 
 from fakes.inflight import inflight
-from ortserve.batching.failures import RequestGroup, halve
+from ortserve.batching.groups import RequestGroup, halve
 from ortserve.batching.queue import RequestQueue
 from ortserve.core.timing import Timing
 

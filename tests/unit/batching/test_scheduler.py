@@ -5,8 +5,8 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.inflight import inflight
 from fakes.loop import VirtualTimeLoop, run_virtual
-from ortserve.batching.eviction import AT_COST_OF_OTHERS, Evictions
-from ortserve.batching.failures import RequestGroup
+from ortserve.batching.eviction import AT_COST_OF_OTHERS
+from ortserve.batching.groups import RequestGroup
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
@@ -25,15 +25,14 @@ def test_callback_of_an_evicted_request_does_not_change_the_batch_that_was_plann
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         queue = RequestQueue(KNOWN, KNOWN)
         decisions = Decisions()
-        evictions = Evictions(queue, decisions, loop, clock)
-        scheduler = Scheduler(queue, evictions, decisions)
+        scheduler = Scheduler(queue, decisions, loop, clock)
         shape_class = queue.shape_class(None)
         shape_class.batch_latency.observations = MIN_OBSERVATIONS
         now_ns = clock()
 
         def enqueue(rows: int, finish_by_ns: int) -> InflightRequest:
             request = inflight((), rows, Timing(0, now_ns - 1000), finish_by_ns=finish_by_ns)
-            request.withdraw = evictions.on_cancelled
+            request.withdraw = scheduler.on_cancelled
             queue.push(shape_class, request, POLICY.max_rows)
             return request
 
