@@ -201,15 +201,20 @@ class BatchRuns:
             self.share.withdraw()
             self._note_idle()
             return
-        batch = self._form_batch(group)
-        bucket = batch.bucket
+        bucket = group.rows
+        if group.tries_one_row:
+            bucket, batch = 1, form_first_row(group.requests[0])
+        else:
+            if self.policy.buckets and not group.shape_class.runs_alone:
+                bucket = self.policy.bucket_for(bucket)
+            batch = form_batch(group.requests, group.rows, bucket)
         if not group.is_check:
             self.last_rows = batch.rows
             self.decisions.batches += 1
             self.decisions.padding_rows += bucket - batch.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self.inline is not None and self.inline.take(group.shape_class.run_latency, bucket):
+        elif self.inline is not None and self.inline.begin(group.shape_class.run_latency, bucket):
             self._run_inline(self.inline, group, batch, bucket, now_ns)
             return
         self._run_on_worker(group, batch, bucket, now_ns)
@@ -232,26 +237,17 @@ class BatchRuns:
         if self._on_difference is not None:
             self._on_difference(difference)
 
-    def _form_batch(self, group: RequestGroup) -> Batch:
-        if group.tries_one_row:
-            return form_first_row(group.requests[0])
-        bucket = group.rows
-        if self.policy.buckets and not group.shape_class.runs_alone:
-            bucket = self.policy.bucket_for(group.rows)
-        return form_batch(group.requests, group.rows, bucket)
-
     def _run_inline(self, inline: InlineRuns, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> None:
         latency = group.shape_class.batch_latency
         self.decisions.inline += not group.is_check
         self.share.charge(latency.predict_ns(bucket) or 0.0, wants_more=bool(self._scheduler))
-        began_cpu_ns = inline.begin()
         outcome: BatchResult | Exception
         try:
             outcome = self.instances.free[-1].run(batch)
         except Exception as error:  # noqa: BLE001 - any error of the run is for its requests
             outcome = error
         elapsed_ns = self._clock() - now_ns
-        self.decisions.inline_overruns += inline.end(began_cpu_ns, elapsed_ns)
+        self.decisions.inline_overruns += inline.end(elapsed_ns)
         if isinstance(outcome, Exception):
             self._on_failed(group, bucket, now_ns, outcome)
         else:
