@@ -80,8 +80,8 @@ class Scheduler:
                 unfit = find_unfit(shape_class.requests, policy, shape_class.batch_latency, now_ns)
                 if unfit:
                     self._evict(shape_class, unfit)
-                    if not shape_class.requests:
-                        continue
+            if not shape_class.requests:  # evicted, or cancelled by the callback of an evicted one
+                continue
             if not shape_class.accepts_one_row and not shape_class.runs_alone:
                 (first,) = self._queue.take(shape_class, 1)
                 return RequestGroup(shape_class, (first,), first.rows, tries_one_row=True)

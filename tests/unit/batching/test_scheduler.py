@@ -58,3 +58,25 @@ def test_callback_of_an_evicted_request_does_not_change_the_batch_that_was_plann
         assert decisions.dropped_late == 1
 
     run_virtual(main)
+
+
+def test_class_whose_requests_a_callback_cancels_during_the_choice_is_passed_over() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        queue = RequestQueue(KNOWN, KNOWN)
+        scheduler = Scheduler(queue, Decisions(), loop, clock)
+        now_ns = clock()
+
+        def enqueue(key: str, finish_by_ns: int | None) -> InflightRequest:
+            request = inflight((), 1, Timing(0, now_ns - 1000), finish_by_ns=finish_by_ns, key=key)
+            request.withdraw = scheduler.on_cancelled
+            queue.push(queue.shape_class(key), request, POLICY.max_rows)
+            return request
+
+        late, cancelled, other = enqueue("a", now_ns - 1), enqueue("b", None), enqueue("c", None)
+        late.on_settled = lambda _: cancelled.cancel()
+        group = scheduler.next_group(POLICY, now_ns)
+        assert isinstance(group, RequestGroup)
+        assert list(group.requests) == [other]
+        assert not queue.rows
+
+    run_virtual(main)
