@@ -59,7 +59,6 @@ COMPILED: Final = (
     "service/recorder.py",
     "service/responses.py",
     "service/validation.py",
-    "service/version_runs.py",
     "telemetry/metrics.py",
     "telemetry/readings.py",
     "telemetry/series.py",

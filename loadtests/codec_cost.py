@@ -43,8 +43,8 @@ import numpy as np
 from harness import circumstances, table
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.grpc_answer import encode_response
-from ortserve.codecs.grpc_infer import decode_request
-from ortserve.codecs.rest import decode_rest_request, encode_rest_response
+from ortserve.codecs.grpc_infer import GrpcRequest
+from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -87,14 +87,14 @@ def arms_of(size: str, nbytes: int) -> list[Arm]:
 
     def rest(*, binary: bool) -> Callable[[], object]:
         request = InferRequest("m", "", "", [], [RequestedOutput("y", binary)], {})
-        return lambda: encode_rest_response(request, response)
+        return lambda: RestEncoder().encode(request, response)
 
     return [
         Arm(
             "REST JSON",
             size,
             array,
-            lambda: decode_rest_request(by_json, None, "m", ""),
+            lambda: RestRequest(by_json, None, "m", "").read(),
             rest(binary=False),
             None,
             None,
@@ -103,14 +103,20 @@ def arms_of(size: str, nbytes: int) -> list[Arm]:
             "REST binary",
             size,
             array,
-            lambda: decode_rest_request(by_binary, len(head), "m", ""),
+            lambda: RestRequest(by_binary, len(head), "m", "").read(),
             rest(binary=True),
             0,
             1,
         ),
-        Arm("gRPC raw", size, array, lambda: decode_request(by_grpc), lambda: encode_response(response), 0, 1),
+        Arm("gRPC raw", size, array, lambda: GrpcRequest(by_grpc).read(), lambda: encode_response(response), 0, 1),
         Arm(
-            "gRPC typed", size, array, lambda: decode_request(by_typed_grpc), lambda: encode_response(response), None, 1
+            "gRPC typed",
+            size,
+            array,
+            lambda: GrpcRequest(by_typed_grpc).read(),
+            lambda: encode_response(response),
+            None,
+            1,
         ),
     ]
 

@@ -7,8 +7,8 @@ import pytest
 
 import wire
 from ortserve.codecs.grpc_answer import encode_response
-from ortserve.codecs.grpc_infer import decode_request
-from ortserve.codecs.rest import decode_rest_request, encode_rest_response
+from ortserve.codecs.grpc_infer import GrpcRequest
+from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -21,8 +21,8 @@ def requests(datatype: DataType, array: np.ndarray) -> list[InferRequest]:
     bodies = (wire.rest_json_request(datatype, array), wire.rest_binary_request(datatype, array))
     messages = (wire.grpc_raw_request(datatype, array), wire.grpc_typed_request(datatype, array))
     return [
-        *(decode_rest_request(body.data, body.json_size, "m", "3") for body in bodies),
-        *(decode_request(message.data) for message in messages if message is not None),
+        *(RestRequest(body.data, body.json_size, "m", "3").read() for body in bodies),
+        *(GrpcRequest(message.data).read() for message in messages if message is not None),
     ]
 
 
@@ -53,7 +53,7 @@ def test_answer_is_the_same_in_every_encoding(name: str) -> None:
     expected = wire.as_client_sees(datatype, array)
     for is_binary in (False, True):
         request = InferRequest("m", "", "7", [], [RequestedOutput("y", is_binary)], {})
-        encoded = encode_rest_response(request, response)
+        encoded = RestEncoder().encode(request, response)
         came, document = wire.read_rest_answer(wire.Body(bytes(encoded.body), encoded.json_size))
         assert (document["model_name"], document["model_version"], document["id"]) == ("m", "3", "7")
         assert document["outputs"][0]["shape"] == list(array.shape)

@@ -8,8 +8,8 @@ import pytest
 
 import golden_bytes
 import wire
-from ortserve.codecs.grpc_infer import decode_request
-from ortserve.codecs.rest import decode_rest_request
+from ortserve.codecs.grpc_infer import GrpcRequest
+from ortserve.codecs.rest import RestRequest
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -29,9 +29,9 @@ def test_frozen_request_is_decoded_as_before(name: str) -> None:
     for codec, spelled in PAGE[name]["requests"].items():
         body = golden_bytes.read(spelled)
         if codec.startswith("rest"):
-            request = decode_rest_request(body.data, body.json_size, "m", "3")
+            request = RestRequest(body.data, body.json_size, "m", "3").read()
         else:
-            request = decode_request(body.data)
+            request = GrpcRequest(body.data).read()
         (tensor,) = request.inputs
         assert (request.model_name, request.model_version, request.id) == ("m", "3", "7")
         assert request.outputs == [RequestedOutput("y"), RequestedOutput("z", classes=2)]

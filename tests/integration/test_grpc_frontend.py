@@ -17,6 +17,7 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
+from ortserve.service.gate import BodyAdmission, Hold
 from transports import ON_BOTH_TRANSPORTS
 
 pytestmark = ON_BOTH_TRANSPORTS
@@ -106,10 +107,13 @@ class FailingService(FakeInferenceService):
         self._fail("receive")
         return super().receive(*arguments, **named)
 
-    def hold(self, size: int) -> Any:
-        if size:
+    @property
+    def admission(self) -> BodyAdmission:
+        def hold(size: int) -> Hold:
             self._fail("hold")
-        return super().hold(size)
+            return self.gate.hold(size)
+
+        return BodyAdmission("grpc", hold, self.count_refused_body, max_body_bytes=2**31)
 
     def start(self, *arguments: Any) -> None:
         self._fail("start")

@@ -27,7 +27,7 @@ from interpreted import interpreted_only
 from models import builders
 from ortserve.codecs.binary_tensor import encode_binary_tensor
 from ortserve.codecs.grpc_answer import encode_response
-from ortserve.codecs.rest import encode_rest_response
+from ortserve.codecs.rest import RestEncoder
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchResult
 from ortserve.core.dtypes import DataType
@@ -142,7 +142,7 @@ def check(kept: list[tuple[np.ndarray, object]]) -> None:
 ENCODERS: Final[list[Callable[[InferRequest, InferResponse], object]]] = [
     keep_bytes,
     keep_bytes,
-    encode_rest_response,
+    RestEncoder().encode,
     as_grpc,
     refuse,
 ]
@@ -179,7 +179,7 @@ async def test_encoded_answers_keep_their_bytes(stage: Stage, seed: int) -> None
 
 
 @pytest.mark.parametrize("binary", [True, False])
-@pytest.mark.parametrize("encode", [encode_rest_response, as_grpc, refuse])
+@pytest.mark.parametrize("encode", [RestEncoder().encode, as_grpc, refuse])
 async def test_lease_ends_at_encode_in_every_encoding_and_when_encoding_fails(
     stage: Stage, encode: Callable[[InferRequest, InferResponse], object], binary: bool
 ) -> None:

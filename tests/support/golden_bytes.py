@@ -15,7 +15,7 @@ from typing import Any, Final
 import golden_calls
 import wire
 from ortserve.codecs.grpc_answer import encode_response
-from ortserve.codecs.rest import encode_rest_response
+from ortserve.codecs.rest import RestEncoder
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 
@@ -27,7 +27,7 @@ def answers(response: InferResponse) -> dict[str, wire.Body]:
     made = {}
     for form in ("json", "binary"):
         request = InferRequest("m", "3", "7", [], [RequestedOutput("y", binary=form == "binary")], {})
-        encoded = encode_rest_response(request, response)
+        encoded = RestEncoder().encode(request, response)
         made[f"rest_{form}"] = wire.Body(bytes(encoded.body), encoded.json_size)
     return made | {"grpc": wire.Body(bytes(encode_response(response)))}
 

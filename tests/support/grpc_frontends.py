@@ -84,7 +84,7 @@ class Frontend:
                 router.find,
                 {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference, inference.admission).begin},
                 self.streams,
-                inference.hold,
+                inference.gate.hold,
                 connection_limits(chosen, max_message_bytes=max_body_bytes),
                 host=host,
                 port=port,

@@ -116,7 +116,7 @@ class Frontends:
         self.metrics.set_streams_source(lambda: streams.open_count)
         inference = self.inference
         admission = BodyAdmission(
-            "grpc", inference.hold, inference.count_refused_body, max_body_bytes=options.max_body_bytes
+            "grpc", inference.gate.hold, inference.count_refused_body, max_body_bytes=options.max_body_bytes
         )
         infer = InferCalls(inference, admission, self.tracing, self.load_reports)
         router = Router(self._calls(infer, admission, streams), self.guards)
@@ -135,7 +135,7 @@ class Frontends:
             router.find,
             {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
             streams,
-            inference.hold,
+            inference.gate.hold,
             connection_limits(options, max_message_bytes=options.max_body_bytes),
             host=options.host,
             port=options.grpc_port,
@@ -162,7 +162,7 @@ class Frontends:
 
     def _load_admission(self, protocol: str) -> BodyAdmission:
         """Of the bodies that load models. They are no requests of a model, so rejected ones are not counted."""
-        return BodyAdmission(protocol, self.inference.hold, None, max_body_bytes=self.options.max_body_bytes)
+        return BodyAdmission(protocol, self.inference.gate.hold, None, max_body_bytes=self.options.max_body_bytes)
 
     def _calls(self, infer: InferCalls, admission: BodyAdmission, streams: Streams) -> list[Calls]:
         """The handlers of all RPCs."""

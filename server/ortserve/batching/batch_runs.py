@@ -1,6 +1,6 @@
 """The runs of one model version: forms a batch when an instance is free, runs it, and settles its requests.
 
-The decisions are in other modules: ``scheduler`` with ``planner``, ``eviction``, ``executor``, ``failures``. This one
+The decisions are in other modules: ``scheduler`` with ``planner`` and ``eviction``, ``executor``, ``groups``. This one
 connects them to the event loop. ``batcher`` admits the requests that are enqueued here.
 """
 
@@ -10,10 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias
 
-from ortserve.batching.batches import form_batch, form_first_row, settle_batch
-from ortserve.batching.eviction import Evictions
+from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.executor import InlineRuns, Instances
-from ortserve.batching.failures import RequestGroup, divide, fail_group
+from ortserve.batching.groups import RequestGroup, divide, fail_group, form_batch, form_first_row, settle_batch
 from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.row_checks import Difference, RowChecks
@@ -116,9 +115,8 @@ class BatchRuns:
         self._row_checks = row_checks
         self._on_difference = on_difference
         self._ragged = ragged
-        self._evictions = Evictions(queue, self.decisions, loop, clock)
-        self._withdraw = self._evictions.on_cancelled
-        self._scheduler = Scheduler(queue, self._evictions, self.decisions)
+        self._scheduler = Scheduler(queue, self.decisions, loop, clock)
+        self._withdraw = self._scheduler.on_cancelled
         self._watch = RunWatch(
             name,
             run_limits or RunLimits(),
@@ -143,9 +141,10 @@ class BatchRuns:
         request.shape_class_key = shape_class.key
         request.withdraw = self._withdraw
         if request.finish_by_ns is not None or request.start_by_ns is not None:
-            self._evictions.watch(request, now_ns)
+            self._scheduler.watch(request, now_ns)
         self.queue.push(shape_class, request, self.policy.max_rows)
-        shape_class.closed_loop.on_arrival(request.rows, now_ns)
+        if shape_class.closed_loop is not None:
+            shape_class.closed_loop.on_arrival(request.rows, now_ns)
         if self.instances.free or self.instances.lends_ahead:
             self._wake()
 
@@ -165,7 +164,7 @@ class BatchRuns:
             self._wake()
             await self._idle.wait()
         self._timer.close()
-        self._evictions.close()
+        self._scheduler.close()
         self._watch.close()
 
     def _wake(self) -> None:
@@ -202,15 +201,20 @@ class BatchRuns:
             self.share.withdraw()
             self._note_idle()
             return
-        batch = self._form_batch(group)
-        bucket = batch.bucket
+        bucket = group.rows
+        if group.tries_one_row:
+            bucket, batch = 1, form_first_row(group.requests[0])
+        else:
+            if self.policy.buckets and not group.shape_class.runs_alone:
+                bucket = self.policy.bucket_for(bucket)
+            batch = form_batch(group.requests, group.rows, bucket)
         if not group.is_check:
             self.last_rows = batch.rows
             self.decisions.batches += 1
             self.decisions.padding_rows += bucket - batch.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self.inline is not None and self.inline.take(group.shape_class.run_latency, bucket):
+        elif self.inline is not None and self.inline.begin(group.shape_class.run_latency, bucket):
             self._run_inline(self.inline, group, batch, bucket, now_ns)
             return
         self._run_on_worker(group, batch, bucket, now_ns)
@@ -233,26 +237,17 @@ class BatchRuns:
         if self._on_difference is not None:
             self._on_difference(difference)
 
-    def _form_batch(self, group: RequestGroup) -> Batch:
-        if group.tries_one_row:
-            return form_first_row(group.requests[0])
-        bucket = group.rows
-        if self.policy.buckets and not group.shape_class.runs_alone:
-            bucket = self.policy.bucket_for(group.rows)
-        return form_batch(group.requests, group.rows, bucket)
-
     def _run_inline(self, inline: InlineRuns, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> None:
         latency = group.shape_class.batch_latency
         self.decisions.inline += not group.is_check
         self.share.charge(latency.predict_ns(bucket) or 0.0, wants_more=bool(self._scheduler))
-        began_cpu_ns = inline.begin()
         outcome: BatchResult | Exception
         try:
             outcome = self.instances.free[-1].run(batch)
         except Exception as error:  # noqa: BLE001 - any error of the run is for its requests
             outcome = error
         elapsed_ns = self._clock() - now_ns
-        self.decisions.inline_overruns += inline.end(began_cpu_ns, elapsed_ns)
+        self.decisions.inline_overruns += inline.end(elapsed_ns)
         if isinstance(outcome, Exception):
             self._on_failed(group, bucket, now_ns, outcome)
         else:
@@ -312,13 +307,20 @@ class BatchRuns:
             latency.observe(bucket, now_ns - began_ns)
             if not group.is_check:  # no client waits for a check, and its outcome decides about the next batch
                 if self.policy.closed_loop_wait:
-                    group.shape_class.closed_loop.on_answer(self._clock(), latency.predict_ns(1) or 0.0)
+                    self._note_answer(group.shape_class)
                 if self.queue.rows >= self.policy.max_rows:
                     # A full batch waits: no new request could change it, so the instance need not wait for the answers.
                     self._start_batch()
             self._on_computed(group, bucket, taken_ns, outcome)
         # Otherwise answers come first: the next requests of their callers may arrive before the next batch is formed.
         self._wake_if_needed()
+
+    def _note_answer(self, shape_class: ShapeClass) -> None:
+        answered_ns, solo_ns = self._clock(), shape_class.batch_latency.predict_ns(1) or 0.0
+        if shape_class.closed_loop is None:
+            shape_class.closed_loop = ClosedLoopWait(answered_ns, solo_ns)
+        else:
+            shape_class.closed_loop.on_answer(answered_ns, solo_ns)
 
     def _on_computed(self, group: RequestGroup, bucket: int, taken_ns: int, result: BatchResult) -> None:
         now_ns = self._clock()
@@ -341,7 +343,7 @@ class BatchRuns:
             if self.tap is not None and not group.is_check:
                 # The batch that ran: settled requests keep their inputs, and bucket and order are those of the group.
                 self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
-        if self.answer_time.is_due(now_ns):
+        if now_ns >= self.answer_time.due_ns:
             # Callbacks have answered by now. Tasks run in the next turn, before this.
             self._loop.call_soon(self._on_answered, now_ns)
 

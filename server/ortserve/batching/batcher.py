@@ -146,10 +146,11 @@ class Batcher:
             return
         answer_ns = runs.answer_time.share_ns(terms.finish_by_ns - now_ns)
         request.finish_by_ns = terms.finish_by_ns - answer_ns
-        busy_ns, slowdown = runs.instances.busy_ns(now_ns), runs.share.slowdown()
-        self._admission.check_deadline(
-            request, shape_class, policy, runs.last_rows, answer_ns, busy_ns, slowdown, now_ns
-        )
+        busy_ns = runs.instances.busy_ns(now_ns)
+        if busy_ns or self._queue.rows or terms.finish_by_ns <= now_ns:  # otherwise the server is idle and admits it
+            self._admission.check_deadline(
+                request, shape_class, policy, runs.last_rows, answer_ns, busy_ns, runs.share.slowdown(), now_ns
+            )
 
     def _piece_rows(self, request: InflightRequest) -> int:
         """The most rows of such a request that run together: ``max_rows``, or fewer if they have much text."""

@@ -31,15 +31,16 @@ class ClosedLoopWait:
         is_on: False after waiting has cost more than it gained.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answered_ns: int, solo_ns: float) -> None:
+        """Begin with a first answer, as for ``on_answer``."""
         self.is_on = True
-        self._window_ns = 0.0
+        self._window_ns = _MAX_SHARE * solo_ns
         # Rows that usually arrive by the end of each bin of the window, beyond the background rate.
         self._usual = [0.0] * _BINS
         # The same for the last answer: rows in each bin, and their sum.
         self._seen = [0.0] * _BINS
         self._sum = 0.0
-        self._answered_ns: int | None = None
+        self._answered_ns = answered_ns
         # Arrivals outside the window give the background rate.
         self._later_rows = 0.0
         self._later_ns = 0.0
@@ -49,18 +50,12 @@ class ClosedLoopWait:
         self._gain_ns = 0.0
 
     def is_pending(self, now_ns: int) -> bool:
-        """Whether rows may still follow the last answer, or a wait for them has not ended.
-
-        Runs on the event loop do not call ``on_answer``, so no wait follows them.
-        """
-        if self._answered_ns is None:
-            return False
+        """Whether rows may still follow the last answer, or a wait for them has not ended."""
         return self._wait is not None or (self.is_on and now_ns - self._answered_ns < self._window_ns)
 
     def on_answer(self, now_ns: int, solo_ns: float) -> None:
         """Note that a batch was answered; a batch of one row takes ``solo_ns``."""
-        if self._answered_ns is not None:
-            self._learn(now_ns - self._answered_ns)
+        self._learn(now_ns - self._answered_ns)
         window_ns = _MAX_SHARE * solo_ns
         if not 0.5 * window_ns <= self._window_ns <= 2 * window_ns:  # the old bins do not fit the new window
             self._usual = [0.0] * _BINS
@@ -71,7 +66,7 @@ class ClosedLoopWait:
 
     def on_arrival(self, rows: int, now_ns: int) -> None:
         """Note rows that arrive."""
-        if self._answered_ns is None or self._window_ns <= 0:
+        if self._window_ns <= 0:
             return
         after_ns = now_ns - self._answered_ns
         if after_ns <= self._window_ns:
@@ -86,7 +81,7 @@ class ClosedLoopWait:
         Of the ends of bins, this is the one that promises most rows a second: (n + m) / (b + a·(n + m) + δ), for a wait
         of δ in which m rows join the n that wait.
         """
-        if not self.is_on or self._answered_ns is None or waiting_rows >= max_rows:
+        if not self.is_on or waiting_rows >= max_rows:
             return None
         after_ns = now_ns - self._answered_ns
         if after_ns >= self._window_ns:

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ortserve.batching.batches import check_rows
+from ortserve.batching.groups import check_rows
 from ortserve.batching.sequence_table import Turn
 from ortserve.batching.sequences import SequenceRuns
 from ortserve.clock import Clock

@@ -173,28 +173,29 @@ class InlineRuns:
         self._budget = budget
         self._name = name
         self._cpu_clock = cpu_clock
+        self._began_cpu_ns = 0
         self.barred_because = barred_because
         """Why no run uses the loop; empty while runs may. It never becomes empty again."""
 
-    def take(self, run_latency: LatencyModel, rows: int) -> bool:
-        """Whether a run of ``rows`` rows may use the loop in this turn."""
-        return not self.barred_because and self._budget.take(run_latency.predict_ns(rows))
-
-    def begin(self) -> int:
-        """Begin a run. Returns the CPU time before it, for ``end``."""
+    def begin(self, run_latency: LatencyModel, rows: int) -> bool:
+        """Begin a run of ``rows`` rows. Returns False if it may not use the loop in this turn."""
+        if self.barred_because or not self._budget.take(run_latency.predict_ns(rows)):
+            return False
         activity = self._budget.activity
         activity.model = self._name
         activity.step = RUN
-        return 0 if self._cpu_clock is None else self._cpu_clock()
+        if self._cpu_clock is not None:
+            self._began_cpu_ns = self._cpu_clock()
+        return True
 
-    def end(self, began_cpu_ns: int, elapsed_ns: int) -> bool:
+    def end(self, elapsed_ns: int) -> bool:
         """End a run. Returns whether it exceeded the limit, which bars all later runs of the model."""
         self._budget.activity.step = NOTHING
         if elapsed_ns <= MAX_OVERRUN_NS:
             return False
         taken_ns = elapsed_ns
         if self._cpu_clock is not None:
-            taken_ns = min(elapsed_ns, self._cpu_clock() - began_cpu_ns)
+            taken_ns = min(elapsed_ns, self._cpu_clock() - self._began_cpu_ns)
         if taken_ns <= MAX_OVERRUN_NS:
             return False
         self.barred_because = (

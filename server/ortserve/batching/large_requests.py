@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from ortserve.batching.batches import check_rows
+from ortserve.batching.groups import check_rows
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input

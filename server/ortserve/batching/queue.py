@@ -37,7 +37,9 @@ class ShapeClass:
         rows: Total rows of ``requests``.
         batch_latency: Of a batch, from when it is formed until its outputs are on the event loop.
         run_latency: Of the model alone; it decides about runs on the event loop.
-        closed_loop: How soon callers send their next request, and the wait for them.
+        closed_loop: How soon callers send their next request, and the wait for them. None before the first answer after
+            which a batch may wait; no wait follows runs on the event loop.
+        has_limits: Whether a queued request may have a deadline or a timeout; False again once the class is empty.
         runs_alone: Whether the class is that of a single request, which runs as it is, of any size.
         accepts_one_row: Whether the model is known to accept one row of this shape. A shape that it rejects by itself
             it may accept in a batch, and mix the rows.
@@ -50,6 +52,7 @@ class ShapeClass:
         "accepts_one_row",
         "batch_latency",
         "closed_loop",
+        "has_limits",
         "key",
         "requests",
         "rows",
@@ -66,7 +69,8 @@ class ShapeClass:
         self.rows = 0
         self.batch_latency = batch_latency
         self.run_latency = run_latency
-        self.closed_loop = ClosedLoopWait()
+        self.closed_loop: ClosedLoopWait | None = None
+        self.has_limits = False
         self.runs_alone = isinstance(key, Alone)
         self.accepts_one_row = accepts_one_row
         self._last_due_ns = 0.0
@@ -78,6 +82,8 @@ class ShapeClass:
         queued_ns, by_ns = request.timing.queued_ns, request.finish_by_ns
         latest_ns = self._last_due_ns = self._latest_due_ns(queued_ns, max_rows)
         request.due_ns = latest_ns if by_ns is None else min(latest_ns, float(by_ns))
+        if by_ns is not None or request.start_by_ns is not None:
+            self.has_limits = True
         self.rows += request.rows
         requests = self.requests
         if not requests or request.order >= requests[-1].order:
@@ -98,12 +104,6 @@ class ShapeClass:
             self._due_after_ns = max(DUE_RUNS * full_ns, LEAST_DUE_NS)
         # Never before an earlier request on the same terms, even if the predicted time has become shorter.
         return max(queued_ns + self._due_after_ns, self._last_due_ns if self.requests else 0.0)
-
-    def count_removed(self, rows: int) -> None:
-        """Update the total of rows after a removal."""
-        self.rows -= rows
-        if not self.requests:
-            self.closed_loop.abandon_wait()
 
     def rows_ahead(self, order: tuple[int, float]) -> int:
         """Rows of the requests that precede a new request of this order."""
@@ -160,17 +160,17 @@ class RequestQueue:
                 LatencyModel(self._known_runs, most=_MAX_RUN_RATIO),
                 accepts_one_row=not self._tries_one_row or key in self._tried,
             )
-            self._evict_idle(known)
+            if len(self._classes) > MAX_CLASSES:
+                self._evict_idle(known)
         elif len(self._classes) > 1:
             self._classes.move_to_end(key)
         return known
 
     def _evict_idle(self, kept: ShapeClass | None = None) -> None:
         over = len(self._classes) - MAX_CLASSES
-        if over > 0:
-            idle = (key for key, other in self._classes.items() if not other.requests and other is not kept)
-            for key in list(islice(idle, over)):
-                del self._classes[key]
+        idle = (key for key, other in self._classes.items() if not other.requests and other is not kept)
+        for key in list(islice(idle, over)):
+            del self._classes[key]
 
     def push(self, shape_class: ShapeClass, request: InflightRequest, max_rows: int) -> None:
         """Enqueue a request whose terms, size and time are set."""
@@ -241,7 +241,11 @@ class RequestQueue:
             self._requests[request.level] -= 1
         self.rows -= rows
         self.nbytes -= nbytes
-        shape_class.count_removed(rows)
+        shape_class.rows -= rows
         if not shape_class.requests:
+            shape_class.has_limits = False
+            if shape_class.closed_loop is not None:
+                shape_class.closed_loop.abandon_wait()
             del self._waiting[shape_class.key]
-            self._evict_idle()
+            if len(self._classes) > MAX_CLASSES:
+                self._evict_idle()

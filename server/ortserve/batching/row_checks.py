@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from ortserve.batching.failures import RequestGroup
+from ortserve.batching.groups import RequestGroup
 from ortserve.batching.queue import ShapeClass
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchResult

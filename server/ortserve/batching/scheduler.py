@@ -1,28 +1,57 @@
-"""Choose the requests of the next batch: parts of failed batches first, then the shape class that is due first."""
+"""The requests of one batcher that wait: which run next, and the eviction of those that are late or cancelled.
 
+``planner`` and ``eviction`` decide, as pure functions.
+"""
+
+import asyncio
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
-from ortserve.batching.eviction import AT_COST_OF_OTHERS, Evictions
-from ortserve.batching.failures import RequestGroup, separate
+from ortserve.batching.closed_loop import ClosedLoopWait
+from ortserve.batching.eviction import (
+    AT_COST_OF_OTHERS,
+    PASSED_IN_SEARCH,
+    Eviction,
+    find_expired,
+    find_late_in_search,
+    find_unfit,
+)
+from ortserve.batching.groups import RequestGroup, separate
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, may_wait, plan_batch
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.statistics import Decisions
-from ortserve.errors import ServeError
+from ortserve.batching.timers import LoopTimer
+from ortserve.clock import Clock
+from ortserve.core.inflight import InflightRequest
+from ortserve.errors import ErrorKind, ServeError
+
+_MIN_SWEEP_INTERVAL_NS: Final = 1_000_000
+"""Between two sweeps of the queue. The timers of the event loop have whole milliseconds."""
+_SWEEP_INTERVAL_PER_REQUEST_NS: Final = 1_000
+"""Much longer than a sweep takes for a request, so that sweeps take a small share of the event loop's time."""
 
 
 class Scheduler:
     """The requests that wait for one batcher, in its queue or to run again; true while there are any.
 
-    Loop thread only.
+    One timer serves the whole queue. It is set for the first request that may expire and stays set when that request
+    leaves in time, as nearly all do: then it fires in vain, and the sweep finds the next time. So a request with a
+    deadline costs nothing, and a deadline that passes deep in the queue is answered when it passes. Loop thread only.
     """
 
-    def __init__(self, queue: RequestQueue, evictions: Evictions, decisions: Decisions) -> None:
-        """All three are the batcher's own."""
+    def __init__(
+        self, queue: RequestQueue, decisions: Decisions, loop: asyncio.AbstractEventLoop, clock: Clock
+    ) -> None:
+        """``queue`` and ``decisions`` are the batcher's own."""
         self._queue = queue
-        self._evictions = evictions
         self._decisions = decisions
+        self._clock = clock
         self._again: deque[RequestGroup] = deque()
+        self._timer = LoopTimer(loop, self._sweep)
+        self._fires_ns = math.inf
+        self._no_sweep_before_ns = 0.0
 
     def __bool__(self) -> bool:
         return self._queue.rows > 0 or bool(self._again)
@@ -34,56 +63,74 @@ class Scheduler:
     def next_group(self, policy: BatchPolicy, now_ns: int) -> RequestGroup | WaitUntil | None:
         """Dequeue the requests to run now that an instance is free, and evict those that are too late.
 
+        Parts of failed batches run first, then the shape class that is due first.
+
         Returns:
             None if nothing is queued, and a time if all that is queued had better wait until then.
         """
         while self._again:
-            group = self._evictions.evict_from_search(self._again.popleft(), now_ns)
+            group = self._evict_from_search(self._again.popleft(), now_ns)
             if policy.lone_rows is not None and len(group.requests) > 1:
                 self._again.extendleft(reversed(separate(group)))
             elif group.requests:
                 return group
         earliest: WaitUntil | None = None
         for shape_class in self._queue.waiting():
-            self._evictions.evict_unfit(shape_class, policy, now_ns)
-            if not shape_class.requests:
+            if shape_class.has_limits:
+                unfit = find_unfit(shape_class.requests, policy, shape_class.batch_latency, now_ns)
+                if unfit:
+                    self._evict(shape_class, unfit)
+            if not shape_class.requests:  # evicted, or cancelled by the callback of an evicted one
                 continue
             if not shape_class.accepts_one_row and not shape_class.runs_alone:
                 (first,) = self._queue.take(shape_class, 1)
                 return RequestGroup(shape_class, (first,), first.rows, tries_one_row=True)
-            plan = self._plan(shape_class, policy, now_ns)
+            plan = plan_batch(shape_class.requests, policy, shape_class.batch_latency, now_ns)
+            closed_loop = shape_class.closed_loop
+            if isinstance(plan, WaitUntil):
+                self._decisions.delayed += 1
+            elif closed_loop is not None and policy.closed_loop_wait and closed_loop.is_pending(now_ns):
+                plan = self._wait_for_closed_loop(shape_class, closed_loop, plan, policy, now_ns)
             if isinstance(plan, Take):
                 evicted = self._queue.take(shape_class, plan.evicted) if plan.evicted else ()
                 group = RequestGroup(shape_class, self._queue.take(shape_class, plan.count), plan.rows)
                 # Only now: the callback of a failed request may enqueue or cancel others.
                 for request in evicted:
-                    self._evictions.fail_late(request, AT_COST_OF_OTHERS)
+                    self._fail_late(request, AT_COST_OF_OTHERS)
                 return group
             if earliest is None or plan.due_ns < earliest.due_ns:
                 earliest = plan
         return earliest
 
+    def watch(self, request: InflightRequest, now_ns: int) -> None:
+        """Evict a queued request when it expires."""
+        expires_ns = request.expires_ns
+        if expires_ns is not None:
+            self._fire_after(expires_ns, now_ns)
+
+    def on_cancelled(self, request: InflightRequest) -> None:
+        """Remove a cancelled request, which may have left the queue already."""
+        if self._queue.remove_one(request):
+            self._decisions.left += 1
+
     def fail_all(self, error: ServeError) -> None:
         """Fail everything that waits."""
-        self._evictions.fail_all(error)
+        for shape_class in self._queue.waiting():
+            for request in self._queue.take(shape_class, len(shape_class.requests)):
+                request.fail(error)
         while self._again:
             for request in self._again.popleft().requests:
                 request.fail(error)
 
-    def _plan(self, shape_class: ShapeClass, policy: BatchPolicy, now_ns: int) -> Take | WaitUntil:
-        plan = plan_batch(shape_class.requests, policy, shape_class.batch_latency, now_ns)
-        if isinstance(plan, WaitUntil):
-            self._decisions.delayed += 1
-            return plan
-        if policy.closed_loop_wait and shape_class.closed_loop.is_pending(now_ns):
-            return self._wait_for_closed_loop(shape_class, plan, policy, now_ns)
-        return plan
+    def close(self) -> None:
+        """Stop the timer."""
+        self._timer.close()
 
     def _wait_for_closed_loop(
-        self, shape_class: ShapeClass, plan: Take, policy: BatchPolicy, now_ns: int
+        self, shape_class: ShapeClass, closed_loop: ClosedLoopWait, plan: Take, policy: BatchPolicy, now_ns: int
     ) -> Take | WaitUntil:
         """Delay a batch for a moment if the class's callers usually send their next request that soon."""
-        latency, closed_loop, max_rows = shape_class.batch_latency, shape_class.closed_loop, policy.max_rows
+        latency, max_rows = shape_class.batch_latency, policy.max_rows
         line = latency.line(max_rows)
         if line is None:
             return plan
@@ -99,3 +146,44 @@ class Scheduler:
                 return WaitUntil(until_ns)
         closed_loop.end_wait(plan.rows, line, now_ns)
         return plan
+
+    def _evict_from_search(self, group: RequestGroup, now_ns: int) -> RequestGroup:
+        """The part of a group that runs again: without cancelled requests and without those that are late by now."""
+        for request in find_late_in_search(group.requests, now_ns):
+            request.timing.taken_ns = now_ns  # a run was started, so metrics do not count a rejection
+            self._fail_late(request, PASSED_IN_SEARCH)
+        requests = [request for request in group.requests if not request.is_settled]
+        if len(requests) == len(group.requests):
+            return group
+        return RequestGroup(group.shape_class, requests, sum([request.rows for request in requests]), group.search)
+
+    def _sweep(self) -> None:
+        now_ns = self._clock()
+        self._fires_ns = math.inf
+        looked_at = 0
+        next_ns = math.inf
+        for shape_class in self._queue.waiting():
+            looked_at += len(shape_class.requests)
+            found = find_expired(shape_class.requests, now_ns)
+            if found.evictions:
+                self._evict(shape_class, found.evictions)
+            next_ns = min(next_ns, found.next_ns)
+        interval_ns = max(_MIN_SWEEP_INTERVAL_NS, looked_at * _SWEEP_INTERVAL_PER_REQUEST_NS)
+        self._no_sweep_before_ns = float(now_ns + interval_ns)
+        self._fire_after(next_ns, now_ns)
+
+    def _fire_after(self, by_ns: float, now_ns: int) -> None:
+        fires_ns = max(by_ns + 1, self._no_sweep_before_ns)
+        if fires_ns < self._fires_ns:
+            self._fires_ns = fires_ns
+            self._timer.set(int(fires_ns), now_ns)
+
+    def _evict(self, shape_class: ShapeClass, evictions: Sequence[Eviction]) -> None:
+        self._queue.remove(shape_class, [eviction.request for eviction in evictions])
+        for eviction in evictions:
+            self._fail_late(eviction.request, eviction.reason)
+
+    def _fail_late(self, request: InflightRequest, reason: str) -> None:
+        """Fail a request that is not queued any more because it is late. Its callback may enqueue or cancel others."""
+        error = ServeError(ErrorKind.DEADLINE, f"Request timeout expired: {reason}")
+        self._decisions.dropped_late += request.fail(error)

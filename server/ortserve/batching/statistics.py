@@ -57,34 +57,31 @@ class AnswerTime:
     """How long encoding and writing the answers of a batch takes: a mean and a mean deviation.
 
     Both are exponentially weighted, as TCP estimates round trips (RFC 6298, section 2). Loop thread only.
+
+    Attributes:
+        high_ns: The time in which nearly all batches are answered; 0 before the first measurement.
+        due_ns: From when on another batch is measured (monotonic).
     """
 
-    __slots__ = ("_deviation_ns", "_due_ns", "_mean_ns")
+    __slots__ = ("_deviation_ns", "_mean_ns", "due_ns", "high_ns")
 
     def __init__(self) -> None:
         self._mean_ns = 0.0
         self._deviation_ns = 0.0
-        self._due_ns = 0
-
-    @property
-    def high_ns(self) -> float:
-        """The time in which nearly all batches are answered; 0 before the first measurement."""
-        return self._mean_ns + _DEVIATIONS * self._deviation_ns
-
-    def is_due(self, now_ns: int) -> bool:
-        """Whether to measure the answers of a batch whose outputs are there now."""
-        return now_ns >= self._due_ns
+        self.high_ns = 0.0
+        self.due_ns = 0
 
     def observe(self, computed_ns: int, now_ns: int) -> None:
         """Learn from a batch whose outputs came to the loop at ``computed_ns`` and whose answers are written now."""
-        self._due_ns = now_ns + _ANSWER_INTERVAL_NS
+        self.due_ns = now_ns + _ANSWER_INTERVAL_NS
         ns = now_ns - computed_ns
         if not self._mean_ns:
             self._mean_ns = float(ns)
-            return
-        off_ns = min(ns, _MAX_RATIO * self._mean_ns) - self._mean_ns
-        self._mean_ns += _MEAN_GAIN * off_ns
-        self._deviation_ns += _DEVIATION_GAIN * (abs(off_ns) - self._deviation_ns)
+        else:
+            off_ns = min(ns, _MAX_RATIO * self._mean_ns) - self._mean_ns
+            self._mean_ns += _MEAN_GAIN * off_ns
+            self._deviation_ns += _DEVIATION_GAIN * (abs(off_ns) - self._deviation_ns)
+        self.high_ns = self._mean_ns + _DEVIATIONS * self._deviation_ns
 
     def share_ns(self, left_ns: int) -> int:
         """The part of the time until a deadline that is reserved for the answer.

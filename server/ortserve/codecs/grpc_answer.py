@@ -14,7 +14,7 @@ from ortserve._pb.grpc_service_pb2 import ModelInferResponse, ModelStreamInferRe
 from ortserve.codecs.binary_tensor import encode_binary_tensor
 from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_ELEMENTS
 from ortserve.codecs.grpc_infer import read_names
-from ortserve.codecs.grpc_wire import LENGTH_DELIMITED, answer_id, raw_output, varint
+from ortserve.codecs.grpc_wire import LENGTH_DELIMITED, RAW_OUTPUT_TAG, answer_id, varint
 from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
@@ -43,7 +43,7 @@ def encode_response(response: InferResponse, memory: LargeMemory | None = None) 
         announced.append((tensor.name, tensor.datatype, array.shape))
         # Clients expect one entry of raw contents per output, even if it is empty.
         content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype)
-        raw.append(raw_output(len(content)))
+        raw.append(RAW_OUTPUT_TAG + varint(len(content)))
         raw.append(content)
     names, outputs = _answer_head(response.model_name, response.model_version, tuple(announced))
     pieces = [names, answer_id(response.id), outputs, *raw]

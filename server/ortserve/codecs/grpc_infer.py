@@ -76,26 +76,6 @@ class _Head:
     regions: RegionUse | None
 
 
-def decode_request(data: bytes | memoryview) -> InferRequest:
-    """Decode a serialized ``ModelInferRequest``. Tensors from raw contents are read-only views on ``data``.
-
-    Raises:
-        ServeError: invalid_input for a malformed message and for too many parts; unsupported for extensions that this
-            server does not have.
-    """
-    head_bytes, request_id, raw, contents = split_request(data)
-    head = _cached_head(head_bytes) if len(head_bytes) <= USUAL_HEAD_BYTES else _parse_head(head_bytes)
-    return InferRequest(
-        head.model,
-        head.version,
-        request_id,
-        _tensors(head, request_id, raw, contents),
-        list(head.outputs),
-        head.parameters,
-        regions=head.regions,
-    )
-
-
 class GrpcRequest:
     """An ``EncodedRequest``: a serialized ``ModelInferRequest``."""
 
@@ -120,8 +100,23 @@ class GrpcRequest:
         return 8 * len(self._data)
 
     def read(self) -> InferRequest:
-        """As ``decode_request``."""
-        return decode_request(self._data)
+        """Decode the request. Tensors from raw contents are read-only views on its bytes.
+
+        Raises:
+            ServeError: invalid_input for a malformed message and for too many parts; unsupported for extensions that
+                this server does not have.
+        """
+        head_bytes, request_id, raw, contents = split_request(self._data)
+        head = _cached_head(head_bytes) if len(head_bytes) <= USUAL_HEAD_BYTES else _parse_head(head_bytes)
+        return InferRequest(
+            head.model,
+            head.version,
+            request_id,
+            _tensors(head, request_id, raw, contents),
+            list(head.outputs),
+            head.parameters,
+            regions=head.regions,
+        )
 
 
 def read_names(data: bytes | memoryview) -> ModelInferRequest:

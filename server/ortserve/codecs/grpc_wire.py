@@ -26,7 +26,7 @@ _CONTENTS: Final = ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
 _RAW_INPUT_TAG: Final = _RAW_INPUTS << 3 | LENGTH_DELIMITED
 _ID_TAG: Final = _ID << 3 | LENGTH_DELIMITED
 _INPUT_TAG: Final = bytes([_INPUTS << 3 | LENGTH_DELIMITED])
-_RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
+RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
 _ANSWER_ID_TAG: Final = bytes([ModelInferResponse.ID_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
 
 USUAL_HEAD_BYTES: Final = 1024
@@ -303,11 +303,6 @@ def answer_id(request_id: str) -> bytes:
         return b""
     text = request_id.encode()
     return _ANSWER_ID_TAG + varint(len(text)) + text
-
-
-def raw_output(size: int) -> bytes:
-    """Tag and length before the ``size`` bytes of an output in a ``ModelInferResponse``."""
-    return _RAW_OUTPUT_TAG + varint(size)
 
 
 def varint(value: int) -> bytes:

@@ -22,7 +22,7 @@ from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_el
 from ortserve.codecs.bounds import INLINE_BYTES
 from ortserve.codecs.generate import decode_generate_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
-from ortserve.codecs.rest import decode_rest_request
+from ortserve.codecs.rest import RestRequest
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
@@ -46,7 +46,7 @@ def _read_generate(
 
 
 _READERS: Final[dict[str, Callable[..., list[bytes | memoryview]]]] = {
-    "infer": lambda *arguments: pack_request(decode_rest_request(*arguments)),
+    "infer": lambda *arguments: pack_request(RestRequest(*arguments).read()),
     "generate": lambda *arguments: pack_request(_read_generate(*arguments)),
     "load": lambda body: _pack_load(decode_load_body(body)),
 }

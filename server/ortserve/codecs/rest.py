@@ -43,63 +43,21 @@ class EncodedResponse:
         self.json_size = json_size
 
 
-def decode_rest_request(
-    body: bytes | memoryview, json_size: int | None, model_name: str, model_version: str
-) -> InferRequest:
-    """Decode an inference request.
-
-    Args:
-        body: The whole (uncompressed) body; the tensors of the result may be views on it.
-        json_size: Value of ``Inference-Header-Content-Length``, None if the header is absent. 0 makes the whole body
-            the raw tensor of the model's only input.
-        model_name: From the path.
-        model_version: From the path, ``""`` for none.
-
-    Raises:
-        ServeError: invalid_input for a malformed request; unsupported for extensions that this server does not have.
-    """
-    if json_size is None:
-        document, tail = parse_json(body), _NO_BYTES
-    elif json_size == 0:
-        return InferRequest(model_name, model_version, "", (), (), {}, binary_output=True, raw_input=body)
-    elif json_size > len(body):
-        raise invalid_input(f"inference header size should be in range (0, {len(body)}), got: {json_size}")
-    else:
-        view = memoryview(body)
-        document, tail = parse_json(view[:json_size]), view[json_size:]
-    if type(document) is not dict:
-        raise _parse_error("request", "an object", document)
-
-    parameters = read_parameters(document.get("parameters"), "parameters")
-    binary_output = parameters.pop("binary_data_output", False) if parameters else False
-    if type(binary_output) is not bool:
-        raise _parse_error("binary_data_output", "a boolean", binary_output)
-    request_id = document.get("id", "")
-    if type(request_id) is not str:
-        raise _parse_error("id", "a string", request_id)
-    if len(request_id) > MAX_ID_LENGTH:
-        raise too_many("characters of id", MAX_ID_LENGTH, len(request_id))
-    in_regions: list[RegionInput] = []
-    places: dict[str, RegionSpan] = {}
-    return InferRequest(
-        model_name,
-        model_version,
-        request_id,
-        _inputs(document.get("inputs"), tail, model_name, model_version, request_id, in_regions),
-        _outputs(document.get("outputs"), places, binary_output=binary_output),
-        parameters,
-        binary_output,
-        regions=RegionUse(in_regions, places) if in_regions or places else None,
-    )
-
-
 class RestRequest:
     """An ``EncodedRequest``: a body, and the values from its path and headers."""
 
     __slots__ = ("_body", "_json_size", "_model_name", "_model_version", "is_short")
 
     def __init__(self, body: bytes | memoryview, json_size: int | None, model_name: str, model_version: str) -> None:
-        """The arguments are those of ``decode_rest_request``."""
+        """Keep what ``read`` decodes.
+
+        Args:
+            body: The whole (uncompressed) body; the tensors of the request may be views on it.
+            json_size: Value of ``Inference-Header-Content-Length``, None if the header is absent. 0 makes the whole
+                body the raw tensor of the model's only input.
+            model_name: From the path.
+            model_version: From the path, ``""`` for none.
+        """
         self._body = body
         self._json_size = json_size
         self._model_name = model_name
@@ -124,49 +82,51 @@ class RestRequest:
         return len(self._body) if self._json_size is None else min(self._json_size, len(self._body))
 
     def read(self) -> InferRequest:
-        """As ``decode_rest_request``."""
-        return decode_rest_request(self._body, self._json_size, self._model_name, self._model_version)
+        """Decode the request.
+
+        Raises:
+            ServeError: invalid_input for a malformed request; unsupported for extensions that this server does not
+                have.
+        """
+        body, json_size = self._body, self._json_size
+        model_name, model_version = self._model_name, self._model_version
+        if json_size is None:
+            document, tail = parse_json(body), _NO_BYTES
+        elif json_size == 0:
+            return InferRequest(model_name, model_version, "", (), (), {}, binary_output=True, raw_input=body)
+        elif json_size > len(body):
+            raise invalid_input(f"inference header size should be in range (0, {len(body)}), got: {json_size}")
+        else:
+            view = memoryview(body)
+            document, tail = parse_json(view[:json_size]), view[json_size:]
+        if type(document) is not dict:
+            raise _parse_error("request", "an object", document)
+
+        given = document.get("parameters")
+        parameters = {} if given is None else read_parameters(given, "parameters")
+        binary_output = parameters.pop("binary_data_output", False) if parameters else False
+        if type(binary_output) is not bool:
+            raise _parse_error("binary_data_output", "a boolean", binary_output)
+        request_id = document.get("id", "")
+        if type(request_id) is not str:
+            raise _parse_error("id", "a string", request_id)
+        if len(request_id) > MAX_ID_LENGTH:
+            raise too_many("characters of id", MAX_ID_LENGTH, len(request_id))
+        in_regions: list[RegionInput] = []
+        places: dict[str, RegionSpan] = {}
+        return InferRequest(
+            model_name,
+            model_version,
+            request_id,
+            _inputs(document.get("inputs"), tail, model_name, model_version, request_id, in_regions),
+            _outputs(document.get("outputs"), places, binary_output=binary_output),
+            parameters,
+            binary_output,
+            regions=RegionUse(in_regions, places) if in_regions or places else None,
+        )
 
     def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
         return "infer", self._body, (self._json_size, self._model_name, self._model_version)
-
-
-def encode_rest_response(
-    request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
-) -> EncodedResponse:
-    """Encode the answer, each output in JSON or binary as requested; a long one in ``memory``, if given."""
-    placed = response.placed
-    outputs: list[dict[str, Any]] = []
-    tail: list[bytes | memoryview] = []
-    for index, tensor in enumerate(response.outputs):
-        is_binary = request.outputs[index].binary if request.outputs else request.binary_output
-        entry: dict[str, Any] = {
-            "name": tensor.name,
-            "datatype": tensor.datatype.value,
-            "shape": tensor.array.shape,
-        }
-        outputs.append(entry)
-        if tensor.name in placed:
-            continue
-        if is_binary:
-            piece = encode_binary_tensor(tensor.array, tensor.datatype)
-            entry["parameters"] = {"binary_data_size": len(piece)}
-            tail.append(piece)
-        else:
-            entry["data"] = encode_json_data(tensor.array, tensor.datatype)
-    document: dict[str, Any] = {
-        "model_name": response.model_name,
-        "model_version": response.model_version,
-        "outputs": outputs,
-    }
-    if response.id:
-        document["id"] = response.id
-    head = write_json(document, response.outputs, memory)
-    if not any(map(len, tail)):  # all binary outputs are empty: Triton answers with plain JSON
-        return EncodedResponse(head, None)
-    parts = [head, *tail]
-    head_size = len(head)
-    return EncodedResponse(b"".join(parts) if memory is None else memory.join(parts), head_size)
 
 
 class RestEncoder:
@@ -182,7 +142,39 @@ class RestEncoder:
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
     ) -> EncodedResponse:
-        return encode_rest_response(request, response, memory)
+        """Encode each output in JSON or binary as requested."""
+        placed = response.placed
+        outputs: list[dict[str, Any]] = []
+        tail: list[bytes | memoryview] = []
+        for index, tensor in enumerate(response.outputs):
+            is_binary = request.outputs[index].binary if request.outputs else request.binary_output
+            entry: dict[str, Any] = {
+                "name": tensor.name,
+                "datatype": tensor.datatype.value,
+                "shape": tensor.array.shape,
+            }
+            outputs.append(entry)
+            if tensor.name in placed:
+                continue
+            if is_binary:
+                piece = encode_binary_tensor(tensor.array, tensor.datatype)
+                entry["parameters"] = {"binary_data_size": len(piece)}
+                tail.append(piece)
+            else:
+                entry["data"] = encode_json_data(tensor.array, tensor.datatype)
+        document: dict[str, Any] = {
+            "model_name": response.model_name,
+            "model_version": response.model_version,
+            "outputs": outputs,
+        }
+        if response.id:
+            document["id"] = response.id
+        head = write_json(document, response.outputs, memory)
+        if not any(map(len, tail)):  # all binary outputs are empty: Triton answers with plain JSON
+            return EncodedResponse(head, None)
+        parts = [head, *tail]
+        head_size = len(head)
+        return EncodedResponse(b"".join(parts) if memory is None else memory.join(parts), head_size)
 
 
 _NO_BYTES = memoryview(b"")
@@ -203,8 +195,6 @@ def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> d
     Raises:
         ServeError: invalid_input, with ``where`` or the name of the parameter.
     """
-    if value is None:
-        return {}
     if type(value) is not dict:
         raise _parse_error(where, "an object", value)
     if len(value) > MAX_PARAMETERS:

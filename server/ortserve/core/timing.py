@@ -64,13 +64,12 @@ class Timing:
 
     def server_timing(self) -> bytes:
         """The phases in milliseconds, in the format of the header ``Server-Timing`` (W3C Server Timing, section 2)."""
-        decode_ns, queue_ns, stage_ns, compute_ns, encode_ns = self.phases_ns()
         return b"decode;dur=%.3f, queue;dur=%.3f, stage;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f" % (
-            decode_ns / 1e6,
-            queue_ns / 1e6,
-            stage_ns / 1e6,
-            compute_ns / 1e6,
-            encode_ns / 1e6,
+            (self.queued_ns - self.received_ns) / 1e6,
+            (self.taken_ns - self.queued_ns) / 1e6,
+            (self.staged_ns - self.taken_ns) / 1e6,
+            (self.computed_ns - self.staged_ns) / 1e6,
+            (self.done_ns - self.computed_ns) / 1e6,
         )
 
 

@@ -266,7 +266,8 @@ class DeviceInstance:
             del item, enqueued, done, outcome
 
     def _run_plainly(self, batch: Batch) -> BatchResult:
-        self._termination.allow_runs()
+        if self._termination.is_set:
+            self._termination.allow_runs()
         return self._plain.run(batch)[0]
 
     def _go_without_buffers(self) -> None:

@@ -96,7 +96,8 @@ class Instance:
         Raises:
             ServeError: internal, with ONNX Runtime's reason.
         """
-        self._termination.allow_runs()
+        if self._termination.is_set:
+            self._termination.allow_runs()
         return self._run(batch)
 
     def release_memory(self, batch: Batch) -> None:
@@ -116,7 +117,8 @@ class Instance:
 
     def start(self, batch: Batch, done: BatchDone) -> None:
         """Run on the worker thread, which calls ``done`` with the result or a ``ServeError``."""
-        self._termination.allow_runs()  # not on the worker, where it would undo a termination before the run
+        if self._termination.is_set:  # not on the worker, where it would undo a termination before the run
+            self._termination.allow_runs()
         self._work.put((batch, done))
 
     def terminate(self) -> None:

@@ -62,22 +62,25 @@ def shrinking_options() -> ort.RunOptions:
 
 
 class Termination:
-    """Terminates the runs of one instance by their options, which ONNX Runtime reads before each node."""
+    """Terminates the runs of one instance by their options, which ONNX Runtime reads before each node.
+
+    Attributes:
+        is_set: Whether runs fail, until ``allow_runs``.
+    """
 
     def __init__(self, options: ort.RunOptions) -> None:
         self._options = options
-        self._is_set = False
+        self.is_set = False
 
     def end_run(self) -> None:
         """Make the current run fail before its next node. Call it only during a run. Thread-safe."""
-        self._is_set = True
+        self.is_set = True
         self._options.terminate = True
 
     def allow_runs(self) -> None:
-        """Call this before each run, and not after ``end_run`` was called for that run."""
-        if self._is_set:
-            self._options.terminate = False
-            self._is_set = False
+        """Call this before a run if ``is_set``, and not after ``end_run`` was called for that run."""
+        self._options.terminate = False
+        self.is_set = False
 
 
 def can_return_bfloat16(inputs: Sequence[TensorSpec]) -> bool:

@@ -13,7 +13,6 @@ from ortserve.codecs.load_report import (
     encode_json,
     encode_message,
     encode_text,
-    read_load_format,
 )
 from ortserve.service.load import LoadMeter
 
@@ -30,16 +29,14 @@ class LoadReports:
     def __init__(self, meter: LoadMeter, *, is_always: bool) -> None:
         """``is_always`` says whether responses carry a report, in binary, without a request for it."""
         self._meter = meter
-        self._default: Final = LoadFormat.BIN if is_always else None
+        self.default: Final = LoadFormat.BIN if is_always else None
+        """The format of a report without a request for it; None if there is none then."""
         self._encoded_report: LoadReport | None = None
         self._headers: dict[LoadFormat, tuple[bytes, bytes]] = {}
         self._metadata: dict[LoadFormat, tuple[str, str | bytes]] = {}
 
-    def header(self, requested: LoadFormat | None) -> tuple[bytes, bytes] | None:
-        """The header of an HTTP response, in the requested format, if any; None if it carries no report."""
-        chosen = requested or self._default
-        if chosen is None:
-            return None
+    def header(self, chosen: LoadFormat) -> tuple[bytes, bytes]:
+        """The header of an HTTP response."""
         report = self._renew()
         header = self._headers.get(chosen)
         if header is None:
@@ -48,10 +45,9 @@ class LoadReports:
             header = self._headers[chosen] = (name.encode(), text)
         return header
 
-    def metadata(self, asked: str) -> tuple[str, str | bytes] | None:
-        """The same for the trailing metadata of a gRPC call; ``asked`` is the value of its header, empty without it."""
-        chosen = (read_load_format(asked) if asked else None) or self._default
-        return None if chosen is None else self._entry(self._renew(), chosen)
+    def metadata(self, chosen: LoadFormat) -> tuple[str, str | bytes]:
+        """The same for the trailing metadata of a gRPC call."""
+        return self._entry(self._renew(), chosen)
 
     def _entry(self, report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:
         entry = self._metadata.get(chosen)

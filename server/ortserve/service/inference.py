@@ -30,7 +30,7 @@ from ortserve.errors import (
 from ortserve.registry.registry import Registry
 from ortserve.registry.serving import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
-from ortserve.service.call import Call
+from ortserve.service.call import Call, run_on, submit, try_candidate
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.recorder import Recorder, log_fields
@@ -38,7 +38,6 @@ from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.responses import build_response, classifies_long
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.validation import check_request, is_long_text, read_raw_input, read_scheduling
-from ortserve.service.version_runs import run_on, submit, try_candidate
 from ortserve.telemetry.logs import log_fault
 from ortserve.telemetry.readings import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.telemetry.tracing import Trace
@@ -85,21 +84,14 @@ class InferenceService:
         self._polling = polling
         self._registry = registry
         self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
-        self._gate = BodyGate(max_inflight_bytes, memory)
+        self.gate: Final = BodyGate(max_inflight_bytes, memory)
+        """Reserves the memory of bodies."""
         self.max_json_bytes: Final = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
         """Of one request."""
         self._codecs = codec_threads or CodecThreads(2)
         self._recorder = recorder
         self._clock = clock
         self._settled = self._on_settled
-
-    def hold(self, size: int) -> Hold:
-        """Reserve memory for a body of ``size`` bytes, for the length of a ``with`` block or until it is released.
-
-        Raises:
-            ServeError: overloaded if the server holds too many bytes already.
-        """
-        return self._gate.hold(size)
 
     def receive(
         self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None, begun_ns: int = 0
@@ -196,7 +188,7 @@ class InferenceService:
                 f"max_json_bytes: expected at most {self.max_json_bytes} bytes of JSON, got {body.json_bytes}; "
                 "binary tensors may be larger",
             )
-        hold = self._gate.hold(body.growth_bytes)
+        hold = self.gate.hold(body.growth_bytes)
         is_json = reading is Reading.PROCESS
         try:
             decoding = self._codecs.read_json(cast("JsonRequest", body)) if is_json else self._codecs.read(body)
@@ -226,7 +218,7 @@ class InferenceService:
         """Run a request whose tensors may be in shared memory, or must still be decoded from its bytes."""
         if request.regions is None:
             return await self._run(call, request, None)
-        with RegionTransfer(self._shared_memory, request.regions, self._gate) as transfer:
+        with RegionTransfer(self._shared_memory, request.regions, self.gate) as transfer:
             whole = replace(request, inputs=[*request.inputs, *await transfer.fetch(request.model_name)])
             return await self._run(call, whole, transfer)
 
@@ -256,7 +248,7 @@ class InferenceService:
         """Answer a call that has outputs, failed or was cancelled."""
         if call.state == CANCELLED:
             self._recorder.cancelled(call)
-            self._end(self._clock())
+            self._end_failed()
             return
         activity = self._activity
         activity.protocol = call.protocol
@@ -268,7 +260,7 @@ class InferenceService:
             # The outputs have no name here, so that the frame of a failure does not keep their memory leased.
             answer = self._encode(call)
         except Exception as error:  # noqa: BLE001 - every error is reported to the caller
-            self._end(self._clock())
+            self._end_failed()
             # Without its frames, which hold the outputs if encoding failed.
             self._fail(call, error.with_traceback(None))
             return
@@ -300,7 +292,7 @@ class InferenceService:
         for array in outputs:
             if array.size > INLINE_ELEMENTS:
                 if encoder.is_long(request, response):
-                    self._encode_on_thread(call, partial(encoder.encode, request, response, self._gate.memory))
+                    self._encode_on_thread(call, partial(encoder.encode, request, response, self.gate.memory))
                     return None
                 break
         return encoder.encode(request, response)
@@ -317,21 +309,23 @@ class InferenceService:
         if error is None:
             self._answer(call, encoding.result())
         else:
-            self._end(self._clock())
+            self._end_failed()
             self._fail(call, error.with_traceback(None))
 
     def _answer(self, call: Call, answer: Any) -> None:
         call.state = DONE
         self._recorder.answered(call)
-        self._end(call.timing.done_ns)
+        self._activity.step = NOTHING
+        if self._polling is not None:
+            self._polling.on_end(call.timing.done_ns)
         assert call.on_answer is not None
         call.on_answer(answer)
 
-    def _end(self, now_ns: int) -> None:
-        """A call that was queued has ended."""
+    def _end_failed(self) -> None:
+        """A call that was queued has ended without an answer."""
         self._activity.step = NOTHING
         if self._polling is not None:
-            self._polling.on_end(now_ns)
+            self._polling.on_end(self._clock())
 
     def _fail(self, call: Call, error: BaseException) -> None:
         """Record a call that failed, and report the error to its caller."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
+from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, why_not_stacked
 from ortserve.errors import ErrorKind, ServeError, invalid_input
@@ -44,7 +44,12 @@ def build_response(request: InferRequest, served: ServedVersion, outputs: Arrays
     """
     signature = served.signature
     if request.outputs:
-        tensors = [_requested(output, served, outputs) for output in request.outputs]
+        tensors = []
+        for output in request.outputs:
+            index = signature.output_index[output.name]
+            spec = signature.outputs[index]
+            tensor = Tensor(spec.name, spec.datatype, outputs[index])
+            tensors.append(_classified(tensor, spec, output.classes, served) if output.classes else tensor)
     else:
         tensors = [
             Tensor(spec.name, spec.datatype, array) for spec, array in zip(signature.outputs, outputs, strict=True)
@@ -67,15 +72,10 @@ def classifies_long(request: InferRequest, served: ServedVersion, outputs: Array
     return False
 
 
-def _requested(output: RequestedOutput, served: ServedVersion, outputs: Arrays) -> Tensor:
-    index = served.signature.output_index[output.name]
-    spec = served.signature.outputs[index]
-    tensor = Tensor(spec.name, spec.datatype, outputs[index])
-    if not output.classes:
-        return tensor
+def _classified(tensor: Tensor, spec: TensorSpec, classes: int, served: ServedVersion) -> Tensor:
     if spec.is_sequence:
-        _check_stacked(output.name, tensor.array, served)
-    return classify(tensor, output.classes, served.labels.get(output.name, ()), is_batched=spec.batch_axis == 0)
+        _check_stacked(spec.name, tensor.array, served)
+    return classify(tensor, classes, served.labels.get(spec.name, ()), is_batched=spec.batch_axis == 0)
 
 
 def _check_stacked(name: str, array: np.ndarray, served: ServedVersion) -> None:

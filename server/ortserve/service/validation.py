@@ -15,7 +15,7 @@ from ortserve.core.request import InferRequest, Parameter
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, absent, format_shape
-from ortserve.core.terms import NO_SCHEDULING, Scheduling
+from ortserve.core.terms import Scheduling
 from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error
 from ortserve.service.responses import check_classifiable
@@ -125,8 +125,6 @@ def read_scheduling(parameters: Mapping[str, Parameter]) -> Scheduling:
     Raises:
         ServeError: invalid_input for a value of the wrong type.
     """
-    if not parameters:
-        return NO_SCHEDULING
     return Scheduling(_unsigned(parameters, "priority"), _unsigned(parameters, "timeout") * 1000 or None)
 
 

@@ -20,7 +20,7 @@ from ortserve.core.tensor import Tensor
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.call import Call
-from ortserve.service.gate import BodyAdmission, BodyGate, Hold
+from ortserve.service.gate import BodyAdmission, BodyGate
 from ortserve.service.models import ModelMetadata, ServerMetadata
 from ortserve.telemetry.tracing import Trace
 
@@ -52,10 +52,7 @@ class FakeInferenceService:
     @property
     def admission(self) -> BodyAdmission:
         """For gRPC; the transports enforce the limit of a message."""
-        return BodyAdmission("grpc", self.hold, self.count_refused_body, max_body_bytes=2**31)
-
-    def hold(self, size: int) -> Hold:
-        return self.gate.hold(size)
+        return BodyAdmission("grpc", self.gate.hold, self.count_refused_body, max_body_bytes=2**31)
 
     def receive(
         self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None, begun_ns: int = 0

@@ -15,6 +15,7 @@ from fakes.runner import POISON, FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
+from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
@@ -919,7 +920,8 @@ def test_queue_delay_ends_early_for_a_tight_deadline() -> None:
 )
 def test_closed_loop_wait_makes_no_queued_request_late(bounds: dict[str, int], waits: bool) -> None:
     async def main(stage: Stage) -> None:
-        closed_loop = stage.queue.shape_class((2,)).closed_loop
+        closed_loop = ClosedLoopWait(stage.clock() - 200 * RUN_NS, RUN_NS)
+        stage.queue.shape_class((2,)).closed_loop = closed_loop
         for number in range(100):  # five callers always return within 0.6 ms
             at_ns = stage.clock() + (number - 100) * 2 * RUN_NS
             closed_loop.on_answer(at_ns, RUN_NS)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fakes.inflight import inflight
-from ortserve.batching.batches import form_batch, settle_batch
+from ortserve.batching.groups import form_batch, settle_batch
 from ortserve.core.batch import BatchResult
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing

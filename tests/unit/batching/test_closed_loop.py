@@ -20,7 +20,7 @@ def taught(
 ) -> ClosedLoopWait:
     """A profile after many answers, each followed by the arrivals (µs after it); the last answer is at time 0."""
     draw = random.Random(0)
-    echo = ClosedLoopWait()
+    echo = ClosedLoopWait(-answers * cycle_ns, SOLO_NS)
     for number in range(answers):
         at_ns = (number - answers) * cycle_ns
         echo.on_answer(at_ns, SOLO_NS)
@@ -48,7 +48,7 @@ def test_wait_ends_once_all_callers_have_returned() -> None:
 
 def test_independent_callers_are_never_waited_for() -> None:
     draw = random.Random(1)
-    echo = ClosedLoopWait()
+    echo = ClosedLoopWait(0, SOLO_NS)
     at_ns, waits = 0, 0
     for _ in range(2000):
         echo.on_answer(at_ns, SOLO_NS)
@@ -68,7 +68,7 @@ def test_rows_that_gain_too_little_are_not_delayed() -> None:
 
 
 def test_full_batch_and_unknown_class_start_at_once() -> None:
-    assert ClosedLoopWait().wait_until(1, 64, GPU_LIKE, 0) is None
+    assert ClosedLoopWait(0, SOLO_NS).wait_until(1, 64, GPU_LIKE, 0) is None
     assert taught(lambda draw: [100, 200]).wait_until(64, 64, GPU_LIKE, 50 * US) is None
 
 
@@ -91,7 +91,7 @@ def test_class_that_gains_nothing_by_waiting_stops(more_rows: int, stays_on: boo
 
 
 def test_batches_without_a_wait_and_vain_waits_teach_nothing() -> None:
-    echo = ClosedLoopWait()
+    echo = ClosedLoopWait(0, SOLO_NS)
     for _ in range(2000):
         echo.end_wait(1, GPU_LIKE, 400 * US)
         assert echo.begin_wait(1, 0)

@@ -9,8 +9,8 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.inflight import inflight
 from fakes.loop import VirtualTimeLoop, run_virtual
-from ortserve.batching.eviction import Evictions
 from ortserve.batching.queue import RequestQueue
+from ortserve.batching.scheduler import Scheduler
 from ortserve.batching.statistics import Decisions
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
@@ -27,7 +27,7 @@ class Stage:
         self.began_ns = clock()
         self.queue = RequestQueue()
         self.decisions = Decisions()
-        self.evictions = Evictions(self.queue, self.decisions, loop, clock)
+        self.scheduler = Scheduler(self.queue, self.decisions, loop, clock)
         self.evicted_ns: dict[int | None, int] = {}
 
     @property
@@ -39,9 +39,9 @@ class Stage:
         finish_by_ns = None if by_ns is None else self.began_ns + by_ns
         request = inflight((), 1, Timing(0, self.clock()), finish_by_ns=finish_by_ns, key=key)
         request.on_settled = lambda _: self.evicted_ns.setdefault(by_ns, self.now_ns)
-        request.withdraw = self.evictions.on_cancelled
+        request.withdraw = self.scheduler.on_cancelled
         self.queue.push(self.queue.shape_class(key), request, 8)
-        self.evictions.watch(request, self.clock())
+        self.scheduler.watch(request, self.clock())
         return request
 
 
@@ -119,7 +119,7 @@ def test_nothing_is_evicted_after_close() -> None:
         stage.wait(None)
         stage.wait(2000 * MS)
         await asyncio.sleep(1)
-        stage.evictions.close()
+        stage.scheduler.close()
         await asyncio.sleep(2)
         assert stage.evicted_ns == {}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fakes.inflight import inflight
-from ortserve.batching.failures import RequestGroup, fail_group
+from ortserve.batching.groups import RequestGroup, fail_group
 from ortserve.batching.queue import RequestQueue
 from ortserve.core.timing import Timing
 from ortserve.errors import (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.inflight import inflight
-from ortserve.batching.failures import RequestGroup, divide
+from ortserve.batching.groups import RequestGroup, divide
 from ortserve.batching.queue import RequestQueue
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, RunTimeoutError, ServeError

@@ -9,6 +9,8 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.executor import MAX_OVERRUN_NS, MAX_RUN_NS, MAX_TURN_NS, InlineBudget, InlineRuns
 from ortserve.batching.latency import LatencyModel
 
+SHORT = LatencyModel([(1, 1000)])
+
 
 def test_only_runs_known_to_be_short_are_inline() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
@@ -44,12 +46,13 @@ def test_rejected_run_uses_no_budget() -> None:
 def test_one_long_run_bars_all_others_for_good(caplog: pytest.LogCaptureFixture) -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         runs = InlineRuns(InlineBudget(loop), "digits/1")
-        assert not runs.end(runs.begin(), MAX_OVERRUN_NS)
-        assert runs.take(LatencyModel([(1, 1000)]), 1)
-        assert runs.end(runs.begin(), 2_700_000_000)
-        assert not runs.take(LatencyModel([(1, 1000)]), 1)
+        assert runs.begin(SHORT, 1)
+        assert not runs.end(MAX_OVERRUN_NS)
+        assert runs.begin(SHORT, 1)
+        assert runs.end(2_700_000_000)
+        assert not runs.begin(SHORT, 1)
         await asyncio.sleep(1)
-        assert not runs.take(LatencyModel([(1, 1000)]), 1)
+        assert not runs.begin(SHORT, 1)
         assert runs.barred_because == "a run took 2700.0 ms of the event loop, over the limit of 2 ms"
 
     run_virtual(main)
@@ -60,17 +63,17 @@ def test_one_long_run_bars_all_others_for_good(caplog: pytest.LogCaptureFixture)
 def test_time_in_which_other_threads_ran_bars_nothing_where_cpu_time_is_known() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         runs = InlineRuns(InlineBudget(loop), cpu_clock=clock)
-        began_ns = runs.begin()
+        assert runs.begin(SHORT, 1)
         clock.advance(100_000)
-        assert not runs.end(began_ns, 50_000_000)
+        assert not runs.end(50_000_000)
         clock.advance(MAX_OVERRUN_NS)
-        assert runs.end(began_ns, 50_000_000)
+        assert runs.end(50_000_000)
 
     run_virtual(main)
 
 
 def test_a_model_may_be_barred_from_the_start() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
-        assert not InlineRuns(InlineBudget(loop), barred_because="it has a loop").take(LatencyModel([(1, 1)]), 1)
+        assert not InlineRuns(InlineBudget(loop), barred_because="it has a loop").begin(SHORT, 1)
 
     run_virtual(main)

@@ -7,6 +7,7 @@ import pytest
 
 from fakes.inflight import inflight
 from interpreted import interpreted_only
+from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.queue import DUE_RUNS, LEAST_DUE_NS, MAX_CLASSES, RequestQueue, ShapeClass
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
@@ -204,11 +205,12 @@ def test_wait_for_callers_ends_when_no_request_is_queued() -> None:
     queue = RequestQueue()
     first, second = request(), request()
     shape_class = push(queue, None, first, second)
-    assert shape_class.closed_loop.begin_wait(2, 0)
+    closed_loop = shape_class.closed_loop = ClosedLoopWait(0, 1.0)
+    assert closed_loop.begin_wait(2, 0)
     queue.remove_one(first)
-    assert not shape_class.closed_loop.begin_wait(1, 0), "it goes on for the other"
+    assert not closed_loop.begin_wait(1, 0), "it goes on for the other"
     queue.remove_one(second)
-    assert shape_class.closed_loop.begin_wait(1, 0)
+    assert closed_loop.begin_wait(1, 0)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -15,9 +15,8 @@ from fakes.runner import FakeRunner, answer, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.eviction import Evictions
 from ortserve.batching.executor import InlineBudget, InlineRuns
-from ortserve.batching.failures import RequestGroup
+from ortserve.batching.groups import RequestGroup
 from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.row_checks import EVERY_BATCHES, MAX_INPUT_BYTES, SHARE, Answer, Difference, RowChecks
@@ -196,7 +195,7 @@ def test_parts_of_a_failed_batch_that_are_still_to_run_are_separated_as_well() -
         shape_class = stage.queue.shape_class((2,))
         requests = [inflight((rows_of(value),), 1, Timing(stage.clock()), key=shape_class.key) for value in range(3)]
         decisions = Decisions()
-        scheduler = Scheduler(stage.queue, Evictions(stage.queue, decisions, stage.loop, stage.clock), decisions)
+        scheduler = Scheduler(stage.queue, decisions, stage.loop, stage.clock)
         scheduler.run_again([RequestGroup(shape_class, requests, 3)])
         policy = run_requests_alone(BatchPolicy(8))
         for request in requests:

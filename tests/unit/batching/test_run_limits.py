@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fakes.inflight import inflight
-from ortserve.batching.failures import RequestGroup
+from ortserve.batching.groups import RequestGroup
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.run_limits import LEAST_LIMIT_NS, UNKNOWN_LIMIT_NS, RunLimits, latest_deadline_ns
 from ortserve.core.timing import Timing

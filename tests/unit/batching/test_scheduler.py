@@ -5,8 +5,8 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.inflight import inflight
 from fakes.loop import VirtualTimeLoop, run_virtual
-from ortserve.batching.eviction import AT_COST_OF_OTHERS, Evictions
-from ortserve.batching.failures import RequestGroup
+from ortserve.batching.eviction import AT_COST_OF_OTHERS
+from ortserve.batching.groups import RequestGroup
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
@@ -25,15 +25,14 @@ def test_callback_of_an_evicted_request_does_not_change_the_batch_that_was_plann
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         queue = RequestQueue(KNOWN, KNOWN)
         decisions = Decisions()
-        evictions = Evictions(queue, decisions, loop, clock)
-        scheduler = Scheduler(queue, evictions, decisions)
+        scheduler = Scheduler(queue, decisions, loop, clock)
         shape_class = queue.shape_class(None)
         shape_class.batch_latency.observations = MIN_OBSERVATIONS
         now_ns = clock()
 
         def enqueue(rows: int, finish_by_ns: int) -> InflightRequest:
             request = inflight((), rows, Timing(0, now_ns - 1000), finish_by_ns=finish_by_ns)
-            request.withdraw = evictions.on_cancelled
+            request.withdraw = scheduler.on_cancelled
             queue.push(shape_class, request, POLICY.max_rows)
             return request
 
@@ -57,5 +56,27 @@ def test_callback_of_an_evicted_request_does_not_change_the_batch_that_was_plann
         assert (list(group.requests), group.rows) == (others[:8], 8)
         assert AT_COST_OF_OTHERS in str(errors[0])
         assert decisions.dropped_late == 1
+
+    run_virtual(main)
+
+
+def test_class_whose_requests_a_callback_cancels_during_the_choice_is_passed_over() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        queue = RequestQueue(KNOWN, KNOWN)
+        scheduler = Scheduler(queue, Decisions(), loop, clock)
+        now_ns = clock()
+
+        def enqueue(key: str, finish_by_ns: int | None) -> InflightRequest:
+            request = inflight((), 1, Timing(0, now_ns - 1000), finish_by_ns=finish_by_ns, key=key)
+            request.withdraw = scheduler.on_cancelled
+            queue.push(queue.shape_class(key), request, POLICY.max_rows)
+            return request
+
+        late, cancelled, other = enqueue("a", now_ns - 1), enqueue("b", None), enqueue("c", None)
+        late.on_settled = lambda _: cancelled.cancel()
+        group = scheduler.next_group(POLICY, now_ns)
+        assert isinstance(group, RequestGroup)
+        assert list(group.requests) == [other]
+        assert not queue.rows
 
     run_virtual(main)

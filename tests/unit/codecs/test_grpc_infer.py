@@ -17,7 +17,7 @@ from ortserve._pb.grpc_service_pb2 import InferTensorContents, ModelInferRequest
 from ortserve.codecs import grpc_answer, grpc_infer
 from ortserve.codecs.binary_tensor import encode_bytes_elements
 from ortserve.codecs.grpc_answer import encode_response
-from ortserve.codecs.grpc_infer import decode_request
+from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.grpc_wire import malformed, varint
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
@@ -49,12 +49,12 @@ def in_region(parameters: Any, region: str, byte_size: int, *, offset: int = 0) 
 
 
 def decode(message: ModelInferRequest) -> InferRequest:
-    return decode_request(message.SerializeToString())
+    return GrpcRequest(message.SerializeToString()).read()
 
 
 def refusal(message: ModelInferRequest | bytes) -> ServeError:
     with pytest.raises(ServeError) as caught:
-        decode_request(message if isinstance(message, bytes) else message.SerializeToString())
+        GrpcRequest(message if isinstance(message, bytes) else message.SerializeToString()).read()
     return caught.value
 
 
@@ -122,7 +122,7 @@ def test_answer_holds_rows_in_order_when_the_array_is_not_contiguous() -> None:
 
 def test_raw_tensor_is_a_view_on_the_request() -> None:
     data = request(("x", "FP32", [2]), raw=[b"\0" * 8]).SerializeToString()
-    array = decode_request(data).inputs[0].array
+    array = GrpcRequest(data).read().inputs[0].array
     assert np.shares_memory(array, np.frombuffer(data, np.uint8))
     assert not array.flags.writeable
 
@@ -149,7 +149,7 @@ def with_unknown_field(message: ModelInferRequest) -> bytes:
 @pytest.mark.parametrize("spell", [in_reverse, with_raw_contents_at_both_ends, with_unknown_field])
 def test_unusual_but_valid_encoding_decodes_the_same(spell: Callable[[ModelInferRequest], bytes]) -> None:
     message = request(("x", "INT32", [1]), ("y", "INT32", [1]), raw=[b"\1\0\0\0", b"\2\0\0\0"])
-    decoded = decode_request(spell(message))
+    decoded = GrpcRequest(spell(message)).read()
     assert [tensor.array.tolist() for tensor in decoded.inputs] == [[1], [2]]
 
 
@@ -165,7 +165,7 @@ def test_truncated_or_corrupted_request_raises_only_serve_errors() -> None:
     kinds: set[ErrorKind | None] = set()
     for variant in variants:
         try:
-            decode_request(variant)
+            GrpcRequest(variant).read()
         except ServeError as error:
             kinds.add(error.kind)
         else:
@@ -176,7 +176,7 @@ def test_truncated_or_corrupted_request_raises_only_serve_errors() -> None:
 def outcome(data: bytes) -> object:
     """The result of reading a request, in a comparable form."""
     try:
-        read = decode_request(data)
+        read = GrpcRequest(data).read()
     except ServeError as error:
         return error.kind, error.message
     tensors = [(t.name, t.datatype, t.array.shape, t.array.tolist()) for t in read.inputs]
@@ -270,7 +270,7 @@ def test_typed_elements_that_are_not_packed_are_read(datatype: str, written: byt
     head.ClearField("contents")
     entry = head.SerializeToString() + b"\x2a" + bytes([len(written)]) + written
     data = b"\x0a\x01m\x2a" + bytes([len(entry)]) + entry
-    assert decode_request(data).inputs[0].array.tolist() == expected
+    assert GrpcRequest(data).read().inputs[0].array.tolist() == expected
 
 
 def test_varints_are_read_across_steps() -> None:
@@ -315,7 +315,7 @@ def test_heads_beyond_the_bound_are_rejected() -> None:
 
 def test_id_that_is_not_text_is_rejected_and_the_last_of_two_wins() -> None:
     head, raw = request(("x", "UINT8", [1])).SerializeToString(), request(raw=[b"1"]).SerializeToString()[3:]
-    assert decode_request(head + b"\x1a\1a" + b"\x1a\1b" + raw).id == "b"
+    assert GrpcRequest(head + b"\x1a\1a" + b"\x1a\1b" + raw).read().id == "b"
     expect_invalid(head + b"\x1a\1\xff" + raw, "not a valid message of type inference.ModelInferRequest")
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortserve.codecs.rest import EncodedResponse, decode_rest_request, encode_rest_response
+from ortserve.codecs.rest import EncodedResponse, RestEncoder, RestRequest
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
@@ -22,7 +22,7 @@ from ortserve.errors import ErrorKind, ServeError
 def decode(document: object, *tails: bytes, version: str = "") -> InferRequest:
     """Decode a document, with binary tensors where there are any."""
     head = document if isinstance(document, bytes) else orjson.dumps(document)
-    return decode_rest_request(head + b"".join(tails), len(head) if tails else None, "m", version)
+    return RestRequest(head + b"".join(tails), len(head) if tails else None, "m", version).read()
 
 
 def refusal(document: object, *tails: bytes) -> ServeError:
@@ -151,7 +151,7 @@ def test_binary_tensors_follow_the_order_of_the_inputs() -> None:
 
 def test_header_without_binary_tensors_is_valid() -> None:
     body = orjson.dumps({"inputs": [entry()]})
-    assert decode_rest_request(body, len(body), "m", "").inputs[0].array.tolist() == [1, 2]
+    assert RestRequest(body, len(body), "m", "").read().inputs[0].array.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("datatype", [datatype for datatype in DataType if datatype is not DataType.BYTES])
@@ -305,10 +305,10 @@ def test_shape_with_too_many_elements_is_rejected(form: Any, shape: list[int]) -
 
 def test_long_id_is_rejected_because_its_answer_would_repeat_it() -> None:
     document = {"id": "x" * 65_536, "inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
-    assert len(decode_rest_request(json.dumps(document).encode(), None, "m", "").id) == 65_536
+    assert len(RestRequest(json.dumps(document).encode(), None, "m", "").read().id) == 65_536
     document["id"] = "x" * 65_537
     with pytest.raises(ServeError, match="request: expected at most 65536 characters of id, got 65537"):
-        decode_rest_request(json.dumps(document).encode(), None, "m", "")
+        RestRequest(json.dumps(document).encode(), None, "m", "").read()
 
 
 def test_shape_of_too_many_dimensions_is_rejected_before_multiplication() -> None:
@@ -407,7 +407,7 @@ def test_strings_that_are_not_utf8_are_rejected() -> None:
 @pytest.mark.parametrize("json_size", [3, 10**18])
 def test_header_larger_than_the_body_is_rejected(json_size: int) -> None:
     with pytest.raises(ServeError) as caught:
-        decode_rest_request(b"{}", json_size, "m", "")
+        RestRequest(b"{}", json_size, "m", "").read()
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == f"inference header size should be in range (0, 2), got: {json_size}"
 
@@ -415,12 +415,12 @@ def test_header_larger_than_the_body_is_rejected(json_size: int) -> None:
 def test_header_that_ends_inside_the_json_is_rejected() -> None:
     body = orjson.dumps({"inputs": []})
     with pytest.raises(ServeError, match="failed to parse the request JSON buffer"):
-        decode_rest_request(body, len(body) - 1, "m", "")
+        RestRequest(body, len(body) - 1, "m", "").read()
 
 
 def test_raw_body_is_kept_until_the_signature_is_known() -> None:
     for body in (INT32S, b"", b"{"):
-        raw = decode_rest_request(body, 0, "m", "2")
+        raw = RestRequest(body, 0, "m", "2").read()
         assert raw == InferRequest("m", "2", "", (), (), {}, binary_output=True, raw_input=body)
         assert raw.raw_input is body
 
@@ -502,7 +502,7 @@ TEXT = Tensor("t", DataType.BYTES, np.array(["a", 'ü"'], object))
 
 def test_placed_output_has_neither_data_nor_parameters() -> None:
     answer = InferResponse("m", "7", "", [FP32, TEXT], {"y"})
-    encoded = encode_rest_response(request(binary_output=True), answer)
+    encoded = RestEncoder().encode(request(binary_output=True), answer)
     assert encoded.json_size is not None
     first, second = orjson.loads(bytes(encoded.body)[: encoded.json_size])["outputs"]
     assert first == {"name": "y", "datatype": "FP32", "shape": [2, 2]}
@@ -511,7 +511,7 @@ def test_placed_output_has_neither_data_nor_parameters() -> None:
 
 
 def test_json_answer_has_the_expected_bytes() -> None:
-    encoded = encode_rest_response(request(), response(FP32, TEXT, request_id="42"))
+    encoded = RestEncoder().encode(request(), response(FP32, TEXT, request_id="42"))
     assert encoded == EncodedResponse(
         b'{"model_name":"m","model_version":"7","outputs":['
         b'{"name":"y","datatype":"FP32","shape":[2,2],"data":[1.0,0.1,-2.5,256.5]},'
@@ -521,7 +521,7 @@ def test_json_answer_has_the_expected_bytes() -> None:
 
 
 def test_binary_answer_has_the_expected_bytes() -> None:
-    encoded = encode_rest_response(request(binary_output=True), response(FP32, TEXT))
+    encoded = RestEncoder().encode(request(binary_output=True), response(FP32, TEXT))
     head = (
         b'{"model_name":"m","model_version":"7","outputs":['
         b'{"name":"y","datatype":"FP32","shape":[2,2],"parameters":{"binary_data_size":16}},'
@@ -532,7 +532,7 @@ def test_binary_answer_has_the_expected_bytes() -> None:
 
 
 def test_each_output_has_its_requested_format() -> None:
-    encoded = encode_rest_response(request(RequestedOutput("y", True), RequestedOutput("t")), response(FP32, TEXT))
+    encoded = RestEncoder().encode(request(RequestedOutput("y", True), RequestedOutput("t")), response(FP32, TEXT))
     assert encoded.json_size is not None
     document = json.loads(bytes(encoded.body)[: encoded.json_size])
     assert document["outputs"] == [
@@ -544,7 +544,7 @@ def test_each_output_has_its_requested_format() -> None:
 
 def test_binary_answer_without_bytes_is_plain_json() -> None:
     empty = Tensor("y", DataType.FP32, np.zeros((2, 0), np.float32))
-    encoded = encode_rest_response(request(binary_output=True), response(empty))
+    encoded = RestEncoder().encode(request(binary_output=True), response(empty))
     assert encoded.json_size is None
     assert json.loads(bytes(encoded.body))["outputs"][0] == {
         "name": "y",
@@ -566,7 +566,7 @@ def test_non_finite_numbers_are_written_as_tokens_among_others(datatype: DataTyp
             else np.array([np.nan, np.inf, -np.inf, 0.1, 3.0])
         )
     numbers = Tensor("n", DataType.INT64, np.array([2**62]))
-    encoded = encode_rest_response(request(), response(Tensor("y", datatype, array), TEXT, numbers))
+    encoded = RestEncoder().encode(request(), response(Tensor("y", datatype, array), TEXT, numbers))
     tenth = {DataType.FP16: "0.099975586", DataType.BF16: "0.099609375", DataType.FP32: "0.1", DataType.FP64: "0.1"}[
         datatype
     ]
@@ -577,7 +577,7 @@ def test_non_finite_numbers_are_written_as_tokens_among_others(datatype: DataTyp
 
 def test_string_null_or_nan_stays_a_string() -> None:
     tensor = Tensor("t", DataType.BYTES, np.array(["null", "NaN"], object))
-    encoded = encode_rest_response(request(), response(FP32, tensor))
+    encoded = RestEncoder().encode(request(), response(FP32, tensor))
     assert b'"data":["null","NaN"]' in encoded.body
     assert b'"data":[1.0,0.1,-2.5,256.5]' in encoded.body
 
@@ -595,21 +595,23 @@ def test_answer_of_every_datatype_decodes_as_a_request(
     else:
         array = np.array([0, 1, 1, 0]).astype(datatype.numpy)
     array = array[: int(np.prod(shape))].reshape(shape)
-    encoded = encode_rest_response(request(binary_output=is_binary), response(Tensor("y", datatype, array)))
+    encoded = RestEncoder().encode(request(binary_output=is_binary), response(Tensor("y", datatype, array)))
     size = len(encoded.body) if encoded.json_size is None else encoded.json_size
     document = json.loads(bytes(encoded.body)[:size])  # not orjson, which rejects infinities
     assert document["outputs"][0]["shape"] == list(shape)
     document["inputs"] = document.pop("outputs")
-    (tensor,) = decode_rest_request(
-        json.dumps(document).encode() + encoded.body[size:], len(json.dumps(document)), "m", ""
-    ).inputs
+    (tensor,) = (
+        RestRequest(json.dumps(document).encode() + encoded.body[size:], len(json.dumps(document)), "m", "")
+        .read()
+        .inputs
+    )
     np.testing.assert_array_equal(tensor.array, array)
 
 
 def test_rows_sliced_from_a_batch_are_encoded_in_both_formats() -> None:
     batch = np.arange(12, dtype=np.float32).reshape(4, 3)
     tensor = Tensor("y", DataType.FP32, batch[1:3])
-    assert json.loads(bytes(encode_rest_response(request(), response(tensor)).body))["outputs"][0]["data"] == [
+    assert json.loads(bytes(RestEncoder().encode(request(), response(tensor)).body))["outputs"][0]["data"] == [
         3,
         4,
         5,
@@ -617,5 +619,5 @@ def test_rows_sliced_from_a_batch_are_encoded_in_both_formats() -> None:
         7,
         8,
     ]
-    encoded = encode_rest_response(request(binary_output=True), response(tensor))
+    encoded = RestEncoder().encode(request(binary_output=True), response(tensor))
     assert encoded.body[encoded.json_size :] == batch[1:3].tobytes()

@@ -63,7 +63,7 @@ def all_routes() -> list[Route]:
 
     class Nothing:
         def __getattr__(self, _: str) -> Any:
-            return None
+            return self
 
     services: Any = Nothing()
     app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1")

@@ -18,15 +18,13 @@ def reports(*, is_always: bool) -> LoadReports:
 
 
 def test_response_without_a_request_for_it_carries_a_report_only_if_all_do() -> None:
-    asked = reports(is_always=False)
-    assert (asked.header(None), asked.metadata("")) == (None, None)
+    assert reports(is_always=False).default is None
 
     always = reports(is_always=True)
-    header, entry = always.header(None), always.metadata("")
-    assert header is not None
+    assert always.default is LoadFormat.BIN
+    header, entry = always.header(always.default), always.metadata(always.default)
     assert header[0] == b"endpoint-load-metrics-bin"
     OrcaLoadReport.FromString(base64.b64decode(header[1], validate=True))
-    assert entry is not None
     assert entry[0] == "endpoint-load-metrics-bin"
     assert isinstance(entry[1], bytes)
     OrcaLoadReport.FromString(entry[1])
@@ -36,10 +34,8 @@ def test_response_without_a_request_for_it_carries_a_report_only_if_all_do() -> 
 @pytest.mark.parametrize(("asked", "begins"), [(LoadFormat.TEXT, "TEXT "), (LoadFormat.JSON, "JSON {")])
 def test_report_has_the_requested_format(asked: LoadFormat, begins: str, is_always: bool) -> None:
     encoder = reports(is_always=is_always)
-    header, entry = encoder.header(asked), encoder.metadata(asked.value)
-    assert header is not None
+    header, entry = encoder.header(asked), encoder.metadata(asked)
     assert header[0] == b"endpoint-load-metrics"
     assert header[1].startswith(begins.encode())
-    assert entry is not None
     assert entry[0] == "endpoint-load-metrics"
     assert str(entry[1]).startswith(begins)

@@ -291,7 +291,7 @@ async def test_request_decoded_on_a_thread_is_answered_and_counted_like_any_othe
     response = await stage.service.serve(stage.service.receive("grpc"), on_thread, AS_IS)
     assert (response.id, response.outputs[0].array.tolist()) == ("1", [[2, 2, 2, 2]])
     assert stage.counts() == {("double", "1", "grpc", "ok"): 1}
-    assert stage.service.hold(1000).size == 1000  # no bytes are held any more
+    assert stage.service.gate.hold(1000).size == 1000  # no bytes are held any more
 
 
 async def test_errors_of_a_request_decoded_on_a_thread_are_counted_with_their_labels(stage: Stage) -> None:
@@ -324,10 +324,10 @@ async def test_json_beyond_the_bound_and_reading_without_room_are_rejected(stage
         (Given(request, Reading.THREAD, json_bytes=30), ErrorKind.TOO_LARGE, "max_json_bytes: expected at most 29"),
         (Given(request, Reading.THREAD, growth_bytes=901), ErrorKind.OVERLOADED, "max_inflight_bytes"),
     ):
-        with stage.service.hold(100), pytest.raises(ServeError, match=word) as caught:
+        with stage.service.gate.hold(100), pytest.raises(ServeError, match=word) as caught:
             await stage.service.serve(stage.service.receive("http"), encoded, AS_IS)
         assert caught.value.kind is kind
-    with stage.service.hold(100):
+    with stage.service.gate.hold(100):
         await stage.service.serve(stage.service.receive("http"), Given(request, Reading.THREAD, 29, 900), AS_IS)
 
 
@@ -344,7 +344,7 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
     await asyncio.sleep(0)
     call.cancel()
     await asyncio.sleep(0)
-    with stage.service.hold(0) as hold:
+    with stage.service.gate.hold(0) as hold:
         with pytest.raises(ServeError, match="max_inflight_bytes"):
             hold.grow(200)
         release.set()
@@ -371,7 +371,7 @@ async def test_memory_of_a_request_that_no_thread_can_decode_is_released(stage: 
     )
     with pytest.raises(ServeError, match="internal error"):
         await service.serve(service.receive("http"), Given(request, Reading.THREAD, growth_bytes=900), AS_IS)
-    assert service.hold(1000).size == 1000  # no bytes are held any more
+    assert service.gate.hold(1000).size == 1000  # no bytes are held any more
 
 
 async def test_long_answer_is_encoded_on_a_thread(stage: Stage) -> None:
@@ -575,13 +575,13 @@ async def test_priority_that_the_model_does_not_have_is_its_default(stage: Stage
 
 
 async def test_bodies_are_admitted_up_to_the_limit(stage: Stage) -> None:
-    with stage.service.hold(900):
+    with stage.service.gate.hold(900):
         with pytest.raises(ServeError) as caught:
-            stage.service.hold(200)
+            stage.service.gate.hold(200)
         assert caught.value.kind is ErrorKind.OVERLOADED
-        with stage.service.hold(100):
+        with stage.service.gate.hold(100):
             pass
-    with stage.service.hold(200):
+    with stage.service.gate.hold(200):
         pass
 
 
@@ -637,7 +637,7 @@ async def test_request_in_regions_that_fails_is_counted_once_and_holds_nothing(s
     poisoned = await stage.refusal(replace(in_region("two", region), outputs=[RequestedOutput("none")]))
     assert poisoned.kind is ErrorKind.INVALID_INPUT
     assert stage.counts() == {("two", "1", "http", "not_found"): 1, ("two", "1", "http", "invalid_input"): 1}
-    with stage.service.hold(1000):  # the whole limit, so no other bytes are held
+    with stage.service.gate.hold(1000):  # the whole limit, so no other bytes are held
         pass
 
 

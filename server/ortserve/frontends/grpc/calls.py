@@ -29,6 +29,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 import grpc
 from google.protobuf.message import Message
 
+from ortserve.codecs.load_report import LoadFormat
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.status import STATUSES
 from ortserve.service.access import Guard
@@ -53,13 +54,13 @@ class CallHead(Protocol):
 
     Attributes:
         metadata: All metadata of the call.
-        load_format: The value of ``endpoint-load-metrics-format``, empty without that header.
+        load_format: Format of the requested load report; None without a request for one.
     """
 
     @property
     def metadata(self) -> Metadata: ...
     @property
-    def load_format(self) -> str: ...
+    def load_format(self) -> LoadFormat | None: ...
 
 
 OnAnswer: TypeAlias = Callable[[bytes | memoryview, bytes, MetadataEntry | None], None]

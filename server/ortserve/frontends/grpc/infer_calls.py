@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
+from ortserve.codecs.load_report import LoadFormat, read_load_format
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
@@ -120,8 +121,9 @@ class InferCalls:
         hold.release()
         try:
             report = None
-            if self._load_reports is not None:
-                report = self._load_reports.metadata(head.load_format)
+            reports = self._load_reports
+            if reports is not None and (chosen := head.load_format or reports.default) is not None:
+                report = reports.metadata(chosen)
             on_answer(answer, call.timing.server_timing(), report)
         except Exception as error:  # noqa: BLE001 - the loop would swallow it, and the caller would never be answered
             on_failure(seen(error))
@@ -138,10 +140,9 @@ class InferCalls:
             status = status_of(seen(error))
         else:
             trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
-            if self._load_reports is not None:
-                report = self._load_reports.metadata(asked_load_format(context))
-                if report is not None:
-                    trailing += (report,)
+            reports = self._load_reports
+            if reports is not None and (chosen := asked_load_format(context) or reports.default) is not None:
+                trailing += (reports.metadata(chosen),)
             context.set_trailing_metadata(trailing)
             return answer
         data = b""  # free the message before the error is sent, see ``abort``; mypyc does not compile ``del``
@@ -158,10 +159,10 @@ def _cancel(call: Call, hold: Hold) -> None:
     call.cancel()
 
 
-def asked_load_format(context: Context) -> str:
-    """The format in which the caller asks for a load report; empty if it does not ask."""
+def asked_load_format(context: Context) -> LoadFormat | None:
+    """The format in which the caller asks for a load report; None if it does not ask."""
     metadata = context.invocation_metadata() or ()
-    return next((str(value).strip() for name, value in metadata if name == LOAD_FORMAT_HEADER), "")
+    return next((read_load_format(str(value)) for name, value in metadata if name == LOAD_FORMAT_HEADER), None)
 
 
 def time_left_ns(context: Context) -> int | None:

@@ -116,10 +116,9 @@ class InferStreamCalls:
             failure = await stream.serve()
         if failure is not None:
             await abort(context, failure)
-        if self._load_reports is not None:
-            report = self._load_reports.metadata(asked_load_format(context))
-            if report is not None:
-                context.set_trailing_metadata((report,))
+        reports = self._load_reports
+        if reports is not None and (chosen := asked_load_format(context) or reports.default) is not None:
+            context.set_trailing_metadata((reports.metadata(chosen),))
 
 
 class InferStream:

@@ -108,7 +108,7 @@ class _Generation:
         self._inference = inference
         self._models = models
         self._admission = BodyAdmission(
-            "http", inference.hold, inference.count_refused_body, max_body_bytes=max_body_bytes
+            "http", inference.gate.hold, inference.count_refused_body, max_body_bytes=max_body_bytes
         )
         self._clock = clock
         self._traces = traces
@@ -150,7 +150,7 @@ class _Generation:
             )
         headers = {"server-timing": call.timing.server_timing().decode()}
         reports = self._load_reports
-        if reports is not None and (report := reports.header(head.read.load_format)) is not None:
-            name, value = report
+        if reports is not None and (chosen := head.read.load_format or reports.default) is not None:
+            name, value = reports.header(chosen)
             headers[name.decode()] = value.decode()
         return Response(content, media_type=_EVENTS if is_stream else _JSON, headers=headers)

@@ -55,7 +55,7 @@ class InferEndpoint:
         """``guard`` checks the keys of callers; None if they need none."""
         self.service: Final = service
         self.admission: Final = BodyAdmission(
-            "http", service.hold, service.count_refused_body, max_body_bytes=max_body_bytes, guard=guard
+            "http", service.gate.hold, service.count_refused_body, max_body_bytes=max_body_bytes, guard=guard
         )
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
@@ -106,12 +106,10 @@ class InferExchange(Exchange):
             self._trace = endpoint.traces.begin("infer", head.version, head.url.partition(b"?")[0], head.headers)
         admission = endpoint.admission
         try:
-            if body is not None:
-                self._hold = admission.admit(head, self._received_ns, self._trace, len(body))
-                self._headers = head.read()
-            else:
-                self._hold = admission.admit(head, self._received_ns, self._trace)
-                self._headers = head.read()
+            body_bytes = None if body is None else len(body)
+            self._hold = admission.admit(head, self._received_ns, self._trace, body_bytes)
+            self._headers = head.read()
+            if body is None:
                 self._incoming = IncomingBody(
                     self._hold, max_bytes=admission.max_body_bytes, announced_bytes=self._headers.body_bytes
                 )
@@ -184,15 +182,19 @@ class InferExchange(Exchange):
             self._hold.release()
         self.write_rejection(error)
 
-    def _run(self) -> None:
-        try:
-            self._begin()
-        except Exception:  # noqa: BLE001 - the parser would swallow the exception, and the caller would wait forever
-            self._fail()
-
     def _on_answer(self, encoded: EncodedResponse) -> None:
         try:
-            self._finish(encoded)
+            call, self._call = self._call, None
+            assert call is not None
+            response = success(encoded, call.timing)
+            reports = self._endpoint.load_reports
+            if reports is not None and (chosen := self._headers.load_format or reports.default) is not None:
+                response = response.with_header(reports.header(chosen))
+            accepted = self._headers.accepted
+            if accepted is None:
+                self._respond(response)
+            else:
+                self._respond_compressed(response, accepted)
         except Exception:  # noqa: BLE001 - the event loop would swallow it
             self._fail()
 
@@ -209,27 +211,32 @@ class InferExchange(Exchange):
         self.abandon()
         self.connection.transport.abort()
 
-    def _begin(self) -> None:
-        service = self._endpoint.service
-        whole, incoming = self._whole, self._incoming
-        self._whole = self._incoming = None
-        body: bytes | memoryview
-        if whole is not None:
-            body = whole
-        else:
-            assert incoming is not None
-            try:
-                body = incoming.take()
-            except MemoryError:
-                error = out_of_memory("receiving a request")
-                self._endpoint.admission.count(error, self._received_ns, self._trace)
-                self._respond(failure(error))
+    def _run(self) -> None:
+        try:
+            body = self._take_body() if self._whole is None else self._whole
+            self._whole = None
+            if body is None:
                 return
-        self._call = service.receive("http", self._headers.timeout_ns, self._trace, self._received_ns)
-        if self._headers.encoding is None:
-            self._submit(body)
-        else:
-            self._inflating = self.connection.loop.create_task(self._inflate(body, self._headers.encoding))
+            headers = self._headers
+            self._call = self._endpoint.service.receive("http", headers.timeout_ns, self._trace, self._received_ns)
+            if headers.encoding is None:
+                self._submit(body)
+            else:
+                self._inflating = self.connection.loop.create_task(self._inflate(body, headers.encoding))
+        except Exception:  # noqa: BLE001 - the parser would swallow the exception, and the caller would wait forever
+            self._fail()
+
+    def _take_body(self) -> bytes | memoryview | None:
+        """The body that arrived in parts; None if there is no memory for it, and the caller has its error."""
+        incoming, self._incoming = self._incoming, None
+        assert incoming is not None
+        try:
+            return incoming.take()
+        except MemoryError:
+            error = out_of_memory("receiving a request")
+            self._endpoint.admission.count(error, self._received_ns, self._trace)
+            self._respond(failure(error))
+            return None
 
     async def _inflate(self, body: bytes | memoryview, encoding: Encoding) -> None:
         connection, endpoint, hold = self.connection, self._endpoint, self._hold
@@ -257,19 +264,6 @@ class InferExchange(Exchange):
         assert self._call is not None
         encoded = RestRequest(body, self._headers.json_bytes, self.head.model, self.head.version)
         self._endpoint.service.start(self._call, encoded, _ENCODER, self._on_answer, self._on_error)
-
-    def _finish(self, encoded: EncodedResponse) -> None:
-        call, self._call = self._call, None
-        assert call is not None
-        response = success(encoded, call.timing)
-        reports = self._endpoint.load_reports
-        if reports is not None and (report := reports.header(self._headers.load_format)) is not None:
-            response = response.with_header(report)
-        accepted = self._headers.accepted
-        if accepted is None:
-            self._respond(response)
-        else:
-            self._respond_compressed(response, accepted)
 
     def _respond_compressed(self, response: HttpResponse, encoding: Encoding) -> None:
         if not should_compress(response, encoding, min_bytes=self._endpoint.compression_min_bytes):

@@ -9,6 +9,7 @@ from typing import Final
 
 import grpc
 
+from ortserve.codecs.load_report import LoadFormat, read_load_format
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES, Headers
@@ -66,7 +67,7 @@ class RequestHead:
         accepts: The values of ``grpc-accept-encoding``.
         content_length: Announced bytes of DATA; None without that header.
         metadata: All headers but pseudo-headers, in order; values of ``-bin`` names are bytes.
-        load_format: The value of ``endpoint-load-metrics-format``, empty without that header.
+        load_format: Format of the requested load report; None without a request for one.
         http_status: 200, or the status that answers a request that is not gRPC.
         rejection: The status that ends a call whose headers gRPC forbids; None for a valid call.
     """
@@ -77,7 +78,7 @@ class RequestHead:
     accepts: frozenset[bytes]
     content_length: int | None
     metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
-    load_format: str
+    load_format: LoadFormat | None
     http_status: int
     rejection: tuple[grpc.StatusCode, str] | None
 
@@ -89,7 +90,7 @@ class RequestHead:
         accepts: frozenset[bytes] = frozenset(),
         content_length: int | None = None,
         metadata: tuple[tuple[str, str | bytes], ...] = (),
-        load_format: str = "",
+        load_format: LoadFormat | None = None,
         http_status: int = 200,
         rejection: tuple[grpc.StatusCode, str] | None = None,
     ) -> None:
@@ -196,7 +197,7 @@ def _read_shared(headers: Headers) -> tuple[RequestHead, int]:
     metadata: list[tuple[str, str | bytes]] = []
     encoding = content_type = b""
     accepts: frozenset[bytes] = frozenset()
-    load_format = ""
+    load_format: LoadFormat | None = None
     is_past_pseudo = False
     for name, value in headers:
         if not _IS_VALUE(value):
@@ -212,7 +213,7 @@ def _read_shared(headers: Headers) -> tuple[RequestHead, int]:
         if name == b"content-type":
             content_type = value
         elif name == _LOAD_FORMAT:
-            load_format = value.decode("latin-1")
+            load_format = read_load_format(value.decode("latin-1"))
         elif name == b"grpc-encoding":
             encoding = value
         elif name == b"grpc-accept-encoding":

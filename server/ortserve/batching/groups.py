@@ -1,4 +1,7 @@
-"""Failed runs: a batch is halved, and then divided into its requests, until each request that fails is alone."""
+"""A group of requests that run together: its batch, its rows of the outputs, and what follows if its run fails.
+
+A failed batch is halved, and then divided into its requests, until each request that fails is alone.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -6,7 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.batching.queue import ShapeClass
+from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.inflight import InflightRequest
+from ortserve.core.ragged import RaggedTensors
 from ortserve.errors import ErrorKind, RunTimeoutError, ServeError
 
 logger: Final = logging.getLogger(__name__)
@@ -54,6 +59,75 @@ class Search:
     """The number of halves of one failed batch that may still run; after that each request runs alone."""
 
     runs_left: int
+
+
+def form_batch(requests: Sequence[InflightRequest], rows: int, bucket: int) -> Batch:
+    """Collect the arrays of the requests, input by input, without a copy."""
+    if len(requests) == 1:
+        return Batch(tuple([(array,) for array in requests[0].inputs]), rows, bucket)
+    return Batch(tuple(zip(*[request.inputs for request in requests], strict=True)), rows, bucket)
+
+
+def form_first_row(request: InflightRequest) -> Batch:
+    """A batch of the first row of a request only."""
+    return Batch(tuple([(array[:1],) for array in request.inputs]), 1, 1)
+
+
+def settle_batch(
+    requests: Sequence[InflightRequest],
+    rows: int,
+    taken_ns: int,
+    result: BatchResult,
+    ragged: RaggedTensors | None = None,
+) -> int:
+    """Settle each request with its rows of ``result``: views of the outputs of the batch.
+
+    ``ragged`` divides the outputs of a model whose requests may differ in shape; None for rows.
+
+    Returns:
+        The number of rows that were computed for requests which were cancelled meanwhile.
+
+    Raises:
+        ServeError: internal, before any request is settled, if an output of a shared batch has another number of rows
+            than the batch: its slices could be rows of other requests.
+    """
+    parts: Sequence[Arrays]
+    if ragged is not None:
+        parts = ragged.divide(result.outputs, [request.inputs for request in requests], rows)
+    elif len(requests) == 1:
+        parts = (result.outputs,)
+    else:
+        parts = _divide_rows(requests, rows, result.outputs)
+    wasted = 0
+    for request, outputs in zip(requests, parts, strict=True):
+        timing = request.timing
+        timing.batch_rows = rows
+        timing.taken_ns = taken_ns
+        timing.staged_ns = result.staged_ns
+        timing.computed_ns = result.computed_ns
+        if not request.complete(outputs):
+            wasted += request.rows
+    return wasted
+
+
+def _divide_rows(requests: Sequence[InflightRequest], rows: int, outputs: Arrays) -> list[Arrays]:
+    check_rows(outputs, rows)
+    parts: list[Arrays] = []
+    first = 0
+    for request in requests:
+        after = first + request.rows
+        parts.append(tuple([output[first:after] for output in outputs]))
+        first = after
+    return parts
+
+
+def check_rows(outputs: Arrays, rows: int) -> None:
+    """Raises ServeError: internal, if an output has another number of rows than the inputs."""
+    for index, output in enumerate(outputs):
+        if output.ndim == 0 or len(output) != rows:
+            raise ServeError(
+                ErrorKind.INTERNAL, f"output {index} has shape {list(output.shape)} for a batch of {rows} rows"
+            )
 
 
 def separate(group: RequestGroup) -> list[RequestGroup]:
