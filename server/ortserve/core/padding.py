@@ -129,3 +129,6 @@ class StagedElements:
 
     staged: int = 0
     padded: int = 0
+
+    def __add__(self, other: "StagedElements") -> "StagedElements":
+        return StagedElements(self.staged + other.staged, self.padded + other.padded)

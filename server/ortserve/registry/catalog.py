@@ -76,8 +76,8 @@ class VersionRecord:
         """Whether requests may wait for its load."""
         self.cancelled_because = ""
         """Why its load is not needed any more; empty while it is."""
-        self.cancellation = asyncio.Event()
-        """Set when its load is not needed any more."""
+        self.waiting: asyncio.Timeout | None = None
+        """Ends the wait of its load for a slot and for room; None while it does not wait."""
         self.asked_ns = 0
         """When its load first asked for room and had to wait (monotonic)."""
         self.used_ns = 0
@@ -101,6 +101,16 @@ class VersionRecord:
     def is_on_demand(self) -> bool:
         """Whether it is not in memory, or leaves it, and a request for it begins a load."""
         return self.reason == ON_DEMAND
+
+    @property
+    def makes_requests_wait(self) -> bool:
+        """Whether a request for it waits for a load, which is under way or begins with the request."""
+        return self.is_on_demand or (self.is_awaited and self.state < State.READY)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether an ensemble holds it open."""
+        return self.served is not None and self.served.is_held
 
     @property
     def explanation(self) -> str:
@@ -251,7 +261,7 @@ class Catalog:
         else:
             asked = list(records.values())
             text = f"Request for unknown model: '{name}' has no available versions"
-        if any(record.is_on_demand or (record.is_awaited and record.state < State.READY) for record in asked):
+        if any(record.makes_requests_wait for record in asked):
             return NotInMemoryError(f"{text}: {ON_DEMAND}")
         # A retry is of no use: versions that were unloaded on purpose do not come back by themselves.
         if all(record.is_unloaded for record in asked):

@@ -37,13 +37,14 @@ class Dependents:
         self._lock = lock
         self._stays_out = stays_out
 
-    def lacks_members(self, ensemble: ModelSource) -> bool:
-        """Whether a member of an ensemble does not serve in a version that the ensemble needs."""
+    def missing_members(self, ensemble: ModelSource) -> list[str]:
+        """The members of an ensemble that do not serve in the versions that it needs."""
+        missing: list[str] = []
         for member in members_of(ensemble):
             ready = [record.version for record in self._catalog.ready(member)]
             if not ready or any(version not in (LATEST, *ready) for version in required_versions(ensemble, member)):
-                return True
-        return False
+                missing.append(member)
+        return missing
 
     async def drop(self, name: str) -> None:
         """Take the ensembles that contain a model out of service, and wait until they have answered their requests."""
@@ -56,8 +57,8 @@ class Dependents:
     async def follow(self, name: str, applied: Collection[str] = ()) -> None:
         """Connect the ensembles that contain a model anew, after a change of the model. Called with the model's lock.
 
-        Ensembles that went out of service with the model come back. An ensemble that the model does not fit any more
-        goes out of service with the reason.
+        Ensembles that went out of service with the model come back; those on demand are offered again. An ensemble that
+        the model does not fit any more goes out of service with the reason.
 
         Args:
             name: Of the model.
@@ -68,9 +69,12 @@ class Dependents:
                 continue
             async with self._lock(ensemble):
                 source = self._sources.get(ensemble)
-                if source is None or name not in members_of(source) or self._stays_out(source):
+                if source is None or name not in members_of(source):
                     continue
-                for number, version in source.versions.items():
+                stays_out = self._stays_out(source)
+                if stays_out:
+                    self._versions.offer(source)
+                for number, version in source.versions.items() if not stays_out else ():
                     reason = await self._versions.load(self._versions.announce(ensemble, number, source), version)
                     before = self._catalog.of(ensemble).get(number)
                     if reason and before is not None and before.state is State.READY:

@@ -37,8 +37,10 @@ class Labels:
 
     def follow(self, name: str) -> None:
         """Put the configured labels of a model into effect, as far as their versions serve."""
-        ready = [record.version for record in self._catalog.ready(name)]
-        self._configured[name] = follow_file(self._configured.get(name, {}), self._sources[name].labels, ready)
+        source, ready = self._sources[name], [record.version for record in self._catalog.ready(name)]
+        there = {*source.versions, *ready}
+        before = {label: version for label, version in self._configured.get(name, {}).items() if version in there}
+        self._configured[name] = follow_file(before, source.labels, ready)
         self._show(name)
 
     def forget(self, name: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -163,7 +164,10 @@ class Registry:
         names = found if only is None else sorted(only)
         missing = "it is in no repository"
         sources = [found.get(name) or ModelSource(name, problem=missing) for name in _with_members(names, found)]
-        sources.sort(key=_start_order)
+        # Required and pinned ones, and their members, get their processors and memory first.
+        required = _with_members([source.name for source in sources if source.is_required], found)
+        pinned = _with_members([source.name for source in sources if source.is_pinned], found)
+        sources.sort(key=lambda source: (source.name not in required, source.name not in pinned))
         at_start = [source.name for source in sources if not source.is_on_demand]
         await self._apply_all(sources, forced=_with_members(at_start, found))
         self._catalog.is_complete = True
@@ -201,7 +205,13 @@ class Registry:
         try:
             return self.find(name, version)
         except NotInMemoryError:
+            pass
+        try:
             await self._demands.wait(name, self._clock() if received_ns is None else received_ns, timeout_ns)
+        except ServeError:
+            with suppress(ServeError):  # another version failed, or is still loading
+                return self.find(name, version)
+            raise
         return self.find(name, version)
 
     async def unload(self, name: str, *, with_members: bool = False) -> None:
@@ -295,11 +305,14 @@ class Registry:
             known: The sources of all members, which had their loads; None if they may be missing.
         """
         async with self._lock(name), self._reader.open(name, config, files) as source:
-            if known is None and self._dependents.lacks_members(source):
+            if known is None and self._dependents.missing_members(source):
                 return source, None
             (source,) = reject_cycles([source], self._sources if known is None else known)
             self._note_files(name, has_files=not files)
-            return source, await self._apply(source, is_forced=True)
+            failures = await self._apply(source, is_forced=True)
+            if files:
+                self._versions.withdraw(name)
+            return source, failures
 
     async def _is_newer(self, name: str, config: str | None) -> bool:
         """Whether a load would read other files or options than the latest one."""
@@ -336,9 +349,12 @@ class Registry:
         ]
         for source in changed:
             self._versions.cancel_loads(source.name, "its files or options have changed")
+        by_name = {source.name: source for source in found}
         kept = [source.name for source in changed if members_of(source) and not self._stays_out(source)]
-        await self._apply_all(changed, forced=_with_members(kept, {source.name: source for source in found}))
-        for name in self._sources.keys() - {source.name for source in found}:
+        forced = _with_members(kept, by_name)
+        missing = [by_name[name] for name in forced if not self._catalog.ready(name)]
+        await self._apply_all([*changed, *missing], forced=forced)
+        for name in self._sources.keys() - by_name.keys():
             log_event(logger, logging.INFO, "model is no longer in the repositories", model=name)
             await self._unload(name)
 
@@ -400,6 +416,8 @@ class Registry:
             for record in self._catalog.of(name).values()
             if record.version not in source.versions and record.state in (State.FAILED, State.GONE)
         )
+        if self._stays_out(source):  # The series of an evicted version end with its last request, and then go on.
+            await self._versions.wait_until_drained(name)
         serving = self._catalog.ready(name)
         for record in serving:
             record.reason = ""
@@ -412,7 +430,7 @@ class Registry:
             for record in incoming
             if (reason := await self._versions.load(record, source.versions[record.version]))
         ]
-        if failures and not self._stays_out(source):
+        if any(record.state is State.FAILED for record in incoming):  # Others got no room; requests load them.
             self._retries.note_failure(name, self._clock())
         elif not failures:
             self._retries.forget(name)
@@ -463,20 +481,25 @@ class Registry:
         Raises:
             ServeError: not_ready, if there is no room, or with the reason of the failure.
         """
-        for member in members_of(self._sources.get(name)):
-            if not self._catalog.ready(member):
+        source = self._sources.get(name)
+        for member in () if source is None else self._dependents.missing_members(source):
+            if any(record.makes_requests_wait for record in self._catalog.of(member).values()):
                 await asyncio.shield(self._demands.join(member).task)
+                continue
+            try:
+                self.find(member, "")
+            except ServeError as error:
+                raise _not_loaded(name, error.message) from None
         async with self._lock(name):
-            await self._versions.wait_until_drained(name)
             source = self._sources.get(name)
-            if source is None or self._catalog.ready(name):
+            if source is None or not any(record.is_on_demand for record in self._catalog.of(name).values()):
                 return
             failures = await self._apply(source, is_forced=True, is_awaited=True)
         for record in self._catalog.of(name).values():
             if record.no_room is not None:
                 raise record.no_room
         if failures:
-            raise ServeError(ErrorKind.NOT_READY, f"failed to load '{name}', {'; '.join(failures)}", retry_after_s=1)
+            raise _not_loaded(name, "; ".join(failures))
 
     def _expect(self, name: str) -> LoadCost:
         return self._versions.expect(self._sources[name])
@@ -526,10 +549,8 @@ def _ignore_name(_: str) -> None:
     pass
 
 
-def _start_order(source: ModelSource) -> tuple[bool, bool]:
-    """Sort key of the models at the start: required and pinned ones get their processors and memory first."""
-    options = [version.configuration.options for version in source.versions.values()]
-    return not source.is_required, not any(one.is_pinned for one in options)
+def _not_loaded(name: str, reason: str) -> ServeError:
+    return ServeError(ErrorKind.NOT_READY, f"failed to load '{name}', {reason}", retry_after_s=1)
 
 
 def _ignore() -> None:

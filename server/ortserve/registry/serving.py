@@ -157,6 +157,11 @@ class ServedVersion(ABC):
     async def close(self) -> None:
         """Answer all admitted requests, then free the version. Waits for its holders first."""
 
+    @property
+    def is_held(self) -> bool:
+        """Whether an ensemble holds the version open."""
+        return self._holders > 0
+
     def hold(self) -> None:
         """Keep the version open for an ensemble that submits requests to it, until ``release``."""
         self._holders += 1

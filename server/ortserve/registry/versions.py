@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -115,8 +115,8 @@ class Versions:
         """Loads that wait or are under way, by model."""
         self._abandoned: dict[str, list[Runner]] = {}
         """Abandoned instances by model. Those whose runs have ended since are dropped when another one is added."""
-        self._drains: dict[asyncio.Task[None], str] = {}
-        """Tasks that drain and free versions, with the model. A version that was replaced leaves no other trace."""
+        self._drains: dict[asyncio.Task[None], VersionRecord] = {}
+        """Tasks that drain and free versions. A version that was replaced leaves no other trace."""
         self.lost = ""
         """Which device is lost, and why; empty while none is. Only a new process can use it again."""
 
@@ -143,16 +143,20 @@ class Versions:
             source=source.versions[version],
             metrics=before.metrics if before is not None and _goes_on_counting(before) else None,
         )
-        record.is_awaited = is_awaited
+        record.is_awaited = is_awaited or (before is not None and before.is_on_demand)
         if before is None or before.state is not State.READY:
             self._show(record)
         return record
 
     def offer(self, source: ModelSource) -> None:
         """Show the versions of a model that the first request will load."""
-        self.forget(record for record in self._catalog.of(source.name).values() if record.state >= State.GONE)
-        for version in source.versions:
-            self.announce(source.name, version, source).advance(State.GONE, ON_DEMAND)
+        known = self._catalog.of(source.name)
+        kept = {
+            number for number, one in known.items() if one.is_on_demand and one.source == source.versions.get(number)
+        }
+        self.forget(one for number, one in known.items() if number not in kept and one.state >= State.GONE)
+        for number in [number for number in source.versions if number not in kept]:
+            self.announce(source.name, number, source).advance(State.GONE, ON_DEMAND)
 
     def expect(self, source: ModelSource) -> LoadCost:
         """What a load of all versions of a model will take."""
@@ -188,19 +192,17 @@ class Versions:
                 self._loading.pop(record.model, None)
 
     async def _load_in_turn(self, record: VersionRecord, source: VersionSource, rank: LoadRank) -> str:
-        while True:
-            async with self._slots.take(rank):  # A load that waits here is not timed and reports no progress.
-                if record.cancelled_because:
-                    return await self._fail(record, LoadCancelledError(record.cancelled_because))
-                try:
-                    due_ns = self._room.reserve(record, source)
-                except NoRoomError as error:
-                    return await self._refuse(record, error)
-                if not due_ns:
-                    reason = await self._load_now(record, source)
-                    break
-            with suppress(TimeoutError):
-                await asyncio.wait_for(record.cancellation.wait(), (due_ns - self._clock()) / 1e9)
+        async with AsyncExitStack() as slot:
+            try:
+                async with asyncio.timeout(None) as record.waiting:
+                    await self._wait_for_room(record, source, rank, slot)
+            except TimeoutError:
+                return await self._fail(record, LoadCancelledError(record.cancelled_because))
+            except NoRoomError as error:
+                return await self._refuse(record, error)
+            finally:
+                record.waiting = None
+            reason = await self._load_now(record, source)
         if reason:
             return reason
         assert record.served is not None
@@ -217,10 +219,27 @@ class Versions:
             self.drain(replaced, UNLOADED)
         return ""
 
+    async def _wait_for_room(
+        self, record: VersionRecord, source: VersionSource, rank: LoadRank, slot: AsyncExitStack
+    ) -> None:
+        """Wait for a slot, which ``slot`` holds afterwards, and for room in memory. Such a load is not timed.
+
+        Raises:
+            NoRoomError: There is no room, and will be none in time.
+        """
+        while True:
+            await slot.enter_async_context(self._slots.take(rank))
+            due_ns = self._room.reserve(record, source)
+            if not due_ns:
+                break
+            await slot.aclose()
+            await asyncio.sleep((due_ns - self._clock()) / 1e9)
+        # Until the evicted models have answered their requests. Others may be held by ensembles that follow this load.
+        while self._room.is_exceeded and (leaving := [task for task, one in self._drains.items() if not one.is_held]):
+            await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
+
     async def _load_now(self, record: VersionRecord, source: VersionSource) -> str:
         """Load a version for which there is room. Returns why it failed; empty if it is READY."""
-        while self._room.is_exceeded and self._drains:  # until the evicted models have answered their requests
-            await asyncio.wait(self._drains, return_when=asyncio.FIRST_COMPLETED)
         began_ns = self._clock()
         events = RunEvents(lambda: self._metrics.batch_overdue(record.model), partial(self._on_abandoned, record))
         try:
@@ -286,9 +305,10 @@ class Versions:
         """End the loads of a model that wait, and those under way at their next step."""
         for record in self._loading.get(name, ()):
             record.cancelled_because = because
-            record.cancellation.set()
             if record.progress is not None:
                 record.progress.cancel(because)
+            elif record.waiting is not None and not record.waiting.expired():
+                record.waiting.reschedule(self._loop.time())
 
     def evict(self, name: str) -> None:
         """Drain all versions of a model; the next request loads them again."""
@@ -320,7 +340,7 @@ class Versions:
 
     async def wait_until_drained(self, name: str) -> None:
         """Wait for all draining versions of a model, those of replaced loads included."""
-        await asyncio.shield(asyncio.gather(*(task for task, model in self._drains.items() if model == name)))
+        await asyncio.shield(asyncio.gather(*(task for task, record in self._drains.items() if record.model == name)))
 
     async def close(self) -> None:
         """Drain and free every version, and begin no further load.
@@ -404,7 +424,7 @@ class Versions:
 
     def _start(self, record: VersionRecord, ending: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(ending)
-        self._drains[task] = record.model
+        self._drains[task] = record
         task.add_done_callback(self._drains.pop)
 
     async def _free(self, record: VersionRecord) -> None:
@@ -417,6 +437,7 @@ class Versions:
     async def _release_account(self, record: VersionRecord) -> None:
         account, record.account = record.account, None
         if account is not None:
+            record.metrics.memory = dict
             await asyncio.to_thread(self._room.ledger.release, account)
 
     async def _retire(self, record: VersionRecord) -> None:

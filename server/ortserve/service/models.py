@@ -110,8 +110,11 @@ class ModelService:
         return all(self._may_be_ready_with(records) for records in self._registry.models().values())
 
     def _may_be_ready_with(self, versions: Sequence[VersionRecord]) -> bool:
-        """Whether the server may be ready with the versions of a model. Unloaded versions do not prevent it."""
-        wanted = [record for record in versions if not record.is_unloaded and not record.is_on_demand]
+        """Whether the server may be ready with the versions of a model.
+
+        Unloaded versions, and those that requests load, do not prevent it.
+        """
+        wanted = [record for record in versions if not record.is_unloaded and not record.makes_requests_wait]
         serves = any(record.state is State.READY for record in wanted)
         if self._strict_readiness:
             # A version may load while another one serves.

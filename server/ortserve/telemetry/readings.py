@@ -4,10 +4,12 @@ A scrape takes the readings, on its own thread. The loop writes ``LoopActivity``
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
 
 from ortserve.core.timing import Timing
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,14 @@ class BatchingNumbers:
     latency_error_s: float = 0.0
     queue_requests: int = 0
     row_checks: Mapping[str, int] = field(default_factory=dict)
+
+    def after(self, earlier: "BatchingNumbers") -> "BatchingNumbers":
+        """With the counts of an earlier load of the version added."""
+        return replace(
+            self,
+            decisions=add_counts(earlier.decisions, self.decisions),
+            row_checks=add_counts(earlier.row_checks, self.row_checks),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,16 @@ class DeviceRuns:
     copied_bytes: Mapping[str, int] = field(default_factory=dict)
     timed_copy_s: Mapping[str, float] = field(default_factory=dict)
     timed_copy_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def after(self, earlier: "DeviceRuns") -> "DeviceRuns":
+        """With those of an earlier load of the version added."""
+        return DeviceRuns(
+            add_counts(earlier.batches, self.batches),
+            add_counts(earlier.captures, self.captures),
+            add_counts(earlier.copied_bytes, self.copied_bytes),
+            add_counts(earlier.timed_copy_s, self.timed_copy_s),
+            add_counts(earlier.timed_copy_bytes, self.timed_copy_bytes),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,3 +289,12 @@ class SequenceReading:
     waiting: int = 0
     state_bytes: int = 0
     ended: Mapping[str, int] = field(default_factory=dict)
+
+    def after(self, earlier: "SequenceReading") -> "SequenceReading":
+        """With the counts of an earlier load of the version added."""
+        return replace(self, ended=add_counts(earlier.ended, self.ended))
+
+
+def add_counts(some: Mapping[str, Number], others: Mapping[str, Number]) -> dict[str, Number]:
+    """The sum of two mappings of counts."""
+    return {**some, **{name: count + some.get(name, 0) for name, count in others.items()}}

@@ -14,7 +14,14 @@ from ortserve.core.padding import StagedElements
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import BATCH_ROWS, MODEL_STATES, PHASE_DURATION, REQUEST_DURATION, Tags
-from ortserve.telemetry.readings import BatchingNumbers, CacheCounts, DeviceRuns, SequenceReading, StepTimes
+from ortserve.telemetry.readings import (
+    BatchingNumbers,
+    CacheCounts,
+    DeviceRuns,
+    SequenceReading,
+    StepTimes,
+    add_counts,
+)
 
 _NS_PER_S: Final = 1_000_000_000
 _DURATION_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in REQUEST_DURATION.buckets)
@@ -121,8 +128,12 @@ class ModelMetrics:
         series.return_ns += returned_ns - result.computed_ns
 
     def set_batching_source(self, source: Callable[[], BatchingNumbers]) -> None:
-        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        self.batching = source
+        """Call ``source`` at each scrape, on the scraping thread: it must only read.
+
+        Its counts continue those of an earlier load, whose sources were released; so do those of the other sources.
+        """
+        earlier = self.batching()
+        self.batching = lambda: source().after(earlier)
 
     def set_saturation_source(self, source: Callable[[], float | None]) -> None:
         """Read the ratio of offered rows to the capacity from ``source``, which returns None while it is unknown.
@@ -134,26 +145,29 @@ class ModelMetrics:
 
     def set_staging_source(self, source: Callable[[], StagedElements]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        self.staging = source
+        earlier = self.staging()
+        self.staging = lambda: earlier + source()
 
     def set_device_source(self, source: Callable[[], DeviceRuns]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        self.device_runs = source
+        earlier = DeviceRuns() if self.device_runs is None else self.device_runs()
+        self.device_runs = lambda: source().after(earlier)
 
     def set_recording_source(self, source: Callable[[], dict[str, int]]) -> None:
         """Read recorded requests by outcome from ``source`` at each scrape, on the scraping thread: it must only read.
 
         Released versions keep it, because their last requests may still be written.
         """
-        self.recorded = source
+        earlier = self.recorded()
+        self.recorded = lambda: add_counts(earlier, source())
 
     def set_sequences_source(self, source: Callable[[], SequenceReading]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read."""
-        self.sequences = source
+        earlier = SequenceReading() if self.sequences is None else self.sequences()
+        self.sequences = lambda: source().after(earlier)
 
     def release_sources(self) -> None:
         """Drop the sources, whose instances are freed now. Their last counts stay; the saturation becomes unknown."""
-        self.memory = dict
         numbers, staged = self.batching(), self.staging()
         self.batching, self.staging = lambda: numbers, lambda: staged
         self.saturation = lambda: None

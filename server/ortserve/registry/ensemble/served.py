@@ -82,7 +82,7 @@ class ServedEnsemble(ServedVersion):
         """Requests, with those that wait for their turn."""
         self._idle: asyncio.Event | None = None
         self._is_closed = False
-        self._times: Final = StepTimes()
+        self._times: Final = metrics.steps or StepTimes()
         metrics.steps = self._times
         for member in members:
             member.hold()

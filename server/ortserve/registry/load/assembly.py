@@ -147,7 +147,8 @@ class Assembly:
             metrics.set_device_source(partial(read_runs, on_devices))
         elif loaded.on_device.no_buffers_because:
             captures = {NO_BUFFERS: len(loaded.instances)} if loaded.on_device.no_replay_because else {}
-            metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count}, captures))
+            earlier = metrics.batch_count
+            metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count - earlier}, captures))
         served = ServedModel(
             loaded,
             batcher,
@@ -235,7 +236,7 @@ class Assembly:
         if self._cache is None:
             _warn_without_effect(metrics, "response_cache: cache_bytes of the server is 0")
             return None
-        metrics.cache = CacheCounts()
+        metrics.cache = metrics.cache or CacheCounts()
         return CachedRuns(self._cache, metrics.cache, self._loop, self._clock)
 
     def _begin_recording(self, loaded: LoadedModel, options: ModelOptions, metrics: ModelMetrics) -> Recording | None:

@@ -1,7 +1,6 @@
 """Coordination of loads: a limiter shares processors and devices among them, and each reports its progress."""
 
 import asyncio
-import heapq
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -36,6 +35,10 @@ class LoadCancelledError(ServeError):
         super().__init__(ErrorKind.NOT_READY, f"its load was cancelled: {because}", retry_after_s=1)
 
 
+_FAIR_TURN: Final = 8
+"""Each time this many slots were given, the load that has waited longest gets one, whatever its rank."""
+
+
 class LoadSlots:
     """How many loads are under way at a time; those that wait begin by rank. Loop thread only."""
 
@@ -43,16 +46,17 @@ class LoadSlots:
         self._free = slots
         self._waiting: list[tuple[LoadRank, int, asyncio.Future[None]]] = []
         self._places = 0
+        self._given = 0
 
     @asynccontextmanager
     async def take(self, rank: LoadRank) -> AsyncIterator[None]:
-        """Hold a slot. Equal ranks get theirs in the order of their calls."""
+        """Hold a slot. Equal ranks get theirs in the order of their calls, and no load waits for ever."""
         if self._free:
             self._free -= 1
         else:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._places += 1
-            heapq.heappush(self._waiting, (rank, self._places, turn))
+            self._waiting.append((rank, self._places, turn))
             try:
                 await turn
             except asyncio.CancelledError:
@@ -65,12 +69,14 @@ class LoadSlots:
             self._give()
 
     def _give(self) -> None:
-        while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
+        self._waiting = [place for place in self._waiting if not place[2].done()]
+        if not self._waiting:
+            self._free += 1
+            return
+        self._given += 1
+        is_fair = self._given % _FAIR_TURN == 0
+        first = min(self._waiting, key=lambda place: place[1:2] if is_fair else place[:2])
+        first[2].set_result(None)
 
 
 class LoadLimiter:

@@ -409,8 +409,8 @@ class _Load:
         folder = golden_folder(self.model.path, self.model.folder, options)
         if (folder is None or not folder.is_dir()) and not options.golden_required:
             return loaded
-        self.progress.begin("checking golden samples")
         try:
+            self.progress.begin("checking golden samples")
             runs = InstanceRuns(loaded, options.buckets or loaded.on_device.sizes, self.bounds)
             golden = read_golden(folder, runs.signature)
             if golden is None:

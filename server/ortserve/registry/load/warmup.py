@@ -24,7 +24,7 @@ from ortserve.registry.load.batch_sizes import (
     warming_step,
     worthwhile_rows,
 )
-from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.coordination import LoadCancelledError, Progress
 from ortserve.registry.load.inputs import FREE_DIM, InputGenerator, Sample
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
 
@@ -176,7 +176,7 @@ def warm_up(
             inputs=inputs,
             spent_ns=clock() - began_ns,
         )
-    except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
+    except (DeviceLostError, LoadCancelledError, OutOfMemoryError, RunTimeoutError):
         raise
     except ServeError as error:
         return replace(unknown, rejection=error.message, has_run=worker.has_run, spent_ns=clock() - began_ns)

@@ -85,6 +85,11 @@ class ModelSource:
     rollout: RolloutOptions | None = None
 
     @property
+    def is_pinned(self) -> bool:
+        """Whether it stays in memory."""
+        return any(version.configuration.options.is_pinned for version in self.versions.values())
+
+    @property
     def is_on_demand(self) -> bool:
         """Whether the first request loads it."""
         return any(version.configuration.options.is_on_demand for version in self.versions.values())

@@ -9,7 +9,7 @@ from ortserve.device.accounting import format_bytes
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.ensemble.served import ServedEnsemble
-from ortserve.registry.repository.source import Fingerprint, VersionSource
+from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.residency.ledger import HostLedger, LoadCost, expect_cost
 from ortserve.registry.residency.room import STAY_LOADS, Resident, plan_room
 from ortserve.telemetry.logs import log_event
@@ -59,8 +59,8 @@ class HostRoom:
         self._wait_ns: Final = round(wait_s * 1e9)
         self._is_changing = is_changing
         self._evict = evict
-        self._costs: dict[tuple[str, int], tuple[tuple[Fingerprint, ...], LoadCost]] = {}
-        """What the last load of each version took, and of which files."""
+        self._costs: dict[tuple[str, int], tuple[VersionSource, LoadCost]] = {}
+        """What the last load of each version took, and of which source."""
 
     @property
     def is_exceeded(self) -> bool:
@@ -70,7 +70,7 @@ class HostRoom:
     def expect(self, name: str, version: int, source: VersionSource) -> LoadCost:
         """What a load of a version will take."""
         known = self._costs.get((name, version))
-        cost = known[1] if known is not None and known[0] == source.fingerprints else None
+        cost = known[1] if known is not None and known[0] == source else None
         file_bytes = sum(size for _, _, _, size, _ in source.fingerprints)
         return expect_cost(file_bytes, source.configuration.options.instances, cost)
 
@@ -102,7 +102,7 @@ class HostRoom:
             nbytes = record.account.measured_bytes
             assert nbytes is not None, "its load has ended"
             cost = LoadCost(nbytes, record.metrics.load_ns)
-            self._costs[record.model, record.version] = record.source.fingerprints, cost
+            self._costs[record.model, record.version] = record.source, cost
 
     def forget(self, record: VersionRecord) -> None:
         """Forget what loads of a version took."""
@@ -122,7 +122,8 @@ class HostRoom:
             )
         if (plan.evict or plan.wait_until_ns) and not self._catalog.is_complete:
             self._counts.count_refusal("start")
-            raise NoRoomError("the models that were loaded before it take the memory budget", is_lasting=False)
+            reason = "the models that were loaded before it take the memory budget"
+            raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
         if plan.wait_until_ns:
             record.asked_ns = record.asked_ns or now_ns
             if plan.wait_until_ns > record.asked_ns + self._wait_ns:

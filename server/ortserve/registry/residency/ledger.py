@@ -122,9 +122,12 @@ class HostLedger:
     def release(self, account: HostAccount) -> None:
         """Close an account, whose version was freed. What the process shrank by is no load's."""
         self._accounts.discard(account)
+        freed = account._measured or {SESSIONS: 0, RUNS: 0, MAPPED: 0}
         with self._lock:
-            self._give_back()
-            self._last = self._read()
+            self._last = HeldMemory(
+                self._last.private - freed[SESSIONS] - freed[RUNS], self._last.mapped - freed[MAPPED]
+            )
+            self._divide_growth()
 
     def _divide_growth(self) -> None:
         self._give_back()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 STAY_LOADS: Final = 5
-"""A model stays for this many times the time of its load at least, so that loads take at most a sixth of the time even
-if the models in use do not fit together."""
+"""A model stays for this many times the time of its load at least, so that it answers requests for longer than it took
+to load, even if the models in use do not fit together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -775,3 +775,31 @@ def test_load_does_not_wait_for_an_unabortable_run(tmp_path: Path) -> None:
     (worker,) = workers()  # it is inside the operator yet
     worker.join(60)
     assert not workers()
+
+
+class CancelledProgress(Progress):
+    """Is cancelled when a step begins."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__(time.monotonic_ns)
+        self._last = step
+
+    def begin(self, step: str) -> None:
+        if step.startswith(self._last):
+            self.cancel("the model is unloaded")
+        super().begin(step)
+
+
+@pytest.mark.parametrize("step", ["opening", "reading its signature", "warming up", "checking golden"])
+def test_load_that_is_cancelled_at_any_step_keeps_no_instance(tmp_path: Path, step: str) -> None:
+    folder = tmp_path / "m"
+    (folder / "1").mkdir(parents=True)
+    path = builders.identity(folder / "1" / "model.onnx")
+    if step == "checking golden":
+        (folder / "1" / "golden").mkdir()
+        arrays: dict[str, Any] = {"input.x": np.ones((1, 4), np.float32), "output.y": np.ones((1, 4), np.float32)}
+        np.savez(folder / "1" / "golden" / "a.npz", **arrays)
+    options = ModelOptions(warmup_s=0.1, intra_op_threads=1)
+    with pytest.raises(ServeError, match="its load was cancelled: the model is unloaded"):
+        load_model(path, "m/1", options, time.monotonic_ns, folder, progress=CancelledProgress(step))
+    assert workers() == []

@@ -22,6 +22,25 @@ async def test_loads_begin_by_rank_and_then_in_their_order() -> None:
     assert began == ["first", "awaited", "required", "a", "b"]
 
 
+async def test_load_of_the_last_rank_begins_although_more_urgent_ones_keep_coming() -> None:
+    slots = LoadSlots(1)
+    began: list[str] = []
+    tasks: list[asyncio.Future[None]] = []
+
+    async def load(name: str, rank: LoadRank) -> None:
+        async with slots.take(rank):
+            began.append(name)
+            if rank is LoadRank.AWAITED and len(began) < 50 and "other" not in began:
+                tasks.extend(asyncio.ensure_future(load("awaited", rank)) for _ in range(2))
+            await asyncio.sleep(0)
+
+    loads = [("awaited", LoadRank.AWAITED), ("other", LoadRank.OTHER)]
+    tasks += [asyncio.ensure_future(load(name, rank)) for name, rank in loads]
+    while not all(task.done() for task in tasks):
+        await asyncio.wait(tasks)
+    assert 5 < began.index("other") < 10
+
+
 async def test_cancelled_wait_leaves_its_slot_to_the_next_load() -> None:
     slots = LoadSlots(1)
     began: list[str] = []

@@ -52,18 +52,23 @@ def test_loads_side_by_side_share_the_growth_by_their_expected_sizes() -> None:
 
 
 def test_memory_freed_meanwhile_is_not_taken_from_a_load() -> None:
+    """Nor is the growth of the load until then lost."""
     process, ledger = open_ledger()
     leaving, coming = ledger.reserve(100, 1), ledger.reserve(100, 1)
+    ledger.begin(leaving)
+    process.private += 100
+    ledger.end(leaving)
     leaving.is_leaving = True
     assert (ledger.total_bytes, ledger.staying_bytes) == (200, 100)
     ledger.begin(coming)
     process.private += 100
     ledger.note_open(coming)
-    process.private -= 80
+    process.private += 50
+    process.private -= 100
     ledger.release(leaving)
     process.private += 10
     ledger.end(coming)
-    assert coming.entries() == {"sessions": 100, "runs": 10}
+    assert coming.entries() == {"sessions": 100, "runs": 60}
 
 
 def test_growth_that_is_negative_counts_as_none() -> None:

@@ -1,0 +1,330 @@
+"""A registry whose models are loaded by requests and evicted, with the real ONNX Runtime."""
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from fakes.inflight import submit_to
+from models import builders, members
+from ortserve.config.model import LoadOptions
+from ortserve.engine.process_memory import HeldMemory
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry import retries
+from ortserve.registry.catalog import ON_DEMAND, State
+from ortserve.registry.registry import Registry
+from ortserve.service.models import ModelService
+from ortserve.telemetry.metrics import Metrics
+
+MIB = 1024 * 1024
+Make = Callable[..., Registry]
+
+
+@pytest.fixture
+def prometheus() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest_asyncio.fixture
+async def make(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[Make]:
+    """Makes a registry over ``tmp_path`` whose loads hold 2 MiB each, and closes it after the test."""
+    made: list[Registry] = []
+
+    def make_registry(memory_budget_bytes: int | None = None) -> Registry:
+        options = LoadOptions.model_validate({"warmup_s": 0, "intra_op_threads": 1})
+        registry = Registry(
+            [tmp_path],
+            options,
+            Metrics(prometheus),
+            time.monotonic_ns,
+            memory_budget_bytes=memory_budget_bytes,
+            on_demand_wait_s=30,
+        )
+        # A load reads the memory of the process at its begin, when it is open, and at its end.
+        held = itertools.count(0, MIB)
+        registry._versions._room.ledger._read = lambda: HeldMemory(next(held), 0)  # type: ignore[misc]
+        made.append(registry)
+        return registry
+
+    yield make_registry
+    for registry in made:
+        await asyncio.wait_for(registry.close(), 30)
+
+
+def put(
+    root: Path, name: str, version: int = 1, options: str = "", build: Callable[[Path], Path] = members.affine
+) -> None:
+    path = root / name / str(version) / "model.onnx"
+    path.parent.mkdir(parents=True)
+    build(path)
+    if options:
+        (root / name / "model.yaml").write_text(options)
+
+
+def add_pair(root: Path, name: str = "pair", **more: str) -> Path:
+    """An ensemble of ``m``, twice."""
+    steps = [("m", {"a": "x"}, {"b": "t"}), ("m", {"a": "t"}, {"b": "y"})]
+    return members.add_ensemble(root, name, ["x"], ["y"], steps, **more)
+
+
+def states(registry: Registry, name: str) -> dict[int, tuple[State, str]]:
+    return {record.version: (record.state, record.reason) for record in registry.records() if record.model == name}
+
+
+async def ask(registry: Registry, name: str, version: str = "") -> str:
+    """Which version answers a request."""
+    served = await asyncio.wait_for(registry.wait_for(name, version), 30)
+    await submit_to(served, (np.ones((1, 2), np.float32),), 1)
+    return served.version
+
+
+async def refused(registry: Registry, name: str, version: str = "") -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        await ask(registry, name, version)
+    return caught.value
+
+
+async def test_reload_of_two_versions_does_not_wait_for_an_ensemble_that_follows_it(tmp_path: Path, make: Make) -> None:
+    """The ensemble holds the old load of version 1 until both versions are loaded again, which exceeds the budget."""
+    put(tmp_path, "m", 2)
+    put(tmp_path, "m", 1, "{version_policy: {all: true}, labels: {stable: 1}}")
+    add_pair(tmp_path)
+    registry = make(int(6.5 * MIB))
+    await registry.load_all()
+    before = registry.find("m", "1")
+    options = tmp_path / "m" / "model.yaml"
+    options.write_text("{version_policy: {all: true}, labels: {stable: 1}, max_queue_rows: 7}")
+    await asyncio.wait_for(registry.load("m"), 30)
+    assert registry.find("m", "1") is not before
+    assert await ask(registry, "pair") == "1"
+
+
+@pytest.mark.parametrize("is_unloaded", [False, True])
+async def test_request_for_an_ensemble_names_the_member_that_does_not_serve(
+    tmp_path: Path, make: Make, is_unloaded: bool
+) -> None:
+    if is_unloaded:
+        put(tmp_path, "m")
+    add_pair(tmp_path, load_policy="on_demand")
+    registry = make()
+    await registry.load_all()
+    await registry.unload("m")
+    error = await refused(registry, "pair")
+    assert error.kind is ErrorKind.NOT_READY
+    assert "'m'" in error.message
+    if not is_unloaded:
+        put(tmp_path, "m")
+    await registry.load("m")
+    assert await ask(registry, "pair") == "1"
+
+
+async def test_request_for_an_ensemble_does_not_load_a_member_that_failed(
+    tmp_path: Path, make: Make, prometheus: CollectorRegistry
+) -> None:
+    put(tmp_path, "m", build=builders.not_onnx)
+    add_pair(tmp_path, load_policy="on_demand")
+    registry = make()
+    await registry.load_all()
+    for _ in range(3):
+        assert "Protobuf parsing failed" in (await refused(registry, "pair")).message
+    labels = {"model": "m", "outcome": "failed"}
+    assert prometheus.get_sample_value("ortserve_model_loads_total", labels) == 1
+
+
+async def test_ensemble_on_demand_comes_back_with_its_member(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m")
+    add_pair(tmp_path, load_policy="on_demand")
+    registry = make()
+    await registry.load_all()
+    await ask(registry, "pair")
+    await registry.unload("m")
+    await registry.load("m")
+    assert states(registry, "pair") == {1: (State.GONE, ON_DEMAND)}
+    assert await ask(registry, "pair") == "1"
+
+
+async def test_changed_ensemble_in_memory_loads_the_members_that_it_needs_now(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m")
+    put(tmp_path, "other", options="load_policy: on_demand")
+    folder = add_pair(tmp_path)
+    registry = make()
+    await registry.load_all()
+    steps = [("m", {"a": "x"}, {"b": "t"}), ("other", {"a": "t"}, {"b": "y"})]
+    (folder / "model.yaml").write_text(members.ensemble_text(["x"], ["y"], steps))
+    await registry.poll()
+    assert registry.ready_versions("other") == [1]
+    assert registry.find("pair", "").properties["steps"] == "m/1, other/1"
+
+
+async def test_server_stays_ready_while_a_request_loads_a_model(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", options="load_policy: on_demand")
+    registry = make()
+    service = ModelService(registry, server_name="", strict_readiness=True)
+    await registry.load_all()
+    readiness: set[bool] = set()
+    registry.on_change = lambda: readiness.add(service.is_ready())
+    await ask(registry, "m")
+    assert readiness == {True}
+
+
+async def test_version_that_serves_answers_although_another_one_failed(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", 2, build=builders.not_onnx)
+    put(tmp_path, "m", 1, "{version_policy: {all: true}, load_policy: on_demand}")
+    registry = make()
+    await registry.load_all()
+    assert await ask(registry, "m") == "1"
+    assert "FAILED" in (await refused(registry, "m", "2")).message
+
+
+async def test_request_loads_a_version_that_got_no_room_with_the_others(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", 2)
+    put(tmp_path, "m", 1, "{version_policy: {all: true}, load_policy: on_demand}")
+    put(tmp_path, "other", options="load_policy: pinned")
+    registry = make(int(4.25 * MIB))
+    await registry.load_all()
+    assert await ask(registry, "m", "1") == "1"
+    assert "too few" in (await refused(registry, "m", "2")).message
+    await registry.unload("other")
+    assert await ask(registry, "m", "2") == "2"
+
+
+async def test_poll_offers_a_model_on_demand_again_that_failed(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "_FIRST_RETRY_S", 0.0)
+    put(tmp_path, "m", options="load_policy: on_demand")
+    file = tmp_path / "m" / "1" / "model.onnx"
+    good, stat = file.read_bytes(), file.stat()
+    file.write_bytes(bytes(len(good)))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    registry = make()
+    await registry.load_all()
+    await refused(registry, "m")
+    assert states(registry, "m")[1][0] is State.FAILED
+    file.write_bytes(good)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    await registry.poll()
+    assert await ask(registry, "m") == "1"
+
+
+async def test_label_moves_to_the_version_that_replaces_a_version_on_demand(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m", options="{load_policy: on_demand, labels: {stable: 1}}")
+    registry = make()
+    await registry.load_all()
+    (tmp_path / "m" / "1").rename(tmp_path / "m" / "2")
+    (tmp_path / "m" / "model.yaml").write_text("{load_policy: on_demand, labels: {stable: 2}}")
+    await registry.poll()
+    assert await ask(registry, "m") == "2"
+    assert await ask(registry, "m", "stable") == "2"
+
+
+async def test_counts_go_on_over_an_eviction(tmp_path: Path, make: Make, prometheus: CollectorRegistry) -> None:
+    put(tmp_path, "m", options="{buckets: [4], response_cache: true}")
+    registry = make()
+    await registry.load_all()
+
+    def counts() -> dict[tuple[str, ...], float]:
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in prometheus.collect()
+            for sample in family.samples
+            if family.type in ("counter", "histogram") and sample.labels.get("model") == "m"
+        }
+
+    await ask(registry, "m")
+    before = counts()
+    assert before["ortserve_staged_elements_total", "m", "1"] > 0
+    registry._versions.evict("m")
+    await ask(registry, "m")
+    after = counts()
+    assert {name: (count, after.get(name)) for name, count in before.items() if after.get(name, 0) < count} == {}
+    assert after["ortserve_staged_elements_total", "m", "1"] == 2 * before["ortserve_staged_elements_total", "m", "1"]
+
+
+async def test_failed_load_holds_no_memory(tmp_path: Path, make: Make, prometheus: CollectorRegistry) -> None:
+    put(tmp_path, "m", build=builders.not_onnx)
+    registry = make()
+    await registry.load_all()
+    assert registry._versions._room.ledger.total_bytes == 0
+    families = {family.name: family.samples for family in prometheus.collect()}
+    assert families["ortserve_model_memory_bytes"] == []
+
+
+async def test_members_of_required_ensembles_get_their_memory_first(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "a")
+    put(tmp_path, "m")
+    add_pair(tmp_path, required="true")
+    registry = make(int(2.25 * MIB))
+    await registry.load_all()
+    assert (registry.ready_versions("pair"), registry.ready_versions("m")) == ([1], [1])
+    assert states(registry, "a") == {1: (State.GONE, ON_DEMAND)}
+
+
+async def test_more_instances_need_more_memory_than_the_last_load_took(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m")
+    registry = make(100 * MIB)
+    await registry.load_all()
+    assert registry._expect("m").nbytes == 2 * MIB
+    (tmp_path / "m" / "model.yaml").write_text("{instances: 8, load_policy: on_demand}")
+    await registry.unload("m")
+    await registry.poll()
+    assert registry._expect("m").nbytes > 4 * MIB
+
+
+async def test_model_of_a_client_that_got_no_room_waits_for_no_request(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "other", options="load_policy: pinned")
+    registry = make(int(2.25 * MIB))
+    await registry.load_all()
+    content = members.affine(tmp_path.parent / "sent.onnx").read_bytes()
+    with pytest.raises(ServeError, match="too few"):
+        await registry.load("m", config="{}", files={"file:1/model.onnx": content})
+    assert (await refused(registry, "m")).kind is ErrorKind.NOT_FOUND
+
+
+async def test_request_during_the_start_learns_when_to_retry(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "a")
+    put(tmp_path, "m")
+    registry = make(int(2.25 * MIB))
+    await registry.load_all()
+    (record,) = (record for record in registry.records() if record.model == "m")
+    assert record.no_room is not None
+    assert record.no_room.retry_after_s == 1
+
+
+async def test_unload_ends_a_load_that_waits_for_its_slot(tmp_path: Path, make: Make) -> None:
+    pipe = tmp_path / "slow.onnx"
+    os.mkfifo(pipe)
+    put(tmp_path, "m", options="load_policy: on_demand")
+    registry = make(100 * MIB)
+    slow = asyncio.ensure_future(registry.load("slow"))
+    writer = await asyncio.to_thread(pipe.open, "wb")  # when ONNX Runtime opens the file
+    with writer:
+        waiting = asyncio.ensure_future(registry.load("m"))
+        while not registry._versions.is_loading("m"):  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0)
+        await asyncio.wait_for(registry.unload("m"), 30)
+        with pytest.raises(ServeError, match="its load was cancelled: the model is unloaded"):
+            await waiting
+        content = members.affine(tmp_path.parent / "real").read_bytes()
+        await asyncio.to_thread(writer.write, content)
+    await asyncio.wait_for(slow, 30)
+    assert registry._versions._room.ledger.total_bytes == 2 * MIB
+
+
+async def test_request_waits_for_a_load_by_call_of_an_evicted_model(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "m")
+    registry = make()
+    await registry.load_all()
+    registry._versions.evict("m")
+    loading = asyncio.ensure_future(registry.load("m"))
+    while states(registry, "m")[1][0] is not State.LOADING:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0)
+    assert await ask(registry, "m") == "1"
+    await loading
