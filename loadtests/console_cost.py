@@ -83,6 +83,12 @@ class Active:
     def records(self) -> list[VersionRecord]:
         return self.known
 
+    def labels(self, model: str) -> dict[str, int]:
+        return {"stable": 1}
+
+    def successor(self, record: VersionRecord) -> None:
+        return None
+
     def answer(self) -> None:
         for record in self.known:
             record.metrics.observe_success("http", Timing(0, 1, 2, 3, 4, 5), 1)
@@ -91,7 +97,7 @@ class Active:
 async def passes(rounds: int) -> tuple[list[float], list[float], float]:
     """Milliseconds of a pass for the history and of one for a viewer, and the bytes of a ring."""
     registry: Any = Active()
-    observation = Observation(registry, dict, monotonic_ns, encode=encode_event)
+    observation = Observation(registry, dict, dict, monotonic_ns, encode=encode_event)
     await observation._pass(is_sample=True)
     tracemalloc.start()
     registry.answer()

@@ -80,8 +80,15 @@ def test_stream_begins_with_all_models_and_goes_on_each_second(server: ServerPro
     assert (history[0], history[1]["interval_s"]) == ("history", 5)
     assert [row["name"] for row in models[1]["models"]] == ["digits", "simple", "text_stats"]
     assert (models[1]["whole"], update[1]["whole"]) == (True, False)
+    assert models[1]["rollouts"] == {}
+    digits = models[1]["models"][0]
+    assert (digits["labels"], digits["reload"], digits["state"]) == ([], "", "READY")
+    assert digits["memory"] > 0
+    assert update[1]["server"]["models_memory"]["held_bytes"] >= digits["memory"]
+    assert update[1]["server"]["models_memory"]["budget_bytes"] is None
     assert update[1]["server"]["state"] == "ready"
     assert (details[0], details[1]["name"]) == ("model", "digits")
+    assert details[1]["memory"]["sessions"] > 0
     assert httpx.head(f"{server.url}{STREAM}", timeout=LONG_S).status_code == 200
 
 

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="needs playwright")
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from browser import DESKTOP, NEEDS_CHROMIUM, PHONE, chromium, open_page, violations
 from models import builders
@@ -39,13 +39,22 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the server's models."""
+    return tmp_path_factory.mktemp("console") / "repository"
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[ServerProcess]:
     """Models that serve, one that loads for as long as the tests run, and one that has failed."""
-    folder = tmp_path_factory.mktemp("console")
-    repository = folder / "repository"
     shutil.copytree(repository_path(), repository)
     for datatype in DataType:
         add_model(repository, f"identity_{datatype.value.lower()}", builders.identity, datatype=datatype)
+    for name in ("pair", "other_pair"):
+        add_model(repository, name, builders.identity)
+        folder = add_model(repository, name, builders.identity, version=2)
+        (folder / "model.yaml").write_text("labels: {stable: 1, next: 2}\n")
+    (repository / "renewed.onnx").write_bytes(builders.identity(repository.parent / "renewed").read_bytes())
     add_model(repository, "color", builders.image_classifier)
     (repository / "color" / "model.yaml").write_text("outputs: {scores: {labels: labels.txt}}\n")
     (repository / "color" / "labels.txt").write_text("zero\none\ntwo\nthree\n<b>four</b>\n")
@@ -53,11 +62,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     os.mkfifo(repository / "patient.onnx")
     flags = (*CONTROL, "--warmup-s", "0.1", "--intra-op-threads", "1")
     with starting(repository, *flags) as server:
-        for model in ("digits", "color", "identity_bytes", "identity_fp32"):
+        for model in ("digits", "color", "identity_bytes", "identity_fp32", "pair", "renewed"):
             server.wait_for_line("model is ready", f"model={model} ")
         server.wait_for_line("model cannot be served", "model=broken ")
         yield server
-        real = builders.identity(folder / "real").read_bytes()
+        real = builders.identity(repository.parent / "real").read_bytes()
         (repository / "patient.onnx").write_bytes(real)
         server.wait_until_loaded()
         server.stop()
@@ -69,9 +78,14 @@ def page(browser: Browser, server: ServerProcess) -> Iterator[Page]:
         yield page
 
 
+def rows_of(page: Page, table: str = "Models") -> Locator:
+    """The rows of a table that changes in place."""
+    return page.get_by_role("region", name=table, exact=True).locator("tbody tr")
+
+
 def row_of(page: Page, model: str) -> str:
     """The row of a model in the list, when it is there."""
-    row = page.locator("table.models tbody tr").filter(has=page.get_by_role("link", name=model, exact=True))
+    row = rows_of(page).filter(has=page.get_by_role("link", name=model, exact=True))
     row.wait_for()
     return row.inner_text()
 
@@ -102,15 +116,18 @@ def test_list_shows_models_that_serve_load_and_fail(page: Page) -> None:
 
 def test_list_is_filtered_and_sorted(page: Page) -> None:
     row_of(page, "digits")
-    rows = page.locator("table.models tbody tr")
-    page.get_by_label("Filter by name or state").fill("FAILED")
+    rows = rows_of(page)
+    page.get_by_label("Filter by name, label or state").fill("FAILED")
     expect(rows).to_have_count(1)
-    page.get_by_label("Filter by name or state").fill("identity_int")
+    page.get_by_label("Filter by name, label or state").fill("identity_int")
     expect(rows).to_have_count(4)
     assert [row.split("\t")[0] for row in rows.all_inner_texts()] == [f"identity_int{size}" for size in (16, 32, 64, 8)]
-    page.get_by_role("button", name="Model").click()
+    page.get_by_role("button", name="Model", exact=True).click()
     expect(rows.first).to_contain_text("identity_int8")
-    expect(page.locator("th[aria-sort]")).to_have_attribute("aria-sort", "descending")
+    expect(page.locator("th[aria-sort]:visible")).to_have_attribute("aria-sort", "descending")
+    page.get_by_label("Filter by name, label or state").fill("")
+    page.get_by_role("button", name="Memory").click()
+    expect(rows.first).to_contain_text("digits")  # the only one with weights
 
 
 def test_views_of_a_model_show_live_numbers_and_each_value_with_its_origin(page: Page, server: ServerProcess) -> None:
@@ -131,7 +148,7 @@ def test_views_of_a_model_show_live_numbers_and_each_value_with_its_origin(page:
 
 def test_failed_model_shows_its_reason_and_configuration(page: Page, server: ServerProcess) -> None:
     open_model(page, server, "broken")
-    expect(page.get_by_text(re.compile("^failed: "))).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text=re.compile("^failed: "))).to_be_visible()
     expect(page.get_by_role("row", name="warmup_s 0.1 --warmup-s")).to_be_visible()
     expect(page.get_by_role("heading", name="Try it")).to_have_count(0)
 
@@ -242,13 +259,103 @@ def test_actions_ask_once_and_report_their_outcome(page: Page, server: ServerPro
     page.get_by_role("button", name="Unload").click()
     page.get_by_role("dialog").get_by_role("button", name="Unload").click()
     expect(page.get_by_text(re.compile(r"Unload: done in [\d.]+ s"))).to_be_visible()
-    expect(page.get_by_text("gone: unloaded")).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text="gone: unloaded")).to_be_visible()
     page.get_by_role("link", name="All models").click()
     page.get_by_label("Load a model").fill("simple")
     page.get_by_role("button", name="Load").click()
     page.get_by_role("dialog").get_by_role("button", name="Load").click()
     expect(page.get_by_text(re.compile(r"Load: done in [\d.]+ s"))).to_be_visible()
     expect(page.get_by_role("row", name=re.compile("^simple 1 ready"))).to_be_visible()
+
+
+def act(page: Page, action: str, outcome: str, question: str = "") -> None:
+    """Press a button, confirm the question, and wait for the outcome."""
+    page.get_by_role("button", name=action).click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(question)
+    dialog.get_by_role("button", name=action).click()
+    expect(page.get_by_text(outcome)).to_be_visible()
+
+
+def test_version_is_tried_promoted_and_rolled_back(browser: Browser, server: ServerProcess) -> None:
+    with open_page(browser, f"{server.url}/#/models/pair/2", expects_errors=True) as page:
+        versions = rows_of(page, "Versions")
+        expect(versions).to_have_text(["1stableready", "2nextready"])
+        act(page, "Roll back", "Roll back: model 'pair' has no promotion to roll back")
+        act(page, "Promote", "Stable is version 2.", "Make version 2 of pair stable?")
+        expect(versions).to_have_text(["1ready", "2next, stableready"])
+        act(page, "Promote", "Promote: version 2 of model 'pair' is labelled 'stable' already")
+        act(page, "Roll back", "Stable is version 1.", "Make version 1 of pair stable again?")
+        page.get_by_label("Rollout of this version").select_option("canary")
+        page.get_by_label("Share in %").fill("100")
+        act(page, "Start the rollout", "Version 2 is the candidate: canary with 100 %")
+        document = {"inputs": [json_input("x", np.ones((1, 4), np.float32))]}
+        for _ in range(20):
+            answer = httpx.post(rest_url(server, "pair"), json=document, timeout=LONG_S).raise_for_status()
+            assert answer.json()["model_version"] == "2"
+        expect(page.get_by_text("20, of which 0 failed")).to_be_visible()
+        expect(versions).to_have_text(["1stableready", "2next, candidate: canary 100 %ready"])
+        page.get_by_role("link", name="All models").click()
+        trial = rows_of(page, "Rollouts").filter(has=page.get_by_role("link", name="pair", exact=True))
+        expect(trial).to_have_text(re.compile(r"^pair2canary100 %2000.*running$"))
+        page.get_by_label("Filter by name, label or state").fill("candidate")
+        expect(rows_of(page)).to_have_count(1)
+        trial.get_by_role("link").click()
+        act(page, "End the rollout", "The rollout of version 2 has ended.")
+        expect(page.get_by_text("version 2 stopped: by a call")).to_be_visible()
+        act(page, "End the rollout", "End the rollout: model 'pair' has no rollout")
+        page.get_by_label("Share in %").fill("200")
+        act(page, "Start the rollout", "Start the rollout: rollout: share: expected")
+
+
+def test_rules_that_end_a_rollout_are_shown_with_their_reason(page: Page, server: ServerProcess) -> None:
+    open_model(page, server, "other_pair")
+    page.get_by_label("Rollout of this version").wait_for()
+    rules = {"candidate": 2, "mode": "shadow", "share": 1, "rules": {"min_requests": 1, "promote_after": 1}}
+    rollout = f"{server.url}/v2/models/other_pair/rollout"
+    httpx.put(rollout, json=rules, timeout=LONG_S).raise_for_status()
+    expect(page.get_by_text("min_requests 1, promote_after 1")).to_be_visible()
+    document = {"inputs": [json_input("x", np.ones((1, 4), np.float32))]}
+    for _ in range(100):  # a copy is shed while other requests wait
+        httpx.post(rest_url(server, "other_pair"), json=document, timeout=LONG_S).raise_for_status()
+        if httpx.get(rollout, timeout=LONG_S).json()["ended"]:
+            break
+    expect(page.get_by_text(re.compile(r"^version 2 promoted: \d+ requests kept the rules: 0 failed"))).to_be_visible()
+    expect(rows_of(page, "Versions").last).to_contain_text("stable")
+
+
+def test_models_that_are_not_in_memory_are_no_failures(browser: Browser) -> None:
+    flags = ("--warmup-s", "0.1", "--load-policy", "on_demand", "--memory-budget-bytes", str(2**30))
+    with serving("--example", *flags) as server, open_page(browser, f"{server.url}/") as page:
+        assert "not in memory: the next request loads it" in row_of(page, "digits")
+        expect(page.get_by_text(re.compile("^3 versions, 0 ready, 3 not in memory, 0 failed"))).to_be_visible()
+        page.get_by_role("link", name="digits").click()
+        expect(page.get_by_text("nothing of its own")).to_be_visible()
+        state = page.locator("main").get_by_role("status").first
+        expect(state).to_have_class("soft")
+        image = json_input("image", np.zeros((1, 1, 8, 8), np.float32))
+        httpx.post(rest_url(server, "digits"), json={"inputs": [image]}, timeout=LONG_S).raise_for_status()
+        expect(state).to_have_text("ready")
+        expect(page.get_by_text("Sessions, with weights and the graph")).to_be_visible()
+        page.get_by_role("link", name="Server").click()
+        expect(page.get_by_text(re.compile(r"^\d.* of 1 GiB, [\d.]+ % of the budget$"))).to_be_visible()
+
+
+def test_reload_shows_its_step_and_its_failure_beside_the_version_that_serves(
+    browser: Browser, server: ServerProcess, repository: Path
+) -> None:
+    file = repository / "renewed.onnx"
+    with open_page(browser, f"{server.url}/#/models/renewed/1", expects_errors=True) as page:
+        state = page.locator("main").get_by_role("status").first
+        expect(state).to_have_text("ready")
+        file.unlink()
+        os.mkfifo(file)
+        act(page, "Reload", "Reload: under way")
+        expect(state).to_have_text(re.compile(r"^ready; reloading: .+, for \d+ s$"))
+        expect(state).to_have_class("warn")
+        file.write_bytes(b"no model")
+        expect(page.get_by_text(re.compile("^Reload: failed to load 'renewed'"))).to_be_visible()
+        expect(state).to_have_text(re.compile("^ready; latest problem: "))
 
 
 def test_log_level_is_changed(page: Page, server: ServerProcess) -> None:
@@ -358,8 +465,9 @@ def test_list_of_500_models_stays_smooth(browser: Browser, server: ServerProcess
               const view = new ModelsView(live);
               document.getElementById("view").replaceChildren(view.element);
               const row = (number, rate) => ({name: `model_${number}`, version: "1", state: "READY", why: "",
-                platform: "p", provider: "CPU", elsewhere: "", file_bytes: 1, rate, p50: rate, p99: rate, batch: 1,
-                queue: 0, refused: 0, failed: 0, saturation: 0});
+                labels: ["stable"], reload: "", memory: 1, file_bytes: 1,
+                platform: "p", provider: "CPU", elsewhere: "", rate, p50: rate, p99: rate, batch: 1, queue: 0,
+                refused: 0, failed: 0, saturation: 0});
               let longest = 0;
               for (let update = 0; update < 6; update += 1) {
                 for (let number = 0; number < 500; number += 1) {
@@ -373,7 +481,7 @@ def test_list_of_500_models_stays_smooth(browser: Browser, server: ServerProcess
               return longest;
             }"""
         )
-        expect(page.locator("table.models tbody tr")).to_have_count(500)
+        expect(rows_of(page)).to_have_count(500)
         assert longest_ms < 1000, longest_ms  # 60 ms on an idle machine
 
 

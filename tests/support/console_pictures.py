@@ -1,6 +1,8 @@
 """Takes the pictures of ``docs/console.md``: run it as a script."""
 
+import shutil
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,10 @@ import numpy as np
 FOLDER: Final = Path(__file__).parents[2] / "docs" / "console"
 LOAD_S: Final = 75
 SIZE: Final = (1100, 700)
+DIGITS: Final = """\
+labels: {stable: 1}
+rollout: {candidate: 2, mode: shadow, share: 0.5, rules: {max_disagreement: 0.01, max_p99_ratio: 20}}
+"""
 
 
 def send(url: str, ends: Event) -> None:
@@ -39,11 +45,18 @@ def main() -> None:
     """Take them all."""
     sys.path[:0] = [str(Path(__file__).parent)]
     from browser import PHONE, chromium, open_page
+    from ortserve.example import repository_path
     from servers import serving
 
     FOLDER.mkdir(exist_ok=True)
     ends = Event()
-    with serving("--example") as server, chromium() as browser, ThreadPoolExecutor(4) as pool:
+    folder = tempfile.TemporaryDirectory()
+    repository = Path(folder.name) / "repository"
+    shutil.copytree(repository_path(), repository)
+    shutil.copytree(repository / "digits" / "1", repository / "digits" / "2")
+    (repository / "digits" / "model.yaml").write_text(DIGITS)
+    (repository / "text_stats" / "model.yaml").write_text("load_policy: on_demand\n")
+    with folder, serving(repository) as server, chromium() as browser, ThreadPoolExecutor(4) as pool:
         for _ in range(4):
             pool.submit(send, server.url, ends)
         try:
@@ -65,9 +78,11 @@ def main() -> None:
                 page.get_by_role("heading", name="Answer").wait_for()
                 pad.evaluate("element => element.scrollIntoView({block: 'start'})")
                 page.screenshot(path=FOLDER / "try.png")
+                page.get_by_role("heading", name="Actions").evaluate("element => element.scrollIntoView()")
+                page.screenshot(path=FOLDER / "rollout.png")
                 page.get_by_role("link", name="Models", exact=True).click()
                 time.sleep(2)
-                page.screenshot(path=FOLDER / "models.png", clip={"x": 0, "y": 0, "width": SIZE[0], "height": 300})
+                page.screenshot(path=FOLDER / "models.png", clip={"x": 0, "y": 0, "width": SIZE[0], "height": 560})
             with open_page(browser, f"{server.url}/#/models/digits/1", size=PHONE, scheme="dark") as page:
                 time.sleep(3)
                 page.screenshot(path=FOLDER / "phone.png")

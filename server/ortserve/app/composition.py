@@ -195,7 +195,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         labels,
         rollouts,
     )
-    console = make_console(options, origins, registry, models, watchdog, access, devices)
+    console = make_console(options, origins, registry, models, rollouts, watchdog, access, devices)
     frontends = Frontends(
         options,
         metrics,

@@ -16,6 +16,7 @@ from ortserve.service.access import Access
 from ortserve.service.model_details import ModelDetails
 from ortserve.service.models import ModelService
 from ortserve.service.observation import Observation
+from ortserve.service.rollout.control import RolloutService
 from ortserve.service.server_details import ServerDetails
 
 
@@ -33,6 +34,7 @@ def make_console(
     origins: Mapping[str, str],
     registry: Registry,
     models: ModelService,
+    rollouts: RolloutService,
     watchdog: Watchdog,
     access: Access,
     devices: DevicesReader,
@@ -50,6 +52,7 @@ def make_console(
         memory_limit_bytes=memory_limit(),
         stalls=watchdog.reading,
         read_devices=devices.read,
+        read_memory=registry.memory_use,
     )
-    observation = Observation(registry, server.live, monotonic_ns, encode=encode_event)
+    observation = Observation(registry, rollouts.read_all, server.live, monotonic_ns, encode=encode_event)
     return Console(observation, ModelDetails(registry, origins), server)

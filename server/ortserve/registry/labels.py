@@ -34,6 +34,7 @@ class Labels:
         self._configured: dict[str, dict[str, int]] = {}
         """Of the models' configurations, as far as they are in effect."""
         self.state_of: Final = state.of
+        self.changed_models: Final = state.models
 
     def follow(self, name: str) -> None:
         """Put the configured labels of a model into effect, as far as their versions serve."""

@@ -124,6 +124,9 @@ class Registry:
         self.names_in_repositories: Final = self._reader.names
         self.knows: Final = self._catalog.knows
         self.records: Final = self._catalog.records
+        self.successor: Final = self._versions.successor
+        self.memory_use: Final = self._versions.memory_use
+        self.changed_models: Final = self._labels.changed_models
 
     @property
     def lost(self) -> str:

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -92,6 +92,10 @@ class StateFile:
     def of(self, model: str) -> ModelState:
         """The state of a model."""
         return self._states.get(model, NOTHING_CHANGED)
+
+    def models(self) -> Iterable[str]:
+        """The models that calls changed, those included that the server does not know."""
+        return self._states.keys()
 
     async def put(self, model: str, state: ModelState) -> None:
         """Replace the state of a model. It is on the disk when this returns.

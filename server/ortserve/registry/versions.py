@@ -29,7 +29,7 @@ from ortserve.registry.residency.ledger import LoadCost
 from ortserve.registry.version_loader import VersionLoader
 from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
-from ortserve.telemetry.readings import LoopActivity
+from ortserve.telemetry.readings import LoopActivity, MemoryUse
 
 logger: Final = logging.getLogger(__name__)
 
@@ -300,6 +300,21 @@ class Versions:
     def is_loading(self, name: str) -> bool:
         """Whether loads of a model wait or are under way."""
         return name in self._loading
+
+    def successor(self, record: VersionRecord) -> VersionRecord | None:
+        """The load that will replace a version when it is warm; None if no such load waits or is under way."""
+        loading = self._loading.get(record.model, ())
+        return next((one for one in loading if one.version == record.version and one is not record), None)
+
+    def memory_use(self) -> MemoryUse:
+        """The host memory of all models."""
+        counts = self._metrics.residency
+        return MemoryUse(
+            self._room.ledger.total_bytes,
+            self._room.budget_bytes,
+            sum(counts.evictions.values()),
+            sum(counts.refusals.values()),
+        )
 
     def cancel_loads(self, name: str, because: str) -> None:
         """End the loads of a model that wait, and those under way at their next step."""

@@ -24,21 +24,28 @@ _MOST_CLASSES: Final = 4
 _MOST_TEXT: Final = 400
 
 NOT_SET: Final = "default"
+NOT_IN_MEMORY: Final = "NOT_IN_MEMORY"
+"""The state of a version that the next request loads."""
 
 
-def describe_row(record: VersionRecord, now: Rates) -> dict[str, Any]:
+def describe_row(record: VersionRecord, now: Rates, registry: Registry) -> dict[str, Any]:
     """The row of a version in the list."""
     served, source = record.served, record.source
+    state, why = _state_of(record)
+    reload = registry.successor(record)
     properties: Mapping[str, str] = served.properties if served is not None else {}
     return {
         "name": record.model,
         "version": record.label,
-        "state": record.state.name,
-        "why": record.explanation[:_MOST_TEXT],
+        "labels": sorted(name for name, number in registry.labels(record.model).items() if number == record.version),
+        "state": state,
+        "why": why[:_MOST_TEXT],
+        "reload": reload.explanation[:_MOST_TEXT] if reload is not None else "",
         "platform": served.platform if served is not None else "",
         "provider": properties.get("execution_provider", "").removesuffix("ExecutionProvider"),
         "elsewhere": properties.get("nodes_elsewhere", "")[:_MOST_TEXT],
         "file_bytes": sum(size for _, _, _, size, _ in source.fingerprints) if source is not None else 0,
+        "memory": record.account.nbytes if record.account is not None else 0,
         "load_s": round(record.metrics.load_ns / 1e9, 3),
         "rate": _short(now.requests_per_s),
         "p50": _short(now.p50_ms),
@@ -49,6 +56,16 @@ def describe_row(record: VersionRecord, now: Rates) -> dict[str, Any]:
         "failed": _short(now.failed_per_s),
         "saturation": _short(now.saturation),
     }
+
+
+def _state_of(record: VersionRecord) -> tuple[str, str]:
+    """The state of a version for people, and why: versions that requests load again are no failures."""
+    if not record.is_on_demand:
+        return record.state.name, record.explanation
+    if record.state is State.DRAINING:
+        return record.state.name, "evicted: it leaves memory when its requests are answered"
+    refused = "" if record.no_room is None else f"; the last load got no room: {record.no_room.message}"
+    return NOT_IN_MEMORY, record.explanation + refused
 
 
 def describe_live(record: VersionRecord) -> dict[str, Any]:
@@ -63,6 +80,7 @@ def describe_live(record: VersionRecord) -> dict[str, Any]:
             (rows, series.count, (series.stage_ns + series.compute_ns + series.return_ns) / 1e6 / max(1, series.count))
             for rows, series in sizes
         ),
+        "memory": metrics.memory(),
         "cache": asdict(metrics.cache) if metrics.cache is not None else None,
         "sequences": asdict(metrics.sequences()) if metrics.sequences is not None else None,
     }
@@ -106,11 +124,12 @@ class ModelDetails:
         if record is None:
             raise ServeError(ErrorKind.NOT_FOUND, f"model '{name}' has no version '{version}'")
         served = record.served if record.state in (State.READY, State.DRAINING) else None
+        state, why = _state_of(record)
         document: dict[str, Any] = {
             "name": name,
             "version": version,
-            "state": record.state.name,
-            "why": record.explanation,
+            "state": state,
+            "why": why,
             "settings": [asdict(setting) for setting in self._settings(record, served)],
         }
         if served is not None:

@@ -17,6 +17,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import VersionRecord
 from ortserve.registry.registry import Registry
 from ortserve.service.model_details import describe_live, describe_row
+from ortserve.service.rollout.control import RolloutStatus
 from ortserve.telemetry.history import (
     COLUMNS,
     IDLE,
@@ -101,6 +102,7 @@ class Observation:
     def __init__(
         self,
         registry: Registry,
+        read_rollouts: Callable[[], Mapping[str, RolloutStatus]],
         read_server: Callable[[], dict[str, Any]],
         clock: Clock,
         *,
@@ -110,11 +112,13 @@ class Observation:
 
         Args:
             registry: Of the versions.
+            read_rollouts: The rollouts by model.
             read_server: The state of the server for each frame.
             clock: Monotonic nanoseconds.
             encode: Encodes events.
         """
         self._registry = registry
+        self._read_rollouts = read_rollouts
         self._read_server = read_server
         self._clock = clock
         self._encode = encode
@@ -123,6 +127,8 @@ class Observation:
         self._arrival = asyncio.Event()
         self._opening = asyncio.Lock()
         """Held while all versions are read for the first viewer."""
+        self._rollouts: dict[str, dict[str, Any]] = {}
+        """By model, as viewers have them."""
         self._sample = 0
         self._rings = 0
         self._is_closed = False
@@ -173,6 +179,7 @@ class Observation:
                 async for version in self._in_turns():
                     version.seen, version.now = None, IDLE
                     self._update_row(version, self._clock())
+                self._renew_rollouts()
             return self._add_viewer(watched)
 
     def _add_viewer(self, watched: VersionKey | None) -> Viewer:
@@ -186,7 +193,7 @@ class Observation:
         if watched is not None:
             viewer.add(self._encode("history", self._history(watched)))
         rows = [version.row for version in self._versions.values() if version.row]
-        viewer.add(self._encode("models", {"whole": True, "models": rows, "gone": [], "server": self._server()}))
+        viewer.add(self._encode("models", self._frame(rows, [], self._rollouts) | {"whole": True}))
         self._viewers.add(viewer)
         self._arrival.set()
         return viewer
@@ -205,8 +212,18 @@ class Observation:
             viewer.close()
         self._viewers.clear()
 
-    def _server(self) -> dict[str, Any]:
-        return {**self._read_server(), "viewers": len(self._viewers)}
+    def _frame(
+        self, rows: list[dict[str, Any]], gone: list[VersionKey], rollouts: Mapping[str, dict[str, Any] | None]
+    ) -> dict[str, Any]:
+        server = {**self._read_server(), "viewers": len(self._viewers)}
+        return {"models": rows, "gone": gone, "rollouts": rollouts, "server": server}
+
+    def _renew_rollouts(self) -> dict[str, dict[str, Any] | None]:
+        """Read the rollouts. Returns those that changed; None for those that are gone."""
+        now = {model: status.describe() for model, status in self._read_rollouts().items()}
+        before, self._rollouts = self._rollouts, now
+        gone = {model: None for model in before if model not in now}
+        return {model: rollout for model, rollout in now.items() if rollout != before.get(model)} | gone
 
     def _history(self, watched: VersionKey) -> dict[str, Any]:
         version = self._versions.get(watched)
@@ -277,14 +294,14 @@ class Observation:
         if version.seen is not None:
             version.now = self._rates(version, version.seen, counts)
         version.seen = counts
-        row = describe_row(version.record, version.now)
+        row = describe_row(version.record, version.now, self._registry)
         if row == version.row:
             return False
         version.row = row
         return True
 
     def _publish(self, changed: list[dict[str, Any]], gone: list[VersionKey]) -> None:
-        update = self._encode("models", {"whole": False, "models": changed, "gone": gone, "server": self._server()})
+        update = self._encode("models", self._frame(changed, gone, self._renew_rollouts()) | {"whole": False})
         details: dict[VersionKey, bytes] = {}
         for viewer in list(self._viewers):
             viewer.add(update)

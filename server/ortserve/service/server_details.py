@@ -16,7 +16,7 @@ from ortserve.config.shown_values import show_value
 from ortserve.service.access import Group
 from ortserve.service.model_details import NOT_SET, Setting
 from ortserve.service.models import ModelService
-from ortserve.telemetry.readings import DeviceReading, StallReading
+from ortserve.telemetry.readings import DeviceReading, MemoryUse, StallReading
 
 _STATM: Final = Path("/proc/self/statm")
 
@@ -36,6 +36,7 @@ class ServerDetails:
         memory_limit_bytes: int,
         stalls: Callable[[], StallReading],
         read_devices: Callable[[], Sequence[DeviceReading]],
+        read_memory: Callable[[], MemoryUse],
     ) -> None:
         """Begin to count processor time.
 
@@ -49,6 +50,7 @@ class ServerDetails:
             memory_limit_bytes: Of the process.
             stalls: Reads those of the event loop.
             read_devices: Reads the state of the GPUs in use; may wait for their driver.
+            read_memory: Reads what the models hold of the host's memory.
         """
         self._options = options
         self._origins = origins
@@ -59,6 +61,7 @@ class ServerDetails:
         self._memory_limit_bytes = memory_limit_bytes
         self._stalls = stalls
         self._read_devices = read_devices
+        self._read_memory = read_memory
         self._began_s = time.time()
         self._cpu = (time.monotonic(), time.process_time())
         self._utilization = 0.0
@@ -82,6 +85,7 @@ class ServerDetails:
             "uptime_s": int(time.time() - self._began_s),
             "processors": round(self._utilization, 3),
             "memory_bytes": _resident_bytes(),
+            "models_memory": asdict(self._read_memory()),
             "connections": dict(self._connections()),
             "threads": threading.active_count(),
             "loads_models": self._options.model_control_mode == "explicit",

@@ -236,6 +236,23 @@ class ResidencyCounts:
             del self.requests[labels]
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """The host memory of all models.
+
+    Attributes:
+        held_bytes: What models hold, those of loads under way as expected.
+        budget_bytes: Most that they may hold; None without a budget.
+        evictions: Of all models that the server knows.
+        refused_loads: Loads that got no room.
+    """
+
+    held_bytes: int = 0
+    budget_bytes: int | None = None
+    evictions: int = 0
+    refused_loads: int = 0
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Sums over the steps of an ensemble's requests.

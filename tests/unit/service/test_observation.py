@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from fakes.clock import FakeClock
+from ortserve.config.rollout import RolloutOptions
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.catalog import State, VersionRecord
+from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
+from ortserve.registry.residency.ledger import HostAccount
+from ortserve.registry.state_file import EndedRollout
 from ortserve.service.observation import MAX_VIEWERS, Observation, Viewer
+from ortserve.service.rollout.control import RolloutStatus
+from ortserve.service.rollout.decision import Figures
 from ortserve.telemetry.history import RING_INTERVAL_S
 
 SECOND_NS = 1_000_000_000
@@ -22,9 +27,17 @@ class FakeRegistry:
 
     def __init__(self, *names: str) -> None:
         self.known = [VersionRecord(name, 1, lambda: None) for name in names]
+        self.named: dict[str, int] = {}
+        self.reloads: dict[VersionRecord, VersionRecord] = {}
 
     def records(self) -> list[VersionRecord]:
         return self.known
+
+    def labels(self, model: str) -> dict[str, int]:
+        return self.named
+
+    def successor(self, record: VersionRecord) -> VersionRecord | None:
+        return self.reloads.get(record)
 
 
 class Stage:
@@ -35,7 +48,8 @@ class Stage:
         self.registry = registry
         self.clock = FakeClock()
         self.encoded: list[str] = []
-        self.observation = Observation(registry, dict, self.clock, encode=self.encode)
+        self.rollouts: dict[str, RolloutStatus] = {}
+        self.observation = Observation(registry, lambda: self.rollouts, dict, self.clock, encode=self.encode)
 
     def encode(self, name: str, document: Mapping[str, Any]) -> bytes:
         self.encoded.append(name)
@@ -112,6 +126,50 @@ async def test_loads_are_followed_and_dropped_versions_are_gone() -> None:
     ((_, update),) = await events(viewer)
     assert [(row["name"], row["state"], row["why"]) for row in update["models"]] == [("a", "FAILED", "no such file")]
     assert update["gone"] == [["b", "1"]]
+
+
+async def test_rows_tell_labels_reloads_memory_and_versions_that_are_not_in_memory() -> None:
+    stage = Stage("m")
+    viewer = await stage.observation.view(None)
+    await events(viewer)
+    (record,) = stage.registry.known
+    stage.registry.named = {"stable": 1, "canary": 2, "best": 1}
+    stage.registry.reloads[record] = VersionRecord("m", 1, lambda: None)
+    record.account = HostAccount(42, 1)
+    record.advance(State.READY)
+    await stage.step()
+    ((_, update),) = await events(viewer)
+    (row,) = update["models"]
+    assert (row["labels"], row["memory"]) == (["best", "stable"], 42)
+    assert (row["state"], row["why"], row["reload"]) == ("READY", "", "waiting for its turn")
+    record.advance(State.DRAINING, ON_DEMAND)
+    await stage.step()
+    ((_, update),) = await events(viewer)
+    assert update["models"][0]["why"] == "evicted: it leaves memory when its requests are answered"
+    record.advance(State.GONE, ON_DEMAND)
+    record.no_room = ServeError(ErrorKind.NOT_READY, "7 bytes too few")
+    await stage.step()
+    ((_, update),) = await events(viewer)
+    assert update["models"][0]["state"] == "NOT_IN_MEMORY"
+    assert update["models"][0]["why"] == f"{ON_DEMAND}; the last load got no room: 7 bytes too few"
+
+
+async def test_frames_bring_the_rollouts_that_changed() -> None:
+    stage = Stage("m")
+    ended = RolloutStatus(None, "", Figures(), {}, EndedRollout(2, "stopped", "by a call"))
+    stage.rollouts = {"old": ended, "new": RolloutStatus(RolloutOptions(candidate=2), "", Figures(), {}, None)}
+    viewer = await stage.observation.view(None)
+    ((_, whole),) = await events(viewer)
+    assert list(whole["rollouts"]) == ["old", "new"]
+    assert whole["rollouts"]["old"]["ended"] == {"candidate": 2, "result": "stopped", "reason": "by a call"}
+    await stage.step()
+    stage.rollouts["new"] = RolloutStatus(RolloutOptions(candidate=2), "", Figures(requests=5), {}, None)
+    await stage.step()
+    del stage.rollouts["old"]
+    await stage.step()
+    updates = [update["rollouts"] for _, update in await events(viewer)]
+    assert [list(update) for update in updates] == [[], ["new"], ["old"]]
+    assert (updates[1]["new"]["figures"]["requests"], updates[2]["old"]) == (5, None)
 
 
 async def test_reload_begins_new_counts_and_continues_the_history() -> None:

@@ -1,6 +1,5 @@
 """REST calls about the versions of a model: labels, rollouts, promotion and rollback."""
 
-from dataclasses import asdict
 from typing import Any, Final
 
 import orjson
@@ -76,15 +75,7 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
 
 
 def _describe(model: str, status: RolloutStatus) -> Response:
-    options = None if status.options is None else status.options.model_dump(mode="json")
-    document = {
-        "model": model,
-        "rollout": options,
-        "problem": status.problem,
-        "figures": asdict(status.figures),
-        "worst_errors": status.worst,
-        "ended": None if status.ended is None else asdict(status.ended),
-    }
+    document = {"model": model, **status.describe()}
     return Response(orjson.dumps(document), media_type="application/json")  # writes infinite errors as null
 
 

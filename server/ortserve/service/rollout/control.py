@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 from ortserve.clock import Clock
 from ortserve.config.rollout import RolloutOptions, make_rollout_options
@@ -41,6 +41,16 @@ class RolloutStatus:
     worst: Mapping[str, float]
     ended: EndedRollout | None
 
+    def describe(self) -> dict[str, Any]:
+        """The status as a document. Errors may be infinite."""
+        return {
+            "rollout": None if self.options is None else self.options.model_dump(mode="json"),
+            "problem": self.problem,
+            "figures": asdict(self.figures),
+            "worst_errors": dict(self.worst),
+            "ended": None if self.ended is None else asdict(self.ended),
+        }
+
 
 class RolloutService:
     """Answers calls about rollouts, and keeps one live rollout per model. Loop thread only."""
@@ -60,10 +70,17 @@ class RolloutService:
     def read(self, model: str) -> RolloutStatus:
         """The rollout of a model. Raises ServeError: not_found."""
         self._labels.read(model)
-        options, live = self._registry.rollout(model), self._live.get(model)
-        problem = "" if options is None else self._problem(model, options)
-        figures, worst = (Figures(), {}) if live is None else (live.figures(), live.worst)
-        return RolloutStatus(options, problem, figures, worst, self._registry.state_of(model).ended)
+        options = self._registry.rollout(model)
+        return self._status(model, options, "" if options is None else self._problem(model, options))
+
+    def read_all(self) -> dict[str, RolloutStatus]:
+        """The rollouts of all models that have one, or had one; cheap without any."""
+        found = {}
+        for model in sorted({*self._live, *self._reported, *self._registry.changed_models()}):
+            options = self._registry.rollout(model)
+            if self._registry.knows(model) and (options is not None or self._registry.state_of(model).ended):
+                found[model] = self._status(model, options, "" if options is None else self._reported.get(model, ""))
+        return found
 
     async def start(self, model: str, document: Mapping[str, object]) -> RolloutStatus:
         """Start a rollout, or change the one that runs. It holds instead of that of the configuration.
@@ -138,6 +155,11 @@ class RolloutService:
             for live in list(self._live.values())
             for figures in (live.figures(),)
         ]
+
+    def _status(self, model: str, options: RolloutOptions | None, problem: str) -> RolloutStatus:
+        live = self._live.get(model)
+        figures, worst = (Figures(), {}) if live is None else (live.figures(), live.worst)
+        return RolloutStatus(options, problem, figures, worst, self._registry.state_of(model).ended)
 
     async def _end(self, model: str, ended: EndedRollout) -> None:
         """Keep the end of a rollout, and with a promotion the label. Called with the model's lock."""

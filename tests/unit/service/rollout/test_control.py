@@ -30,6 +30,9 @@ class FakeRegistry:
     def knows(self, model: str) -> bool:
         return model == "m"
 
+    def changed_models(self) -> list[str]:
+        return ["m", "unknown"]
+
     def models(self) -> dict[str, list[VersionRecord]]:
         return {"m": self.records}
 
@@ -107,3 +110,18 @@ async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_
         await labels.change("m", {f"label{number}": 1 for number in range(5000)})
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert lookups < 10
+
+
+async def test_rollouts_of_all_models_are_read_while_they_run_and_after_their_end(
+    registry: FakeRegistry, rollouts: RolloutService
+) -> None:
+    registry.on_versions("m")
+    running = rollouts.read_all()
+    assert list(running) == ["m"]
+    assert running["m"] == rollouts.read("m")
+    assert running["m"].options is not None
+    ended = (await rollouts.stop("m")).describe()["ended"]
+    assert ended == {"candidate": 2, "result": "stopped", "reason": "by a call"}
+    assert rollouts.read_all()["m"].describe()["ended"] == ended
+    registry.state = ModelState()
+    assert rollouts.read_all() == {}

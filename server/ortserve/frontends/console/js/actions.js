@@ -1,4 +1,4 @@
-// Actions of operators: load, unload and reload a model, and the log level. Each asks once and says what came of it.
+// Actions of operators: loads, labels, rollouts and the log level. Each asks once and says what came of it.
 
 import { call, read } from "./api.js";
 import { el, section, setText } from "./dom.js";
@@ -27,16 +27,17 @@ function confirmed(question, action) {
   });
 }
 
-/** A button for an action, which asks first, and reports to `status`. */
+/** A button for an action, which asks `question()` first, maybe a promise, and reports to `status`. */
 function actionButton(title, question, status, act) {
   const button = el("button", { type: "button" }, title);
   button.addEventListener("click", async () => {
-    if (!(await confirmed(question(), title))) return;
-    button.disabled = true;
-    status.className = "soft";
-    setText(status, `${title}: under way`);
-    const began = performance.now();
+    let began = 0;
     try {
+      if (!(await confirmed(await question(), title))) return;
+      button.disabled = true;
+      status.className = "soft";
+      setText(status, `${title}: under way`);
+      began = performance.now();
       const result = await act();
       status.className = "good";
       setText(status, result ?? `${title}: done in ${((performance.now() - began) / 1000).toFixed(1)} s`);
@@ -62,14 +63,62 @@ async function unload(name) {
   await change(name, "unload");
 }
 
-/** The actions on one model. All of its versions change. */
-export function modelActions(name) {
-  const status = el("p", { role: "status" });
+/** The loads of one model. All of its versions change. */
+export function modelActions(name, status) {
   const buttons = [
     actionButton("Reload", () => `Read the files of ${name} anew and load what has changed? The present load serves until then.`, status, () => load(name)),
     actionButton("Unload", () => `Unload all versions of ${name}? Its requests are answered first, later ones are rejected.`, status, () => unload(name)),
   ];
-  return section("Actions", el("p", { class: "row" }, buttons), status);
+  return el("p", { class: "row" }, buttons);
+}
+
+/** The actions on labels and rollouts with one version. `rolloutOf()` are the options of the rollout that runs, or null. */
+export function versionActions(name, version, rolloutOf, status) {
+  const path = (last) => `/v2/models/${encodeURIComponent(name)}/${last}`;
+  const post = async (last, document) => stableOf(await read("control", path(last), { method: "POST", body: JSON.stringify(document) }));
+  const rollBack = async () => {
+    const rollout = rolloutOf();
+    if (rollout) return `End the rollout of version ${rollout.candidate} of ${name}? All requests go to the version that is stable now.`;
+    const { previous } = await read("metadata", path("labels"));
+    return `Make ${previous ? `version ${previous}` : "the version before the last promotion"} of ${name} stable again?`;
+  };
+  const mode = el("select", { id: "rollout-mode" }, ["shadow", "canary"].map((one) => el("option", { value: one }, one)));
+  const share = el("input", { id: "rollout-share", type: "number", min: "0", max: "100", step: "any", value: "10" });
+  const inWords = () => `${mode.value} with ${share.value} % of the requests for stable`;
+  const start = async () => {
+    const before = rolloutOf();
+    const kept = String(before?.candidate) === version ? before : {};
+    const document = { ...kept, candidate: Number(version), mode: mode.value, share: share.valueAsNumber / 100 };
+    await call("control", path("rollout"), { method: "PUT", body: JSON.stringify(document) });
+    return `Version ${version} is the candidate: ${inWords()}.`;
+  };
+  const end = async () => {
+    const { ended } = await read("control", path("rollout"), { method: "DELETE" });
+    return `The rollout of version ${ended.candidate} has ended.`;
+  };
+  return [
+    el(
+      "p",
+      { class: "row" },
+      actionButton("Promote", () => `Make version ${version} of ${name} stable? It then answers requests without a version.`, status, () => post("promote", { version: Number(version) })),
+      actionButton("Roll back", rollBack, status, () => post("rollback", {})),
+    ),
+    el(
+      "p",
+      { class: "row" },
+      el("label", { for: "rollout-mode" }, "Rollout of this version"),
+      mode,
+      el("label", { for: "rollout-share" }, "Share in %"),
+      share,
+      actionButton("Start the rollout", () => `Try version ${version} of ${name} as ${inWords()}? Its figures begin anew.`, status, start),
+      actionButton("End the rollout", () => `End the rollout of ${name} and leave the labels as they are?`, status, end),
+    ),
+  ];
+}
+
+function stableOf({ labels }) {
+  const stable = labels.find((label) => label.name === "stable");
+  return stable ? `Stable is version ${stable.version}.` : "No version is labelled stable.";
 }
 
 /** A field to load any model of the repositories. */

@@ -12,6 +12,11 @@ export function orNothing(value) {
   return value ? number(value) : "";
 }
 
+/** A share as percent. */
+export function percent(share) {
+  return `${number(100 * share)} %`;
+}
+
 /** A duration of so many milliseconds. */
 export function milliseconds(value) {
   if (!value) return "";

@@ -14,6 +14,8 @@ export function keyOfVersion(name, version) {
 export class Live extends EventTarget {
   /** Rows of the versions by `keyOfVersion`. */
   models = new Map();
+  /** Rollouts by the name of their model, as `GET /v2/models/{model}/rollout` describes them. */
+  rollouts = new Map();
   /** The latest state of the server. */
   server = {};
   #watched = null;
@@ -61,9 +63,13 @@ export class Live extends EventTarget {
 
   #take(name, data) {
     if (name === "models") {
-      if (data.whole) this.models.clear();
+      if (data.whole) for (const known of [this.models, this.rollouts]) known.clear();
       for (const key of data.gone) this.models.delete(keyOfVersion(...key));
       for (const row of data.models) this.models.set(keyOfVersion(row.name, row.version), row);
+      for (const [name, rollout] of Object.entries(data.rollouts)) {
+        if (rollout) this.rollouts.set(name, rollout);
+        else this.rollouts.delete(name);
+      }
       this.server = data.server;
       this.#tell("connection", { ok: true, why: "" });
     }

@@ -1,14 +1,21 @@
 // One version: its live charts, its errors, its inputs and outputs, and its configuration.
 
-import { modelActions } from "./actions.js";
+import { modelActions, versionActions } from "./actions.js";
 import { read } from "./api.js";
 import { BarChart, CurveChart, TimeChart, WINDOW_MS } from "./charts.js";
 import { el, facts, section, setText, table } from "./dom.js";
-import { duration, number, shape } from "./format.js";
+import { bytes, duration, number, percent, shape } from "./format.js";
 import { keyOfVersion } from "./live.js";
-import { stateOf } from "./models_view.js";
+import { LiveTable } from "./live_table.js";
 import { TryForm } from "./try_view.js";
+import { addressOf, classOf, decisionOf, labelsOf, progressOf, stateOf, tailsOf } from "./versions.js";
 
+const MEMORY = {
+  sessions: "Sessions, with weights and the graph",
+  runs: "Runs, mostly the arena",
+  mapped: "Mapped files, not counted",
+  expected: "Expected by its load",
+};
 const PHASES = ["decode", "queue", "stage", "compute", "encode"];
 
 /** The path of a version's documents. */
@@ -24,8 +31,13 @@ export class ModelView {
   #points = [];
   #loaded = "";
   #state = el("p", { role: "status" });
+  #labels = el("p", { class: "soft" });
   #numbers = el("div");
   #errors = el("div");
+  #memory = el("div");
+  #rollout = el("div");
+  #shownRollout = null;
+  #versions;
   #about = el("div");
   #try = el("div");
   #actions = el("div");
@@ -41,12 +53,25 @@ export class ModelView {
     this.#name = name;
     this.#version = version;
     this.title = version ? `${name}, version ${version}` : name;
+    const rollout = () => live.rollouts.get(name);
+    const columns = [
+      { title: "Version", text: (row) => row.version || "unknown", value: (row) => Number(row.version) },
+      { title: "Labels", text: (row) => labelsOf(row, rollout()), value: (row) => labelsOf(row, rollout()), className: "labels" },
+      { title: "State", text: stateOf, value: stateOf, className: "state" },
+    ];
+    this.#versions = new LiveTable("Versions", columns, {
+      addressOf: (row) => addressOf(row.name, row.version),
+      classOf: (row) => `is-${classOf(row)}`,
+      dependsOn: rollout,
+      onSort: () => this.#drawState(),
+    });
     this.element = el(
       "div",
       {},
       el("p", {}, el("a", { href: "#/models" }, "All models")),
       el("h1", {}, this.title),
       this.#state,
+      this.#labels,
       section(
         "Live",
         el(
@@ -58,7 +83,10 @@ export class ModelView {
       // What grows while a person types or draws is below the form, so that the form stays in its place.
       this.#try,
       this.#actions,
+      section("Versions and labels", this.#versions.element),
+      this.#rollout,
       section("Batching", this.#numbers),
+      section("Memory", this.#memory),
       section("Errors", this.#errors),
       this.#about,
     );
@@ -84,13 +112,48 @@ export class ModelView {
     const row = this.#live.models.get(keyOfVersion(this.#name, this.#version));
     const text = row ? stateOf(row) : this.#live.models.size ? "not known to the server" : "";
     setText(this.#state, text);
-    this.#state.className = row?.state === "READY" ? "good" : "bad";
-    if (this.#live.server.loads_models && !this.#actions.firstChild) this.#actions.append(modelActions(this.#name));
-    const load = row ? `${row.state} ${row.load_s} ${row.state === "READY" ? "" : row.why}` : "";
+    this.#state.className = row ? classOf(row) : "bad";
+    const labels = row ? labelsOf(row, this.#live.rollouts.get(this.#name)) : "";
+    setText(this.#labels, labels && `Labels: ${labels}`);
+    this.#labels.hidden = !labels;
+    const known = [...this.#live.models].filter(([, { name }]) => name === this.#name);
+    this.#versions.draw(known);
+    this.#drawRollout();
+    if (row && !this.#actions.firstChild) this.#drawActions();
+    // The reason of a load changes each second.
+    const load = row ? `${row.state} ${row.load_s} ${row.state === "FAILED" ? row.why : ""}` : "";
     if (row && load !== this.#loaded) {
       this.#loaded = load;
       this.#readAbout();
     }
+  }
+
+  #drawActions() {
+    const status = el("p", { role: "status" });
+    const rollout = () => this.#live.rollouts.get(this.#name)?.rollout ?? null;
+    this.#actions.append(
+      section(
+        "Actions",
+        this.#live.server.loads_models ? modelActions(this.#name, status) : null,
+        this.#version ? versionActions(this.#name, this.#version, rollout, status) : null,
+        status,
+      ),
+    );
+  }
+
+  #drawRollout() {
+    const known = this.#live.rollouts.get(this.#name);
+    if (known === this.#shownRollout) return;
+    this.#shownRollout = known;
+    this.#rollout.replaceChildren(...(known ? [section("Rollout", facts(describeRollout(known)))] : []));
+  }
+
+  #drawMemory(memory) {
+    const kinds = Object.entries(memory).map(([kind, size]) => [MEMORY[kind] ?? kind, bytes(size)]);
+    const row = this.#live.models.get(keyOfVersion(this.#name, this.#version));
+    const files = row?.file_bytes ? [["Files on disk", bytes(row.file_bytes)]] : [];
+    const held = kinds.length ? kinds : [["In memory", "nothing of its own"]];
+    this.#memory.replaceChildren(facts([...held, ...files]));
   }
 
   async #readAbout() {
@@ -116,6 +179,7 @@ export class ModelView {
     this.#drawCharts();
     this.#drawBatches(data);
     this.#drawErrors(data);
+    this.#drawMemory(data.memory);
   }
 
   #drawCharts() {
@@ -180,6 +244,31 @@ export class ModelView {
     parts.push(section("Configuration", table("Configuration", ["Option", "Value", "Set by"], settings)));
     this.#about.replaceChildren(...parts);
   }
+}
+
+function describeRollout(known) {
+  const { rollout, figures, worst_errors: worst } = known;
+  const facts = [["State", progressOf(known)]];
+  if (rollout) {
+    const isShadow = rollout.mode === "shadow";
+    const rules = Object.entries(rollout.rules).filter(([, bound]) => bound !== null);
+    facts.push(
+      ["Mode", rollout.mode],
+      ["Candidate", `version ${rollout.candidate}`],
+      ["Share", `${percent(rollout.share)}${rollout.sticky ? `, sticky by ${rollout.sticky}` : ""}`],
+      ["Requests", `${number(figures.requests)}, of which ${number(figures.failed)} failed`],
+      isShadow
+        ? ["Compared", `${number(figures.compared)}, of which ${number(figures.disagreed)} disagreed; ${number(figures.shed)} requests shed`]
+        : ["Rejected", number(figures.rejected)],
+      ["p99", tailsOf(figures) || "too few requests"],
+    );
+    const errors = Object.entries(worst).map(([measure, error]) => `${measure} ${error === null ? "infinite" : number(error)}`);
+    if (errors.length) facts.push(["Worst errors", errors.join(", ")]);
+    facts.push(["Rules", rules.map(([rule, bound]) => `${rule} ${bound}`).join(", ")]);
+  }
+  const decision = decisionOf(known);
+  if (decision) facts.push(["Last decision", decision]);
+  return facts;
 }
 
 function describe(role, tensor) {

@@ -1,77 +1,98 @@
-// The list of all versions: filtered, sorted, and updated in place once per frame of the browser.
+// The list of all versions, and of the rollouts: filtered, sorted, and updated once per frame of the browser.
 
 import { loadForm } from "./actions.js";
-import { el, setText } from "./dom.js";
-import { bytes, milliseconds, number, orNothing } from "./format.js";
-import { keyOfVersion } from "./live.js";
+import { el, section, setText } from "./dom.js";
+import { bytes, milliseconds, number, orNothing, percent } from "./format.js";
+import { LiveTable } from "./live_table.js";
+import { addressOf, classOf, decisionOf, labelsOf, progressOf, stateOf, tailsOf } from "./versions.js";
 
 // Each column: its title, the value to sort by, and the text of its cell.
-const COLUMNS = [
-  { title: "Model", value: (row) => row.name, text: (row) => row.name },
-  { title: "Version", value: (row) => Number(row.version), text: (row) => row.version },
-  { title: "State", value: (row) => row.state, text: (row) => stateOf(row) },
-  { title: "Provider", value: (row) => row.provider, text: (row) => providerOf(row) },
-  { title: "Requests/s", value: (row) => row.rate, text: (row) => orNothing(row.rate), isNumber: true },
-  { title: "p50", value: (row) => row.p50, text: (row) => milliseconds(row.p50), isNumber: true },
-  { title: "p99", value: (row) => row.p99, text: (row) => milliseconds(row.p99), isNumber: true },
-  { title: "Rows/batch", value: (row) => row.batch, text: (row) => orNothing(row.batch), isNumber: true },
-  { title: "Queue", value: (row) => row.queue, text: (row) => orNothing(row.queue), isNumber: true },
-  { title: "Refused/s", value: (row) => row.refused, text: (row) => orNothing(row.refused), isNumber: true },
-  { title: "Failed/s", value: (row) => row.failed, text: (row) => orNothing(row.failed), isNumber: true },
-  { title: "Files", value: (row) => row.file_bytes, text: (row) => bytes(row.file_bytes), isNumber: true },
-];
+const NUMBERS = [
+  ["Requests/s", "rate", orNothing],
+  ["p50", "p50", milliseconds],
+  ["p99", "p99", milliseconds],
+  ["Rows/batch", "batch", orNothing],
+  ["Queue", "queue", orNothing],
+  ["Refused/s", "refused", orNothing],
+  ["Failed/s", "failed", orNothing],
+  ["Memory", "memory", (size) => (size ? bytes(size) : "")],
+].map(([title, name, inWords]) => ({ title, value: (row) => row[name], text: (row) => inWords(row[name]), isNumber: true }));
 
-/** The state of a version in words, with what its load is doing or why it failed. */
-export function stateOf(row) {
-  const state = row.state.toLowerCase();
-  return row.why ? `${state}: ${row.why}` : state;
+/** The columns of the list of versions; `rolloutOf` finds the rollout of a model. */
+function versionColumns(rolloutOf) {
+  const labels = (row) => labelsOf(row, rolloutOf(row.name));
+  const columns = [
+    { title: "Model", text: (row) => row.name },
+    { title: "Version", value: (row) => Number(row.version), text: (row) => row.version },
+    { title: "Labels", text: labels, className: "labels" },
+    { title: "State", text: stateOf, className: "state" },
+    { title: "Provider", text: providerOf },
+  ];
+  return [...columns.map((column) => ({ value: column.text, ...column })), ...NUMBERS];
 }
+
+const ROLLOUT_COLUMNS = [
+  { title: "Rollout of", text: (row) => row.name },
+  { title: "Candidate", text: (row) => String(row.version), value: (row) => Number(row.version) },
+  { title: "Mode", text: ({ rollout }) => rollout?.mode ?? "" },
+  { title: "Share", text: ({ rollout }) => (rollout ? percent(rollout.share) : ""), value: (row) => row.rollout?.share ?? 0, isNumber: true },
+  ...[
+    ["Requests", "requests"],
+    ["Failed", "failed"],
+    ["Disagreed", "disagreed"],
+  ].map(([title, name]) => ({
+    title,
+    text: ({ rollout, figures }) => (rollout ? number(figures[name]) : ""),
+    value: ({ figures }) => figures[name],
+    isNumber: true,
+  })),
+  { title: "p99", text: ({ figures }) => tailsOf(figures), value: ({ figures }) => figures.candidate_p99_s ?? 0 },
+  { title: "State", text: progressOf },
+  { title: "Last decision", text: decisionOf },
+].map((column) => ({ value: column.text, ...column }));
 
 function providerOf(row) {
   const provider = row.provider || row.platform;
   return row.elsewhere ? `${provider}; elsewhere: ${row.elsewhere}` : provider;
 }
 
-/** The address of the view of a version. */
-export function addressOf(row) {
-  return `#/models/${encodeURIComponent(row.name)}/${encodeURIComponent(row.version)}`;
-}
-
 export class ModelsView {
   title = "Models";
   #live;
-  #rows = new Map();
-  #sortBy = 0;
-  #isDescending = false;
+  #rollout = (name) => this.#live.rollouts.get(name);
   #isDue = false;
-  #body = el("tbody");
   #load = el("div");
   #summary = el("p", { role: "status" });
   #filter = el("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false" });
-  #heads = [];
+  #versions;
+  #rollouts;
+  #rolloutRows = new Map();
+  #rolloutSection;
   #onModels = () => this.#schedule();
 
   constructor(live) {
     this.#live = live;
     this.#filter.addEventListener("input", this.#onModels);
-    this.#heads = COLUMNS.map((column, index) =>
-      el(
-        "th",
-        { scope: "col", class: column.isNumber ? "number" : "" },
-        el("button", { type: "button", onclick: () => this.#sort(index) }, column.title),
-      ),
-    );
+    this.#versions = new LiveTable("Models", versionColumns(this.#rollout), {
+      addressOf: (row) => addressOf(row.name, row.version),
+      classOf: (row) => `is-${classOf(row)}`,
+      dependsOn: (row) => this.#rollout(row.name),
+      onSort: this.#onModels,
+    });
+    this.#rollouts = new LiveTable("Rollouts", ROLLOUT_COLUMNS, {
+      addressOf: (row) => addressOf(row.name, row.version),
+      onSort: this.#onModels,
+    });
+    this.#rolloutSection = section("Rollouts", this.#rollouts.element);
+    this.#rolloutSection.hidden = true;
     this.element = el(
       "div",
       {},
       el("h1", {}, "Models"),
-      el("p", { class: "row" }, el("label", { for: "filter" }, "Filter by name or state"), this.#filter),
+      el("p", { class: "row" }, el("label", { for: "filter" }, "Filter by name, label or state"), this.#filter),
       this.#summary,
-      el(
-        "div",
-        { class: "scroll", tabindex: "0", role: "region", "aria-label": "Models" },
-        el("table", { class: "models" }, el("thead", {}, el("tr", {}, this.#heads)), this.#body),
-      ),
+      this.#versions.element,
+      this.#rolloutSection,
       this.#load,
     );
     live.addEventListener("models", this.#onModels);
@@ -80,12 +101,6 @@ export class ModelsView {
 
   close() {
     this.#live.removeEventListener("models", this.#onModels);
-  }
-
-  #sort(index) {
-    this.#isDescending = this.#sortBy === index ? !this.#isDescending : Boolean(COLUMNS[index].isNumber);
-    this.#sortBy = index;
-    this.#schedule();
   }
 
   #schedule() {
@@ -99,67 +114,37 @@ export class ModelsView {
 
   #draw() {
     if (this.#live.server.loads_models && !this.#load.firstChild) this.#load.append(loadForm());
-    const all = [...this.#live.models.values()];
+    const all = [...this.#live.models];
     const wanted = this.#filter.value.trim().toLowerCase();
-    const found = all.filter((row) => `${row.name} ${row.state}`.toLowerCase().includes(wanted));
-    found.sort((one, other) => this.#compare(one, other));
-    const drawn = new Map();
-    for (const row of found) {
-      const key = keyOfVersion(row.name, row.version);
-      drawn.set(key, this.#drawRow(row, this.#rows.get(key)));
+    const isFound = ([, row]) =>
+      `${row.name} ${labelsOf(row, this.#rollout(row.name))} ${stateOf(row)}`.toLowerCase().includes(wanted);
+    const found = wanted ? all.filter(isFound) : all;
+    this.#versions.draw(found);
+    setText(this.#summary, summarize(all.map(([, row]) => row), found.length, this.#live.rollouts));
+    this.#drawRollouts(new Set(found.map(([, row]) => row.name)));
+  }
+
+  #drawRollouts(names) {
+    const rows = new Map();
+    for (const [name, rollout] of this.#live.rollouts) {
+      const before = this.#rolloutRows.get(name);
+      const version = (rollout.rollout ?? rollout.ended).candidate;
+      rows.set(name, before?.of === rollout ? before : { ...rollout, of: rollout, name, version: String(version) });
     }
-    this.#rows = drawn;
-    this.#place([...drawn.values()].map(({ element }) => element));
-    this.#heads.forEach((head, index) => {
-      if (index === this.#sortBy) head.setAttribute("aria-sort", this.#isDescending ? "descending" : "ascending");
-      else head.removeAttribute("aria-sort");
-    });
-    setText(this.#summary, this.#summarize(all, found.length));
-  }
-
-  #summarize(all, shown) {
-    if (!all.length) return "No models.";
-    const ready = all.filter((row) => row.state === "READY").length;
-    const failed = all.filter((row) => row.state === "FAILED").length;
-    const rate = all.reduce((sum, row) => sum + row.rate, 0);
-    const parts = [`${all.length} versions`, `${ready} ready`, `${failed} failed`, `${number(rate)} requests/s`];
-    return shown < all.length ? `${shown} of ${parts.join(", ")}` : parts.join(", ");
-  }
-
-  #compare(one, other) {
-    const { value } = COLUMNS[this.#sortBy];
-    const [a, b] = this.#isDescending ? [value(other), value(one)] : [value(one), value(other)];
-    if (a !== b) return a < b ? -1 : 1;
-    return one.name < other.name ? -1 : one.name > other.name ? 1 : Number(one.version) - Number(other.version);
-  }
-
-  #drawRow(row, before) {
-    if (before?.row === row) return before;
-    const drawn = before ?? makeRow(row);
-    drawn.row = row;
-    COLUMNS.forEach((column, index) => setText(drawn.cells[index], column.text(row)));
-    drawn.element.className = row.state.toLowerCase();
-    return drawn;
-  }
-
-  /** Bring the rows into this order and touch only those that move. */
-  #place(elements) {
-    let next = this.#body.firstChild;
-    for (const element of elements) {
-      if (element === next) next = next.nextSibling;
-      else this.#body.insertBefore(element, next);
-    }
-    while (next) {
-      const following = next.nextSibling;
-      next.remove();
-      next = following;
-    }
+    this.#rolloutRows = rows;
+    this.#rolloutSection.hidden = !rows.size;
+    this.#rollouts.draw([...rows].filter(([name]) => names.has(name)));
   }
 }
 
-function makeRow(row) {
-  const link = el("a", { href: addressOf(row) });
-  const cells = COLUMNS.map((column, index) => (index ? el("td", { class: column.isNumber ? "number" : "" }) : link));
-  const head = el("th", { scope: "row" }, link);
-  return { row: null, cells, element: el("tr", {}, head, cells.slice(1)) };
+function summarize(all, shown, rollouts) {
+  if (!all.length) return "No models.";
+  const count = (state) => all.filter((row) => row.state === state).length;
+  const sum = (name) => all.reduce((total, row) => total + row[name], 0);
+  const parts = [`${all.length} versions`, `${count("READY")} ready`];
+  if (count("NOT_IN_MEMORY")) parts.push(`${count("NOT_IN_MEMORY")} not in memory`);
+  parts.push(`${count("FAILED")} failed`, `${number(sum("rate"))} requests/s`, `${bytes(sum("memory"))} of memory`);
+  const running = [...rollouts.values()].filter(({ rollout }) => rollout).length;
+  if (running) parts.push(`${running} ${running === 1 ? "rollout" : "rollouts"}`);
+  return shown < all.length ? `${shown} of ${parts.join(", ")}` : parts.join(", ");
 }

@@ -3,7 +3,7 @@
 import { logLevel } from "./actions.js";
 import { read } from "./api.js";
 import { el, facts, section, table } from "./dom.js";
-import { bytes, duration, number } from "./format.js";
+import { bytes, duration, number, percent } from "./format.js";
 
 export class ServerView {
   title = "Server";
@@ -27,6 +27,9 @@ export class ServerView {
   #drawNow() {
     const now = this.#live.server;
     if (now.state === undefined) return;
+    const memory = now.models_memory;
+    const budget = memory.budget_bytes;
+    const held = bytes(memory.held_bytes);
     const connections = Object.entries(now.connections).map(([protocol, count]) => `${count} ${protocol}`);
     this.#now.replaceChildren(
       facts([
@@ -34,6 +37,9 @@ export class ServerView {
         ["Running for", duration(now.uptime_s)],
         ["Processors in use", number(now.processors)],
         ["Memory", bytes(now.memory_bytes)],
+        ["Memory of models", budget ? `${held} of ${bytes(budget)}, ${percent(memory.held_bytes / budget)} of the budget` : `${held}, no budget`],
+        ["Evictions", number(memory.evictions)],
+        ["Loads without room", number(memory.refused_loads)],
         ["Python threads", String(now.threads)],
         ["Connections", connections.join(", ")],
         ["Viewers of this page", String(now.viewers)],
