@@ -107,6 +107,12 @@ def png(pixels: np.ndarray) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
 
 
+def memory_bytes(text: str) -> float:
+    """The figure of a cell such as ``1.42 MiB``; 0 for an empty one."""
+    number, _, unit = text.strip().partition(" ")
+    return float(number.replace(",", "")) * 1024 ** ("B", "KiB", "MiB", "GiB").index(unit) if number else 0.0
+
+
 def test_list_shows_models_that_serve_load_and_fail(page: Page) -> None:
     assert "ready" in row_of(page, "digits")
     expect(page.get_by_text(re.compile(r"loading: opening the session .* for \d+ s"))).to_be_visible()
@@ -127,7 +133,10 @@ def test_list_is_filtered_and_sorted(page: Page) -> None:
     expect(page.locator("th[aria-sort]:visible")).to_have_attribute("aria-sort", "descending")
     page.get_by_label("Filter by name, label or state").fill("")
     page.get_by_role("button", name="Memory").click()
-    expect(rows.first).to_contain_text("digits")  # the only one with weights
+    expect(page.locator("th[aria-sort]:visible")).to_contain_text("Memory")
+    sizes = [memory_bytes(row.rpartition("\t")[2]) for row in rows.all_inner_texts()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 0
 
 
 def test_views_of_a_model_show_live_numbers_and_each_value_with_its_origin(page: Page, server: ServerProcess) -> None:
