@@ -217,7 +217,7 @@ class _Arm:
 
     def _send(self) -> None:
         while self._due and self.idle:
-            caller = self.idle.pop()
+            caller = self.idle.pop(0)  # in turn, so that the server closes no connection as idle
             due = self._due.popleft()
             self.busy[caller.socket] = caller, due
             try:

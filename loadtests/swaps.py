@@ -97,6 +97,11 @@ class Found:
             for stretch in stretches
         )
 
+    def reasons(self) -> list[str]:
+        """Why requests of the last stretches failed."""
+        last = [arm[protocol][-1] for arm in (self.beside, self.alone) for protocol in PROTOCOLS]
+        return [f"{one.lost} lost {one.wrong[:3]}" for one in last if one.lost or one.wrong]
+
     def ratios(self, protocol: str, share: float) -> list[float]:
         """Of each pair of neighbouring stretches."""
         return [
@@ -147,7 +152,7 @@ def measure(options: argparse.Namespace) -> tuple[Found, Swaps]:
                     raise failures[0]
                 if swaps.count >= SETTLED:
                     found.stages.setdefault(f"after {swaps.count} swaps", status(pid))
-                print(f"{swaps.count} swaps, {found.failed} failed", flush=True)
+                print(f"{swaps.count} swaps, {found.failed} failed", *found.reasons(), flush=True)
     return found, swaps
 
 
