@@ -5,11 +5,9 @@ A scrape takes the readings, on its own thread. The loop writes ``LoopActivity``
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import Any, Final
 
 from ortserve.core.timing import Timing
-
-Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +310,6 @@ class SequenceReading:
         return replace(self, ended=add_counts(earlier.ended, self.ended))
 
 
-def add_counts(some: Mapping[str, Number], others: Mapping[str, Number]) -> dict[str, Number]:
-    """The sum of two mappings of counts."""
+def add_counts(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The sum of two mappings of counts, all integers or all floats. mypyc has no type for either."""
     return {**some, **{name: count + some.get(name, 0) for name, count in others.items()}}
