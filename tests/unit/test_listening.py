@@ -1,4 +1,6 @@
-from ortserve.listening import draw_age_s
+import socket
+
+from ortserve.listening import draw_age_s, open_listener
 
 
 def test_connection_ages_have_ten_percent_jitter() -> None:
@@ -6,3 +8,15 @@ def test_connection_ages_have_ten_percent_jitter() -> None:
     assert all(90.0 <= age <= 110.0 for age in ages)
     assert min(ages) < 95.0
     assert max(ages) > 105.0
+
+
+def test_kernel_takes_a_bounded_part_of_an_answer_for_a_caller_who_does_not_read() -> None:
+    listener = open_listener("http_port", "127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()) as caller:
+        connection, _ = listener.accept()
+        with connection:
+            caller.settimeout(10)
+            connection.setblocking(False)
+            taken = connection.send(bytes(8 << 20))
+
+    assert taken < 2 << 20  # with the kernel's own limit, 2.5 to 4 MB

@@ -15,7 +15,7 @@ import uvloop
 from ortserve.app.server import Server
 from ortserve.config.options import ServerOptions
 from ortserve.engine.process_limits import limit_malloc_arenas
-from ortserve.engine.thread_priority import LONGEST_SLICE_NS, SHORTEST_SLICE_NS, set_slice
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, put_loop_first, set_slice
 from ortserve.errors import ServeError
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 
@@ -40,7 +40,7 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
     limit_malloc_arenas()
     switches = configure_logging(options.log_level, options.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    set_slice(SHORTEST_SLICE_NS)
+    put_loop_first()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_serve(options, switches, origins))

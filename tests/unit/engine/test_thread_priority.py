@@ -1,13 +1,16 @@
-"""Time slices of threads, as the kernel reports them."""
+"""Time slices and nice levels of threads, as the kernel reports them."""
 
+import json
+import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from ortserve.engine.thread_priority import LONGEST_SLICE_NS, SHORTEST_SLICE_NS, set_slice
+from ortserve.engine.thread_priority import LONGEST_SLICE_NS, LOOP_SLICE_NS, set_slice
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has slices of threads")
 
@@ -19,7 +22,7 @@ def slice_ns() -> int | None:
     return int(found[1]) if found else None
 
 
-@pytest.mark.parametrize("wanted_ns", [SHORTEST_SLICE_NS, LONGEST_SLICE_NS])
+@pytest.mark.parametrize("wanted_ns", [LOOP_SLICE_NS, LONGEST_SLICE_NS])
 def test_thread_has_the_slice_and_those_it_starts_have_the_default(wanted_ns: int) -> None:
     slices: list[int | None] = []
 
@@ -40,3 +43,46 @@ def test_thread_has_the_slice_and_those_it_starts_have_the_default(wanted_ns: in
         pytest.skip("the kernel does not report slices (Linux 6.12)")
     assert own == wanted_ns
     assert child == before
+
+
+_REPORT = """
+import json, os, resource, subprocess, threading
+{before}
+from ortserve.engine.thread_priority import own_nice, put_loop_first
+{after}
+
+def level():
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+put_loop_first()
+levels = {{"loop": level(), "own": own_nice()}}
+thread = threading.Thread(target=lambda: levels.update(thread=level()))
+thread.start()
+thread.join()
+levels["child"] = int(subprocess.check_output(["nice"]))
+print(json.dumps(levels))
+"""
+
+
+def nice_levels(*, before: str = "", after: str = "") -> dict[str, int]:
+    """Nice levels of a process that runs these Python statements before and after it imports the package."""
+    code = _REPORT.format(before=before, after=after)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, timeout=60)
+    levels: dict[str, int] = json.loads(done.stdout)
+    return levels
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may permit lower nice levels")
+def test_loop_alone_has_a_lower_nice_level() -> None:
+    assert nice_levels() == {"loop": -10, "own": 0, "thread": 0, "child": 0}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become an unprivileged user")
+def test_loop_of_an_unprivileged_process_keeps_its_nice_level() -> None:
+    levels = nice_levels(after="resource.setrlimit(resource.RLIMIT_NICE, (0, 0)); os.setuid(65534)")
+
+    assert levels == {"loop": 0, "own": 0, "thread": 0, "child": 0}
+
+
+def test_process_with_a_nice_level_of_its_own_keeps_it() -> None:
+    assert nice_levels(before="os.nice(3)") == {"loop": 3, "own": 3, "thread": 3, "child": 3}
