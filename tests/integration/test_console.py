@@ -19,6 +19,7 @@ pytest.importorskip("playwright", reason="needs playwright")
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
+import console_pictures
 from browser import DESKTOP, NEEDS_CHROMIUM, PHONE, chromium, open_page, violations
 from models import builders
 from ortserve.core.dtypes import DataType
@@ -498,3 +499,16 @@ def test_api_documentation_works_without_a_network(browser: Browser, server: Ser
     with open_page(browser, f"{server.url}/docs") as page:
         page.get_by_role("button", name="POST /v2/models/{model}/infer", exact=False).first.click()
         expect(page.get_by_text("Run the version of the model that is labelled").first).to_be_visible()
+
+
+def test_pictures_of_the_documentation_can_be_taken(browser: Browser, tmp_path: Path) -> None:
+    console_pictures.take(browser, tmp_path, load_s=6)
+
+    taken = {file.name: picture_size(file) for file in tmp_path.iterdir()}
+    assert taken == {file.name: picture_size(file) for file in console_pictures.FOLDER.iterdir()}
+
+
+def picture_size(file: Path) -> tuple[int, int]:
+    """Width and height of a PNG file."""
+    width, height = struct.unpack(">II", file.read_bytes()[16:24])
+    return width, height

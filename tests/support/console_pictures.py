@@ -1,7 +1,6 @@
-"""Takes the pictures of ``docs/console.md``: run it as a script."""
+"""Takes the pictures of ``docs/console.md``: as a script, which replaces them, or for a test."""
 
 import shutil
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,11 @@ from typing import Final
 
 import httpx
 import numpy as np
+from playwright.sync_api import Browser
+
+from browser import PHONE, chromium, open_page
+from ortserve.example import repository_path
+from servers import serving
 
 FOLDER: Final = Path(__file__).parents[2] / "docs" / "console"
 LOAD_S: Final = 75
@@ -41,28 +45,22 @@ def send(url: str, ends: Event) -> None:
             time.sleep(float(rng.exponential(0.01)))
 
 
-def main() -> None:
-    """Take them all."""
-    sys.path[:0] = [str(Path(__file__).parent)]
-    from browser import PHONE, chromium, open_page
-    from ortserve.example import repository_path
-    from servers import serving
-
-    FOLDER.mkdir(exist_ok=True)
+def take(browser: Browser, folder: Path, load_s: float) -> None:
+    """Take all pictures, of a server that has answered requests for ``load_s``, into a folder."""
     ends = Event()
-    folder = tempfile.TemporaryDirectory()
-    repository = Path(folder.name) / "repository"
+    temporary = tempfile.TemporaryDirectory()
+    repository = Path(temporary.name) / "repository"
     shutil.copytree(repository_path(), repository)
     shutil.copytree(repository / "digits" / "1", repository / "digits" / "2")
     (repository / "digits" / "model.yaml").write_text(DIGITS)
     (repository / "text_stats" / "model.yaml").write_text("load_policy: on_demand\n")
-    with folder, serving(repository) as server, chromium() as browser, ThreadPoolExecutor(4) as pool:
+    with temporary, serving(repository) as server, ThreadPoolExecutor(4) as pool:
         for _ in range(4):
             pool.submit(send, server.url, ends)
         try:
             with open_page(browser, f"{server.url}/#/models/digits/1", size=SIZE) as page:
-                time.sleep(LOAD_S)
-                page.screenshot(path=FOLDER / "model.png")
+                time.sleep(load_s)
+                page.screenshot(path=folder / "model.png")
                 pad = page.get_by_role("img", name="Drawing for image")
                 pad.scroll_into_view_if_needed()
                 box = pad.bounding_box()
@@ -77,18 +75,19 @@ def main() -> None:
                 page.get_by_role("button", name="Run").click()
                 page.get_by_role("heading", name="Answer").wait_for()
                 pad.evaluate("element => element.scrollIntoView({block: 'start'})")
-                page.screenshot(path=FOLDER / "try.png")
+                page.screenshot(path=folder / "try.png")
                 page.get_by_role("heading", name="Actions").evaluate("element => element.scrollIntoView()")
-                page.screenshot(path=FOLDER / "rollout.png")
+                page.screenshot(path=folder / "rollout.png")
                 page.get_by_role("link", name="Models", exact=True).click()
                 time.sleep(2)
-                page.screenshot(path=FOLDER / "models.png", clip={"x": 0, "y": 0, "width": SIZE[0], "height": 560})
+                page.screenshot(path=folder / "models.png", clip={"x": 0, "y": 0, "width": SIZE[0], "height": 560})
             with open_page(browser, f"{server.url}/#/models/digits/1", size=PHONE, scheme="dark") as page:
                 time.sleep(3)
-                page.screenshot(path=FOLDER / "phone.png")
+                page.screenshot(path=folder / "phone.png")
         finally:
             ends.set()
 
 
 if __name__ == "__main__":
-    main()
+    with chromium() as started:
+        take(started, FOLDER, LOAD_S)
