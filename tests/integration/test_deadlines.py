@@ -39,8 +39,8 @@ ONE_AT_A_TIME: Final = "max_rows: 1\nintra_op_threads: 1\n"
 
 
 def add_slow(repository: Path, name: str, options: str = "") -> None:
-    """Add a model that runs one row at a time, for about 50 ms."""
-    (add_model(repository, name, builders.slow, steps=15_000) / "model.yaml").write_text(ONE_AT_A_TIME + options)
+    """Add a model that runs one row at a time, for about 100 ms: fourteen runs last longer than ``LEAST_DUE_NS``."""
+    (add_model(repository, name, builders.slow) / "model.yaml").write_text(ONE_AT_A_TIME + options)
 
 
 @contextmanager

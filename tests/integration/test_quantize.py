@@ -96,12 +96,10 @@ def test_expensive_nodes_stay_in_floating_point_until_the_bound_is_kept(
     out = tmp_path / "out.onnx"
     arguments = (DIGITS, "-o", out, "--mode", "static", "--calibration", data / "images.npz", "--seconds", "0")
     whole = quantized(capsys, *arguments, "--rank", "--max-error", "1")
-    worst = whole["ranking"][0]
     error = whole["agreement"]["outputs"][0]["max"]
     assert whole["floating"] == []
-    assert worst["error"] < error
 
-    bound = (worst["error"] + error) / 2
+    bound = 0.9 * error  # one node alone may have a larger error than all together, which cancel out
     result = quantized(capsys, *arguments, "--max-error", f"max={bound}", "--max-error", "top1=0.1")
 
     held_out = np.load(data / "images.npz")["image"][3::4]

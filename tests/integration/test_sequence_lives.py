@@ -185,11 +185,11 @@ def test_requests_of_one_id_from_several_connections_run_in_order_of_arrival(ser
 def test_sequences_share_a_batch(server: ServerProcess) -> None:
     names = [next(IDS) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        first = pool.submit(ask, server, "slow", 1, sequence_id=names[0], sequence_start=True)
+        first = pool.submit(ask, server, "slower", 1, sequence_id=names[0], sequence_start=True)
         time.sleep(0.05)
-        others = [pool.submit(ask, server, "slow", 1, sequence_id=name, sequence_start=True) for name in names[1:]]
+        others = [pool.submit(ask, server, "slower", 1, sequence_id=name, sequence_start=True) for name in names[1:]]
         assert [total(call.result()) for call in (first, *others)] == [1, 1, 1, 1]
-    statistics = httpx.get(f"{server.url}/v2/models/slow/stats", timeout=LONG_S).json()["model_stats"][0]
+    statistics = httpx.get(f"{server.url}/v2/models/slower/stats", timeout=LONG_S).json()["model_stats"][0]
     assert any(batch["batch_size"] == 3 for batch in statistics["batch_stats"])
 
 
