@@ -163,6 +163,16 @@ def test_failed_model_shows_its_reason_and_configuration(page: Page, server: Ser
     expect(page.get_by_role("heading", name="Try it")).to_have_count(0)
 
 
+def test_loading_model_shows_its_step_and_configuration(page: Page, server: ServerProcess) -> None:
+    open_model(page, server, "patient")
+    state = page.get_by_role("status").filter(has_text=re.compile(r"^loading: opening the session .* for \d+ s$"))
+    expect(state).to_be_visible()
+    before = state.inner_text()
+    expect(state).not_to_have_text(before)  # the time goes on
+    expect(page.get_by_role("row", name="warmup_s 0.1 --warmup-s")).to_be_visible()
+    expect(page.get_by_role("heading", name="Try it")).to_have_count(0)
+
+
 def test_server_view_shows_versions_keys_and_options(page: Page, server: ServerProcess) -> None:
     page.get_by_role("link", name="Server").click()
     expect(page.get_by_text("infer: open, metadata: open, control: open, metrics: open")).to_be_visible()
