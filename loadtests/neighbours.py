@@ -114,7 +114,7 @@ def _posting(ports: Ports, path: str, body: bytes, headers: Mapping[str, str] = 
     sized = {**headers, "Content-Length": str(len(body))}
 
     def ask() -> Sequence[str]:
-        # In pieces: without preemption in the kernel, a call that sends 64 MB keeps a processor for 15 ms.
+        # In pieces: a kernel without preemption gives nobody else the processor during one large call.
         connection = http.client.HTTPConnection("127.0.0.1", ports.http, timeout=SLOWEST_S, blocksize=_PIECE_BYTES)
         with closing(connection):
             connection.request("POST", path, io.BytesIO(body), sized)

@@ -10,8 +10,8 @@ _AGE_SPREAD: Final = 0.1
 """Largest deviation of the age of one connection, as a part of it."""
 
 _UNSENT_BYTES: Final = 512 * 1024
-"""What the kernel takes of an answer before it has sent the rest. Otherwise one write for a caller who does not read
-copies 4 MB, in up to 12 ms of the event loop. With half of this, answers of 32 MB cost a third more processor time."""
+"""Unsent bytes of an answer that the kernel buffers. Without a limit, one write to a connection that is not read copies
+4 MB on the event loop. A lower limit makes large answers slower: the loop has to write them in more pieces."""
 
 
 def draw_age_s(max_age_s: float) -> float:

@@ -19,4 +19,4 @@ def test_kernel_takes_a_bounded_part_of_an_answer_for_a_caller_who_does_not_read
             connection.setblocking(False)
             taken = connection.send(bytes(8 << 20))
 
-    assert taken < 2 << 20  # with the kernel's own limit, 2.5 to 4 MB
+    assert taken < 2 << 20  # about 4 MB without the limit

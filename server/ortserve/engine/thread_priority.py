@@ -55,9 +55,10 @@ def call_with_nice(level: int, make: Callable[[], _Made]) -> _Made:
 def put_loop_first() -> None:
     """Let the calling thread, that of the event loop, have a processor before all other threads.
 
-    A turn of the loop takes less than a millisecond, and without a processor it waits for a tick of the kernel, up to
-    4 ms. It has a short slice (``set_slice``), and where CAP_SYS_NICE or RLIMIT_NICE allow it a nice level below 0,
-    unless the process was started with a level of its own. Threads and processes that it starts have level 0.
+    Most turns of the loop take less than a millisecond. A turn that loses its processor waits for the next tick of the
+    kernel, 4 ms at 250 Hz. The loop has a short slice (``set_slice``), and where CAP_SYS_NICE or RLIMIT_NICE allow it a
+    nice level below 0, unless the process was started with a level of its own. Threads and processes that it starts
+    have level 0.
     """
     if _OWN_NICE != 0 or not _set_schedule(LOOP_SLICE_NS, _LOOP_NICE):
         set_slice(LOOP_SLICE_NS)
