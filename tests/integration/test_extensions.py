@@ -1,17 +1,15 @@
-"""Operators of onnxruntime-extensions: an ensemble that classifies texts, and one operator that is refused."""
+"""Operators of onnxruntime-extensions: an ensemble that classifies texts."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from encodings_of_requests import Infer, grpc_raw, rest_binary
 from models.builders import IR_VERSION, OPSET, write
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
+from servers import SHORT_WARMUP, ServerProcess, serving
 
 PROTOCOLS = pytest.mark.parametrize("infer", [rest_binary, grpc_raw])
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "a", "film")
@@ -47,20 +45,7 @@ def tokens(path: Path) -> Path:
     text = helper.make_tensor_value_info("text", TensorProto.STRING, [1])
     ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"])
     graph = helper.make_graph([node], "tokens", [text], [ids])
-    return save(path, graph, "ai.onnx.contrib")
-
-
-def decoder(path: Path) -> Path:
-    """Decodes a file: jpeg UINT8 [n] → image UINT8 [height, width, 3], in the order blue, green, red."""
-    node = helper.make_node("DecodeImage", ["jpeg"], ["image"], domain="com.microsoft.extensions")
-    jpeg = helper.make_tensor_value_info("jpeg", TensorProto.UINT8, ["n"])
-    image = helper.make_tensor_value_info("image", TensorProto.UINT8, ["height", "width", 3])
-    graph = helper.make_graph([node], "decoder", [jpeg], [image])
-    return save(path, graph, "com.microsoft.extensions")
-
-
-def save(path: Path, graph: onnx.GraphProto, domain: str) -> Path:
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(domain, 1)]
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.contrib", 1)]
     path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString())
     return path
 
@@ -81,7 +66,7 @@ def words(path: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("extensions")
-    for build, options in ((tokens, MEMBER), (decoder, MEMBER), (words, "")):
+    for build, options in ((tokens, MEMBER), (words, "")):
         (folder / build.__name__ / "1").mkdir(parents=True)
         build(folder / build.__name__ / "1" / "model.onnx")
         (folder / build.__name__ / "model.yaml").write_text(options or "batched: false\n")
@@ -95,10 +80,3 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def test_texts_are_classified(server: ServerProcess, infer: Infer) -> None:
     for text, scores in (("A good film", [0, 1]), ("bad BAD film", [2, 0])):
         assert infer(server, "text", {"TEXT": np.array([text], object)})["SCORES"].tolist() == scores
-
-
-def test_an_image_decoder_that_would_end_the_process_is_refused(server: ServerProcess) -> None:
-    entries = httpx.post(f"{server.url}/v2/repository/index", timeout=LONG_S).json()
-    (found,) = [entry for entry in entries if entry["name"] == "decoder"]
-    assert found["state"] == "UNAVAILABLE"
-    assert "operator DecodeImage of onnxruntime-extensions is not supported" in found["reason"]

@@ -203,8 +203,10 @@ class SessionSettings(BaseModel):
     unchanged. Unknown entries are rejected, because ONNX Runtime ignores them silently."""
     operator_libraries: tuple[str, ...] = ()
     """Shared libraries with custom operators. Relative paths are relative to the model's folder.
-    ``onnxruntime-extensions`` names the library of that package, with tokenizers and image decoders; install
-    ``ortserve[extensions]``."""
+    ``onnxruntime-extensions`` names the library of that package, with tokenizers; install ``ortserve[extensions]``."""
+    max_image_pixels: int = Field(default=2**26, ge=1, le=2**30)
+    """Maximum width times height of an image that the model decodes; larger ones are rejected. Each decoded pixel takes
+    3 bytes, and more in the model."""
 
 
 def option_text(value: Scalar) -> str:

@@ -10,6 +10,7 @@ __all__ = [
     "conversion",
     "dtypes",
     "encoded",
+    "helper_process",
     "inflight",
     "large_memory",
     "padding",

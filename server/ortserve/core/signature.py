@@ -20,6 +20,7 @@ class TensorSpec:
         has_any_shape: The model declares no shape, not even a number of axes; ``shape`` is then empty.
         is_sequence: The output is a sequence of tensors in the model. Axis 0 is then the position in the sequence and
             never the batch axis.
+        is_image: The input is the bytes of one image file, so that a request has no rows.
     """
 
     name: str
@@ -30,6 +31,7 @@ class TensorSpec:
     batch_axis: int | None = 0
     has_any_shape: bool = False
     is_sequence: bool = False
+    is_image: bool = False
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -44,6 +46,8 @@ class TensorSpec:
             return ""
         if self.is_sequence and axis == 0:
             return f"{role} '{self.name}' is a sequence of tensors"
+        if self.is_image:
+            return f"{role} '{self.name}' is one image file"
         if self.has_any_shape:
             return f"the model declares no shape for {role} '{self.name}'"
         if axis >= len(self.shape):

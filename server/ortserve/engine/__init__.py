@@ -3,6 +3,7 @@
 __all__ = [
     "bounded_time",
     "distributions",
+    "encoded_images",
     "instance",
     "model_signature",
     "ort_errors",

@@ -9,9 +9,10 @@ import onnxruntime as ort
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.engine.encoded_images import find_images
 from ortserve.engine.runs import can_return_bfloat16
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.model_file.graph import UNREADABLE, Declared, Dims, Model
+from ortserve.model_file.graph import UNREADABLE, Dims, Model
 
 _ELEMENTS: Final = {
     "bool": DataType.BOOL,
@@ -46,8 +47,8 @@ def read_signature(
     inputs of an optional type. Initializers that are graph inputs, too, are optional inputs.
 
     Axis 0 is the batch axis if every input and output has a free first dimension and these have no different names. An
-    initializer without a free first dimension has no rows. This function does not check whether rows are independent,
-    or on other axes.
+    initializer without a free first dimension has no rows, nor has a model that decodes images. This function does not
+    check whether rows are independent, or on other axes.
 
     Args:
         session: The session of the model.
@@ -59,19 +60,16 @@ def read_signature(
             outputs if none can be served; invalid_input for names that are not UTF-8.
     """
     try:
-        return _read_signature(session, model.graph.inputs, model.graph.outputs, served_outputs)
+        return _read_signature(session, model, served_outputs)
     except UnicodeDecodeError as error:  # ONNX Runtime's Python API gives no better error
         name = error.object.decode("utf-8", "backslashreplace")
         raise invalid_input(f"names of inputs, outputs and dimensions: expected UTF-8, got '{name:.100}'") from None
 
 
-def _read_signature(
-    session: ort.InferenceSession,
-    declared_inputs: Sequence[Declared],
-    declared_outputs: Sequence[Declared],
-    served_outputs: Collection[str],
-) -> ModelSignature:
+def _read_signature(session: ort.InferenceSession, model: Model, served_outputs: Collection[str]) -> ModelSignature:
+    declared_inputs, declared_outputs, images = model.graph.inputs, model.graph.outputs, find_images(model)
     inputs, unserved_inputs = _read_inputs(session.get_inputs())
+    inputs = [replace(spec, is_image=True) if spec.name in images else spec for spec in inputs]
     outputs, unserved_outputs = _read_outputs(session.get_outputs(), inputs, served_outputs)
     # The API returns the same for a tensor without axes and for one without a declared shape.
     names = {declared.name for declared in (*declared_inputs, *declared_outputs) if declared.lacks_shape}

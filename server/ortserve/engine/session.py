@@ -10,13 +10,15 @@ import onnxruntime as ort
 
 from ortserve.config.session import Scalar, SessionSettings, option_text
 from ortserve.engine.denormals import session_maker
+from ortserve.engine.encoded_images import ImageSession, find_images, image_edits
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, attach_providers, check_providers
 from ortserve.engine.runtime import missing_library
-from ortserve.engine.zip_maps import with_score_tensors
+from ortserve.engine.zip_maps import score_edits
 from ortserve.errors import ServeError, invalid_input
+from ortserve.model_file.editing import edited_model, write_opset
 from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import read_model
 
@@ -25,6 +27,9 @@ _NO_CPU: Final = "session.disable_cpu_ep_fallback"
 
 _WEIGHTS_FOLDER: Final = "session.model_external_initializers_file_folder_path"
 """The entry with the folder of external weights, for a model that is passed as bytes."""
+_OPSET: Final = 13
+"""The operator set of ONNX for edits of a model that imports none."""
+
 _LOCALE: Final = re.compile(r"Failed to construct locale with name:\s?([A-Za-z_]+(?:\.[A-Za-z0-9-]+)?):")
 
 _AFFINITIES: Final = "session.intra_op_thread_affinities"
@@ -71,24 +76,28 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
 
     Args:
         path: The ``.onnx`` file. ONNX Runtime gets the path instead of the bytes, which its Python API would keep
-            beside its own copy of the weights. If ``zip_maps`` changes the model, the bytes are released after loading.
+            beside its own copy of the weights. If ``zip_maps`` or ``encoded_images`` edits the model, the bytes are
+            released after loading.
         name: The model's name in log lines of ONNX Runtime.
         options: How to open it.
         model: The content of the file; None to read it here.
 
     Raises:
         ServeError: invalid_input, with ONNX Runtime's reason, without paths, and with the execution provider if it is
-            not the CPU; also if the provider does not start, or runs none of the model's nodes.
+            not the CPU; also if the provider does not start, or runs none of the model's nodes. unsupported, for a
+            model that decodes images elsewhere than at its inputs, or without Pillow.
     """
     _check_settings(options)
     make_session = session_maker(options.settings, has_global_threads=options.has_global_threads)
     model = read_model(path) if model is None else model
     _check_dimensions(model, options.settings)
+    images = find_images(model)
+    edits = {**score_edits(model), **image_edits(images.values())}
     provider = options.provider
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(model, options.settings))
         has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"
-        edited = with_score_tensors(path, model)
+        edited = edited_model(path, edits, b"" if "" in model.opsets else write_opset("", _OPSET)) if edits else None
         if edited is not None and _WEIGHTS_FOLDER not in options.settings.entries:
             native.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
         session = make_session(
@@ -112,7 +121,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     except ServeError:
         del session  # otherwise the traceback keeps it, for longer than the streams that it uses
         raise
-    return session
+    return ImageSession(session, images, options.settings.max_image_pixels) if images else session
 
 
 def _missing_locale(reason: str) -> str:

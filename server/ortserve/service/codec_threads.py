@@ -4,30 +4,21 @@ Each thread starts a process for JSON (``codecs/json_process``) when it first ne
 """
 
 import asyncio
-import os
-import pickle
-import socket
-import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import TypeVar
 
 from ortserve.codecs.bounds import INLINE_BYTES
-from ortserve.codecs.json_process import receive_parts, send_parts, unpack_load, unpack_request
+from ortserve.codecs.json_process import unpack_load, unpack_request
 from ortserve.codecs.json_text import LoadParameter, decode_load_body
 from ortserve.core.encoded import EncodedRequest, JsonRequest
+from ortserve.core.helper_process import HelperProcess
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
-from ortserve.errors import ErrorKind, ServeError
 
 T = TypeVar("T")
-
-_TIMEOUT_S: Final = 60
-"""For each part that is sent to a process or received from it. A process decodes 64 MB in 2 s."""
 
 
 class CodecThreads:
@@ -56,7 +47,7 @@ class CodecThreads:
         The future raises ServeError as ``request.read`` does, and overloaded if the process ends meanwhile.
         """
         reader, body, arguments = request.for_process()
-        return self.run(lambda: unpack_request(self._process().read(reader, body, arguments)))
+        return self.run(lambda: unpack_request(self._process().call((reader, arguments), body)))
 
     async def read_load(self, body: bytes | memoryview) -> dict[str, LoadParameter]:
         """Decode the body of a load request, a long one in another process.
@@ -66,78 +57,17 @@ class CodecThreads:
         """
         if len(body) <= INLINE_BYTES:
             return decode_load_body(body)
-        return await self.run(lambda: unpack_load(self._process().read("load", body, ())))
+        return await self.run(lambda: unpack_load(self._process().call(("load", ()), body)))
 
     def read(self, request: EncodedRequest) -> asyncio.Future[InferRequest]:
         """Decode a request on a thread. The future raises ServeError as ``request.read`` does."""
         return self.run(request.read)
 
-    def _process(self) -> "JsonProcess":
-        process: JsonProcess | None = getattr(self._own, "process", None)
-        if process is None or not process.is_running:
-            process = self._own.process = JsonProcess(self._memory)
+    def _process(self) -> HelperProcess:
+        process: HelperProcess | None = getattr(self._own, "process", None)
+        if process is not None and not process.is_running:
+            process.close()
+            process = None
+        if process is None:
+            process = self._own.process = HelperProcess("ortserve.codecs.json_process", "reads JSON", self._memory)
         return process
-
-
-class JsonProcess:
-    """A process that decodes JSON. Used by one thread at a time."""
-
-    def __init__(self, memory: LargeMemory) -> None:
-        """Start the process; its tensors are received in ``memory``.
-
-        Raises:
-            ServeError: overloaded, if the process cannot be started.
-        """
-        ours, theirs = socket.socketpair()
-        # Limits of the system's calls, each of which moves a whole part without the interpreter lock. With a timeout of
-        # Python's each would move only what a buffer of 200 KB holds.
-        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _TIMEOUT_S, 0))
-        self._connection = ours
-        self._memory = memory
-        # Not with ``-m``, which does not run compiled modules.
-        start = "from ortserve.codecs.json_process import main; main()"
-        command = [sys.executable, "-c", start, str(theirs.fileno())]
-        # The process does no linear algebra, and numpy's threads would reserve address space.
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-        try:
-            self._process = subprocess.Popen(  # noqa: S603 - of this package
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
-            )
-        except OSError as error:
-            ours.close()
-            raise ServeError(
-                ErrorKind.OVERLOADED,
-                f"the process that reads JSON cannot be started: {error.strerror}",
-                retry_after_s=1,
-            ) from error
-        finally:
-            theirs.close()
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def read(self, reader: str, body: bytes | memoryview, arguments: tuple[Any, ...]) -> list[memoryview]:
-        """Decode a body in the process.
-
-        Args:
-            reader: Name of a reader of ``codecs/json_process``.
-            body: The JSON.
-            arguments: Further arguments of the reader.
-
-        Returns:
-            The parts of the packed result.
-
-        Raises:
-            ServeError: overloaded, if the process ends meanwhile, mostly for lack of memory.
-        """
-        try:
-            send_parts(self._connection, [pickle.dumps((reader, arguments)), body])
-            return receive_parts(self._connection, self._memory)
-        except (EOFError, OSError, MemoryError) as error:
-            self._process.kill()
-            status = self._process.wait()
-            self._connection.close()
-            text = f"the process that reads JSON ended with status {status} while it read a body of {len(body)} bytes"
-            raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error

@@ -18,7 +18,8 @@ from ortserve.engine.model_signature import read_signature
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import Session, SessionOptions, open_session
-from ortserve.engine.zip_maps import read_classes, with_score_tensors
+from ortserve.engine.zip_maps import read_classes, score_edits
+from ortserve.model_file.editing import edited_model
 from ortserve.model_file.reading import read_model
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -112,7 +113,7 @@ def test_rest_of_the_model_is_unchanged(path: Path) -> None:
     model.graph.value_info.append(interfaces.maps(("a", "b")))
     model.graph.initializer.append(numpy_helper.from_array(np.arange(1000), "unused"))
     path.write_bytes(model.SerializeToString())
-    edited = onnx.load_from_string(with_score_tensors(path, read_model(path)) or b"")
+    edited = onnx.load_from_string(edited_model(path, score_edits(read_model(path))))
     onnx.checker.check_model(edited, full_check=True)
     assert [node.op_type for node in edited.graph.node] == ["LinearClassifier", "Scaler", "FeatureVectorizer"]
     assert not edited.graph.value_info
@@ -140,13 +141,13 @@ def test_truncated_file_is_read_without_a_crash(path: Path) -> None:
     whole = interfaces.zipmap_classifier(path, ("a", "b")).read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with_score_tensors(path, read_model(path))
+        score_edits(read_model(path))
         assert read_classes(read_model(path)) in ({}, {"probabilities": ("a", "b")})
 
 
 def test_models_without_map_outputs_are_opened_from_their_file(path: Path) -> None:
     for build in (builders.mlp, builders.sequence_output, builders.not_onnx):
-        assert with_score_tensors(path, read_model(build(path))) is None
+        assert score_edits(read_model(build(path))) == {}
         assert read_classes(read_model(path)) == {}
 
 
@@ -158,5 +159,5 @@ def test_map_used_by_another_node_is_kept(path: Path) -> None:
         del model.graph.node[2:]
         model.graph.node.append(node)
         path.write_bytes(model.SerializeToString())
-        assert with_score_tensors(path, read_model(path)) is None
+        assert score_edits(read_model(path)) == {}
         assert read_classes(read_model(path)) == {}

@@ -1,8 +1,9 @@
 """Inputs for warm-up: synthetic ones of any number of rows, and the samples that the configuration asks for.
 
-Synthetic floats are from N(0, 1), integers and booleans are 0 or 1, and texts are short.
+Synthetic floats are from N(0, 1), integers and booleans are 0 or 1, texts are short, and image files are black.
 """
 
+import struct
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -89,6 +90,9 @@ class InputGenerator:
             if spec.is_optional and (is_whole or not self.includes_optional):
                 arrays.append(absent(rows if signature.is_batched else 1))
                 continue
+            if spec.is_image:
+                arrays.append(_black_image())
+                continue
             shape = _row_sizes(spec, self.free_dim, self.ones)
             if signature.is_batched and not is_whole:
                 shape = (rows, *shape)
@@ -174,6 +178,14 @@ def _draw(
         return np.asarray(generator.standard_normal(shape) * spread.scale + 0).astype(datatype.numpy)
     largest = 1 if datatype is DataType.BOOL else int(np.iinfo(datatype.numpy).max)
     return np.asarray(generator.integers(0, min(spread.below, largest + 1), size=shape)).astype(datatype.numpy)
+
+
+def _black_image() -> np.ndarray:
+    """A file of the format BMP, 224 by 224 pixels."""
+    side, head, channels = 224, 54, 3
+    nbytes = side * side * channels
+    file = struct.pack("<2sIIIIiiHHIIiiII", b"BM", head + nbytes, 0, head, 40, side, side, 1, 24, 0, nbytes, 0, 0, 0, 0)
+    return np.frombuffer(file + bytes(nbytes), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +276,8 @@ def _fill(
     if declared.file is not None:
         raw = read_model_file(folder, f"{SAMPLE_FOLDER}/{declared.file}", f"input '{spec.name}'")
         return decode_binary_tensor(memoryview(raw), spec.datatype, shape, spec.name, "warm-up")
+    if spec.is_image:
+        return _black_image()
     if declared.data == "random":
         return _draw(generator, spec.datatype, shape)
     zeros = np.zeros(shape, spec.datatype.numpy)

@@ -15,6 +15,7 @@ from ortserve.device.graph_sessions import OpenForGraph
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS, TRIAL_FAILED, NoReplay, why_no_replay
 from ortserve.device.protocol import DEVICE_ERRORS, device_run_error
+from ortserve.engine.encoded_images import find_images
 from ortserve.engine.instance import GpuAccess, Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
@@ -146,7 +147,9 @@ class SessionOpener:
         devices = self._runtime.devices
         wants_graphs = self._options.graph_replay or choice.wants_graphs
         device: OpenDevice | str = "device_buffers is off"
-        if self._options.is_ragged:
+        if find_images(self._model.content):
+            device = "images are decoded on the host"
+        elif self._options.is_ragged:
             device = "the requests of a batch are joined on the host"
         elif self._options.device_buffers:
             device = devices.open(choice.name, choice.device_id)

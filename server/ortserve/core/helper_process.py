@@ -1,0 +1,193 @@
+"""Processes of this package that do work which would hold the interpreter lock, or could end the process.
+
+A helper process receives work as parts on a socket and sends parts back: byte strings, of which large ones are moved
+without the interpreter lock.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from ortserve.core.large_memory import LargeMemory
+from ortserve.errors import ContentsError, ErrorKind, ServeError, out_of_memory
+
+Parts: TypeAlias = list[bytes | memoryview]
+
+LARGE_BYTES: Final = 64 * 1024
+"""From this size on, parts are received into ``LargeMemory``."""
+_TIMEOUT_S: Final = 60
+"""For each part that is sent to a process or received from it. A process decodes 64 MB of JSON in 2 s."""
+_COUNT: Final = struct.Struct("<I")
+_NICENESS: Final = 5
+"""Small requests, which the server itself handles, take precedence over those of helper processes."""
+_OOM_SCORE: Final = b"500"
+"""If memory runs out, the kernel kills this process instead of the server."""
+
+
+class HelperProcess:
+    """A process that runs ``serve``. Used by one thread at a time."""
+
+    def __init__(self, module: str, task: str, memory: LargeMemory) -> None:
+        """Start the process.
+
+        Args:
+            module: A module of this package whose ``main`` calls ``serve``.
+            task: What the process does, for errors: ``reads JSON``.
+            memory: For large results.
+
+        Raises:
+            ServeError: overloaded, if the process cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        # Limits of the system's calls, each of which moves a whole part without the interpreter lock. With a timeout of
+        # Python's each would move only what a buffer of 200 KB holds.
+        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _TIMEOUT_S, 0))
+        self._connection = ours
+        self._memory = memory
+        self._task = task
+        # Not with ``-m``, which does not run compiled modules.
+        command = [sys.executable, "-c", f"from {module} import main; main()", str(theirs.fileno())]
+        # The process does no linear algebra, and numpy's threads would reserve address space.
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - of this package
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+            )
+        except OSError as error:
+            ours.close()
+            raise ServeError(
+                ErrorKind.OVERLOADED, f"the process that {task} cannot be started: {error.strerror}", retry_after_s=1
+            ) from error
+        finally:
+            theirs.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def call(self, arguments: Any, content: bytes | memoryview) -> list[memoryview]:
+        """Have the process do its work on bytes.
+
+        Args:
+            arguments: Anything picklable.
+            content: The bytes.
+
+        Returns:
+            The parts of the result; ``unpack`` reads the first one.
+
+        Raises:
+            ServeError: overloaded, if the process ends meanwhile, mostly for lack of memory.
+        """
+        try:
+            _send(self._connection, [pickle.dumps(arguments), content])
+            return _receive(self._connection, self._memory)
+        except (EOFError, OSError, MemoryError) as error:
+            self._process.kill()
+            status = self._process.wait()
+            self._connection.close()
+            text = f"the process that {self._task} ended with status {status} while it read {len(content)} bytes"
+            raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
+
+    def close(self) -> None:
+        """End the process, which must not be in use."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def serve(work: Callable[[Any, memoryview], Parts], task: str, niceness: int = _NICENESS) -> None:
+    """Serve as a helper process until the server closes its end.
+
+    Ignores stop signals, which may be sent to the whole process group.
+
+    Args:
+        work: From the arguments and the content of a call to the parts of its result, of which ``pack`` makes the first
+            one. May raise ServeError and MemoryError, which ``unpack`` raises in the server.
+        task: For what memory may be missing, for errors.
+        niceness: Added to the nice level of the server.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(niceness)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_bytes(_OOM_SCORE)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    memory = LargeMemory()
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            arguments, content = _receive(connection, memory)
+            try:
+                parts = work(pickle.loads(arguments), content)  # noqa: S301 - from our own process, over a socket pair
+            except ServeError as error:
+                parts = [_pack_error(error)]
+            except MemoryError:
+                parts = [_pack_error(out_of_memory(task))]
+            del arguments, content  # large memory is free again
+            _send(connection, parts)
+            del parts
+
+
+def pack(result: Any) -> bytes:
+    """The first part of a result: anything picklable."""
+    return pickle.dumps((True, result))
+
+
+def unpack(part: memoryview) -> Any:
+    """What ``pack`` packed. Raises the ServeError that the work raised instead."""
+    is_result, result = pickle.loads(part)  # noqa: S301 - from our own process, over a socket pair
+    if not is_result:
+        raise _unpack_error(*result)
+    return result
+
+
+def _pack_error(error: ServeError) -> bytes:
+    request = (error.request_id, error.model, error.model_version) if isinstance(error, ContentsError) else None
+    return pickle.dumps((False, (error.kind.value, error.message, error.retry_after_s, request)))
+
+
+def _unpack_error(
+    kind: str, message: str, retry_after_s: float | None, request: tuple[str, str, str] | None
+) -> ServeError:
+    error = ServeError(ErrorKind(kind), message, retry_after_s=retry_after_s)
+    return error if request is None else ContentsError(error, *request)
+
+
+def _send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
+    """Send byte strings with their sizes. Blocks."""
+    sizes = [len(part) for part in parts]
+    connection.sendall(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
+    for part in parts:
+        connection.sendall(part)
+
+
+def _receive(connection: socket.socket, memory: LargeMemory) -> list[memoryview]:
+    """Receive the parts of ``_send``; large ones into ``memory``. Blocks.
+
+    Raises:
+        EOFError: The other end closed the socket.
+    """
+    (count,) = _COUNT.unpack(_receive_part(connection, _COUNT.size))
+    sizes = struct.unpack(f"<{count}Q", _receive_part(connection, 8 * count))
+    return [_receive_part(connection, size, memory if size > LARGE_BYTES else None) for size in sizes]
+
+
+def _receive_part(connection: socket.socket, size: int, memory: LargeMemory | None = None) -> memoryview:
+    room = np.empty(size, np.uint8).data if memory is None else memory.take(size)
+    came = 0
+    while came < size:
+        count = connection.recv_into(room[came:], 0, socket.MSG_WAITALL)
+        if not count:
+            raise EOFError
+        came += count
+    return room

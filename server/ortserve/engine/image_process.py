@@ -1,0 +1,79 @@
+"""The helper process that decodes image files with Pillow, with which ONNX defines ``ImageDecoder``.
+
+Pillow holds the interpreter lock for parts of its work, all of it for JPEG 2000: 3 s for 9 million pixels. A malformed
+file that ends the libraries below it ends this process instead of the server. ``engine/encoded_images`` starts it.
+"""
+
+import io
+import warnings
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from ortserve.core.helper_process import Parts, pack, serve
+from ortserve.errors import ErrorKind, ServeError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Wish: TypeAlias = tuple[str, str, int]
+"""The name of the input, the pixel format, and the maximum width times height."""
+
+PIXEL_FORMATS: Final = {"RGB": ("RGB", "RGB", 3), "BGR": ("RGB", "BGR", 3), "Grayscale": ("L", "L", 1)}
+"""Pillow's mode, the order in memory, and the number of channels."""
+
+_FORMATS: Final = ("BMP", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+"""The formats that ``ImageDecoder`` is defined for; Pillow has others, some of which start programs."""
+
+_DEPTH_8: Final = ("1", "CMYK", "HSV", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "YCbCr")
+"""Pillow's modes with at most 8 bits a channel. It converts others by clipping them."""
+
+_NICENESS: Final = 0
+"""As for runs, of which decoding is a part."""
+
+
+def decode(wish: Wish, file: memoryview) -> Parts:
+    """Decode a file to the shape and the pixels, UINT8 ``[height, width, channels]``.
+
+    Raises:
+        ServeError: rejected_by_model: the bytes are no image in one of the known formats, or the image is too large.
+        MemoryError: There is too little memory for the pixels.
+    """
+    import PIL.Image
+
+    name, pixel_format, _ = wish
+    mode, order, channels = PIXEL_FORMATS[pixel_format]
+    try:
+        with PIL.Image.open(io.BytesIO(file), formats=_FORMATS) as image:
+            _check(image, wish)
+            pixels = image.convert(mode).tobytes("raw", order)
+            return [pack((image.height, image.width, channels)), pixels]
+    except (MemoryError, ServeError):
+        raise
+    except PIL.UnidentifiedImageError:  # its text names an address
+        raise _rejection(name, f"an image file ({', '.join(_FORMATS)})", f"{len(file)} bytes") from None
+    except Exception as error:  # noqa: BLE001 - Pillow raises errors of any kind for malformed files
+        got = f"{len(file)} bytes that cannot be decoded: {f'{error}':.200}"
+        raise _rejection(name, "an image file", got) from None
+
+
+def _check(image: "Image", wish: Wish) -> None:
+    """Check what the head of the file says, before there is memory for its pixels."""
+    name, _, max_pixels = wish
+    if image.width * image.height > max_pixels:
+        expected = f"an image of at most {max_pixels} pixels (session.max_image_pixels)"
+        raise _rejection(name, expected, f"{image.width} by {image.height}")
+    if image.mode not in _DEPTH_8:
+        raise _rejection(name, "an image of at most 8 bits a channel", f"Pillow's mode {image.mode}")
+
+
+def _rejection(name: str, expected: str, got: str) -> ServeError:
+    message = f"the model rejected the inputs: input '{name}': expected {expected}, got {got}"
+    return ServeError(ErrorKind.REJECTED_BY_MODEL, message)
+
+
+def main() -> None:
+    """Decode what the server sends."""
+    import PIL.Image
+
+    PIL.Image.MAX_IMAGE_PIXELS = None  # the wish has the limit
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # callers decide how many there are
+    serve(decode, "the pixels of an image", _NICENESS)

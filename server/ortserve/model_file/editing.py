@@ -1,0 +1,93 @@
+"""Replacing nodes and declarations of the graph in a serialized model, before a session is made of it.
+
+The file does not change, and nothing but the replaced fields is decoded.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ortserve.model_file.protobuf import fields, mapped_file, write_message, write_number, write_tag, write_varint
+
+# Field numbers of onnx.proto (github.com/onnx/onnx), for the fields that this module edits.
+_MODEL_GRAPH: Final = 7
+_MODEL_OPSET: Final = 8
+GRAPH_NODE: Final = 1
+GRAPH_INPUT: Final = 11
+GRAPH_OUTPUT: Final = 12
+GRAPH_VALUE: Final = 13
+_EDITABLE: Final = (GRAPH_NODE, GRAPH_INPUT, GRAPH_OUTPUT, GRAPH_VALUE)
+_VALUE_NAME: Final = 1
+_VALUE_TYPE: Final = 2
+_TYPE_TENSOR: Final = 1
+_TENSOR_TYPE: Final = 1
+_TENSOR_SHAPE: Final = 2
+_SHAPE_DIM: Final = 1
+_DIM_LENGTH: Final = 1
+_NODE_INPUT: Final = 1
+_NODE_OUTPUT: Final = 2
+_NODE_OPERATOR: Final = 4
+_NODE_ATTRIBUTE: Final = 5
+_NODE_DOMAIN: Final = 7
+_OPSET_DOMAIN: Final = 1
+_OPSET_VERSION: Final = 2
+
+Edits: TypeAlias = Mapping[tuple[int, str], bytes]
+"""Fields of the graph by number and name, with what replaces them. A node has the name of its first output here."""
+
+
+def edited_model(path: Path, edits: Edits, opset: bytes = b"") -> bytes:
+    """The serialized model with these edits, and with another imported operator set. Blocks on the file."""
+    with mapped_file(path) as model:
+        return _edit(model, edits, opset)
+
+
+def write_opset(domain: str, version: int) -> bytes:
+    """An imported operator set, for ``edited_model``."""
+    return write_message(
+        _MODEL_OPSET, write_message(_OPSET_DOMAIN, domain.encode()) + write_number(_OPSET_VERSION, version)
+    )
+
+
+def write_node(operator: str, domain: str, source: str, target: str, *attributes: bytes) -> bytes:
+    """A node with one input and one output; each of ``attributes`` is a serialized ``AttributeProto``."""
+    names = ((_NODE_INPUT, source), (_NODE_OUTPUT, target), (_NODE_OPERATOR, operator), (_NODE_DOMAIN, domain))
+    named = b"".join(write_message(number, name.encode()) for number, name in names)
+    return write_message(GRAPH_NODE, named + b"".join(write_message(_NODE_ATTRIBUTE, each) for each in attributes))
+
+
+def write_tensor(number: int, name: str, dtype: int, dims: Sequence[int | None]) -> bytes:
+    """The declaration of a tensor, as ``GRAPH_INPUT`` or ``GRAPH_OUTPUT``. None is a free size."""
+    sizes = (b"" if dim is None else write_number(_DIM_LENGTH, dim) for dim in dims)
+    shape = b"".join(write_message(_SHAPE_DIM, size) for size in sizes)
+    tensor = write_number(_TENSOR_TYPE, dtype) + write_message(_TENSOR_SHAPE, shape)
+    kind = write_message(_VALUE_TYPE, write_message(_TYPE_TENSOR, tensor))
+    return write_message(number, write_message(_VALUE_NAME, name.encode()) + kind)
+
+
+def _edit(model: memoryview, edits: Edits, opset: bytes) -> bytes:
+    parts: list[bytes | memoryview] = []
+    kept = 0
+    for number, _, (start, end) in fields(model, 0, len(model)):
+        if number == _MODEL_GRAPH:
+            graph = list(_edit_graph(model, start, end, edits))
+            parts += [write_tag(_MODEL_GRAPH), write_varint(sum(map(len, graph))), *graph]
+        else:
+            parts.append(model[kept:end])
+        kept = end
+    return b"".join((*parts, opset))
+
+
+def _edit_graph(model: memoryview, start: int, end: int, edits: Edits) -> Iterator[bytes | memoryview]:
+    kept = start
+    for number, _, span in fields(model, start, end):
+        replacement = edits.get((number, _name(model, span, number))) if number in _EDITABLE else None
+        yield model[kept : span[1]] if replacement is None else replacement
+        kept = span[1]
+
+
+def _name(model: memoryview, span: tuple[int, int], number: int) -> str:
+    """The value that a field of a graph declares, or computes as its first output."""
+    wanted = _NODE_OUTPUT if number == GRAPH_NODE else _VALUE_NAME
+    names = (value for found, _, value in fields(model, *span) if found == wanted)
+    return next((bytes(model[slice(*name)]).decode("utf-8", "backslashreplace") for name in names), "")

@@ -1,0 +1,98 @@
+"""Image files end to end: an ensemble that decodes a file and classifies its digit, and files that are no images."""
+
+import io
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+from PIL import Image
+from sklearn.datasets import load_digits
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import Infer, grpc_raw, rest_binary, rest_json, triton_inputs
+from models.images import decoder, digit_reader
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, rest_url, serving
+
+DIGITS = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository" / "digits" / "1" / "model.onnx"
+
+# The file of the example in docs/ensembles.md.
+CLASSIFIER = """\
+batched: false
+inputs:
+  FILE: {datatype: UINT8, dims: [-1]}
+outputs:
+  LABEL: {datatype: INT64, dims: [1]}
+ensemble:
+  steps:
+    - {model: reader, inputs: {file: FILE}, outputs: {pixels: pixels}}
+    - {model: digits, inputs: {image: pixels}, outputs: {label: LABEL}}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("images")
+    for name in ("reader", "pixels", "digits", "digit_photos"):
+        (folder / name / "1").mkdir(parents=True)
+    digit_reader(folder / "reader" / "1" / "model.onnx")
+    decoder(folder / "pixels" / "1" / "model.onnx", "DecodeImage")
+    (folder / "digits" / "1" / "model.onnx").write_bytes(DIGITS.read_bytes())
+    (folder / "digit_photos" / "model.yaml").write_text(CLASSIFIER)
+    with serving(folder, *SHORT_WARMUP) as server:
+        yield server
+
+
+def photo(image: np.ndarray, form: str = "JPEG") -> np.ndarray:
+    """A digit of 8 by 8 numbers from 0 to 16 as a file of 160 by 160 pixels."""
+    grey = Image.fromarray((image * 255 / 16).astype(np.uint8))
+    file = io.BytesIO()
+    grey.resize((160, 160), Image.Resampling.NEAREST).save(file, form)
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+@pytest.mark.parametrize("infer", [rest_json, rest_binary, grpc_raw])
+def test_digits_in_image_files_are_classified(server: ServerProcess, infer: Infer) -> None:
+    data = load_digits()
+    files = [photo(image, form) for image, form in zip(data.images[:60], ["JPEG", "PNG", "WEBP"] * 20, strict=True)]
+    with ThreadPoolExecutor(4) as threads:  # callers share batches of the classifier
+        labels = [*threads.map(lambda file: infer(server, "digit_photos", {"FILE": file})["LABEL"][0], files)]
+    assert np.mean(np.array(labels) == data.target[:60]) >= 0.95
+
+
+def test_metadata_name_the_file_as_the_input(server: ServerProcess) -> None:
+    metadata = httpx.get(f"{server.url}/v2/models/pixels", timeout=LONG_S).json()
+    assert metadata["inputs"] == [{"name": "file", "datatype": "UINT8", "shape": [-1]}]
+    assert metadata["properties"]["batching"] == "not batched because input 'file' is one image file"
+
+
+def test_malformed_files_harm_no_other_caller(server: ServerProcess) -> None:
+    whole = photo(load_digits().images[0])
+    broken = [whole[: len(whole) * part // 40] for part in range(39)] + [np.arange(99, dtype=np.uint8)]
+
+    def ask(file: np.ndarray) -> tuple[int, str]:
+        inputs = [{"name": "FILE", "datatype": "UINT8", "shape": [len(file)], "data": file.tolist()}]
+        answer = httpx.post(rest_url(server, "digit_photos"), json={"inputs": inputs}, timeout=LONG_S)
+        return answer.status_code, answer.text
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = [*threads.map(ask, [file for pair in zip(broken, [whole] * 40, strict=True) for file in pair])]
+    assert [status for status, _ in answers] == [400, 200] * 40
+    assert "in ensemble 'digit_photos', the model rejected" in answers[2][1]
+    assert "(model 'reader')" in answers[2][1]
+    with triton_grpc.InferenceServerClient(server.grpc) as client:
+        with pytest.raises(InferenceServerException, match="expected an image file") as caught:
+            client.infer("pixels", triton_inputs(triton_grpc, {"file": whole[:100]}))
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_an_image_beyond_the_limit_is_rejected(server: ServerProcess) -> None:
+    file = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(file, "PNG")
+    inputs = {"file": np.frombuffer(file.getvalue(), np.uint8)}
+    with triton_grpc.InferenceServerClient(server.grpc) as client, pytest.raises(InferenceServerException) as caught:
+        client.infer("pixels", triton_inputs(triton_grpc, inputs))
+    assert "expected an image of at most 67108864 pixels" in str(caught.value)
