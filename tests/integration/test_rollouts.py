@@ -91,12 +91,18 @@ class Caller:
         self._model, self._version = model, version
         self._sent = 0
 
-    def ask(self, tensors: dict[str, np.ndarray] = ONES, **parameters: str) -> tuple[str, np.ndarray]:
+    def ask(
+        self, tensors: dict[str, np.ndarray] = ONES, headers: dict[str, str] | None = None, **parameters: str
+    ) -> tuple[str, np.ndarray]:
         """The version that answered, and y."""
         self._sent += 1
         library, client = (one[self._sent % 2] for one in (self._libraries, self._clients))
         answer = client.infer(
-            self._model, triton_inputs(library, tensors), model_version=self._version, parameters=parameters or None
+            self._model,
+            triton_inputs(library, tensors),
+            model_version=self._version,
+            parameters=parameters or None,
+            headers=headers,
         )
         response = answer.get_response()
         version = response["model_version"] if isinstance(response, dict) else response.model_version
@@ -212,6 +218,18 @@ def test_equal_values_of_the_sticky_parameter_take_one_side_while_the_share_grow
             assert before < sides[0] < set(users)
             before = sides[0]
             assert {direct.ask(user=user)[0] for user in users} == {"1"}
+
+
+def test_equal_values_of_the_sticky_header_take_one_side_on_both_protocols(server: ServerProcess) -> None:
+    users = [f"user-{number}" for number in range(40)]
+    start(server, "sticky", mode="canary", share=0.5, sticky="user", sticky_header="X-User-Id")
+    with calling(server, "sticky") as caller:
+        sides = [{user for user in users if caller.ask(headers={"x-user-id": user})[0] == "2"} for _ in range(3)]
+        caller.ask()  # from here on, each user comes by the other protocol
+        sides += [{user for user in users if caller.ask(headers={"x-user-id": user})[0] == "2"}]
+        sides += [{user for user in users if caller.ask(user=user)[0] == "2"}]
+    assert all(side == sides[0] for side in sides)
+    assert 0 < len(sides[0]) < len(users)
 
 
 def test_candidate_that_keeps_the_rules_is_promoted_and_rolled_back_by_hand(server: ServerProcess) -> None:

@@ -49,7 +49,15 @@ class RolloutOptions(BaseModel):
     """Share of the requests for ``stable`` or without a version."""
     sticky: str = Field(default="", max_length=256)
     """Name of a request parameter, such as ``user``. Requests with equal values take the same side, also when the share
-    grows. Requests without it are chosen at random. Empty: all are."""
+    grows. Requests without it are chosen by ``sticky_header``."""
+    sticky_header: str = Field(
+        default="",
+        max_length=256,
+        pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]*$",
+        json_schema_extra={"expects": "name of a header"},
+    )
+    """Name of an HTTP header, or of gRPC metadata, such as ``x-user-id``, whose value counts as that of ``sticky``;
+    the parameter has precedence. Requests with neither are chosen at random. Empty: all without the parameter are."""
     tolerance: Mapping[Measure, Annotated[float, Field(ge=0)]] = Field(
         default={"relative": 0.01}, json_schema_extra={"expects": "{max: x, relative: x, cosine: x, top1: x}"}
     )

@@ -1,10 +1,15 @@
 """What the path of requests knows of a rollout. Not compiled, because its subclass is not."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 from ortserve.core.batch import Arrays
 from ortserve.core.request import InferRequest
 from ortserve.core.timing import Timing
+
+Headers: TypeAlias = Iterable[tuple[Any, Any]]
+"""Headers or metadata of a call: names in lower case and values, both ``bytes`` or ``str``."""
 
 
 class Rollout(ABC):
@@ -14,15 +19,16 @@ class Rollout(ABC):
     """Whether the candidate may answer requests."""
 
     @abstractmethod
-    def candidate_for(self, request: InferRequest) -> str:
+    def candidate_for(self, request: InferRequest, headers: Headers) -> str:
         """The number of the candidate, if it should answer this request; otherwise empty."""
 
     @abstractmethod
-    def observe(self, request: InferRequest, outputs: Arrays, timing: Timing) -> None:
+    def observe(self, request: InferRequest, headers: Headers, outputs: Arrays, timing: Timing) -> None:
         """Note a request that the version has answered.
 
         Args:
             request: As the caller sent it.
+            headers: Of its call.
             outputs: As clients see them; nothing writes to them any more.
             timing: Of the request, up to ``computed_ns``.
         """

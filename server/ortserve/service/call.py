@@ -15,7 +15,7 @@ from ortserve.core.terms import NO_SCHEDULING
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
 from ortserve.registry.registry import Registry
-from ortserve.registry.rollout import Rollout
+from ortserve.registry.rollout import Headers, Rollout
 from ortserve.registry.serving import ServedVersion
 from ortserve.service.validation import check_request, read_scheduling, read_sequence_part
 from ortserve.telemetry.tracing import Trace
@@ -31,6 +31,7 @@ class Call(InflightRequest):
         request: None until the body is decoded.
         served: The version that answers, None until it is found.
         response: The answer before it is encoded, if a task made it; otherwise None.
+        headers: Of the call, for ``Rollout``.
         encoder: Encodes the answer.
         encoding: The encoded answer while a thread works on it; otherwise None.
         on_answer: Called once with the encoded answer.
@@ -40,6 +41,7 @@ class Call(InflightRequest):
     __slots__ = (
         "encoder",
         "encoding",
+        "headers",
         "on_answer",
         "on_error",
         "protocol",
@@ -50,11 +52,19 @@ class Call(InflightRequest):
         "trace",
     )
 
-    def __init__(self, protocol: str, timing: Timing, timeout_ns: int | None, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        protocol: str,
+        timing: Timing,
+        timeout_ns: int | None,
+        trace: Trace | None = None,
+        headers: Headers = (),
+    ) -> None:
         super().__init__(timing)
         self.protocol: Final = protocol
         self.timeout_ns: Final = timeout_ns
         self.trace: Final = trace
+        self.headers: Final = headers
         self.request: InferRequest | None = None
         self.served: ServedVersion | None = None
         self.response: InferResponse | None = None

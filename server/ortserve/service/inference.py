@@ -28,6 +28,7 @@ from ortserve.errors import (
     out_of_memory,
 )
 from ortserve.registry.registry import Registry
+from ortserve.registry.rollout import Headers
 from ortserve.registry.serving import ServedVersion
 from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import Call, run_on, submit, try_candidate
@@ -94,7 +95,12 @@ class InferenceService:
         self._settled = self._on_settled
 
     def receive(
-        self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None, begun_ns: int = 0
+        self,
+        protocol: str,
+        timeout_ns: int | None = None,
+        trace: Trace | None = None,
+        begun_ns: int = 0,
+        headers: Headers = (),
     ) -> Call:
         """Begin a call, now that its body is complete.
 
@@ -103,10 +109,11 @@ class InferenceService:
             timeout_ns: How long the caller waits.
             trace: Ends when the call is recorded; None if it is not sampled.
             begun_ns: When the head was complete, 0 if that is unknown.
+            headers: Of the call, all of them.
         """
         timing = Timing(self._clock())
         timing.begun_ns = begun_ns  # a keyword argument would take longer
-        return Call(protocol, timing, timeout_ns, trace)
+        return Call(protocol, timing, timeout_ns, trace, headers)
 
     def start(
         self,
@@ -230,7 +237,7 @@ class InferenceService:
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
             request = replace(request, inputs=[tensor], raw_input=None)
         rollout = served.rollout
-        if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request)):
+        if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):
             outputs = await try_candidate(candidate, rollout, call, request, self._registry)
             served = call.served
         else:
@@ -282,7 +289,7 @@ class InferenceService:
         outputs = served.cut_back(outputs, call.inputs)
         rollout = served.rollout
         if rollout is not None:
-            rollout.observe(request, outputs, call.timing)
+            rollout.observe(request, call.headers, outputs, call.timing)
         response = call.response
         if response is None:
             if request.outputs and classifies_long(request, served, outputs):

@@ -1,9 +1,9 @@
 """The services as a frontend sees them, with a few models that need no ONNX Runtime."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -55,11 +55,16 @@ class FakeInferenceService:
         return BodyAdmission("grpc", self.gate.hold, self.count_refused_body, max_body_bytes=2**31)
 
     def receive(
-        self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None, begun_ns: int = 0
+        self,
+        protocol: str,
+        timeout_ns: int | None = None,
+        trace: Trace | None = None,
+        begun_ns: int = 0,
+        headers: Iterable[tuple[Any, Any]] = (),
     ) -> Call:
         assert protocol in ("grpc", "http")
         timing = Timing(0, 1_000_000, 3_000_000, 6_000_000, 10_000_000)
-        self.received.append(Call(protocol, timing, timeout_ns, trace))
+        self.received.append(Call(protocol, timing, timeout_ns, trace, headers))
         return self.received[-1]
 
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:

@@ -32,7 +32,7 @@ from ortserve.core.tensor import Tensor
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ContentsError, ErrorKind, ServeError
 from ortserve.registry.registry import Registry
-from ortserve.registry.rollout import Rollout
+from ortserve.registry.rollout import Headers, Rollout
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.inference import InferenceService
 from ortserve.service.recorder import Recorder
@@ -458,10 +458,10 @@ class AlwaysCandidate(Rollout):
 
     is_canary = True
 
-    def candidate_for(self, request: InferRequest) -> str:
+    def candidate_for(self, request: InferRequest, headers: Headers) -> str:
         return "2"
 
-    def observe(self, request: InferRequest, outputs: Arrays, timing: Timing) -> None:
+    def observe(self, request: InferRequest, headers: Headers, outputs: Arrays, timing: Timing) -> None:
         pass
 
     def candidate_answered(self, timing: Timing) -> None:

@@ -3,7 +3,7 @@
 The native transport calls ``InferCalls.begin``, which needs no task; grpcio calls the handler.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -39,7 +39,14 @@ T = TypeVar("T")
 class Inference(Protocol):
     """The parts of the inference service that this frontend uses."""
 
-    def receive(self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None) -> Call:
+    def receive(
+        self,
+        protocol: str,
+        timeout_ns: int | None = None,
+        trace: Trace | None = None,
+        begun_ns: int = 0,
+        headers: Iterable[tuple[Any, Any]] = (),
+    ) -> Call:
         """Start the timing of a call whose message is complete."""
         ...
 
@@ -94,7 +101,7 @@ class InferCalls:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
-        call = self._inference.receive("grpc", timeout_ns, trace)
+        call = self._inference.receive("grpc", timeout_ns, trace, 0, head.metadata)
         try:
             hold = self._admission.admit(None, call.timing.received_ns, trace, len(data))
         except ServeError as error:
@@ -132,7 +139,7 @@ class InferCalls:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, context.invocation_metadata())
-        call = self._inference.receive("grpc", time_left_ns(context), trace)
+        call = self._inference.receive("grpc", time_left_ns(context), trace, 0, context.invocation_metadata() or ())
         try:
             with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)

@@ -198,7 +198,8 @@ class InferStream:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_STREAM_INFER, self._context.invocation_metadata())
-        call = self._inference.receive("grpc", time_left_ns(self._context), trace)
+        metadata = self._context.invocation_metadata() or ()
+        call = self._inference.receive("grpc", time_left_ns(self._context), trace, 0, metadata)
         try:
             with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)

@@ -136,7 +136,7 @@ class _Generation:
                 if error.kind is not ErrorKind.CANCELLED:  # the caller left before there was a request
                     admission.count(error, received_ns, trace)
                 raise
-            call = inference.receive("http", head.read.timeout_ns, trace, received_ns)
+            call = inference.receive("http", head.read.timeout_ns, trace, received_ns, request.scope["headers"])
             content = await inference.serve(
                 call,
                 GenerateRequest(

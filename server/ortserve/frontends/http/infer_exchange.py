@@ -218,7 +218,9 @@ class InferExchange(Exchange):
             if body is None:
                 return
             headers = self._headers
-            self._call = self._endpoint.service.receive("http", headers.timeout_ns, self._trace, self._received_ns)
+            self._call = self._endpoint.service.receive(
+                "http", headers.timeout_ns, self._trace, self._received_ns, self.head.headers
+            )
             if headers.encoding is None:
                 self._submit(body)
             else:

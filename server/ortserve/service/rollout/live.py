@@ -19,7 +19,7 @@ from ortserve.core.terms import Scheduling
 from ortserve.core.timing import Timing
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.rollout import Rollout
+from ortserve.registry.rollout import Headers, Rollout
 from ortserve.registry.serving import ServedVersion
 from ortserve.service.rollout.comparison import MEASURES, disagrees, errors_of
 from ortserve.service.rollout.decision import Decision, Figures, decide
@@ -117,8 +117,8 @@ class LiveRollout(Rollout):
             self._candidate_times.percentile_s(99),
         )
 
-    def candidate_for(self, request: InferRequest) -> str:
-        return self._candidate if self._is_chosen(request) else ""
+    def candidate_for(self, request: InferRequest, headers: Headers) -> str:
+        return self._candidate if self._is_chosen(request, headers) else ""
 
     def candidate_answered(self, timing: Timing) -> None:
         self._candidate_times.add(timing.computed_ns - timing.queued_ns)
@@ -130,12 +130,12 @@ class LiveRollout(Rollout):
             log_fault(logger, "a candidate failed unexpectedly", error, model=self.model)
         self._count("rejected" if is_busy else "failed")
 
-    def observe(self, request: InferRequest, outputs: Arrays, timing: Timing) -> None:
+    def observe(self, request: InferRequest, headers: Headers, outputs: Arrays, timing: Timing) -> None:
         if self.is_canary:
             if _names_stable(request) and not self.is_over and timing.taken_ns:
                 self._stable_times.add(timing.computed_ns - timing.queued_ns)
             return
-        if not self._is_chosen(request):
+        if not self._is_chosen(request, headers):
             return
         arrays = [*outputs, *(tensor.array for tensor in request.inputs)]
         nbytes = sum(array.nbytes for array in arrays) + len(request.raw_input or b"")
@@ -205,11 +205,23 @@ class LiveRollout(Rollout):
         self._copied_bytes -= nbytes
         self._count(outcome)
 
-    def _is_chosen(self, request: InferRequest) -> bool:
+    def _is_chosen(self, request: InferRequest, headers: Headers) -> bool:
         if self.is_over or not _names_stable(request):
             return False
-        value = request.parameters.get(self.options.sticky) if self.options.sticky else None
-        return (self._draw() if value is None else self._place_of(str(value))) < self.options.share
+        value = self._sticky_value(request, headers)
+        return (self._draw() if value is None else self._place_of(value)) < self.options.share
+
+    def _sticky_value(self, request: InferRequest, headers: Headers) -> str | None:
+        """What requests of one side have in common; None if the request has nothing of the kind."""
+        options = self.options
+        if options.sticky and (parameter := request.parameters.get(options.sticky)) is not None:
+            return str(parameter)
+        if not options.sticky_header:
+            return None
+        name = options.sticky_header.lower()
+        names = (name, name.encode())
+        value = next((value for found, value in headers if found in names), None)
+        return value.decode("latin-1") if isinstance(value, bytes) else value
 
     def _place_of(self, value: str) -> float:
         """A number from 0 to 1 that is the same for equal values on all servers, so that a share only adds values."""

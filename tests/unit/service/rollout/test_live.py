@@ -76,7 +76,7 @@ class Trial:
     async def answer(self, value: float = 1.0, *, columns: int = 4, version: str = "") -> None:
         """``stable`` answers a request with its input."""
         array = np.full((1, columns), value, np.float32)
-        self.rollout.observe(request_of(array, version), (array,), timing_of(1_000_000))
+        self.rollout.observe(request_of(array, version), (), (array,), timing_of(1_000_000))
         await asyncio.sleep(0)
 
     async def settle(self, number: int, value: float) -> None:
@@ -174,14 +174,30 @@ async def test_only_the_share_of_requests_for_stable_is_copied() -> None:
     assert len(trial.candidate.submitted) == 2
 
 
+async def test_sticky_header_takes_one_side_on_both_protocols_and_the_parameter_has_precedence() -> None:
+    trial = Trial(mode="canary", sticky="user", sticky_header="X-User")
+    request = request_of(np.zeros((1, 4), np.float32))
+    users = [f"user {number}" for number in range(40)]
+    trial.drawn = 0.99  # a request without a value stays with stable
+    by_http = [trial.rollout.candidate_for(request, [(b"a", b"b"), (b"x-user", user.encode())]) for user in users]
+    by_grpc = [trial.rollout.candidate_for(request, (("a", "b"), ("x-user", user))) for user in users]
+    by_parameter = [
+        trial.rollout.candidate_for(request_of(np.zeros((1, 4), np.float32), user=user), [(b"x-user", b"same")])
+        for user in users
+    ]
+    assert by_http == by_grpc == by_parameter
+    assert set(by_http) == {"", "2"}
+    assert trial.rollout.candidate_for(request, [(b"a", b"user 1")]) == ""
+
+
 async def test_canary_takes_the_share_and_no_other_request() -> None:
     trial = Trial(mode="canary", sticky="user")
     array = np.zeros((1, 4), np.float32)
-    assert trial.rollout.candidate_for(request_of(array)) == "2"
-    assert trial.rollout.candidate_for(request_of(array, "1")) == ""
+    assert trial.rollout.candidate_for(request_of(array), ()) == "2"
+    assert trial.rollout.candidate_for(request_of(array, "1"), ()) == ""
     trial.drawn = 0.5
-    assert trial.rollout.candidate_for(request_of(array, "stable")) == ""
-    chosen = {trial.rollout.candidate_for(request_of(array, user=str(number))) for number in range(20)}
+    assert trial.rollout.candidate_for(request_of(array, "stable"), ()) == ""
+    chosen = {trial.rollout.candidate_for(request_of(array, user=str(number)), ()) for number in range(20)}
     assert chosen == {"", "2"}
     trial.rollout.candidate_failed(ServeError(ErrorKind.OVERLOADED, "busy"))
     trial.rollout.candidate_failed(ServeError(ErrorKind.REJECTED_BY_MODEL, "bad"))
