@@ -1,5 +1,9 @@
-"""Repositories in a real S3 server, through a proxy that spoils its answers, and in archives behind HTTP."""
+"""Repositories in real servers of S3, Azure and Google's interface, and in archives behind HTTP.
 
+A proxy spoils the answers of the first.
+"""
+
+import base64
 import hashlib
 import json
 import os
@@ -16,7 +20,9 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from apart import UnavailableError
 from archives import file_site, write_archive
+from azure_server import AzureServer
 from encodings_of_requests import grpc_raw, rest_json
 from models import builders
 from s3_server import ACCESS_KEY, SECRET_KEY, FaultyProxy, S3Server, s3_behind_proxy, upload
@@ -351,3 +357,46 @@ def check_archive(folder: Path, address: str, tmp_path: Path) -> None:
     os.utime(changed, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     with serving(*flags) as server:
         assert answer_of(server) == 3
+
+
+@pytest.fixture(scope="module")
+def azure() -> Iterator[AzureServer]:
+    try:
+        server = AzureServer("models")
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    yield server
+    server.stop()
+
+
+def test_models_of_an_azure_container_serve_and_are_polled(azure: AzureServer, tmp_path: Path) -> None:
+    azure.upload(version(tmp_path, "m", 1, 1))
+    flags = ("az://models/models", "--store-cache-dir", tmp_path / "cache", *FAST, *POLL)
+    with serving(*flags, env=azure.environment()) as server:
+        assert answer_of(server) == 1
+        azure.upload(version(tmp_path, "m", 2, 2))
+        wait_for_answer(server, 2)
+        assert read_metrics(server).value("ortserve_store_up", repository="az://models/models") == 1
+    other = base64.b64encode(b"another key".ljust(64)).decode()
+    with serving(*flags, env=azure.environment(other)) as server:
+        assert answer_of(server) == 2
+        line = server.wait_for_line("the store cannot be listed, its loaded models keep serving")
+        assert "403 Forbidden: AuthorizationFailure" in line
+        assert other not in server.output
+
+
+def test_models_of_a_google_bucket_serve_and_are_polled(tmp_path: Path) -> None:
+    root = tmp_path / "buckets"
+    upload(root / "bucket", version(tmp_path, "m", 1, 1))
+    google = S3Server(root, secret_key="")
+    try:
+        flags = ("gs://bucket/models", "--store-cache-dir", tmp_path / "cache", *FAST, *POLL)
+        with serving(*flags, env=google.google_environment) as server:
+            assert answer_of(server) == 1
+            upload(root / "bucket", version(tmp_path, "m", 2, 2))
+            wait_for_answer(server, 2)
+            google.stop()
+            server.wait_for_line("the store cannot be listed")
+            assert answer_of(server) == 2
+    finally:
+        google.stop()

@@ -1,5 +1,9 @@
-"""A real S3 server on a folder (rclone), and a TCP proxy before it that cuts, delays, truncates and corrupts."""
+"""A real S3 server on a folder (rclone), and a TCP proxy before it that cuts, delays, truncates and corrupts.
 
+Without keys it also serves clients of Google Cloud Storage, whose XML interface is that of S3.
+"""
+
+import json
 import os
 import re
 import shutil
@@ -22,17 +26,28 @@ _PIECE_BYTES: Final = 65536
 class S3Server:
     """``rclone serve s3``: each folder of ``root`` is a bucket. Objects are files, their ETags MD5 digests."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, secret_key: str = SECRET_KEY) -> None:
         self.root = root
         self.port = 0
         self._process: subprocess.Popen[str] | None = None
-        self.start()
+        self.start(secret_key)
 
     def start(self, secret_key: str = SECRET_KEY, access_key: str = ACCESS_KEY) -> None:
-        """Serve with these keys, on a new port."""
+        """Serve with these keys, or everybody if the secret one is empty, on a new port."""
         program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
-        flags = ["--auth-key", f"{access_key},{secret_key}", "--addr", "127.0.0.1:0", "--vfs-cache-mode", "off"]
-        flags += ["--dir-cache-time", "0s", "--poll-interval", "0s", "--config", os.devnull]
+        flags = ["--auth-key", f"{access_key},{secret_key}"] if secret_key else []
+        flags += [
+            "--addr",
+            "127.0.0.1:0",
+            "--vfs-cache-mode",
+            "off",
+            "--dir-cache-time",
+            "0s",
+            "--poll-interval",
+            "0s",
+            "--config",
+            os.devnull,
+        ]
         self._process = subprocess.Popen(
             [program, "serve", "s3", *flags, str(self.root)],
             stderr=subprocess.PIPE,
@@ -46,6 +61,13 @@ class S3Server:
                 break
         self._reader = threading.Thread(target=self._process.stderr.read, daemon=True)
         self._reader.start()
+
+    @property
+    def google_environment(self) -> dict[str, str]:
+        """Variables that lead a client of Google Cloud Storage to this server, without keys."""
+        account = {"gcs_base_url": f"http://127.0.0.1:{self.port}", "disable_oauth": True}
+        account |= {"client_email": "", "private_key": "", "private_key_id": ""}
+        return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account), "GOOGLE_ALLOW_HTTP": "true"}
 
     def stop(self) -> None:
         assert self._process is not None
