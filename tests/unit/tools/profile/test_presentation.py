@@ -13,6 +13,7 @@ from ortserve.tools.profile.result import NodeCost, Profile, ProfileResult
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.summary import profile_of
 from ortserve.tools.profile.trace import read_trace
+from ortserve.tools.report import Table
 
 
 def runs() -> Runs:
@@ -66,3 +67,15 @@ def test_page_of_thousands_of_nodes_stays_small() -> None:
     assert "4,600 more nodes" in page
     assert len(page) < 4_000_000
     assert not re.search(r"<script|<link|https?://(?!www\.w3\.org)", page)
+
+
+def test_profiler_inside_the_operators_is_named() -> None:
+    """The profiler adds 0.7 ms, but only 0.1 ms of a run of 6.1 ms are not operators."""
+    lines = [line for number in range(8) for line in flat_run(number * 10_000, 4000, 2000)]
+    plain, profiled = ([RunTime(us * 1000, us * 1000)] * 8 for us in (5400, 6100))
+    held = profile_of(Runs("m", "p", 2, {}, "", 1, plain, profiled, read_trace(trace_file(*lines))))
+
+    found = next(block for block in report(ProfileResult(profile=held)).blocks if block.title == "Where the time goes")
+    assert held.balance.is_closed is False
+    assert isinstance(found, Table)
+    assert f"Self times contain at least {-held.balance.rest_ms:.3f} ms of the profiler" in found.note
