@@ -22,14 +22,19 @@ import numpy as np
 import pytest
 
 from certificates import Secret
-from models import builders
+from models import builders, sequences
 from ortserve.cli.main import main
 from ortserve.tools.bench.comparison import read_result
 from pages import DOCS, Command, commands
-from servers import LOOK_S, SHORT_WARMUP, ServerProcess, add_model, serving
+from servers import LOOK_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving
 from small_server import small_server
 
 EXAMPLE: Final = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
+SEQUENCES: Final = """\
+sequences:
+  controls: {START: {kind: start}, READY: {kind: ready}, END: {kind: end}, CORRID: {kind: id, datatype: UINT64}}
+  states: [{input: STATE, output: NEXT}]
+"""
 SHORT: Final = ("--seconds", "0.5", "--warmup", "0.1")
 LONE: Final = 33
 """Requests before a measurement: made inputs are tried once, then each of them is sent twice."""
@@ -370,6 +375,37 @@ def test_every_protocol_of_a_real_server(server: ServerProcess, way: str) -> Non
     phases = [one["name"] for one in point["phases"]]
     assert phases == ([] if protocol == "grpc-stream" else ["decode", "queue", "stage", "compute", "encode"])
     assert not list(Path("/dev/shm").glob("ortserve_bench_*"))
+
+
+@pytest.mark.parametrize("way", ["rest", "rest-binary", "grpc", "grpc-stream"])
+def test_callers_send_whole_sequences(tmp_path: Path, way: str) -> None:
+    """A sequence that did not start, or is sent twice at a time, would be answered with an error."""
+    folder = add_model(tmp_path, "sums", sequences.accumulate)
+    (folder / "model.yaml").write_text(SEQUENCES)
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        url = f"grpc://{server.grpc}" if way.startswith("grpc") else server.url
+        load = ("--concurrency", "6", "--sequences", "5", *SHORT)
+        ran = bench(url, "--model", "sums", "--protocol", way, *load, "--json")
+        assert (ran.failures, ran.problems) == ({}, [])
+        assert "in sequences of 5 requests" in ran.result["inputs"]
+        assert ran.point["outputs"]["expected"].startswith("nothing, because answers depend on those before them")
+        samples = read_metrics(server)
+        ended = samples.value("ortserve_ended_sequences_total", model="sums", version="1", reason="ended") - LONE
+        (stats,) = httpx.get(f"{server.url}/v2/models/sums/stats").json()["model_stats"]
+        answered = stats["inference_stats"]["success"]["count"] - LONE
+        assert ended > 20
+        assert 5 * ended <= answered <= 5 * (ended + 6)
+
+
+def test_sequences_need_a_closed_loop_on_a_server(server: ServerProcess) -> None:
+    for more, got in (
+        (("--rate", "10"), "--rate, --arrivals and --find-capacity"),
+        (("--processes", "2", "--concurrency", "2"), "more than one of --processes"),
+        (("--protocol", "shm"), "--protocol shm"),
+        (("--compare-outputs", str(EXAMPLE / "digits")), "--compare-outputs"),
+    ):
+        status, text = fails(server.url, "--model", "digits", "--sequences", "3", *more, *SHORT)
+        assert (status, text) == (2, f"--sequences: expected a closed loop on servers, got {got}")
 
 
 def test_server_with_tls_of_its_own_authority(tmp_path: Path) -> None:

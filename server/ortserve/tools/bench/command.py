@@ -68,6 +68,8 @@ def build_parser() -> ToolParser:
     arrivals = "Of an open loop: constant, poisson, bursts:N, or a file of times in seconds, one a line."
     text = "Closed loop: callers that wait for answers. Default: 1."
     add("--concurrency", type=several(_count), metavar="N,…", help=text)
+    text = "Closed loop: each caller sends sequences of so many requests, one after the other."
+    add("--sequences", type=_count, metavar="N", help=text)
     text = "Open loop: requests per second."
     add("--rate", "--rates", type=several(number(float, 1e-6, 9_999_999)), metavar="R,…", help=text)
     add("--arrivals", default="constant", metavar="KIND", help=f"{arrivals} Default: constant.")
@@ -94,9 +96,12 @@ def build_parser() -> ToolParser:
 
 
 def _measure(given: argparse.Namespace) -> Outcome:
-    settings = Settings(**{one.name: getattr(given, one.name) for one in fields(Settings)})
     loads = _loads(given)
+    given.callers = max(load.concurrency or 0 for load in loads)
+    settings = Settings(**{one.name: getattr(given, one.name) for one in fields(Settings)})
     chosen = [choice for target in given.targets for choice in _choices(target, given)]
+    if given.sequences:
+        _check_sequences(given, chosen)
     if any(address is None for _, address, _ in chosen) and given.processes > 1:
         raise invalid_input("--processes: a model in this process has one generator")
     began = datetime.now(UTC).isoformat(timespec="seconds")
@@ -153,6 +158,19 @@ def _loads(given: argparse.Namespace) -> list[Load]:
     if is_file or given.rate:
         return [Load(None, rate, given.arrivals) for rate in ([0.0] if is_file else given.rate)]
     return [Load(concurrency) for concurrency in given.concurrency or [1]]
+
+
+def _check_sequences(given: argparse.Namespace, chosen: Sequence[tuple[str, Address | None, str]]) -> None:
+    """Raises ServeError: invalid_input, for options that do not go with ``--sequences``."""
+    for option, is_given in (
+        ("--rate, --arrivals and --find-capacity", given.find_capacity or not given.callers),
+        ("more than one of --processes", given.processes > 1),
+        ("--compare-outputs", given.compare_outputs),
+        ("--protocol shm", any(way == "shm" for _, _, way in chosen)),
+        ("a model in this process", any(address is None for _, address, _ in chosen)),
+    ):
+        if is_given:
+            raise invalid_input(f"--sequences: expected a closed loop on servers, got {option}")
 
 
 def _choices(target: str, given: argparse.Namespace) -> list[tuple[str, Address | None, str]]:

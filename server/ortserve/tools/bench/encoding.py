@@ -45,24 +45,49 @@ def tensors_of(signature: ModelSignature, arrays: Sequence[np.ndarray]) -> list[
     return [Tensor(spec.name, spec.datatype, array) for spec, array in pairs if not is_absent(array)]
 
 
-def encode_rest(tensors: Sequence[Tensor], *, is_binary: bool) -> Encoded:
+@dataclass(frozen=True, slots=True)
+class SequencePart:
+    """The part of a request in its sequence."""
+
+    number: int
+    is_start: bool
+    is_end: bool
+
+    @property
+    def parameters(self) -> dict[str, int | bool]:
+        """The parameters of the request."""
+        return {"sequence_id": self.number, "sequence_start": self.is_start, "sequence_end": self.is_end}
+
+
+def encode_rest(tensors: Sequence[Tensor], part: SequencePart | None = None, *, is_binary: bool) -> Encoded:
     """A REST request. A binary one also asks for binary outputs."""
+    parameters = {} if part is None else part.parameters
     if not is_binary:
         data = [_declared(tensor) | {"data": encode_json_data(tensor.array, tensor.datatype)} for tensor in tensors]
-        return Encoded(bytes(write_json({"inputs": data}, tensors)), {"content-type": "application/json"})
+        document = {"inputs": data} | ({"parameters": parameters} if parameters else {})
+        return Encoded(bytes(write_json(document, tensors)), {"content-type": "application/json"})
     pieces = [encoded(tensor) for tensor in tensors]
     inputs = [
         _declared(tensor) | {"parameters": {"binary_data_size": len(piece)}}
         for tensor, piece in zip(tensors, pieces, strict=True)
     ]
-    head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
+    head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True, **parameters}})
     sizes = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}
     return Encoded(head + b"".join(pieces), sizes)
 
 
-def encode_grpc(model: str, version: str, tensors: Sequence[Tensor]) -> Encoded:
+def encode_grpc(model: str, version: str, tensors: Sequence[Tensor], part: SequencePart | None = None) -> Encoded:
     """A gRPC request, with raw contents."""
-    document = {"model_name": model, "model_version": version, "inputs": [_declared(tensor) for tensor in tensors]}
+    parameters = {} if part is None else part.parameters
+    document = {
+        "model_name": model,
+        "model_version": version,
+        "inputs": [_declared(tensor) for tensor in tensors],
+        "parameters": {
+            name: {"bool_param" if isinstance(value, bool) else "int64_param": value}
+            for name, value in parameters.items()
+        },
+    }
     request = ParseDict(document, pb.ModelInferRequest())
     request.raw_input_contents.extend(encoded(tensor) for tensor in tensors)
     return Encoded(request.SerializeToString(), {})

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final
 
@@ -149,7 +150,6 @@ class LoopDriver:
         self._begin_ns, self._end_ns, self._dues = work.times(start_ns)
         self._next = 0
         self._recorder = Recorder(self._begin_ns)
-        self._number = itertools.count()
         self._under_way = 0
         self._is_stopped = False
         self._drained: asyncio.Future[None] = self._loop.create_future()
@@ -169,8 +169,8 @@ class LoopDriver:
         await asyncio.sleep((self._start_ns - monotonic_ns()) / 1e9)
         if self._dues:
             self._timer.set(self._dues[0], monotonic_ns())
-        for _ in range(work.callers or 0):
-            self._send(monotonic_ns())
+        for caller in range(work.callers or 0):
+            self._send(caller, monotonic_ns())
         while not self._drained.done():
             await asyncio.wait([self._drained], timeout=_CHUNK_S)
             target.expire(monotonic_ns() - int(work.timeout_s * 1e9))
@@ -190,7 +190,7 @@ class LoopDriver:
         self._end_ns = max(self._begin_ns + 1, min(self._end_ns, monotonic_ns()))
         if self._cpu_at_begin_ns is not None:
             self._cpu_ns = time.process_time_ns() - self._cpu_at_begin_ns
-        self._go_on()
+        self._end_if_answered()
 
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
@@ -203,7 +203,7 @@ class LoopDriver:
             self._waited_ns += done_ns - self._turn_ns
         self._recorder.answered(ticket, done_ns, nbytes, timing, body)
         self._under_way -= 1
-        self._go_on()
+        self._go_on(ticket, is_failed=False)
 
     def _end_turn(self) -> None:
         self._turn_ns = None
@@ -213,26 +213,31 @@ class LoopDriver:
         self._recorder.failed(ticket, done_ns, kind, example)
         self._under_way -= 1
         if kind.startswith("connection") and not self._is_stopped:
-            self._call_at(done_ns + int(_PAUSE_S * 1e9), self._go_on)
+            self._call_at(done_ns + int(_PAUSE_S * 1e9), partial(self._go_on, ticket, is_failed=True))
         else:
-            self._go_on()
+            self._go_on(ticket, is_failed=True)
 
     def _call_at(self, time_ns: int, call: Callable[[], object]) -> None:
         self._loop.call_later(max(0.0, (time_ns - monotonic_ns()) / 1e9), call)
 
-    def _go_on(self) -> None:
-        """A caller is free: send its next request, or end."""
-        if not self._is_stopped:
-            if self._work.callers:
-                self._send(monotonic_ns())
-        elif not self._under_way and not self._drained.done():
+    def _go_on(self, ticket: Ticket, *, is_failed: bool) -> None:
+        """The caller of a ticket is free: send its next request, or end."""
+        if self._is_stopped:
+            self._end_if_answered()
+        elif callers := self._work.callers:
+            number = self._work.plan.next_number(ticket.number, callers, is_failed=is_failed)
+            self._send(number, monotonic_ns())
+
+    def _end_if_answered(self) -> None:
+        if not self._under_way and not self._drained.done():
             self._drained.set_result(None)
 
-    def _send(self, due_ns: int) -> None:
-        number = next(self._number)
+    def _send(self, number: int, due_ns: int) -> None:
         self._under_way += 1
-        now_ns = due_ns if self._work.callers else monotonic_ns()
-        self._target.send(Ticket(number, due_ns, now_ns, number % self._work.look_every == 0))
+        work = self._work
+        now_ns = due_ns if work.callers else monotonic_ns()
+        request = work.plan.request_of(number, work.callers)
+        self._target.send(Ticket(number, due_ns, now_ns, number % work.look_every == 0, request))
 
     def _send_due(self) -> None:
         """Send all requests that are due, and set the timer for the next one."""
@@ -241,7 +246,7 @@ class LoopDriver:
             if dues[self._next] > now_ns:
                 self._timer.set(dues[self._next], now_ns)
                 break
-            self._send(dues[self._next])
+            self._send(self._next, dues[self._next])
             self._next += 1
 
     def _begin(self) -> None:

@@ -65,7 +65,7 @@ class GrpcConnection(Connection):
             self._is_open, self._stream_window, self._fields = True, self._first_window, {}
             head = _frame(_HEADERS, _END_HEADERS, self._stream_id, self._head)
         self._body.clear()
-        self._to_send = self._messages[ticket.number % len(self._messages)]
+        self._to_send = self._messages[ticket.request]
         self.transport.write(head + self._sendable())
 
     def _sendable(self) -> bytes:

@@ -33,7 +33,7 @@ class HttpConnection(Connection):
         """As ``Connection.send``."""
         self.ticket = ticket
         self._body, self._nbytes, self._timing, self._json_size = [], 0, None, None
-        self.transport.write(self._requests[ticket.number % len(self._requests)])
+        self.transport.write(self._requests[ticket.request])
 
     def data_received(self, data: bytes) -> None:
         try:

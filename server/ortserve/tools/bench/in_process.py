@@ -106,7 +106,7 @@ class BatcherTarget(Target):
         """As ``Target.send``."""
         assert self._served is not None
         plan = self._plan
-        request = InflightRequest(Timing(monotonic_ns()), plan.inputs[ticket.number % len(plan.inputs)], plan.rows)
+        request = InflightRequest(Timing(monotonic_ns()), plan.inputs[ticket.request], plan.rows)
         request.on_settled = partial(self._settled, ticket)
         self._under_way[ticket.number] = ticket, request
         try:

@@ -26,6 +26,7 @@ from ortserve.tools.bench.encoding import (
     Encoded,
     Outputs,
     Place,
+    SequencePart,
     decode_grpc,
     decode_rest,
     encode_grpc,
@@ -58,6 +59,8 @@ class Settings:
         compare_outputs: The model whose outputs are right.
         provider: The only execution provider, in this process.
         threads: Of a run, in this process.
+        sequences: Requests of each sequence that a caller sends; None for requests without one.
+        callers: Most of a closed loop.
         connections: Most of a generator.
         arrivals: Kind of an open loop.
         seconds: Most for each load.
@@ -76,6 +79,8 @@ class Settings:
     compare_outputs: str | None
     provider: str | None
     threads: int | None
+    sequences: int | None
+    callers: int
     connections: int
     arrivals: str
     seconds: float
@@ -197,21 +202,26 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
     control = Control(address, model, version, settings.timeout_s)
     server, signature = control.describe()
 
-    def encode(tensors: Sequence[Tensor]) -> Encoded:
+    base = int.from_bytes(os.urandom(5)) << 20  # so that ids differ from those of other measurements
+
+    def encode(tensors: Sequence[Tensor], part: SequencePart | None = None) -> Encoded:
         if address.is_grpc:
-            return encode_grpc(model, version, tensors)
-        return encode_rest(tensors, is_binary=protocol != "rest")
+            return encode_grpc(model, version, tensors, part)
+        return encode_rest(tensors, part, is_binary=protocol != "rest")
 
     def read(_: int, body: tuple[bytes, int | None] | bytes) -> Outputs:
         return decode_grpc(body) if isinstance(body, bytes) else decode_rest(*body)
 
     def ask(one: Arrays) -> Outputs:
-        request = encode(tensors_of(signature, one))
+        lone = SequencePart(base, is_start=True, is_end=True) if settings.sequences else None
+        request = encode(tensors_of(signature, one), lone)
         body, json_size = control.infer(request.headers, request.body)
         return decode_grpc(body) if address.is_grpc else decode_rest(body, json_size)
 
     inputs, arrays = _inputs(signature, model, batch, settings, ask)
     answers, expected, source = repeated(ask, arrays, "lone answers of the server")
+    if settings.sequences:
+        expected, source = (), "nothing, because answers depend on those before them in a sequence"
     if settings.compare_outputs:
         reference = open_model(find_model(settings.compare_outputs))
         _, right, source = repeated(partial(bare_run, reference), arrays, settings.compare_outputs)
@@ -228,10 +238,18 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
             requests = [encode_shared(model, version, *pair, is_grpc=address.is_grpc) for pair in memory.places]
             reading = memory.read
         else:
-            requests = [encode(one) for one in tensors]
+            requests = list(map(encode, tensors))
+        origin, length = inputs.origin, settings.sequences or 0
+        if length:
+            origin = f"{origin}; in sequences of {length} requests"
+            requests = [
+                encode(tensors[caller % len(tensors)], SequencePart(base + 1 + caller, is_start, is_end))
+                for caller in range(settings.callers)
+                for is_start, is_end in ((True, length == 1), (False, False), (length == 1, True))
+            ]
         messages = tuple(_message(control, request) for request in requests)
-        plan = ServerPlan(address, messages, protocol == "grpc-stream", settings.connections)
-        yield Prepared(address.url, protocol, server, batch, plan, inputs.origin, expected, source, reading, control)
+        plan = ServerPlan(address, messages, protocol == "grpc-stream", settings.connections, length)
+        yield Prepared(address.url, protocol, server, batch, plan, origin, expected, source, reading, control)
 
 
 def _inputs(

@@ -18,16 +18,18 @@ class Ticket:
     """One request on its way.
 
     Attributes:
-        number: Counts the requests of a generator; chooses the inputs.
+        number: Counts the requests of a generator. Those of one caller of a closed loop are ``callers`` apart.
         due_ns: When it should be sent (monotonic).
         sent_ns: When it was.
         wants_body: Whether its answer is looked at.
+        request: Which of the prepared ones.
     """
 
     number: int
     due_ns: int
     sent_ns: int
     wants_body: bool = False
+    request: int = 0
 
 
 @dataclass(slots=True)

@@ -23,12 +23,32 @@ class ServerPlan:
         requests: As bytes.
         is_stream: Whether they go over ``ModelStreamInfer``.
         most_connections: At a time.
+        sequence_length: Requests of a sequence; 0 for requests without one. ``requests`` are then the first, a middle
+            and the last one of each caller.
     """
 
     address: Address
     requests: tuple[bytes, ...]
     is_stream: bool
     most_connections: int
+    sequence_length: int = 0
+
+    def request_of(self, number: int, callers: int | None) -> int:
+        """Which request a ticket of this number sends; ``callers`` are those of a closed loop."""
+        length = self.sequence_length
+        if not length or not callers:
+            return number % len(self.requests)
+        turn, caller = divmod(number, callers)
+        place = turn % length
+        return 3 * caller + (2 if place == length - 1 else min(1, place))
+
+    def next_number(self, number: int, callers: int, *, is_failed: bool) -> int:
+        """The number of a caller's next request. After a failure it begins its next sequence."""
+        turn, caller = divmod(number, callers)
+        turn += 1
+        if is_failed and self.sequence_length:
+            turn += -turn % self.sequence_length
+        return turn * callers + caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,14 @@ class ModelPlan:
     inputs: tuple[Arrays, ...]
     rows: int
     subject: "Subject | None" = None
+
+    def request_of(self, number: int, callers: int | None) -> int:
+        """As of a ``ServerPlan``."""
+        return number % len(self.inputs)
+
+    def next_number(self, number: int, callers: int, *, is_failed: bool) -> int:
+        """As of a ``ServerPlan``."""
+        return number + callers
 
 
 Plan: TypeAlias = ServerPlan | ModelPlan
