@@ -7,13 +7,19 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
 import tritonclient.grpc as triton_grpc
+from onnx import TensorProto, helper
+from onnxruntime_extensions import get_library_path
+from onnxruntime_extensions.tools.add_pre_post_processing_to_model import ModelSource, mobilenet
 from PIL import Image
 from sklearn.datasets import load_digits
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import Infer, grpc_raw, rest_binary, rest_json, triton_inputs
+from models.builders import OPSET, write
 from models.images import decoder, digit_reader
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, rest_url, serving
 
@@ -96,3 +102,39 @@ def test_an_image_beyond_the_limit_is_rejected(server: ServerProcess) -> None:
     with triton_grpc.InferenceServerClient(server.grpc) as client, pytest.raises(InferenceServerException) as caught:
         client.infer("pixels", triton_inputs(triton_grpc, inputs))
     assert "expected an image of at most 67108864 pixels" in str(caught.value)
+
+
+def test_model_with_the_preprocessing_of_microsofts_script_is_served(tmp_path: Path) -> None:
+    """Decode, resize, crop and normalize as its function for MobileNet does; the network means each channel."""
+    network, whole = tmp_path / "network.onnx", tmp_path / "models" / "photos" / "1" / "model.onnx"
+    whole.parent.mkdir(parents=True)
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, [1, 3, 224, 224])
+    means = helper.make_tensor_value_info("means", TensorProto.FLOAT, [1, 3, 1, 1])
+    write(network, [helper.make_node("GlobalAveragePool", ["image"], ["means"])], [image], [means])
+    mobilenet(network, whole, ModelSource.PYTORCH, onnx_opset=OPSET)
+    (whole.parents[1] / "model.yaml").write_text(
+        "batched: false\nsession: {operator_libraries: [onnxruntime-extensions]}\n"
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    expected = run_on_pixels(whole, pixels[:, :, ::-1])
+    with serving(whole.parents[2], *SHORT_WARMUP) as server:
+        for infer in (rest_binary, grpc_raw):
+            outputs = infer(server, "photos", {"image": np.frombuffer(file.getvalue(), np.uint8)})
+            assert outputs.keys() == expected.keys()
+            for name, array in expected.items():
+                np.testing.assert_allclose(outputs[name], array, rtol=1e-5)
+
+
+def run_on_pixels(path: Path, pixels: np.ndarray) -> dict[str, np.ndarray]:
+    """The outputs of a model of the script for a decoded image, by ONNX Runtime alone."""
+    model = onnx.load(path)
+    (decoding,) = [node for node in model.graph.node if node.op_type == "DecodeImage"]
+    decoding.CopyFrom(helper.make_node("Identity", list(decoding.input), list(decoding.output)))
+    model.graph.input[0].CopyFrom(helper.make_tensor_value_info("image", TensorProto.UINT8, [None, None, 3]))
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(get_library_path())
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, {"image": np.ascontiguousarray(pixels)}), strict=True))

@@ -125,17 +125,17 @@ def serve(work: Callable[[Any, memoryview], Parts], task: str, niceness: int = _
     connection = socket.socket(fileno=int(sys.argv[1]))
     memory = LargeMemory()
     with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            arguments, content = _receive(connection, memory)
-            try:
-                parts = work(pickle.loads(arguments), content)  # noqa: S301 - from our own process, over a socket pair
-            except ServeError as error:
-                parts = [_pack_error(error)]
-            except MemoryError:
-                parts = [_pack_error(out_of_memory(task))]
-            del arguments, content  # large memory is free again
-            _send(connection, parts)
-            del parts
+        while True:  # without names for parts, whose memory would be in use until the next ones come
+            _send(connection, _do(work, task, *_receive(connection, memory)))
+
+
+def _do(work: Callable[[Any, memoryview], Parts], task: str, arguments: memoryview, content: memoryview) -> Parts:
+    try:
+        return work(pickle.loads(arguments), content)  # noqa: S301 - from our own process, over a socket pair
+    except ServeError as error:
+        return [_pack_error(error)]
+    except MemoryError:
+        return [_pack_error(out_of_memory(task))]
 
 
 def pack(result: Any) -> bytes:

@@ -16,7 +16,7 @@ from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.points import judge_generator, make_point
 from ortserve.tools.bench.result import OutputCheck, Percentile, Point, Subject
 from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
-from ortserve.tools.bench.target import Target
+from ortserve.tools.bench.target import ModelPlan, Target
 
 OPEN = Load(None, 1000.0)
 CLOSED = Load(4)
@@ -210,7 +210,7 @@ class Bursts(Target):
 def test_answers_that_come_together_wait_for_each_other() -> None:
     chunks: list[Chunk] = []
     channel: Any = SimpleNamespace(on_stop=None, send=chunks.append)
-    plan: Any = None
+    plan = ModelPlan("", "batcher", None, None, ((),), 1)
 
     async def run() -> Finished:
         work = Work("", plan, 4, None, 0.0, 0.2, 1.0)

@@ -1,0 +1,145 @@
+"""What do callers notice of a rollout: of a shadow that copies a share of their requests, and of a canary?
+
+Level: server. Expected: with a tenth of the requests copied, the p99 of callers is at most 1.1 times that without a
+rollout, and with a canary that answers half of them; with all requests copied more, as each copy takes a processor for
+as long as a request. No request fails, and no copy disagrees.
+
+    python loadtests/rollouts.py [--seconds 5] [--rounds 5]
+
+The candidate is the same model. 200 requests a second on each protocol come from a separate process, which compares
+every answer. Stretches without a rollout and with each kind take turns on one server. Writes
+``loadtests/results/rollouts.md``.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, Final
+
+import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE)]
+import numpy as np  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+
+from harness import circumstances, cpu_s, process, receive, serving, spread, table  # noqa: E402
+from models.builders import mlp  # noqa: E402
+from small_requests import PATIENCE_S, PROTOCOLS, Row, Stretch, probe  # noqa: E402
+
+PORT: Final = 18600
+ROLLOUTS: Final[Mapping[str, dict[str, Any]]] = {
+    "shadow of a tenth": {"mode": "shadow", "share": 0.1},
+    "shadow of all": {"mode": "shadow", "share": 1},
+    "canary of half": {"mode": "canary", "share": 0.5},
+}
+MODELS: Final = {"tiny": 256, "larger": 65_536}
+"""Hidden size of a multilayer perceptron, by name: 74 KB of weights, and 19 MB."""
+
+
+def make_row(folder: Path, name: str, hidden: int) -> Row:
+    """Write both versions of a model; returns one request and its answer."""
+    version = folder / name / "1"
+    version.mkdir(parents=True)
+    file = mlp(version / "model.onnx", hidden=hidden)
+    shutil.copytree(version, folder / name / "2")
+    (folder / name / "model.yaml").write_text("labels: {stable: 1}\nversion_policy: {all: true}\n")
+    values = np.random.default_rng(0).uniform(-1, 1, 64).round(4).astype(np.float32)
+    session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return Row(name, values, session.run(None, {"x": values[None]})[0].ravel())
+
+
+def call(method: str, path: str, body: object = None) -> dict[str, Any]:
+    server = HTTPConnection("127.0.0.1", PORT, timeout=60)
+    server.request(method, path, None if body is None else json.dumps(body))
+    answer = server.getresponse()
+    content = answer.read()
+    assert answer.status == 200, content
+    document: dict[str, Any] = json.loads(content or "{}")
+    return document
+
+
+def measure(row: Row, folder: Path, rounds: int, seconds: float) -> list[list[str]]:
+    """The rows of the report for one model."""
+    rollout = f"/v2/models/{row.model}/rollout"
+    found: dict[str, list[Mapping[str, Stretch]]] = {"none": [], **{name: [] for name in ROLLOUTS}}
+    cpu_us: dict[str, list[float]] = {name: [] for name in found}
+    counts: dict[str, str] = {}
+    with serving(folder, PORT) as pid, process(probe, {"REST": PORT, "gRPC": PORT + 1}, row) as small:
+
+        def stretch(length_s: float) -> Mapping[str, Stretch]:
+            small.send(length_s)
+            stretches: Mapping[str, Stretch] = receive(small, length_s + 2 * PATIENCE_S)
+            assert not any(one.lost or one.wrong for one in stretches.values()), stretches
+            return stretches
+
+        stretch(1.0)  # warm-up, not counted
+        for _ in range(rounds):
+            for name in found:
+                if name != "none":
+                    call("PUT", rollout, {"candidate": 2, **ROLLOUTS[name]})
+                before_s = cpu_s(pid)
+                found[name].append(stretch(seconds))
+                answers = sum(len(one.latencies_s) for one in found[name][-1].values())
+                cpu_us[name].append((cpu_s(pid) - before_s) * 1e6 / answers)
+                if name != "none":
+                    figures = call("GET", rollout)["figures"]
+                    assert not figures["failed"] + figures["disagreed"], figures
+                    kinds = ("requests", "compared", "shed", "rejected")
+                    counts[name] = ", ".join(f"{figures[kind]} {kind}" for kind in kinds if figures.get(kind))
+                    call("POST", f"/v2/models/{row.model}/rollback", {})
+    rows = []
+    for name, stretches in found.items():
+        for protocol in PROTOCOLS:
+            cells = []
+            for share in (0.5, 0.99):
+                values = [one[protocol].quantile_ms(share) for one in stretches]
+                plain = [one[protocol].quantile_ms(share) for one in found["none"]]
+                ratios = [value / other for value, other in zip(values, plain, strict=True)]
+                cells += [f"{np.median(values):.2f}", "" if name == "none" else spread(ratios)]
+            cpu = f"{np.median(cpu_us[name]):.0f}" if protocol == PROTOCOLS[0] else ""
+            rows.append([row.model, name, protocol, *cells, cpu, counts.get(name, "") if cpu else ""])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5, help="of a stretch")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    rows = []
+    for name, hidden in MODELS.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            rows += measure(make_row(folder, name, hidden), folder, options.rounds, options.seconds)
+            print(table([""] * len(rows[0]), rows[-2 * (len(ROLLOUTS) + 1) :]), flush=True)
+    columns = [
+        "model",
+        "rollout",
+        "protocol",
+        "p50, ms",
+        "ratio",
+        "p99, ms",
+        "ratio",
+        "CPU, µs a request",
+        "last stretch",
+    ]
+    text = [
+        "# Callers beside a rollout",
+        circumstances(),
+        "Ratios of neighbouring stretches, with and without the rollout. All answers were right and no copy disagreed.",
+        table(columns, rows),
+    ]
+    (HERE / "results" / "rollouts.md").write_text("\n\n".join(text) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
