@@ -1,6 +1,8 @@
 """Image files end to end: an ensemble that decodes a file and classifies its digit, and files that are no images."""
 
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +13,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 import tritonclient.grpc as triton_grpc
+import yaml
 from onnx import TensorProto, helper
-from onnxruntime_extensions import get_library_path
-from onnxruntime_extensions.tools.add_pre_post_processing_to_model import ModelSource, mobilenet
 from PIL import Image
 from sklearn.datasets import load_digits
 from tritonclient.utils import InferenceServerException
@@ -21,10 +22,19 @@ from tritonclient.utils import InferenceServerException
 from encodings_of_requests import Infer, grpc_raw, rest_binary, rest_json, triton_inputs
 from models.builders import OPSET, write
 from models.images import decoder, digit_reader
+from ortserve.config.model import ModelOptions
+from ortserve.registry.repository.model_files import operator_libraries
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, rest_url, serving
 
 DIGITS = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository" / "digits" / "1" / "model.onnx"
 
+EXTENSIONS = {"session": {"operator_libraries": ["onnxruntime-extensions"]}}
+SCRIPT = """
+import sys
+from pathlib import Path
+from onnxruntime_extensions.tools.add_pre_post_processing_to_model import ModelSource, mobilenet
+mobilenet(Path(sys.argv[1]), Path(sys.argv[2]), ModelSource.PYTORCH, onnx_opset=int(sys.argv[3]))
+"""
 # The file of the example in docs/ensembles.md.
 CLASSIFIER = """\
 batched: false
@@ -111,10 +121,9 @@ def test_model_with_the_preprocessing_of_microsofts_script_is_served(tmp_path: P
     image = helper.make_tensor_value_info("image", TensorProto.FLOAT, [1, 3, 224, 224])
     means = helper.make_tensor_value_info("means", TensorProto.FLOAT, [1, 3, 1, 1])
     write(network, [helper.make_node("GlobalAveragePool", ["image"], ["means"])], [image], [means])
-    mobilenet(network, whole, ModelSource.PYTORCH, onnx_opset=OPSET)
-    (whole.parents[1] / "model.yaml").write_text(
-        "batched: false\nsession: {operator_libraries: [onnxruntime-extensions]}\n"
-    )
+    # In another process, as its import has all later processes use another implementation of protobuf.
+    subprocess.run([sys.executable, "-c", SCRIPT, network, whole, str(OPSET)], check=True, timeout=LONG_S)
+    (whole.parents[1] / "model.yaml").write_text(yaml.safe_dump({"batched": False, **EXTENSIONS}))
     pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
@@ -134,7 +143,8 @@ def run_on_pixels(path: Path, pixels: np.ndarray) -> dict[str, np.ndarray]:
     decoding.CopyFrom(helper.make_node("Identity", list(decoding.input), list(decoding.output)))
     model.graph.input[0].CopyFrom(helper.make_tensor_value_info("image", TensorProto.UINT8, [None, None, 3]))
     options = ort.SessionOptions()
-    options.register_custom_ops_library(get_library_path())
+    (library,) = operator_libraries(ModelOptions.model_validate(EXTENSIONS), None)
+    options.register_custom_ops_library(str(library))
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, {"image": np.ascontiguousarray(pixels)}), strict=True))

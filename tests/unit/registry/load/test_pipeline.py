@@ -769,7 +769,7 @@ def test_endless_warm_up_fails_the_load(tmp_path: Path) -> None:
 
 def test_load_does_not_wait_for_an_unabortable_run(tmp_path: Path) -> None:
     options = ModelOptions(warmup_run_timeout_s=0.1, run_grace_s=0.1, warmup_s=0.1, intra_op_threads=1)
-    path = builders.multiplies(tmp_path / "m.onnx", least=2048)
+    path = builders.multiplies(tmp_path / "m.onnx", least=3072)
     with pytest.raises(ServeError, match="a run in warm-up was ended"):
         load(path, options)
     (worker,) = workers()  # it is inside the operator yet
