@@ -39,7 +39,7 @@ TARGETS: Final = {
 }
 
 
-def nested(path: Path, steps: int = 12, width: int = 700) -> Path:
+def nested(path: Path, steps: int = 12, width: int = 1000) -> Path:
     """A loop whose steps alternate between the branches of an If: x [16, width] → y; over 5 ms on one core."""
     rng = np.random.default_rng(0)
     weights = [

@@ -749,7 +749,7 @@ async def test_version_with_its_only_instance_stuck_is_unready_until_reloaded(
     is_gone = asyncio.Event()
     registry.on_change = lambda: None if registry.ready_versions("long") else is_gone.set()
     with pytest.raises(ServeError, match=r"was terminated after 0\.\d s: its limit is 0\.3 s") as caught:
-        await multiply(registry, 2800)
+        await multiply(registry, 4000)
     assert caught.value.kind is ErrorKind.DEADLINE
     await asyncio.wait_for(is_gone.wait(), 30)
     assert refusal(registry, "long").kind is ErrorKind.NOT_READY
@@ -769,7 +769,7 @@ async def test_version_with_one_instance_left_serves_until_reloaded(load: Load, 
     states: list[bool] = []
     registry.on_change = lambda: states.append(bool(registry.ready_versions("long")))
     with pytest.raises(ServeError, match="was terminated"):
-        await multiply(registry, 2800)
+        await multiply(registry, 4000)
     assert await multiply(registry, 3) == 3
     await ready_again(registry, "long", instead_of=stuck)
     assert await multiply(registry, 4) == 4
@@ -782,7 +782,7 @@ async def test_version_that_cannot_be_reloaded_shows_the_reason(load: Load, tmp_
     registry = await load()
     builders.not_onnx(tmp_path / "long" / "1" / "model.onnx")
     with pytest.raises(ServeError, match="was terminated"):
-        await multiply(registry, 2800)
+        await multiply(registry, 4000)
     for _ in range(600):
         (state, reason) = state_of(registry, "long")[1]
         if "cannot load the model" in reason:
