@@ -143,7 +143,7 @@ def parse_message(message_type: type[M], data: bytes | memoryview) -> M:
         check_field_count(data, message_type.DESCRIPTOR.full_name)
     try:
         return message_type.FromString(data if isinstance(data, bytes) else bytes(data))
-    except DecodeError:
+    except (DecodeError, UnicodeDecodeError):  # the second one from protobuf's implementation in Python
         raise malformed(message_type.DESCRIPTOR.full_name) from None
 
 

@@ -1,7 +1,10 @@
 """Serialized inference messages to core and back."""
 
 import math
+import os
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -653,3 +656,20 @@ def test_answer_over_the_message_limit_is_rejected(monkeypatch: pytest.MonkeyPat
     response = InferResponse("m", "1", "", [Tensor("y", DataType.UINT8, np.zeros(200, np.uint8))])
     with pytest.raises(ServeError, match="which exceeds gRPC's byte size limit 100"):
         encode_response(response)
+
+
+@pytest.mark.parametrize("implementation", ["upb", "python"])
+def test_name_that_is_not_utf8_is_malformed_with_every_implementation_of_protobuf(implementation: str) -> None:
+    script = """
+from google.protobuf.internal import api_implementation
+from ortserve.codecs.grpc_infer import GrpcRequest
+from ortserve.errors import ServeError
+try:
+    GrpcRequest(bytes([10, 2, 0xC3, 0x28])).read()
+except ServeError as error:
+    print(api_implementation.Type(), error.kind.value)
+"""
+    environment = os.environ | {"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": implementation}
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.split() == [implementation, "invalid_input"], done.stderr
