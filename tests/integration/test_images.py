@@ -21,9 +21,10 @@ from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import Infer, grpc_raw, rest_binary, rest_json, triton_inputs
 from models.builders import OPSET, write
-from models.images import decoder, digit_reader
+from models.images import decoder
 from ortserve.config.model import ModelOptions
 from ortserve.registry.repository.model_files import operator_libraries
+from pages import DOCS, blocks
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, rest_url, serving
 
 DIGITS = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository" / "digits" / "1" / "model.onnx"
@@ -35,31 +36,26 @@ from pathlib import Path
 from onnxruntime_extensions.tools.add_pre_post_processing_to_model import ModelSource, mobilenet
 mobilenet(Path(sys.argv[1]), Path(sys.argv[2]), ModelSource.PYTORCH, onnx_opset=int(sys.argv[3]))
 """
-# The file of the example in docs/ensembles.md.
-CLASSIFIER = """\
-batched: false
-inputs:
-  FILE: {datatype: UINT8, dims: [-1]}
-outputs:
-  LABEL: {datatype: INT64, dims: [1]}
-ensemble:
-  steps:
-    - {model: reader, inputs: {file: FILE}, outputs: {pixels: pixels}}
-    - {model: digits, inputs: {image: pixels}, outputs: {label: LABEL}}
-"""
+PAGE = (DOCS / "ensembles.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("images")
-    for name in ("reader", "pixels", "digits", "digit_photos"):
+    for name in ("pixels", "digits", "digit_photos"):
         (folder / name / "1").mkdir(parents=True)
-    digit_reader(folder / "reader" / "1" / "model.onnx")
+    subprocess.run([sys.executable, "-c", example("python", "ImageDecoder")], cwd=folder, check=True, timeout=LONG_S)
     decoder(folder / "pixels" / "1" / "model.onnx", "DecodeImage")
     (folder / "digits" / "1" / "model.onnx").write_bytes(DIGITS.read_bytes())
-    (folder / "digit_photos" / "model.yaml").write_text(CLASSIFIER)
+    (folder / "digit_photos" / "model.yaml").write_text(example("yaml", "digit_photos"))
     with serving(folder, *SHORT_WARMUP) as server:
         yield server
+
+
+def example(language: str, mark: str) -> str:
+    """The one block of the page with this text."""
+    (found,) = (block for block in blocks(language, PAGE) if mark in block)
+    return found
 
 
 def photo(image: np.ndarray, form: str = "JPEG") -> np.ndarray:
@@ -77,6 +73,16 @@ def test_digits_in_image_files_are_classified(server: ServerProcess, infer: Infe
     with ThreadPoolExecutor(4) as threads:  # callers share batches of the classifier
         labels = [*threads.map(lambda file: infer(server, "digit_photos", {"FILE": file})["LABEL"][0], files)]
     assert np.mean(np.array(labels) == data.target[:60]) >= 0.95
+
+
+def test_client_of_the_page_classifies_a_file(server: ServerProcess, tmp_path: Path) -> None:
+    data = load_digits()
+    (tmp_path / "seven.jpg").write_bytes(photo(data.images[data.target == 7][0]).tobytes())
+    script = example("python", "seven.jpg").replace("127.0.0.1:8000", server.http)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=LONG_S, stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout == "[7]\n"
 
 
 def test_metadata_name_the_file_as_the_input(server: ServerProcess) -> None:
