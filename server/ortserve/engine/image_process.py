@@ -1,7 +1,8 @@
 """The helper process that decodes image files with Pillow, with which ONNX defines ``ImageDecoder``.
 
-Pillow holds the interpreter lock for parts of its work, all of it for JPEG 2000: 3 s for 9 million pixels. A malformed
-file that ends the libraries below it ends this process instead of the server. ``engine/encoded_images`` starts it.
+Pillow holds the interpreter lock for parts of its work, for all of it with JPEG 2000, which takes seconds for large
+images. A malformed file that ends the libraries below it ends this process instead of the server.
+``engine/encoded_images`` starts it.
 """
 
 import io
