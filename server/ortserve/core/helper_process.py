@@ -35,46 +35,24 @@ _OOM_SCORE: Final = b"500"
 
 
 class HelperProcess:
-    """A process that runs ``serve``. Used by one thread at a time."""
+    """A process that runs ``serve``: started by the first call, and again by the next one if it has ended.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, module: str, task: str, memory: LargeMemory) -> None:
-        """Start the process.
+        """Start nothing yet.
 
         Args:
             module: A module of this package whose ``main`` calls ``serve``.
             task: What the process does, for errors: ``reads JSON``.
             memory: For large results.
-
-        Raises:
-            ServeError: overloaded, if the process cannot be started.
         """
-        ours, theirs = socket.socketpair()
-        # Limits of the system's calls, each of which moves a whole part without the interpreter lock. With a timeout of
-        # Python's each would move only what a buffer of 200 KB holds.
-        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _TIMEOUT_S, 0))
-        self._connection = ours
-        self._memory = memory
+        self._module = module
         self._task = task
-        # Not with ``-m``, which does not run compiled modules.
-        command = [sys.executable, "-c", f"from {module} import main; main()", str(theirs.fileno())]
-        # The process does no linear algebra, and numpy's threads would reserve address space.
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-        try:
-            self._process = subprocess.Popen(  # noqa: S603 - of this package
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
-            )
-        except OSError as error:
-            ours.close()
-            raise ServeError(
-                ErrorKind.OVERLOADED, f"the process that {task} cannot be started: {error.strerror}", retry_after_s=1
-            ) from error
-        finally:
-            theirs.close()
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
+        self._memory = memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
 
     def call(self, arguments: Any, content: bytes | memoryview) -> list[memoryview]:
         """Have the process do its work on bytes.
@@ -87,23 +65,53 @@ class HelperProcess:
             The parts of the result; ``unpack`` reads the first one.
 
         Raises:
-            ServeError: overloaded, if the process ends meanwhile, mostly for lack of memory.
+            ServeError: overloaded, if the process cannot be started, or ends meanwhile, mostly for lack of memory.
         """
+        connection = self._connection
+        if connection is None or self._process is None or self._process.poll() is not None:
+            self.close()
+            connection = self._start()
         try:
-            _send(self._connection, [pickle.dumps(arguments), content])
-            return _receive(self._connection, self._memory)
+            _send(connection, [pickle.dumps(arguments), content])
+            return _receive(connection, self._memory)
         except (EOFError, OSError, MemoryError) as error:
-            self._process.kill()
-            status = self._process.wait()
-            self._connection.close()
+            status = self.close()
             text = f"the process that {self._task} ended with status {status} while it read {len(content)} bytes"
             raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
 
-    def close(self) -> None:
-        """End the process, which must not be in use."""
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
+    def close(self) -> int | None:
+        """End the process, which must not be in use. Returns its status; None if there is none."""
+        connection, process = self._connection, self._process
+        self._connection = self._process = None
+        if connection is not None:
+            connection.close()
+        if process is None:
+            return None
+        process.kill()
+        return process.wait()
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        # Limits of the system's calls, each of which moves a whole part without the interpreter lock. With a timeout of
+        # Python's each would move only what a buffer of 200 KB holds.
+        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _TIMEOUT_S, 0))
+        # Not with ``-m``, which does not run compiled modules.
+        command = [sys.executable, "-c", f"from {self._module} import main; main()", str(theirs.fileno())]
+        # The process does no linear algebra, and numpy's threads would reserve address space.
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - of this package
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+            )
+        except OSError as error:
+            ours.close()
+            text = f"the process that {self._task} cannot be started: {error.strerror}"
+            raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
+        finally:
+            theirs.close()
+        self._connection = ours
+        return ours
 
 
 def serve(work: Callable[[Any, memoryview], Parts], task: str, niceness: int = _NICENESS) -> None:

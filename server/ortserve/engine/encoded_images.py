@@ -5,7 +5,7 @@ process if a JPEG file is truncated. So a session gets the model with decoded im
 Pillow (``image_process``) decodes the files before each run.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Lock
@@ -17,10 +17,10 @@ import onnxruntime as ort
 from ortserve.core.helper_process import HelperProcess, unpack
 from ortserve.core.large_memory import LargeMemory
 from ortserve.engine import image_process
-from ortserve.engine.image_process import PIXEL_FORMATS, Wish
+from ortserve.engine.image_process import PIXEL_FORMATS, Arguments
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError
 from ortserve.model_file.editing import GRAPH_INPUT, GRAPH_NODE, Edits, write_node, write_tensor
-from ortserve.model_file.graph import UINT8, Graph, Model, Node, names_read
+from ortserve.model_file.graph import UINT8, Model, Node, all_nodes, names_read
 
 _DECODERS: Final = {
     "ImageDecoder": frozenset({""}),
@@ -61,15 +61,15 @@ def find_images(model: Model) -> dict[str, ImageInput]:
         ServeError: unsupported, for a node that decodes something else than an input of the model, or an input that
             another node reads, too; or for an unknown pixel format.
     """
-    decoders = [node for node in model.graph.nodes if _decodes(node)]
-    has_inner = any(map(_has_decoder, _inner_nodes(model)))
-    if not decoders and not has_inner:
+    decoders = list(filter(_decodes, all_nodes(model)))
+    if not decoders:
         return {}
     inputs = {declared.name for declared in model.graph.inputs} - model.graph.constants.keys()
-    images = {node.inputs[0]: _image_input(node) for node in decoders if node.inputs and node.inputs[0] in inputs}
+    first = [node for node in model.graph.nodes if _decodes(node) and inputs.intersection(node.inputs)]
+    images = {node.inputs[0]: _image_input(node) for node in first}
     read = [name for node in model.graph.nodes for name in names_read(node)]
     read += [declared.name for declared in model.graph.outputs]
-    if not has_inner and len(images) == len(decoders) and all(read.count(name) == 1 for name in images):
+    if len(images) == len(decoders) and all(read.count(name) == 1 for name in images):
         return images
     raise ServeError(
         ErrorKind.UNSUPPORTED,
@@ -111,15 +111,14 @@ class ImageSession:
         self._session = session
         self._images = images
         self._max_pixels = max_pixels
-        self._memory = LargeMemory(_KEPT_BYTES)
-        self._process: HelperProcess | None = None
+        self._process = HelperProcess(image_process.__name__, "decodes images", LargeMemory(_KEPT_BYTES))
         self._lock = Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
     def __del__(self) -> None:
-        process: HelperProcess | None = self.__dict__.get("_process")
+        process: HelperProcess | None = self.__dict__.get("_process")  # None if Pillow is missing
         if process is not None:
             process.close()
 
@@ -147,14 +146,9 @@ class ImageSession:
 
     def _decode(self, image: ImageInput, file: np.ndarray) -> np.ndarray:
         """The pixels of a file, UINT8 ``[height, width, channels]``."""
-        wish: Wish = (image.name, image.pixel_format, self._max_pixels)
+        arguments: Arguments = (image.name, image.pixel_format, self._max_pixels)
         with self._lock:
-            if self._process is not None and not self._process.is_running:
-                self._process.close()
-                self._process = None
-            if self._process is None:
-                self._process = HelperProcess(image_process.__name__, "decodes images", self._memory)
-            parts = self._process.call(wish, np.ascontiguousarray(file).data)
+            parts = self._process.call(arguments, np.ascontiguousarray(file).data)
         try:
             shape = unpack(parts[0])
         except ServeError as error:
@@ -185,21 +179,3 @@ def _image_input(node: Node) -> ImageInput:
             ErrorKind.UNSUPPORTED, f"operator {node.op}: pixel_format: expected {expected}, got {pixel_format}"
         )
     return ImageInput(node.inputs[0], node.outputs[0], node.op, pixel_format)
-
-
-def _inner_nodes(model: Model) -> Iterator[Node]:
-    """The nodes of functions, and of the graphs of nodes."""
-    for function in model.functions.values():
-        yield from function.nodes
-    for node in model.graph.nodes:
-        for value in node.attributes.values():
-            if isinstance(value, Graph):
-                yield from value.nodes
-
-
-def _has_decoder(node: Node) -> bool:
-    """Whether the node, or one of its graphs, decodes images."""
-    if _decodes(node):
-        return True
-    graphs = [value for value in node.attributes.values() if isinstance(value, Graph)]
-    return any(_has_decoder(inner) for graph in graphs for inner in graph.nodes)

@@ -15,7 +15,7 @@ from ortserve.errors import ErrorKind, ServeError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Wish: TypeAlias = tuple[str, str, int]
+Arguments: TypeAlias = tuple[str, str, int]
 """The name of the input, the pixel format, and the maximum width times height."""
 
 PIXEL_FORMATS: Final = {"RGB": ("RGB", "RGB", 3), "BGR": ("RGB", "BGR", 3), "Grayscale": ("L", "L", 1)}
@@ -31,7 +31,7 @@ _NICENESS: Final = 0
 """As for runs, of which decoding is a part."""
 
 
-def decode(wish: Wish, file: memoryview) -> Parts:
+def decode(arguments: Arguments, file: memoryview) -> Parts:
     """Decode a file to the shape and the pixels, UINT8 ``[height, width, channels]``.
 
     Raises:
@@ -40,11 +40,11 @@ def decode(wish: Wish, file: memoryview) -> Parts:
     """
     import PIL.Image
 
-    name, pixel_format, _ = wish
+    name, pixel_format, _ = arguments
     mode, order, channels = PIXEL_FORMATS[pixel_format]
     try:
         with PIL.Image.open(io.BytesIO(file), formats=_FORMATS) as image:
-            _check(image, wish)
+            _check(image, arguments)
             pixels = image.convert(mode).tobytes("raw", order)
             return [pack((image.height, image.width, channels)), pixels]
     except (MemoryError, ServeError):
@@ -56,9 +56,9 @@ def decode(wish: Wish, file: memoryview) -> Parts:
         raise _rejection(name, "an image file", got) from None
 
 
-def _check(image: "Image", wish: Wish) -> None:
+def _check(image: "Image", arguments: Arguments) -> None:
     """Check what the head of the file says, before there is memory for its pixels."""
-    name, _, max_pixels = wish
+    name, _, max_pixels = arguments
     if image.width * image.height > max_pixels:
         expected = f"an image of at most {max_pixels} pixels (session.max_image_pixels)"
         raise _rejection(name, expected, f"{image.width} by {image.height}")
@@ -75,6 +75,6 @@ def main() -> None:
     """Decode what the server sends."""
     import PIL.Image
 
-    PIL.Image.MAX_IMAGE_PIXELS = None  # the wish has the limit
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # callers decide how many there are
+    PIL.Image.MAX_IMAGE_PIXELS = None  # the arguments have the limit
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # callers could fill the log with them
     serve(decode, "the pixels of an image", _NICENESS)

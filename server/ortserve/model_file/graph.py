@@ -1,6 +1,6 @@
 """The record of a model file: graphs, nodes, attributes, constants and functions. ``reading`` makes it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Final, TypeAlias
@@ -164,6 +164,28 @@ def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
             if not left[reader]:
                 ready.append(reader)
     return tuple(nodes[index] for index in ready)
+
+
+def all_graphs(model: Model) -> Iterator[Graph]:
+    """The main graph, and all graphs that nodes run."""
+    pending = [model.graph, *(graph for function in model.functions.values() for graph in graphs_of(function.nodes))]
+    while pending:
+        graph = pending.pop()
+        yield graph
+        pending += graphs_of(graph.nodes)
+
+
+def all_nodes(model: Model) -> Iterator[Node]:
+    """The nodes of all graphs and functions."""
+    for graph in all_graphs(model):
+        yield from graph.nodes
+    for function in model.functions.values():
+        yield from function.nodes
+
+
+def graphs_of(nodes: Iterable[Node]) -> Iterator[Graph]:
+    """The graphs that nodes run, without those inside them."""
+    return (value for node in nodes for value in node.attributes.values() if isinstance(value, Graph))
 
 
 def names_read(node: Node) -> Iterator[str]:

@@ -65,9 +65,6 @@ class CodecThreads:
 
     def _process(self) -> HelperProcess:
         process: HelperProcess | None = getattr(self._own, "process", None)
-        if process is not None and not process.is_running:
-            process.close()
-            process = None
         if process is None:
             process = self._own.process = HelperProcess("ortserve.codecs.json_process", "reads JSON", self._memory)
         return process

@@ -6,7 +6,7 @@ from math import prod
 from typing import Final
 
 from ortserve.core.signature import TensorSpec
-from ortserve.model_file.graph import Graph, Model, Node, Tensor
+from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes
 from ortserve.tools.inspect.result import Content, TensorInfo, Weights
 from ortserve.tools.opening import OpenModel
 
@@ -62,23 +62,6 @@ def count_weights(model: Model) -> list[Weights]:
         name, bits = _ELEMENTS.get(dtype, (f"type {dtype}", 0))
         found.append(Weights(name, len(counts), sum(counts), -(-sum(counts) * bits // 8)))
     return sorted(found, key=lambda one: one.nbytes, reverse=True)
-
-
-def all_graphs(model: Model) -> Iterator[Graph]:
-    """The main graph, and all graphs that nodes run."""
-    pending = [model.graph]
-    while pending:
-        graph = pending.pop()
-        yield graph
-        pending += [value for node in graph.nodes for value in node.attributes.values() if isinstance(value, Graph)]
-
-
-def all_nodes(model: Model) -> Iterator[Node]:
-    """The nodes of all graphs and functions."""
-    for graph in all_graphs(model):
-        yield from graph.nodes
-    for function in model.functions.values():
-        yield from function.nodes
 
 
 def operator_name(node: Node) -> str:

@@ -7,9 +7,9 @@ from typing import Final
 
 from ortserve.engine.bounded_time import CONTROL_FLOW
 from ortserve.engine.provider_options import GPU_PROVIDERS
-from ortserve.model_file.graph import DOUBLE, Node
+from ortserve.model_file.graph import DOUBLE, Node, all_graphs, all_nodes
 from ortserve.tools.inspect import patterns
-from ortserve.tools.inspect.content import all_graphs, all_nodes, described
+from ortserve.tools.inspect.content import described
 from ortserve.tools.inspect.patterns import Wiring
 from ortserve.tools.inspect.placement import Optimized, wishes
 from ortserve.tools.inspect.result import Content, Placement, TensorInfo

@@ -15,7 +15,7 @@ from ortserve.engine.provider_options import OPENVINO
 from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
-from ortserve.model_file.graph import UNREADABLE, Model
+from ortserve.model_file.graph import UNREADABLE, Model, all_nodes
 from ortserve.model_file.reading import read_model
 from ortserve.tools.inspect import content
 from ortserve.tools.inspect.result import Placement
@@ -107,7 +107,7 @@ def open_optimized(subject: Subject, provider: str, level: str | None = None) ->
 def describe_placement(opened: OpenModel, optimized: Optimized) -> Placement:
     """What a session reports."""
     provider, operators = opened.choice.name, count_operators(opened.session)
-    copies = [content.described(node) for node in content.all_nodes(optimized.model) if node.op in COPIES]
+    copies = [content.described(node) for node in all_nodes(optimized.model) if node.op in COPIES]
     return Placement(
         provider,
         "",

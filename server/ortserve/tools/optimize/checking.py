@@ -16,9 +16,10 @@ from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import invalid_input
+from ortserve.model_file.graph import all_nodes
 from ortserve.tools.compare.measure import BATCH, common_rows, measure_agreement
 from ortserve.tools.inputs import choose_inputs
-from ortserve.tools.inspect.content import all_nodes, count_operators
+from ortserve.tools.inspect.content import count_operators
 from ortserve.tools.inspect.placement import open_optimized
 from ortserve.tools.opening import OpenModel
 from ortserve.tools.optimize.files import nbytes_of

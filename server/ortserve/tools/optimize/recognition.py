@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from ortserve.model_file.graph import Model, Node
+from ortserve.model_file.graph import Model, Node, all_graphs
 from ortserve.tools.inspect import patterns
-from ortserve.tools.inspect.content import all_graphs, described
+from ortserve.tools.inspect.content import described
 from ortserve.tools.inspect.patterns import Wiring
 from ortserve.tools.inspect.placement import Optimized
 from ortserve.tools.optimize.result import AlmostFused

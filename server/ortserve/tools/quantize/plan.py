@@ -9,8 +9,7 @@ from math import prod
 from typing import Final
 
 from ortserve.errors import invalid_input
-from ortserve.model_file.graph import FLOAT, Model, Node, Tensor
-from ortserve.tools.inspect.content import all_graphs, all_nodes
+from ortserve.model_file.graph import FLOAT, Model, Node, Tensor, all_graphs, all_nodes
 from ortserve.tools.quantize.result import Settings
 from ortserve.tools.speed import Speed
 
