@@ -114,7 +114,7 @@ def _posting(ports: Ports, path: str, body: bytes, headers: Mapping[str, str] = 
     sized = {**headers, "Content-Length": str(len(body))}
 
     def ask() -> Sequence[str]:
-        # In pieces: a kernel without preemption gives nobody else the processor during one large call.
+        # A kernel without preemption lends the processor for a whole call, so that the body is sent in pieces.
         connection = http.client.HTTPConnection("127.0.0.1", ports.http, timeout=SLOWEST_S, blocksize=_PIECE_BYTES)
         with closing(connection):
             connection.request("POST", path, io.BytesIO(body), sized)

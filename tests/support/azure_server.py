@@ -82,7 +82,7 @@ class AzureServer:
 
 
 def _installed() -> Path:
-    """The folder of Azurite; made by the first who asks for it."""
+    """Install Azurite, unless another test has, and return its folder."""
     npm = shutil.which("npm")
     if npm is None:
         raise UnavailableError("npm, for Azurite, is not installed")

@@ -33,7 +33,7 @@ class S3Server:
         self.start(secret_key)
 
     def start(self, secret_key: str = SECRET_KEY, access_key: str = ACCESS_KEY) -> None:
-        """Serve with these keys, or everybody if the secret one is empty, on a new port."""
+        """Start the server on a new port. An empty secret key turns authentication off."""
         program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
         flags = ["--auth-key", f"{access_key},{secret_key}"] if secret_key else []
         flags += [

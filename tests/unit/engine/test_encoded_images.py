@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +165,22 @@ def test_a_process_that_is_killed_is_replaced(path: Path) -> None:
     (helper,) = helpers()
     del session
     assert not helper.is_running()
+
+
+def test_a_process_that_ends_in_the_middle_fails_one_request(path: Path) -> None:
+    session, small = opened(decoder(path)), encoded(Image.fromarray(PIXELS))
+    decode(session, small)
+    (helper,) = helpers()
+    idle_s = helper.cpu_times().user
+    slow = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 256, (1500, 1500, 3), np.uint8)), "JPEG2000")
+    with ThreadPoolExecutor(1) as thread:
+        decoding = thread.submit(decode, session, slow)
+        while helper.cpu_times().user < idle_s + 0.05:
+            assert not wait([decoding], timeout=0.005).done
+        helper.kill()
+        with pytest.raises(ServeError, match="the process that decodes images ended with status -9 while it read"):
+            decoding.result(60)
+    assert np.array_equal(decode(session, small), PIXELS)
 
 
 def test_bfloat16_outputs_beside_images(path: Path) -> None:
