@@ -1,15 +1,16 @@
 """What does a loop that polls for the next request save a lone client, and what does it cost otherwise?
 
-Level: server. Expected, of ``--busy-poll-us 200`` against 0: at one client in a closed loop at most 0.45 of the
+Level: server. Expected, of ``--busy-poll-us 200`` against 0, or against an earlier server: at one client in a closed loop at most 0.45 of the
 median time over REST JSON and gRPC; idle the same CPU; at 200 requests a second, evenly spread or as a Poisson process,
 at most 1.1 of the CPU; at 32 clients no fewer requests a second.
 
-    python loadtests/busy_poll.py [--rounds 3] [--seconds 2]
+    python loadtests/busy_poll.py [--rounds 3] [--seconds 2] [--base DIR --base-name NAME] [--results DIR]
 
-Both servers run all the time, one is asked at a time, in turns. The one client, and that of the open loop while it
-waits for an answer, never sleeps (``spinning_client``), for its own waking is no part of the question; 32 clients are
-wrk and h2load. One client of wrk, which sleeps, is there to compare with. Every answer of the one client is checked, of
-the 32 samples. CPU is that of the server's threads by the scheduler's own account. Writes
+All servers run all the time, one is asked at a time, in turns. With ``--base`` the server of another source tree, with
+its default options, takes its turns, too, and the aims are ratios to it. The one client, and that of the open loop
+while it waits for an answer, never sleeps (``spinning_client``), for its own waking is no part of the question; 32
+clients are wrk and h2load. One client of wrk, which sleeps, is there to compare with. Every answer of the one client is
+checked, of the 32 samples. CPU is that of the server's threads by the scheduler's own account. Writes
 ``loadtests/results/busy_poll.md``.
 """
 
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,8 @@ from models.builders import mlp  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 from spinning_client import Caller, GrpcCaller, RestCaller  # noqa: E402
 
-ARMS = {"sleeping": ("--busy-poll-us=0",), "polling": ("--busy-poll-us=200",)}
-PORTS = {"sleeping": 18400, "polling": 18410}
+FLAGS = {"sleeping": ("--busy-poll-us=0",), "polling": ("--busy-poll-us=200",), "base": ()}
+PORTS = {"sleeping": 18400, "polling": 18410, "base": 18420}
 OPEN_RATE = 200
 CALLERS: dict[str, Callable[[int, str, np.ndarray, np.ndarray], Caller]] = {"REST": RestCaller, "gRPC": GrpcCaller}
 
@@ -181,8 +182,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2)
     parser.add_argument("--only", default="", help="measure only what has this in its name")
+    parser.add_argument("--base", type=Path, help="source folder (PYTHONPATH) of another server to compare with")
+    parser.add_argument("--base-name", default="", help="what the results page calls it, such as its commit")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
+    environment: dict[str, dict[str, str]] = {name: {} for name in ("sleeping", "polling")}
+    if options.base:
+        environment["base"] = {"PYTHONPATH": str(options.base)}
     row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
     measured: dict[tuple[str, str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
@@ -192,18 +198,18 @@ def main() -> None:
         expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": row})[0]
         arms = {
             name: Arm(
-                servers.enter_context(serving(folder / "models", PORTS[name], *flags)),
+                servers.enter_context(serving(folder / "models", PORTS[name], *FLAGS[name], environment=variables)),
                 PORTS[name],
                 row,
                 expected,
                 folder,
             )
-            for name, flags in ARMS.items()
+            for name, variables in environment.items()
         }
         chosen = {name: measure for name, measure in measures(options.seconds).items() if options.only in name}
         for number in range(options.rounds):
             for what, measure in chosen.items():
-                for name in ARMS if number % 2 else reversed(ARMS):
+                for name in arms if number % 2 else reversed(arms):
                     found = measure(arms[name], number)
                     for unit, value in found.items():
                         measured.setdefault((what, unit, name), []).append(value)
@@ -213,21 +219,23 @@ def main() -> None:
 
 
 def report(measured: dict[tuple[str, str, str], list[float]], options: argparse.Namespace) -> None:
-    def ratio(what: str, unit: str) -> Sequence[float]:
-        pairs = zip(measured[what, unit, "polling"], measured[what, unit, "sleeping"], strict=True)
-        return [polling / sleeping for polling, sleeping in pairs]
+    others = ["sleeping", "base"] if options.base else ["sleeping"]
+
+    def ratios(what: str, unit: str, other: str) -> list[float]:
+        pairs = zip(measured[what, unit, "polling"], measured[what, unit, other], strict=True)
+        return [polling / reference for polling, reference in pairs]
 
     rows = []
     for what, unit in dict.fromkeys((what, unit) for what, unit, _ in measured):
         aim = AIMS.get((what, unit))
+        is_met = aim is not None and statistics.median(ratios(what, unit, others[-1])) <= aim
         rows.append(
             [
                 what,
                 unit,
-                spread(measured[what, unit, "sleeping"]),
-                spread(measured[what, unit, "polling"]),
-                spread(ratio(what, unit)),
-                "" if aim is None else f"{aim} {'met' if statistics.median(ratio(what, unit)) <= aim else 'MISSED'}",
+                *(spread(measured[what, unit, name]) for name in (*others[::-1], "polling")),
+                *(spread(ratios(what, unit, other)) for other in others),
+                "" if aim is None else f"{aim} {'met' if is_met else 'MISSED'}",
             ]
         )
     setting = (
@@ -235,7 +243,10 @@ def report(measured: dict[tuple[str, str, str], list[float]], options: argparse.
         "in which the servers took turns. Sleeping is `--busy-poll-us 0`, polling "
         "`--busy-poll-us 200`. The client shares the processors."
     )
-    header = ["load", "figure", "sleeping", "polling", "polling / sleeping", "at most, as asked"]
+    if options.base:
+        setting += f" Base is another version of the server, {options.base_name}, with its default options."
+    header = ["load", "figure", *others[::-1], "polling", *(f"polling / {other}" for other in others)]
+    header.append(f"of {others[-1]} at most, as asked")
     text = "\n\n".join(["# Polling for a lone client", circumstances(), setting, table(header, rows)])
     options.results.mkdir(exist_ok=True)
     (options.results / "busy_poll.md").write_text(text + "\n")
