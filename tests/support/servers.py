@@ -195,11 +195,16 @@ def serving(
         server.stop()
 
 
+def with_support_folder(name: str) -> dict[str, str]:
+    """Environment of a server that imports the ``sitecustomize`` of a folder of ``support/`` at its start."""
+    folder = str(Path(__file__).parent / name)
+    return {"PYTHONPATH": os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def freezing(way: str, seconds: float | None = None) -> dict[str, str]:
     """Environment of a server whose event loop freezes at SIGUSR1 (``freezing/sitecustomize.py``)."""
-    folder = str(Path(__file__).parent / "freezing")
-    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path, "FREEZE_WAY": way} | ({} if seconds is None else {"FREEZE_S": str(seconds)})
+    environment = with_support_folder("freezing") | {"FREEZE_WAY": way}
+    return environment | ({} if seconds is None else {"FREEZE_S": str(seconds)})
 
 
 def add_model(repository: Path, name: str, build: Callable[..., Path], *, version: int = 1, **traits: Any) -> Path:

@@ -73,6 +73,24 @@ class Call(InflightRequest):
         self.on_answer: Callable[[Any], object] | None = None
         self.on_error: Callable[[ServeError], object] | None = None
 
+    def report_answer(self, answer: Any) -> None:
+        """Hand over the encoded answer."""
+        on_answer = self.on_answer
+        assert on_answer is not None
+        self.drop_callbacks()
+        on_answer(answer)
+
+    def report_error(self, error: ServeError) -> None:
+        """Hand over the error."""
+        on_error = self.on_error
+        assert on_error is not None
+        self.drop_callbacks()
+        on_error(error)
+
+    def drop_callbacks(self) -> None:
+        """Forget the callbacks, which may refer to the call: cycles would leave its memory to the garbage collector."""
+        self.on_answer = self.on_error = None
+
 
 async def try_candidate(
     candidate: str, rollout: Rollout, call: Call, request: InferRequest, registry: Registry

@@ -254,6 +254,7 @@ class InferenceService:
     def _on_settled(self, call: Call) -> None:
         """Answer a call that has outputs, failed or was cancelled."""
         if call.state == CANCELLED:
+            call.drop_callbacks()
             self._recorder.cancelled(call)
             self._end_failed()
             return
@@ -325,8 +326,7 @@ class InferenceService:
         self._activity.step = NOTHING
         if self._polling is not None:
             self._polling.on_end(call.timing.done_ns)
-        assert call.on_answer is not None
-        call.on_answer(answer)
+        call.report_answer(answer)
 
     def _end_failed(self) -> None:
         """A call that was queued has ended without an answer."""
@@ -352,8 +352,7 @@ class InferenceService:
         elif isinstance(error, ModelRejectionError) and call.served is not None:
             call.served.rejections.note(error, self._clock())
         self._recorder.failed(call, error.kind)
-        assert call.on_error is not None
-        call.on_error(_for_caller(error, call))
+        call.report_error(_for_caller(error, call))
 
 
 def _set_result(answered: "asyncio.Future[Answer]", answer: Answer) -> None:
