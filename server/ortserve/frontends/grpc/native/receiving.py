@@ -70,6 +70,10 @@ class Receiving:
         self._on_drain_answer = on_drain_answer
         self._streams: Final = sending.streams
         self._headers = HeaderReader()
+        self._last_headers: Headers | None = None
+        """Of the latest request, and what ``read_head`` returned for them: most calls of a client repeat them. They may
+        hold a key, as the HPACK table of the connection does; both end with the connection."""
+        self._last_head = TOO_LARGE
         self._flood = TokenBucket(life.heard_ns)
         self._resets = ResetLimit(self._flood)
         self._window_updates = TokenBucket(life.heard_ns)
@@ -196,11 +200,14 @@ class Receiving:
         if len(self._streams) >= self._limits.max_streams or (sending.unsent_bytes and sending.has_too_much_unsent()):
             self._reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
-        try:
-            head = TOO_LARGE if headers is None else read_head(headers)
-        except MalformedRequestError:
-            self._reset(stream_id, ErrorCode.PROTOCOL_ERROR)
-            return
+        if headers is not self._last_headers:  # the reader returns the same object for a block that it has cached
+            try:
+                self._last_head = TOO_LARGE if headers is None else read_head(headers)
+            except MalformedRequestError:
+                self._reset(stream_id, ErrorCode.PROTOCOL_ERROR)
+                return
+            self._last_headers = headers
+        head = self._last_head
         self._resets.begun += 1
         heard_ns = self._life.heard_ns
         stream = Stream(
