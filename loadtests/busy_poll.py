@@ -1,6 +1,6 @@
 """What does a loop that polls for the next request save a lone client, and what does it cost otherwise?
 
-Level: server. Expected, of ``--busy-poll-us 200`` against 0, or against an earlier server: at one client in a closed loop at most 0.45 of the
+Level: server. Expected, of ``--busy-poll-us 200`` against 0: at one client in a closed loop at most 0.45 of the
 median time over REST JSON and gRPC; idle the same CPU; at 200 requests a second, evenly spread or as a Poisson process,
 at most 1.1 of the CPU; at 32 clients no fewer requests a second.
 
