@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from encodings_of_requests import triton_inputs
 from models import builders, members
 from models.members import add_ensemble
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, serving, with_support_folder
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, with_support_folder
 
 CALLS: Final = 40
 ROW: Final = np.array([[1, 2, 3, 4]], np.float32)
@@ -52,6 +52,14 @@ def rest(model: str, values: np.ndarray, status: int = 200) -> Callable[[ServerP
                 yield
 
     return calls
+
+
+def connections(server: ServerProcess) -> Calls:
+    """Each call on a connection of its own."""
+    while True:
+        answer = httpx.post(rest_url(server, "same"), json={"inputs": [json_input("x", ROW)]}, timeout=LONG_S)
+        assert answer.status_code == 200, answer.text
+        yield
 
 
 def rpc(
@@ -98,6 +106,7 @@ def stream(server: ServerProcess) -> Calls:
 
 CASES: Final[Mapping[str, Callable[[ServerProcess], Calls]]] = {
     "json": rest("same", ROW),
+    "connections": connections,
     "long json": rest("same", LONG),
     "wrong shape over rest": rest("same", ROW[0], 400),
     "unknown model over rest": rest("none", ROW, 404),

@@ -77,19 +77,16 @@ class Call(InflightRequest):
         """Hand over the encoded answer."""
         on_answer = self.on_answer
         assert on_answer is not None
-        self.drop_callbacks()
+        # The callbacks may refer to the call: such a cycle would leave its memory to the garbage collector.
+        self.on_answer = self.on_error = None
         on_answer(answer)
 
     def report_error(self, error: ServeError) -> None:
         """Hand over the error."""
         on_error = self.on_error
         assert on_error is not None
-        self.drop_callbacks()
-        on_error(error)
-
-    def drop_callbacks(self) -> None:
-        """Forget the callbacks, which may refer to the call: cycles would leave its memory to the garbage collector."""
         self.on_answer = self.on_error = None
+        on_error(error)
 
 
 async def try_candidate(

@@ -254,7 +254,7 @@ class InferenceService:
     def _on_settled(self, call: Call) -> None:
         """Answer a call that has outputs, failed or was cancelled."""
         if call.state == CANCELLED:
-            call.drop_callbacks()
+            call.on_answer = call.on_error = None
             self._recorder.cancelled(call)
             self._end_failed()
             return
