@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +43,13 @@ class Load:
 
 @contextmanager
 def running(command: Sequence[str], ready_url: str, environment: Mapping[str, str] = NOTHING) -> Iterator[int]:
-    """A server process from its readiness to the end of the block; yields its process id."""
+    """A server process from its readiness to the end of the block; yields its process id.
+
+    Raises:
+        RuntimeError: It does not start, or another server answers at ``ready_url`` already.
+    """
+    if _answers(ready_url):
+        raise RuntimeError(f"another server answers at {ready_url} already")
     process = subprocess.Popen(command, env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"} | dict(environment))
     try:
         _wait_until_ready(process, ready_url)
@@ -211,12 +216,18 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with status {process.returncode}")
-        try:
-            with urllib.request.urlopen(url, timeout=1):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
+        if _answers(url):
+            return
+        time.sleep(0.1)
     raise RuntimeError(f"the server is not ready after {START_TIMEOUT_S} s")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1):
+            return True
+    except OSError:
+        return False
 
 
 def _find(pattern: str, text: str) -> str:
