@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, Final, TypeAlias
 
@@ -14,7 +15,7 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from encodings_of_requests import triton_inputs
-from models import builders, members
+from models import builders, members, sequences
 from models.members import add_ensemble
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, with_support_folder
 
@@ -22,6 +23,16 @@ CALLS: Final = 40
 ROW: Final = np.array([[1, 2, 3, 4]], np.float32)
 LONG: Final = np.ones((20_000, 4), np.float32)
 """As JSON over 64 KiB, and an answer that is encoded on a thread."""
+SEQUENCES: Final = """\
+sequences:
+  controls:
+    START: {kind: start}
+    READY: {kind: ready}
+    END: {kind: end}
+    CORRID: {kind: id}
+  states:
+    - {input: STATE, output: NEXT}
+"""
 TWO_STEPS: Final = [("double", {"a": "x"}, {"b": "t"}), ("double", {"a": "t"}, {"b": "y"})]
 
 Calls: TypeAlias = Iterator[None]
@@ -37,8 +48,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     cached = add_model(folder, "cached", builders.identity)
     (cached / "model.yaml").write_text("response_cache: true\n")
     add_ensemble(folder, "chain", ["x"], ["y"], TWO_STEPS)
+    summed = add_model(folder, "sums", sequences.accumulate)
+    (summed / "model.yaml").write_text(SEQUENCES)
+    for name in ("shadowed", "tried"):
+        add_model(folder, name, builders.identity)
+        pair = add_model(folder, name, builders.identity, version=2)
+        (pair / "model.yaml").write_text("labels: {stable: 1}\nversion_policy: {all: true}\n")
     flags = ("--cache-bytes", "1000000", *SHORT_WARMUP)
     with serving(folder, *flags, env=with_support_folder("collecting")) as process:
+        for name, mode in ("shadowed", "shadow"), ("tried", "canary"):
+            rollout = {"candidate": 2, "mode": mode, "share": 1.0}
+            httpx.put(f"{process.url}/v2/models/{name}/rollout", json=rollout, timeout=LONG_S).raise_for_status()
         yield process
 
 
@@ -60,6 +80,23 @@ def connections(server: ServerProcess) -> Calls:
         answer = httpx.post(rest_url(server, "same"), json={"inputs": [json_input("x", ROW)]}, timeout=LONG_S)
         assert answer.status_code == 200, answer.text
         yield
+
+
+def generate(server: ServerProcess) -> Calls:
+    with httpx.Client(base_url=server.url, timeout=LONG_S) as client:
+        while True:
+            client.post("/v2/models/same/generate", json={"x": ROW.tolist()}).raise_for_status()
+            yield
+
+
+def sequence(server: ServerProcess) -> Calls:
+    """Requests of one sequence that never ends."""
+    tensor = json_input("INPUT", np.array([[1]], np.int32))
+    with httpx.Client(base_url=server.url, timeout=LONG_S) as client:
+        for number in count():
+            body = {"inputs": [tensor], "parameters": {"sequence_id": 7, "sequence_start": number == 0}}
+            client.post("/v2/models/sums/infer", json=body).raise_for_status()
+            yield
 
 
 def rpc(
@@ -111,6 +148,10 @@ CASES: Final[Mapping[str, Callable[[ServerProcess], Calls]]] = {
     "wrong shape over rest": rest("same", ROW[0], 400),
     "unknown model over rest": rest("none", ROW, 404),
     "cached": rest("cached", ROW),
+    "shadow": rest("shadowed", ROW),
+    "canary": rest("tried", ROW),
+    "generate": generate,
+    "sequence": sequence,
     "ensemble": rest("chain", ROW[:, :2]),
     "raw": rpc("same", ROW),
     "typed": rpc("same", ROW, is_typed=True),
