@@ -57,6 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     add_pair(repository, "slower", lambda path: builders.slow(path, 150), lambda path: builders.slow(path, 900))
     add_pair(repository, "crashing", halves, builders.poison)
     add_pair(repository, "other_inputs", builders.identity, builders.poison)
+    add_pair(repository, "cached", builders.identity, builders.identity, "response_cache: true\n")
     with serving(repository, *SHORT_WARMUP) as started:
         yield started
 
@@ -167,6 +168,21 @@ def test_shadow_that_agrees_is_shown_and_counted(server: ServerProcess) -> None:
     assert (answered["same 2 http"], answered["same 2 grpc"]) == (10, 10)
     assert asked(server, "DELETE", "same/rollout").json()["ended"]["result"] == "stopped"
     assert asked(server, "DELETE", "same/rollout").status_code == 409
+
+
+def test_answers_from_the_response_cache_are_shed_and_have_no_times(server: ServerProcess) -> None:
+    with calling(server, "cached") as caller:
+        caller.ask()  # ``stable`` keeps it
+        start(server, "cached", share=1)
+        for _ in range(10):
+            assert caller.ask()[0] == "1"
+        figures = rollout_of(server, "cached")["figures"]
+        assert (figures["requests"], figures["shed"], figures["stable_p99_s"]) == (0, 10, None)
+        start(server, "cached", mode="canary", share=1)
+        for _ in range(10):
+            assert caller.ask()[0] == "2"
+    figures = rollout_of(server, "cached")["figures"]
+    assert (figures["requests"], figures["candidate_requests"]) == (10, 1)
 
 
 def test_p99_rule_stops_a_canary_that_is_slower(server: ServerProcess) -> None:

@@ -332,6 +332,7 @@ class SharedRun:
 def _set_times(timing: Timing, now_ns: int) -> None:
     """Of a request that is answered from the cache: nothing is queued, staged or computed."""
     timing.queued_ns = timing.taken_ns = timing.staged_ns = timing.computed_ns = now_ns
+    timing.batch_rows = 0  # of a candidate of a rollout that failed before
 
 
 def _share_times(timing: Timing, run: Timing, joined_ns: int) -> None:

@@ -20,6 +20,7 @@ class Figures:
         stable_requests: Requests whose times ``stable_p99_s`` is of.
         stable_p99_s: 99th percentile of the times of ``stable``.
         candidate_p99_s: The same of the candidate.
+        candidate_requests: Requests whose times ``candidate_p99_s`` is of.
     """
 
     requests: int = 0
@@ -31,6 +32,7 @@ class Figures:
     stable_requests: int = 0
     stable_p99_s: float | None = None
     candidate_p99_s: float | None = None
+    candidate_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def _excess(rules: RolloutRules, seen: Figures) -> str:
 
 def _p99_ratio(rules: RolloutRules, seen: Figures) -> float | None:
     """None while there are too few times."""
-    if min(seen.requests - seen.failed, seen.stable_requests) < rules.min_requests:
+    if min(seen.candidate_requests, seen.stable_requests) < rules.min_requests:
         return None
     if not seen.stable_p99_s or seen.candidate_p99_s is None:
         return None

@@ -115,13 +115,15 @@ class LiveRollout(Rollout):
             self._stable_times.count,
             self._stable_times.percentile_s(99),
             self._candidate_times.percentile_s(99),
+            self._candidate_times.count,
         )
 
     def candidate_for(self, request: InferRequest, headers: Headers) -> str:
         return self._candidate if self._is_chosen(request, headers) else ""
 
     def candidate_answered(self, timing: Timing) -> None:
-        self._candidate_times.add(timing.computed_ns - timing.queued_ns)
+        if timing.batch_rows:
+            self._candidate_times.add(timing.computed_ns - timing.queued_ns)
         self._count("answered")
 
     def candidate_failed(self, error: Exception) -> None:
@@ -132,7 +134,7 @@ class LiveRollout(Rollout):
 
     def observe(self, request: InferRequest, headers: Headers, outputs: Arrays, timing: Timing) -> None:
         if self.is_canary:
-            if _names_stable(request) and not self.is_over and timing.taken_ns:
+            if _names_stable(request) and not self.is_over and timing.batch_rows:
                 self._stable_times.add(timing.computed_ns - timing.queued_ns)
             return
         if not self._is_chosen(request, headers):
@@ -143,7 +145,7 @@ class LiveRollout(Rollout):
             request.regions is not None
             or self._copies >= MOST_COPIES
             or self._copied_bytes + nbytes > MOST_COPIED_BYTES
-            or not timing.taken_ns  # from a cache
+            or not timing.batch_rows  # from the response cache
         ):
             self._count("shed")
             return
@@ -175,8 +177,9 @@ class LiveRollout(Rollout):
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - as above
             self._end_copy(copy.nbytes, self._outcome_of(error))
             return
-        self._stable_times.add(copy.run_ns)
-        self._candidate_times.add(run.timing.computed_ns - run.timing.taken_ns)
+        if run.timing.batch_rows:  # not from the response cache
+            self._stable_times.add(copy.run_ns)
+            self._candidate_times.add(run.timing.computed_ns - run.timing.taken_ns)
         compare = partial(errors_of, copy.outputs, copy.stable.signature, found, candidate.signature, copy.rows)
         if sum(array.size for array in (*copy.outputs, *found)) <= INLINE_ELEMENTS:
             self._loop.call_soon(self._compare, compare, copy.nbytes)  # not before the answers of the same batch

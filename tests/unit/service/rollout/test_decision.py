@@ -11,7 +11,15 @@ from ortserve.service.rollout.latencies import Latencies
 RULES = RolloutRules(
     min_requests=100, max_error_rate=0.02, max_disagreement=0.05, max_p99_ratio=1.5, promote_after=1000
 )
-GOOD = Figures(requests=1000, compared=1000, stable_requests=1000, stable_p99_s=0.010, candidate_p99_s=0.012)
+
+
+def timed(stable: int, candidate: int, p99_s: float, **counts: int) -> Figures:
+    return Figures(
+        **counts, stable_requests=stable, candidate_requests=candidate, stable_p99_s=0.01, candidate_p99_s=p99_s
+    )
+
+
+GOOD = timed(1000, 1000, 0.012, requests=1000, compared=1000)
 
 
 @pytest.mark.parametrize(
@@ -31,21 +39,14 @@ GOOD = Figures(requests=1000, compared=1000, stable_requests=1000, stable_p99_s=
             "rolled_back",
             "max_disagreement: expected at most 0.05, got 6",
         ),
-        # Times count from 100 requests on both sides.
-        (Figures(requests=99, stable_requests=500, stable_p99_s=0.01, candidate_p99_s=1.0), None, ""),
-        (Figures(requests=500, stable_requests=99, stable_p99_s=0.01, candidate_p99_s=1.0), None, ""),
-        (
-            Figures(requests=100, stable_requests=100, stable_p99_s=0.01, candidate_p99_s=0.016),
-            "rolled_back",
-            "got 1.6",
-        ),
+        # Times count from 100 requests on both sides; those that the response cache answers have none.
+        (timed(500, 99, 1.0, requests=99), None, ""),
+        (timed(500, 99, 1.0, requests=500), None, ""),
+        (timed(99, 500, 1.0, requests=500), None, ""),
+        (timed(100, 100, 0.016, requests=100), "rolled_back", "got 1.6"),
         # Not without times, which a rule bounds; nor without comparisons.
         (Figures(requests=1000, compared=1000), None, ""),
-        (
-            Figures(requests=1000, compared=99, stable_requests=1000, stable_p99_s=0.01, candidate_p99_s=0.01),
-            None,
-            "",
-        ),
+        (timed(1000, 1000, 0.01, requests=1000, compared=99), None, ""),
     ],
 )
 def test_decision_follows_from_the_figures(figures: Figures, result: str | None, reason: str) -> None:

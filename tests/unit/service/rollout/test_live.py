@@ -73,15 +73,15 @@ class Trial:
     def candidate(self) -> Version:
         return self.versions["2"]
 
-    async def answer(self, value: float = 1.0, *, columns: int = 4, version: str = "") -> None:
+    async def answer(self, value: float = 1.0, *, columns: int = 4, version: str = "", run_ns: int = 1_000_000) -> None:
         """``stable`` answers a request with its input."""
         array = np.full((1, columns), value, np.float32)
-        self.rollout.observe(request_of(array, version), (), (array,), timing_of(1_000_000))
+        self.rollout.observe(request_of(array, version), (), (array,), timing_of(run_ns))
         await asyncio.sleep(0)
 
     async def settle(self, number: int, value: float) -> None:
         run = self.candidate.submitted[number]
-        run.timing.taken_ns, run.timing.computed_ns = 1, 2_000_001
+        run.timing.taken_ns, run.timing.computed_ns, run.timing.batch_rows = 1, 2_000_001, 1
         run.complete((np.full_like(run.inputs[0], value),))
         await asyncio.sleep(0)
 
@@ -94,7 +94,8 @@ def request_of(array: np.ndarray, version: str = "", **parameters: str) -> Infer
 
 
 def timing_of(run_ns: int) -> Timing:
-    return Timing(1, queued_ns=1, taken_ns=1, staged_ns=1, computed_ns=1 + run_ns)
+    """Of a request that was answered by a run, or without time from the response cache."""
+    return Timing(1, queued_ns=1, taken_ns=1, staged_ns=1, computed_ns=1 + run_ns, batch_rows=1 if run_ns else 0)
 
 
 async def test_copy_is_compared_with_the_tolerance() -> None:
@@ -148,6 +149,23 @@ async def test_copy_is_shed_while_requests_wait_and_counts_as_no_request() -> No
         await trial.answer()
     del trial.versions["2"]
     assert (trial.counts(), trial.rollout.figures().requests) == ({"shed": 5}, 0)
+
+
+async def test_answers_from_the_response_cache_are_shed_and_have_no_times() -> None:
+    shadow = Trial()
+    await shadow.answer(run_ns=0)
+    assert (len(shadow.candidate.submitted), shadow.counts()) == (0, {"shed": 1})
+    await shadow.answer()
+    shadow.candidate.submitted[0].complete((np.ones((1, 4), np.float32),))  # from the cache of the candidate
+    await asyncio.sleep(0)
+    assert shadow.counts() == {"shed": 1, "agreed": 1}
+    canary = Trial(mode="canary")
+    await canary.answer(run_ns=0)
+    canary.rollout.candidate_answered(timing_of(0))
+    assert canary.counts() == {"answered": 1}
+    for figures in (shadow.rollout.figures(), canary.rollout.figures()):
+        assert (figures.stable_requests, figures.candidate_requests) == (0, 0)
+        assert (figures.stable_p99_s, figures.candidate_p99_s) == (None, None)
 
 
 async def test_copy_that_fails_counts_as_failed_and_ends_the_rollout_by_rule() -> None:
