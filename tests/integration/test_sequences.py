@@ -74,6 +74,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (add_model(folder, "two", sequences.two_states) / "model.yaml").write_text(
         "sequences: {states: [{input: a_in, output: z_out}, {input: b_in, output: a_out}]}\n"
     )
+    (add_model(folder, "marks", sequences.marks) / "model.yaml").write_text(
+        "sequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\n"
+    )
     rows = add_model(folder, "rows", sequences.whole_batch)
     (rows / "model.yaml").write_text(
         "batched: true\nmax_rows: 4\nrow_checks: false\n"
@@ -275,6 +278,21 @@ def test_a_stream_reports_the_bad_request_only(server: ServerProcess) -> None:
     assert [result.get_response().id for result in (first, third)] == ["r0", "r2"]
     assert [int(result.as_numpy("OUTPUT")[0, 0]) for result in (first, third)] == [5, 11]
     assert LATE in str(error)
+
+
+def test_a_request_that_takes_long_to_decode_is_not_overtaken_in_its_stream(server: ServerProcess) -> None:
+    answers: Queue[tuple[Any, Any]] = Queue()
+    one, lengths = next(IDS), [20_000, 1, 30_000, 2]
+    with triton_grpc.InferenceServerClient(server.grpc) as client:
+        client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        for number, length in enumerate(lengths):
+            tensor = triton_grpc.InferInput("INPUT", [1, length], "BYTES")
+            tensor.set_data_from_numpy(np.full((1, length), b"x", object))
+            client.async_stream_infer("marks", [tensor], sequence_id=one, sequence_start=number == 0)
+        found = [answers.get(timeout=LONG_S) for _ in lengths]
+    assert [error for _, error in found] == [None] * len(lengths)
+    totals = [int(result.as_numpy("TOTAL")[0, 0]) for result, _ in found]
+    assert totals == np.cumsum(lengths).tolist()
 
 
 def test_hidden_tensors_are_not_for_clients(server: ServerProcess) -> None:

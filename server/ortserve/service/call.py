@@ -32,6 +32,8 @@ class Call(InflightRequest):
         served: The version that answers, None until it is found.
         response: The answer before it is encoded, if a task made it; otherwise None.
         headers: Of the call, for ``Rollout``.
+        earlier: Set when the call before it in its stream was submitted, or has ended; None outside of streams.
+        submitted: The same of this call.
         encoder: Encodes the answer.
         encoding: The encoded answer while a thread works on it; otherwise None.
         on_answer: Called once with the encoded answer.
@@ -39,6 +41,7 @@ class Call(InflightRequest):
     """
 
     __slots__ = (
+        "earlier",
         "encoder",
         "encoding",
         "headers",
@@ -48,6 +51,7 @@ class Call(InflightRequest):
         "request",
         "response",
         "served",
+        "submitted",
         "timeout_ns",
         "trace",
     )
@@ -65,6 +69,8 @@ class Call(InflightRequest):
         self.timeout_ns: Final = timeout_ns
         self.trace: Final = trace
         self.headers: Final = headers
+        self.earlier: asyncio.Event | None = None
+        self.submitted: asyncio.Event | None = None
         self.request: InferRequest | None = None
         self.served: ServedVersion | None = None
         self.response: InferResponse | None = None
@@ -72,6 +78,11 @@ class Call(InflightRequest):
         self.encoding: asyncio.Future[Any] | None = None
         self.on_answer: Callable[[Any], object] | None = None
         self.on_error: Callable[[ServeError], object] | None = None
+
+    @property
+    def would_overtake(self) -> bool:
+        """Whether the call before it in its stream is still decoded, or waits for its model or for shared memory."""
+        return self.earlier is not None and not self.earlier.is_set()
 
     def report_answer(self, answer: Any) -> None:
         """Hand over the encoded answer."""
@@ -132,3 +143,5 @@ def submit(run: InflightRequest, call: Call, request: InferRequest, served: Serv
         served.submit(run, terms)
     else:
         served.submit_part(run, terms, read_sequence_part(request.parameters, call.protocol))
+    if call.submitted is not None:
+        call.submitted.set()

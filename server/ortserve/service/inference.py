@@ -177,7 +177,13 @@ class InferenceService:
             return
         raw, rollout = request.raw_input, served.rollout
         is_tried = rollout is not None and rollout.is_canary
-        if is_tried or request.regions is not None or (raw is not None and is_long_text(raw, served.signature)):
+        overtakes = served.takes_sequences and call.would_overtake
+        if (
+            overtakes
+            or is_tried
+            or request.regions is not None
+            or (raw is not None and is_long_text(raw, served.signature))
+        ):
             call.settle_by(self._run_in_steps(call, request))
             return
         call.inputs, call.rows = check_request(request, served.signature, served.name)
@@ -231,6 +237,8 @@ class InferenceService:
 
     async def _run(self, call: Call, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
         """Run a request with all its inputs; ``transfer`` writes the outputs that are placed in regions."""
+        if call.earlier is not None:
+            await call.earlier.wait()  # requests of a sequence run in the order in which they came
         # Found again, because another version may have become ready meanwhile.
         served = call.served = self._registry.find(request.model_name, request.model_version)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):

@@ -132,6 +132,22 @@ def slow(path: Path, steps: int = 50_000) -> Path:
     return path
 
 
+def marks(path: Path) -> Path:
+    """TOTAL counts the texts "x" of a sequence, any number of which may be in a request."""
+    return _write(
+        path,
+        """marks (string[batch,count] INPUT, int32[batch,1] STATE) => (int32[batch,1] TOTAL, int32[batch,1] NEXT) {
+            same = Equal (INPUT, mark)
+            counted = Cast <to = 6> (same)
+            found = ReduceSum <keepdims = 1> (counted, axes)
+            NEXT = Add (found, STATE)
+            TOTAL = Identity (NEXT)
+        }""",
+        mark=["x"],
+        axes=[1],
+    )
+
+
 def simple_sequence(path: Path) -> Path:
     """Triton's example of the same name: OUTPUT = (INPUT + START) · READY."""
     return _write(

@@ -142,6 +142,8 @@ class InferStream:
         self._ends_at_error = _ends_at_error(context)
         self._running: deque[asyncio.Task[bytes | memoryview | Status]] = deque()
         self._has_news = asyncio.Event()
+        self._submitted: asyncio.Event | None = None
+        """See ``Call.submitted``, of the last request that was read."""
 
     async def serve(self) -> Status | None:
         """Answer until the caller has sent its last request, or the server drains; every request read is answered.
@@ -190,16 +192,20 @@ class InferStream:
             if data is None:
                 return
             self._quota.reserve(len(data))
-            self._running.append(asyncio.create_task(self._answer(data)))
+            earlier, self._submitted = self._submitted, asyncio.Event()
+            self._running.append(asyncio.create_task(self._answer(data, earlier, self._submitted)))
             self._has_news.set()
             del data  # free it while waiting for the next one
 
-    async def _answer(self, data: bytes | memoryview) -> bytes | memoryview | Status:
+    async def _answer(
+        self, data: bytes | memoryview, earlier: asyncio.Event | None, submitted: asyncio.Event
+    ) -> bytes | memoryview | Status:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_STREAM_INFER, self._context.invocation_metadata())
         metadata = self._context.invocation_metadata() or ()
         call = self._inference.receive("grpc", time_left_ns(self._context), trace, 0, metadata)
+        call.earlier, call.submitted = earlier, submitted
         try:
             with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
@@ -207,6 +213,8 @@ class InferStream:
             if self._ends_at_error:
                 return status_of(error)
             answer = encode_stream_error(data, error.message, error.version)
+        finally:
+            submitted.set()  # also if it was never submitted
         self._quota.exchange(len(data), len(answer))
         return answer
 
