@@ -244,6 +244,7 @@ class InferenceService:
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
             request = replace(request, inputs=[tensor], raw_input=None)
+            served = call.served = self._registry.find(request.model_name, request.model_version)  # as above
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):
             outputs = await try_candidate(candidate, rollout, call, request, self._registry)

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from fakes.encoded import AS_IS, EncodedBy, Given
 from models import builders
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
-from ortserve.codecs.bounds import INLINE_ELEMENTS
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Arrays
@@ -90,7 +90,7 @@ def two_outputs(path: Path) -> None:
 
 @pytest_asyncio.fixture
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    """Models ``double``, ``poison``, ``slow``, ``two`` (two outputs), ``labelled`` (the same) and ``broken``."""
+    """Models ``double``, ``poison``, ``slow``, ``text``, ``two`` (two outputs), ``labelled`` (too) and ``broken``."""
     builders.unnamed_dims(tmp_path / "double.onnx")
     folder = tmp_path / "poison" / "1"
     folder.mkdir(parents=True)
@@ -101,6 +101,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     folder.mkdir(parents=True)
     two_outputs(folder / "model.onnx")
     (tmp_path / "labelled" / "model.yaml").write_text("outputs: {z: {labels: [a, b, c]}}")
+    builders.identity(tmp_path / "text.onnx", DataType.BYTES, ("batch", 1))
     builders.not_onnx(tmp_path / "broken.onnx")
     folder = tmp_path / "slow" / "3"
     folder.mkdir(parents=True)
@@ -649,3 +650,16 @@ async def test_version_that_became_ready_during_the_copy_of_inputs_answers(
     response = await stage.infer(in_region("double", region))
     assert response.model_name == "two"
     assert stage.counts() == {("two", "1", "http", "ok"): 1}
+
+
+async def test_version_that_became_ready_while_a_long_text_was_decoded_answers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced = stage.registry.find("text", "")
+    await stage.registry.load("text", config='{"max_batch_size": 8}')
+    found = [replaced, replaced, stage.registry.find("text", "")]
+    assert found[2] is not replaced
+    monkeypatch.setattr(stage.registry, "find", lambda *_: found.pop(0))
+    text = b"x" * (INLINE_BYTES + 1)
+    response = await stage.infer(InferRequest("text", "", "", (), (), {}, raw_input=text))
+    assert response.outputs[0].array.tolist() == [[text.decode()]]
