@@ -237,14 +237,16 @@ class InferenceService:
 
     async def _run(self, call: Call, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
         """Run a request with all its inputs; ``transfer`` writes the outputs that are placed in regions."""
-        if call.earlier is not None:
-            await call.earlier.wait()  # requests of a sequence run in the order in which they came
-        # Found again, because another version may have become ready meanwhile.
+        # Found again after each wait, because another version may have become ready meanwhile.
         served = call.served = self._registry.find(request.model_name, request.model_version)
+        if served.takes_sequences and call.would_overtake:
+            assert call.earlier is not None
+            await call.earlier.wait()  # requests of a sequence run in the order in which they came
+            served = call.served = self._registry.find(request.model_name, request.model_version)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
             request = replace(request, inputs=[tensor], raw_input=None)
-            served = call.served = self._registry.find(request.model_name, request.model_version)  # as above
+            served = call.served = self._registry.find(request.model_name, request.model_version)
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):
             outputs = await try_candidate(candidate, rollout, call, request, self._registry)
