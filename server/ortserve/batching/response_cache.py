@@ -320,9 +320,16 @@ class SharedRun:
             one.request.complete(outputs)
 
     def _fail(self, waiting: list[_Waiting], error: BaseException) -> None:
-        """Fail the requests. If the deadline of the first one has passed, only that one: the others run again."""
-        is_late = isinstance(error, ServeError) and error.kind is ErrorKind.DEADLINE
+        """Fail the requests. If the run was too late for the first one, only that one: the others run again.
+
+        A run that cannot meet its deadline may be rejected as overloaded, also by a later step of an ensemble. Requests
+        with the same deadline would be rejected, too.
+        """
+        kind = error.kind if isinstance(error, ServeError) else None
+        by_ns = self._terms.finish_by_ns
         for one in waiting:
+            has_more_time = by_ns is not None and one.terms.finish_by_ns != by_ns
+            is_late = kind is ErrorKind.DEADLINE or (kind is ErrorKind.OVERLOADED and has_more_time)
             if is_late and one.request is not self._first:
                 self._runs.resubmit(one.request, one.terms, one.enqueue, self._key)
             else:

@@ -237,17 +237,32 @@ def test_a_more_urgent_request_does_not_wait(terms: Terms) -> None:
     run(test)
 
 
-def test_requests_outlive_the_deadline_of_the_first() -> None:
+@pytest.mark.parametrize("kind", [ErrorKind.DEADLINE, ErrorKind.OVERLOADED])
+def test_requests_outlive_the_deadline_of_the_first(kind: ErrorKind) -> None:
     async def test() -> None:
         stage = Stage()
         first = stage.submit(terms=Terms(finish_by_ns=5))
         second, third = stage.submit(), stage.submit()
-        stage.queue.pop().fail(ServeError(ErrorKind.DEADLINE, "late"))
+        stage.queue.pop().fail(ServeError(kind, "late"))
         with pytest.raises(ServeError, match="late"):
             await first
         assert len(stage.queue) == 1
         stage.answer()
         assert [value_of(await second), value_of(await third)] == [7, 7]
+
+    run(test)
+
+
+@pytest.mark.parametrize("by_ns", [None, 5])
+def test_requests_with_the_same_deadline_are_not_run_again_in_an_overload(by_ns: int | None) -> None:
+    async def test() -> None:
+        stage = Stage()
+        waiting = [stage.submit(terms=Terms(finish_by_ns=by_ns)) for _ in range(3)]
+        stage.queue.pop().fail(ServeError(ErrorKind.OVERLOADED, "full"))
+        assert stage.queue == []
+        for request in waiting:
+            with pytest.raises(ServeError, match="full"):
+                await request
 
     run(test)
 
