@@ -216,6 +216,7 @@ def test_wrong_models_and_targets_are_refused_with_one_line(
     assert "mkdir -p single/1 && mv single.onnx single/1/model.onnx" in refused(capsys, better, repository / "single")
     assert "max_rows" in refused(capsys, better, repository / "both")
     assert "existing repository" in refused(capsys, better, tmp_path / "none" / "mlp")
+    assert "got a repository, a folder of models: it has both, mlp" in refused(capsys, better, repository)
     assert "without a version" in refused(capsys, better, repository / "mlp" / "2")
     assert "got '.hidden'" in refused(capsys, better, repository / ".hidden")
     (repository / "mlp" / ".highest-version").write_text("many\n")

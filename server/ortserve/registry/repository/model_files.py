@@ -209,9 +209,18 @@ def _read_model(folder: Path) -> ModelFiles:
     elif not versions:
         present = _list_names(path.name for path in entries)
         problem = f"{NO_VERSIONS} with a file {MODEL_FILE}: it has {present}"
+        if any(_has_versions(entry) for entry in entries):
+            problem = f"expected the folder of a model, got a repository, a folder of models: it has {present}"
         if VERSION.fullmatch(name) and (folder / MODEL_FILE).exists():
             problem += f"; a repository is a folder of models, but '{folder.parent.name}' seems to be a model itself"
     return ModelFiles(name, versions, options_files, problem, folder)
+
+
+def _has_versions(entry: Path) -> bool:
+    """Whether an entry of a folder is itself the folder of a model."""
+    return entry.is_dir() and any(
+        VERSION.fullmatch(inner.name) and (inner / MODEL_FILE).exists() for inner in entry.iterdir()
+    )
 
 
 def _misnamed(entry: Path) -> str:

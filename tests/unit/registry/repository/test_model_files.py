@@ -135,6 +135,14 @@ def test_model_folder_given_as_a_repository_is_recognized(tmp_path: Path) -> Non
     )
 
 
+def test_repository_given_as_a_model_is_recognized(tmp_path: Path) -> None:
+    touch(tmp_path, "models/m/1/model.onnx", "models/notes.txt")
+    (model,) = read_repositories([tmp_path])
+    assert model.problem == (
+        "expected the folder of a model, got a repository, a folder of models: it has m, notes.txt"
+    )
+
+
 def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path) -> None:
     touch(tmp_path, "one/m.onnx", "two/m/1/model.onnx", "two/n.onnx")
     m, n = read_repositories([tmp_path / "one", tmp_path / "two"])
