@@ -78,6 +78,10 @@ def check_models(
         events = tuple(f"option has no effect: {reason}" for reason in source.without_effect)
         if source.problem or not source.versions:
             checks.append(ModelCheck(source.name, problem=source.problem or "it has no versions", events=events))
+        for label, number in source.labels.items():
+            if number not in source.versions:
+                problem = f"labels.{label}: expected a version that is in the repository, got {number}"
+                checks.append(ModelCheck(source.name, number, problem))
         for number, version in sorted(source.versions.items()):
             instances = version.configuration.options.instances
             nbytes = sum(size for _, _, _, size, _ in version.fingerprints)

@@ -301,6 +301,17 @@ def test_models_are_loaded_in_one_process(tmp_path: Path) -> None:
     assert (c.label, c.problem, c.events) == ("c/1", "", ())
 
 
+def test_label_of_a_version_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    add_model(tmp_path, "m", builders.mlp)
+    (tmp_path / "m" / "model.yaml").write_text("labels: {stable: 1, canary: 2}\n")
+
+    served, missing = check(tmp_path)
+
+    assert (served.label, served.problem) == ("m/1", "")
+    assert missing.label == "m/2"
+    assert missing.problem == "labels.canary: expected a version that is in the repository, got 2"
+
+
 @pytest.mark.parametrize(
     ("failure", "problem", "skipped"),
     [
