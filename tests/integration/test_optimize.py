@@ -22,6 +22,7 @@ import pytest
 
 from models import builders
 from ortserve.cli.main import main
+from ortserve.core.dtypes import DataType
 
 CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
 FAST = ("--seconds", "0", "--skip", "fold", "--skip", "slim", "--skip", "share")
@@ -162,6 +163,11 @@ def particular(path: Path) -> Path:
     return Path(shutil.copy(CORPUS / "torch_encoder.onnx", path))
 
 
+def half(path: Path) -> Path:
+    """A model that has no fp32 numbers."""
+    return builders.identity(path, DataType.FP16)
+
+
 @pytest.mark.parametrize(
     ("make", "arguments", "status", "problem"),
     [
@@ -171,6 +177,7 @@ def particular(path: Path) -> Path:
         (builders.scalar_sum, ("--outputs", "z"), 2, "optimize: --outputs: expected outputs out of "),
         (particular, ("--level", "basic"), 2, "optimize: the model rejects synthetic inputs"),
         (builders.scalar_sum, ("--precision", "bf16"), 1, "cannot be run here, so not be checked"),
+        (half, ("--precision", "fp16"), 1, "--precision fp16: no node computes with fp32 numbers"),
     ],
 )
 def test_refusals_leave_nothing(

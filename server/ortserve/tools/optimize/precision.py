@@ -166,7 +166,8 @@ def _observe(
     session = replace(opening, subject=replace(opening.subject, path=path), settings=settings).open().session
     feeds = dict(zip((spec.name for spec in first.signature.inputs), first.for_model(arrays), strict=True))
     floats = [output.name for output in session.get_outputs() if output.type == "tensor(float)"]
-    results = session.run(floats, {one.name: feeds[one.name] for one in session.get_inputs()})
+    values_by_input = {one.name: feeds[one.name] for one in session.get_inputs()}
+    results = session.run(floats, values_by_input) if floats else []  # no names mean all outputs
     largest = {name: float(np.abs(result).max(initial=0)) for name, result in zip(floats, results, strict=True)}
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
