@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -16,6 +16,9 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.console import print_report, printable
 from ortserve.tools.page import render_page
 from ortserve.tools.report import LEVELS, Finding, Report
+
+_Value = TypeVar("_Value")
+_Number = TypeVar("_Number", int, float)
 
 OK: Final = 0
 FAILED: Final = 1
@@ -60,6 +63,27 @@ class ToolParser(argparse.ArgumentParser):
         output.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
         text = "Also write a page for browsers."
         output.add_argument(*page_flags, dest="page", type=Path, metavar="PAGE.html", help=text)
+
+
+def number(kind: type[_Number], least: float, most: float = 999_999) -> Callable[[str], _Number]:
+    """Reader of arguments that are numbers from ``least`` to ``most``. ``kind`` is int or float."""
+    expected = f"expected {'an integer' if kind is int else 'a number'} from {least:,} to {most:,}"
+
+    def read(text: str) -> _Number:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(least) - 1
+        if not least <= value <= most:  # nor NaN
+            raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
+        return value
+
+    return read
+
+
+def several(read: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
+    """Reader of values that are separated by commas."""
+    return lambda text: [read(part) for part in text.split(",")]
 
 
 def add_fail_on(parser: argparse.ArgumentParser, default: str) -> None:

@@ -14,7 +14,6 @@ from ortserve import __version__
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import invalid_input
 from ortserve.tools.address import Address, add_access, address_of
-from ortserve.tools.arguments import number, several
 from ortserve.tools.bench.comparison import compare_results, read_result
 from ortserve.tools.bench.encoding import PROTOCOLS
 from ortserve.tools.bench.generators import Generators
@@ -24,7 +23,7 @@ from ortserve.tools.bench.prepare import Prepared, Settings, prepare_model, prep
 from ortserve.tools.bench.presentation import present, present_comparison
 from ortserve.tools.bench.result import BenchResult, Capacity, Point
 from ortserve.tools.bench.target import WAYS
-from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome, ToolParser, run_tool
+from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome, ToolParser, number, run_tool, several
 from ortserve.tools.console import progress
 from ortserve.tools.subject import is_url
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ortserve.errors import invalid_input
-from ortserve.tools.arguments import number
 from ortserve.tools.check.result import CheckResult
-from ortserve.tools.command import FAILED, Outcome, ToolParser, add_fail_on, run_tool, status_of
+from ortserve.tools.command import FAILED, Outcome, ToolParser, add_fail_on, number, run_tool, status_of
 from ortserve.tools.doctor.findings import find_in_models
 from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory

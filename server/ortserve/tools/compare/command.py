@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ortserve.core.agreement import parse_bound
 from ortserve.errors import invalid_input
-from ortserve.tools.arguments import number
-from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
+from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, number, run_tool
 from ortserve.tools.compare.measure import BATCH, SECONDS, compare_models
 from ortserve.tools.compare.presentation import present
 from ortserve.tools.provenance import speed_text

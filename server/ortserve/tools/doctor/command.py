@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
-from ortserve.tools.arguments import number
 from ortserve.tools.client import Client
-from ortserve.tools.command import Outcome, ToolParser, add_fail_on, run_tool, status_of
+from ortserve.tools.command import Outcome, ToolParser, add_fail_on, number, run_tool, status_of
 from ortserve.tools.doctor import findings as find
 from ortserve.tools.doctor.loading import check_models
 from ortserve.tools.doctor.machine import Files, read_memory, read_processors, read_system

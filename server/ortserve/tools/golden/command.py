@@ -11,8 +11,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.golden_samples import MOST_SAMPLES, golden_folder
 from ortserve.tools.address import add_access, address_of
 from ortserve.tools.apart import call_apart
-from ortserve.tools.arguments import number
-from ortserve.tools.command import Outcome, ToolParser, run_tool
+from ortserve.tools.command import Outcome, ToolParser, number, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.golden.recording import Recorded, ServerModel, check_version, kept_tolerances, record_samples
 from ortserve.tools.golden.result import GoldenResult

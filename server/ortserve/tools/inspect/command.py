@@ -13,8 +13,7 @@ from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import full_name
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
-from ortserve.tools.arguments import number, several
-from ortserve.tools.command import Outcome, ToolParser, add_fail_on, run_tool, status_of
+from ortserve.tools.command import Outcome, ToolParser, add_fail_on, number, run_tool, several, status_of
 from ortserve.tools.console import Step, progress
 from ortserve.tools.inputs import read_inputs
 from ortserve.tools.inspect.content import count_weights, describe_content, describe_tensors

@@ -9,9 +9,8 @@ import orjson
 
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
-from ortserve.tools.arguments import number
 from ortserve.tools.client import path_of
-from ortserve.tools.command import Outcome, ToolParser, run_tool
+from ortserve.tools.command import Outcome, ToolParser, number, run_tool
 from ortserve.tools.console import print_report, progress
 from ortserve.tools.models.result import ModelsResult
 from ortserve.tools.models.server import ModelServer, repository_path

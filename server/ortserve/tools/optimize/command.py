@@ -14,8 +14,7 @@ import onnxruntime as ort
 from ortserve.core.agreement import ErrorBound, parse_bound
 from ortserve.errors import ServeError, invalid_input
 from ortserve.tools.apart import call_apart
-from ortserve.tools.arguments import number, several
-from ortserve.tools.command import Outcome, ToolParser, run_tool
+from ortserve.tools.command import Outcome, ToolParser, number, run_tool, several
 from ortserve.tools.compare.measure import SECONDS, compare_models
 from ortserve.tools.compare.result import CompareResult
 from ortserve.tools.console import Step as Progress

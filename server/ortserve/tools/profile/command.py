@@ -15,8 +15,7 @@ from ortserve.config.expectation import describe_problems
 from ortserve.config.session import SessionSettings
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
-from ortserve.tools.arguments import number
-from ortserve.tools.command import Outcome, ToolParser, expect_writable, run_tool
+from ortserve.tools.command import Outcome, ToolParser, expect_writable, number, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.profile.measure import WARM_UP, Variant, measure
 from ortserve.tools.profile.presentation import report

@@ -14,8 +14,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import UNREADABLE, Model
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.apart import ObjectApart
-from ortserve.tools.arguments import number
-from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, run_tool
+from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, number, run_tool
 from ortserve.tools.compare.measure import SYNTHETIC_NOTE
 from ortserve.tools.console import progress
 from ortserve.tools.destination import add_destination, check_destination, deliver, staged_model

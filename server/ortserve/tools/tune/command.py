@@ -21,9 +21,8 @@ from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE, VERSION
 from ortserve.tools.apart import call_apart
-from ortserve.tools.arguments import number
 from ortserve.tools.bench.statistics import Estimate
-from ortserve.tools.command import Outcome, ToolParser, run_tool
+from ortserve.tools.command import Outcome, ToolParser, number, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.doctor.machine import Files, read_processors
 from ortserve.tools.provenance import describe_model, read_provenance
