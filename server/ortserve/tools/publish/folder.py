@@ -49,13 +49,11 @@ class Published:
     Attributes:
         name: Of the model.
         version: Its number.
-        folder: Of the version.
         notes: What may not be expected, such as a version policy that does not serve it.
     """
 
     name: str
     version: int
-    folder: Path
     notes: tuple[str, ...] = ()
 
 
@@ -91,48 +89,45 @@ def publish_version(
             or the target is no place for it.
         OSError: The repository cannot be written. Nothing has changed then.
     """
-    place = find_place(target)
-    checks = _Checks(allow_changed_interface, keeps_golden)
-    try:
-        published = _publish(model, place, provenance, options_text, checks)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(place.folder)) from error
-    if published is None:
-        return publish_version(
-            model,
-            target,
-            provenance,
-            options_text,
-            allow_changed_interface=allow_changed_interface,
-            keeps_golden=keeps_golden,
-        )
+    published: Published | None = None
+    while published is None:
+        place = find_place(target)
+        try:
+            published = _publish(
+                model,
+                place,
+                provenance,
+                options_text,
+                allow_changed_interface=allow_changed_interface,
+                keeps_golden=keeps_golden,
+            )
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(place.folder)) from error
     return published
 
 
-@dataclass(frozen=True, slots=True)
-class _Checks:
-    """What the caller of ``publish_version`` allows."""
-
-    allow_changed_interface: bool
-    keeps_golden: bool
-
-
 def _publish(
-    model: Path, place: Place, provenance: Provenance, options_text: str | None, checks: _Checks
+    model: Path,
+    place: Place,
+    provenance: Provenance,
+    options_text: str | None,
+    *,
+    allow_changed_interface: bool,
+    keeps_golden: bool,
 ) -> Published | None:
     """None if another process has made the model meanwhile, so that this is its next version."""
     with staging_folder(place.beside) as staging, progress("publishing") as step:
         options = _stage_options(staging, options_text, place)
         place = replace(place, options=options) if options_text is not None else place
         version = staging / "version"
-        path = _stage_version(model, version, place, provenance, step, keeps_golden=checks.keeps_golden)
+        path = _stage_version(model, version, place, provenance, step, keeps_golden=keeps_golden)
         step(0, "opening the model in another process")
         subject = Subject(place.name, path, place.folder, without_files(place.options))
         try:
             differences, notes = call_apart(_LIMIT_S, _check, subject, place.newest())
         except ServeError as error:
             raise invalid_input(error.message.replace(str(path), str(model))) from None
-        if differences and not checks.allow_changed_interface:
+        if differences and not allow_changed_interface:
             raise invalid_input(
                 f"{model}: its interface is not that of {place.name}, which clients use: {'; '.join(differences)}; "
                 "--allow-changed-interface publishes it nevertheless"
@@ -151,7 +146,7 @@ def _publish(
             if place.files is None and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 return None
             raise
-    return Published(place.name, number, place.folder / str(number), (*notes, *_policy_notes(place, number)))
+    return Published(place.name, number, (*notes, *_policy_notes(place, number)))
 
 
 def _stage_options(staging: Path, text: str | None, place: Place) -> ModelOptions:
