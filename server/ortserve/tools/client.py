@@ -3,7 +3,7 @@
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -165,6 +165,15 @@ class Client:
 def path_of(model: str, version: str = "") -> str:
     """The path of a model over REST."""
     return f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
+
+
+def read_timing(header: str) -> Iterator[tuple[str, float]]:
+    """The phases of ``Server-Timing`` and their milliseconds; what is malformed is left out."""
+    for entry in header.split(","):
+        name, *parameters = (part.strip() for part in entry.split(";"))
+        for key, _, text in (parameter.partition("=") for parameter in parameters):
+            if key == "dur" and text.replace(".", "", 1).isdecimal():
+                yield name, float(text)
 
 
 def another_kind(address: Address, seen: str) -> ServeError:

@@ -1,6 +1,6 @@
 """From what the generators saw to a point of the result. Pure."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Final, Literal
@@ -21,6 +21,7 @@ from ortserve.tools.bench.result import (
 )
 from ortserve.tools.bench.samples import Chunk, join
 from ortserve.tools.bench.statistics import Estimate, estimate_percentile, estimate_rate, histogram
+from ortserve.tools.client import read_timing
 
 PERCENTS: Final = (50.0, 90.0, 95.0, 99.0, 99.9)
 NO_VERDICT: Final = "no verdict"
@@ -143,15 +144,10 @@ def _failures(chunks: Sequence[Chunk], outputs: OutputCheck | None) -> tuple[Fai
 
 
 def _phases(timings: Sequence[bytes]) -> tuple[Phase, ...]:
-    """Read values of ``Server-Timing``; what is malformed is left out."""
-    values: dict[str, list[float]] = {}
+    values: defaultdict[str, list[float]] = defaultdict(list)
     for timing in timings:
-        for entry in timing.decode("latin-1").split(","):
-            name, *parameters = (part.strip() for part in entry.split(";"))
-            for parameter in parameters:
-                key, _, text = parameter.partition("=")
-                if key == "dur" and text.replace(".", "", 1).isdigit():
-                    values.setdefault(name, []).append(float(text))
+        for name, ms in read_timing(timing.decode("latin-1")):
+            values[name].append(ms)
     return tuple(
         Phase(name, float(np.mean(ms)), *(float(value) for value in np.percentile(ms, [50, 99])))
         for name, ms in values.items()

@@ -1,6 +1,5 @@
 """The way of one request, stage by stage: from ``Server-Timing`` and the clock of this client, beside bare runs."""
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -10,7 +9,7 @@ import numpy as np
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.tools.bench.encoding import encode_rest, tensors_of
-from ortserve.tools.client import Answer, Client
+from ortserve.tools.client import Answer, Client, read_timing
 from ortserve.tools.console import progress
 from ortserve.tools.control import Control
 from ortserve.tools.doctor.result import RequestPath, Stage
@@ -77,7 +76,7 @@ def _took_ns(work: Callable[[], object]) -> int:
 
 def parse_timing(header: str) -> list[float]:
     """Microseconds of each phase; empty if a phase is missing. Pure."""
-    found = {name: float(ms) for name, ms in re.findall(r"(\w+);dur=([0-9]+(?:\.[0-9]+)?)", header)}
+    found = dict(read_timing(header))
     return [found[name] * 1e3 for name in PHASES] if found.keys() >= set(PHASES) else []
 
 
