@@ -8,7 +8,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -47,6 +48,10 @@ class Timed:
     provider: str | None = None
     threads: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def at(self, path: Path) -> "Timed":
+        """Another file of the model, opened likewise."""
+        return replace(self, subject=replace(self.subject, path=path))
 
     def open(self) -> OpenModel:
         """Open it in this process.

@@ -116,7 +116,7 @@ def check(reference: Timed, path: Path, kind: Kind, file: Path | None) -> Checke
     Raises:
         ServeError: The model is not valid, has another interface, or rejects the inputs.
     """
-    opened, look = _open_and_look(replace(reference, subject=replace(reference.subject, path=path)))
+    opened, look = _open_and_look(reference.at(path))
     first = reference.open()
     for problem in signature_differences(first.signature, opened.signature, may_narrow=kind == "sizes"):
         if kind != "outputs" or not problem.endswith("got none"):

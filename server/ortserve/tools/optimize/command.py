@@ -124,7 +124,7 @@ def optimize(
     base.parent.mkdir()
     files.mkdir()
     call_apart(LIMIT_S, prepare, source.path, base)
-    start = replace(opening, subject=replace(source, path=base))
+    start = opening.at(base)
     look = partial(look_at_source, tries_inputs=not given.dim)  # sizes may be what makes inputs fit
     try:
         before = call_apart(LIMIT_S, look, start, given.inputs, folder)
@@ -209,8 +209,7 @@ def _fusions(given: argparse.Namespace, source: Look) -> Iterator[tuple[str, Mak
 
 
 def _compare(given: argparse.Namespace, work: Work) -> CompareResult:
-    candidate = replace(work.reference, subject=replace(work.reference.subject, path=work.model))
-    return compare_models(work.reference, candidate, work.inputs, seconds=given.seconds)
+    return compare_models(work.reference, work.reference.at(work.model), work.inputs, seconds=given.seconds)
 
 
 def _deliver(given: argparse.Namespace, source: Subject, staged: Path, result: OptimizeResult, work: Work) -> Delivered:

@@ -168,9 +168,8 @@ def _do(step: Step, work: Work, folder: Path) -> Work:
     work = replace(work, model=model, look=checked.look, libraries=work.libraries | best.libraries)
     if step.kind == "same":
         return work
-    reference = replace(work.reference, subject=replace(work.reference.subject, path=model))
     inputs = work.inputs and keep_arrays(work.inputs, checked.look.inputs, folder)
-    return replace(work, reference=reference, inputs=inputs)
+    return replace(work, reference=work.reference.at(model), inputs=inputs)
 
 
 def _try(step: Step, make: Make, work: Work, target: Path) -> _Tried:

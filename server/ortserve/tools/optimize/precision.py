@@ -56,7 +56,7 @@ def convert(
     """
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST  # only this process needs it
 
-    first = replace(opening, subject=replace(opening.subject, path=source)).open()
+    first = opening.at(source).open()
     samples = choose_inputs(first, inputs)
     model = _with_names(onnx.load(source))
     types, largest = _observe(model, target, source, opening, first, samples.take(1, 0))
@@ -80,7 +80,7 @@ def convert(
 
     def error_of(half: Collection[str]) -> float:
         make(half)
-        converted = replace(opening, subject=replace(opening.subject, path=target)).open()
+        converted = opening.at(target).open()
         return measure_agreement(first, converted, samples).error(bound.measure)
 
     try:
@@ -162,8 +162,7 @@ def _observe(
     values = dict.fromkeys(name for node in model.graph.node for name in node.output if name and name not in outputs)
     observed.graph.output.extend(ValueInfoProto(name=name) for name in values)
     save(from_proto(observed), path, source)
-    settings = {"graph_optimization": "none"}
-    session = replace(opening, subject=replace(opening.subject, path=path), settings=settings).open().session
+    session = replace(opening.at(path), settings={"graph_optimization": "none"}).open().session
     feeds = dict(zip((spec.name for spec in first.signature.inputs), first.for_model(arrays), strict=True))
     floats = [output.name for output in session.get_outputs() if output.type == "tensor(float)"]
     values_by_input = {one.name: feeds[one.name] for one in session.get_inputs()}

@@ -11,7 +11,6 @@ import onnx
 from onnx import GraphProto, ValueInfoProto
 
 from ortserve.errors import invalid_input
-from ortserve.tools.opening import open_model
 from ortserve.tools.optimize.files import (
     LEAST_EXTERNAL_BYTES,
     data_file,
@@ -209,7 +208,6 @@ def save_optimized(source: Path, target: Path, level: str, opening: Timed, has_d
             "session.optimized_model_external_initializers_min_size_in_bytes": str(LEAST_EXTERNAL_BYTES),
         }
         settings["entries"] = {**opening.subject.options.session.entries, **entries}
-    subject = replace(opening.subject, path=source)
-    open_model(subject, provider=opening.provider, threads=opening.threads, settings=settings)
+    replace(opening.at(source), settings=settings).open()
     drop_empty_data(target)
     return ()

@@ -196,8 +196,8 @@ def _quantize(
     missed = best.excess(bounds)
     speeds: Sequence[Speed | None] = (None, None)
     if given.seconds and not missed:
-        timed = [Timed(source, "cpu"), Timed(replace(source, path=target), "cpu")]
-        speeds = compare_speed(timed, ready.feeds, seconds=given.seconds)
+        timed = Timed(source, "cpu")
+        speeds = compare_speed([timed, timed.at(target)], ready.feeds, seconds=given.seconds)
     nbytes = model_nbytes(target, read_model(target))
     notes = [*ready.notes, *left_out(model, settings)]
     notes += consequences(settings, nbytes / source_nbytes, speeds[1], lost)
