@@ -41,6 +41,8 @@ class Control:
 
     def __init__(self, address: Address, model: str, version: str = "", timeout_s: float = 5.0) -> None:
         self.address: Final = address
+        self.model: Final = model
+        self.version: Final = version
         self.path: Final = path_of(model, version)
         self._model = {"name": model, "version": version}
         self._timeout_s = timeout_s

@@ -13,7 +13,8 @@ from ortserve.tools.address import add_access, address_of
 from ortserve.tools.apart import call_apart
 from ortserve.tools.command import Outcome, ToolParser, number, run_tool
 from ortserve.tools.console import progress
-from ortserve.tools.golden.recording import Recorded, ServerModel, check_version, kept_tolerances, record_samples
+from ortserve.tools.control import Control
+from ortserve.tools.golden.recording import Recorded, check_version, kept_tolerances, record_samples
 from ortserve.tools.golden.result import GoldenResult
 from ortserve.tools.report import Report, facts_of
 from ortserve.tools.staging import staging_folder, sync
@@ -22,6 +23,8 @@ from ortserve.tools.subject import Subject, find_model, find_version, is_url
 _Result = TypeVar("_Result")
 _LIMIT_S: Final = 3600.0
 _SAMPLES: Final = 16
+_TIMEOUT_S: Final = 60.0
+"""Of one request to a server."""
 
 
 def build_parser() -> ToolParser:
@@ -134,12 +137,13 @@ def _install(staged: Path, folder: Path, before: Path) -> None:
     sync(folder.parent)
 
 
-def _source(arguments: argparse.Namespace, subject: Subject) -> Subject | ServerModel | None:
+def _source(arguments: argparse.Namespace, subject: Subject) -> Subject | Control | None:
     if arguments.source is None:
         return None
     if not is_url(arguments.source):
         return find_model(arguments.source)
-    return ServerModel(address_of(arguments.source, arguments), arguments.model or subject.name, arguments.version)
+    address = address_of(arguments.source, arguments)
+    return Control(address, arguments.model or subject.name, arguments.version, _TIMEOUT_S)
 
 
 def _tolerances(given: Sequence[str]) -> dict[str, list[ErrorBound]]:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
@@ -33,24 +32,11 @@ from ortserve.registry.load.golden_samples import (
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.recording import UnrecordableError, encode_texts, write_arrays
-from ortserve.tools.address import Address
 from ortserve.tools.bench.encoding import decode_grpc, decode_rest, encode_grpc, encode_rest, tensors_of
 from ortserve.tools.control import Control
 from ortserve.tools.doctor.loading import without_files
 from ortserve.tools.inputs import FileInputs, Inputs, SyntheticInputs, make_inputs, read_inputs
 from ortserve.tools.subject import Subject
-
-_TIMEOUT_S: Final = 60.0
-"""Of one request."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerModel:
-    """A version on a running server, whose answers are expected. ``version`` is empty for the one that answers."""
-
-    address: Address
-    model: str
-    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +50,7 @@ class Recorded:
 
 def record_samples(
     subject: Subject,
-    source: Subject | ServerModel | None,
+    source: Subject | Control | None,
     inputs: Path | None,
     count: int,
     tolerances: Mapping[str, Sequence[ErrorBound]],
@@ -74,7 +60,7 @@ def record_samples(
 
     Args:
         subject: The version that gets the samples.
-        source: Computes the expected outputs; None for the version itself.
+        source: Computes the expected outputs, in this process or on a server; None for the version itself.
         inputs: Samples; None for synthetic ones.
         count: The most samples.
         tolerances: By the name of an output.
@@ -220,43 +206,41 @@ def _run_source(source: Subject, signature: ModelSignature, samples: Sequence[Go
         return found
 
 
-def _ask(server: ServerModel, signature: ModelSignature, samples: Sequence[GoldenSample]) -> list[GoldenSample]:
+def _ask(control: Control, signature: ModelSignature, samples: Sequence[GoldenSample]) -> list[GoldenSample]:
     """The samples with the answers of a server.
 
     Raises:
         ServeError: As ``Control``; invalid_input, if an answer lacks an output.
     """
-    control = Control(server.address, server.model, server.version, timeout_s=_TIMEOUT_S)
-    return [replace(sample, outputs=_answer(control, server, signature, sample.inputs)) for sample in samples]
+    return [replace(sample, outputs=_answer(control, signature, sample.inputs)) for sample in samples]
 
 
-def _answer(control: Control, server: ServerModel, signature: ModelSignature, inputs: Arrays) -> Arrays:
+def _answer(control: Control, signature: ModelSignature, inputs: Arrays) -> Arrays:
     tensors = tensors_of(signature, as_sent(signature, inputs))
-    if server.address.is_grpc:
-        request = encode_grpc(server.model, server.version, tensors)
+    if control.address.is_grpc:
+        request = encode_grpc(control.model, control.version, tensors)
         answers = decode_grpc(control.infer(request.headers, request.body)[0])
     else:
         request = encode_rest(tensors, is_binary=True)
         answers = decode_rest(*control.infer(request.headers, request.body))
     missing = [spec.name for spec in signature.outputs if spec.name not in answers]
     if missing:
-        raise invalid_input(f"{server.address.url}: expected the output '{missing[0]}', got {', '.join(answers)}")
+        raise invalid_input(f"{control.address.url}: expected the output '{missing[0]}', got {', '.join(answers)}")
     return as_batched(signature, tuple(answers[spec.name].array for spec in signature.outputs))
 
 
 def _record_ensemble(
-    source: Subject | ServerModel | None,
+    source: Subject | Control | None,
     file: Path | None,
     count: int,
     bounds: Mapping[str, Mapping[str, float]],
     target: Path,
 ) -> Recorded:
     """Record the answers of a server: only one with all members can run an ensemble."""
-    if not isinstance(source, ServerModel):
+    if not isinstance(source, Control):
         raise invalid_input("expected --from URL of a server with the ensemble, whose members run there")
-    control = Control(source.address, source.model, source.version, timeout_s=_TIMEOUT_S)
-    signature = control.describe()[1]
-    inputs = make_inputs(signature, file, lambda arrays: _answer(control, source, signature, arrays))
+    signature = source.describe()[1]
+    inputs = make_inputs(signature, file, lambda arrays: _answer(source, signature, arrays))
     samples = _ask(source, signature, list(_take(inputs, signature, count)))
     write_samples(target, GoldenSamples(1, tuple(samples), bounds), signature)
     return Recorded(len(samples), inputs.origin, "")
