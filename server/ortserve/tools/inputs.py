@@ -25,12 +25,7 @@ MAX_FOLDER_BYTES: Final = 2**31
 
 
 class Inputs(Protocol):
-    """Where the inputs of runs come from.
-
-    Attributes:
-        origin: The same in words, for reports.
-        samples: Their number; None if they are synthetic.
-    """
+    """Inputs of runs."""
 
     @property
     def samples(self) -> int | None:
@@ -39,7 +34,7 @@ class Inputs(Protocol):
 
     @property
     def origin(self) -> str:
-        """Where the inputs come from."""
+        """Where the inputs come from, in words for reports."""
         ...
 
     def take(self, rows: int, number: int) -> Arrays:
@@ -178,6 +173,13 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
         else:
             return SyntheticInputs(variant)
     raise invalid_input(f"the model rejects synthetic inputs, so give real ones by --inputs: {without_paths(problem)}")
+
+
+def take_inputs(inputs: Inputs, rows: int, most: int = 16, most_nbytes: int = 64 * 2**20) -> tuple[Arrays, ...]:
+    """Different inputs of so many rows, at most so many, and fewer if they would take more memory."""
+    first = inputs.take(rows, 0)
+    count = max(1, min(most, most_nbytes // max(1, sum(array.nbytes for array in first))))
+    return first, *(inputs.take(rows, number) for number in range(1, count))
 
 
 def read_inputs(path: Path, signature: ModelSignature, *, option: str = "--inputs") -> FileInputs:

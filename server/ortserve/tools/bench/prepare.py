@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -39,39 +39,14 @@ from ortserve.tools.bench.result import OutputCheck
 from ortserve.tools.bench.target import ModelPlan, Plan, ServerPlan
 from ortserve.tools.client import Client
 from ortserve.tools.control import Control
-from ortserve.tools.inputs import Inputs, SyntheticInputs, make_inputs
+from ortserve.tools.inputs import Inputs, SyntheticInputs, make_inputs, take_inputs
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import find_model
-
-_MOST_INPUTS: Final = 16
-_MOST_BYTES: Final = 64 * 2**20
-"""Of all prepared inputs of a target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the arguments of the same names say, for all targets and loads.
-
-    Attributes:
-        model: Name and version on servers, with ``/`` between them.
-        inputs: File of samples.
-        free_dim: Size of free dimensions of made inputs.
-        compare_outputs: The model whose outputs are right.
-        provider: The only execution provider, in this process.
-        threads: Of a run, in this process.
-        sequences: Requests of each sequence that a caller sends; None for requests without one.
-        callers: Most of a closed loop.
-        connections: Most of a generator.
-        arrivals: Kind of an open loop.
-        seconds: Most for each load.
-        warmup_s: Before each round, not measured.
-        rounds: In which the loads take turns.
-        timeout_s: For an answer.
-        percentile: That matters.
-        precision: End when half its interval is at most this share of it; None to use all the time.
-        slo_ms: Bound of it; None for none.
-        allow_errors: The share of requests that may fail.
-    """
+    """What the arguments of the same names say; ``callers`` is the largest number of callers of a closed loop."""
 
     model: str
     inputs: Path | None
@@ -264,13 +239,6 @@ def _inputs(
         else SyntheticInputs(InputGenerator(signature, None, free_dim=settings.free_dim))
     )
     return inputs, take_inputs(inputs, batch)
-
-
-def take_inputs(inputs: Inputs, batch: int) -> tuple[Arrays, ...]:
-    """Different inputs of so many rows, as many as fit the memory."""
-    first = inputs.take(batch, 0)
-    count = max(1, min(_MOST_INPUTS, _MOST_BYTES // max(1, sum(array.nbytes for array in first))))
-    return first, *(inputs.take(batch, number) for number in range(1, count))
 
 
 def as_clients_send(model: OpenModel, interface: Interface, arrays: Arrays) -> Arrays:

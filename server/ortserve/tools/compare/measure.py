@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -15,11 +15,11 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.apart import call_apart
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.console import progress
-from ortserve.tools.inputs import FileInputs, Inputs, choose_inputs
+from ortserve.tools.inputs import FileInputs, Inputs, choose_inputs, take_inputs
 from ortserve.tools.opening import OpenModel
 from ortserve.tools.provenance import describe_model, read_provenance
 from ortserve.tools.signatures import signature_differences
-from ortserve.tools.speed import Feeds, Speed, Timed, compare_speed
+from ortserve.tools.speed import Feeds, Timed, compare_speed
 
 SYNTHETIC_SAMPLES: Final = 32
 """Samples without a file of inputs."""
@@ -29,7 +29,8 @@ SECONDS: Final = 4.0
 """For the measurement of speed."""
 _MOST_FEEDS: Final = 4
 """Different inputs for the measurement of speed."""
-_MOST_FEEDS_BYTES: Final = 1 << 28
+_MOST_BYTES: Final = 1 << 28
+"""Of these inputs together."""
 _LIMIT_S: Final = 3600.0
 SYNTHETIC_NOTE: Final = "synthetic inputs judge a model worse than real ones, so give real ones by --inputs"
 
@@ -59,37 +60,20 @@ def compare_models(
     if labels is not None and inputs is None:
         raise invalid_input("--labels: expected --inputs, too, whose samples they belong to")
     with progress("comparing outputs in another process"):
-        compared = call_apart(_LIMIT_S, _compare_outputs, reference, candidate, inputs, labels, batch)
-    speeds: Sequence[Speed | None] = (None, None)
+        result, feeds = call_apart(_LIMIT_S, _compare_outputs, reference, candidate, inputs, labels, batch)
     if seconds:
-        speeds = compare_speed([reference, candidate], compared.feeds, seconds=seconds)
+        first, second = compare_speed([reference, candidate], feeds, seconds=seconds)
+        result = replace(result, reference_speed=first, speed=second)
     notes: tuple[str, ...] = () if inputs is not None else (SYNTHETIC_NOTE,)
     if seconds and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
         notes += (f"other work kept the machine busy (load {os.getloadavg()[0]:.0f}), which widens the intervals",)
-    return CompareResult(
-        reference=compared.models[0],
-        candidate=compared.models[1],
-        inputs=compared.origin,
-        rows=compared.rows,
-        agreement=compared.agreement,
-        reference_speed=speeds[0],
-        speed=speeds[1],
-        notes=notes,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    models: tuple[ComparedModel, ComparedModel]
-    origin: str
-    rows: int
-    agreement: Agreement
-    feeds: list[Feeds]
+    return replace(result, notes=notes)
 
 
 def _compare_outputs(
     reference: Timed, candidate: Timed, file: Path | None, labels_file: Path | None, batch: int
-) -> _Compared:
+) -> tuple[CompareResult, Sequence[Feeds]]:
+    """The result without speed, and inputs for the measurement of that."""
     first, second = reference.open(), candidate.open()
     if differences := signature_differences(first.signature, second.signature, may_narrow=True):
         raise invalid_input(f"{second.subject.path}: its interface is not that of the first model: {differences[0]}")
@@ -97,14 +81,18 @@ def _compare_outputs(
     inputs = choose_inputs(first, file)
     labels = None if labels_file is None else read_labels(labels_file, inputs)
     agreement = measure_agreement(first, second, inputs, labels=labels, rows=rows)
-    feeds: list[Feeds] = []
     names = [spec.name for spec in first.signature.inputs]
-    for number in range(_MOST_FEEDS):
-        arrays = inputs.take(rows, number)
-        if feeds and (len(feeds) + 1) * sum(array.nbytes for array in arrays) > _MOST_FEEDS_BYTES:
-            break
-        feeds.append(dict(zip(names, arrays, strict=True)))
-    return _Compared((_describe(first), _describe(second)), inputs.origin, rows, agreement, feeds)
+    feeds = [dict(zip(names, arrays, strict=True)) for arrays in take_inputs(inputs, rows, _MOST_FEEDS, _MOST_BYTES)]
+    result = CompareResult(
+        reference=_describe(first),
+        candidate=_describe(second),
+        inputs=inputs.origin,
+        rows=rows,
+        agreement=agreement,
+        reference_speed=None,
+        speed=None,
+    )
+    return result, feeds
 
 
 def common_rows(reference: OpenModel, candidate: OpenModel, batch: int) -> int:

@@ -19,10 +19,10 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.interface import resolve_interface
 from ortserve.tools.bench.generator import Work
 from ortserve.tools.bench.generators import Generators, Seen
-from ortserve.tools.bench.prepare import as_clients_see, as_clients_send, bare_run, difference, repeated, take_inputs
+from ortserve.tools.bench.prepare import as_clients_see, as_clients_send, bare_run, difference, repeated
 from ortserve.tools.bench.samples import join
 from ortserve.tools.bench.target import ModelPlan
-from ortserve.tools.inputs import choose_inputs
+from ortserve.tools.inputs import choose_inputs, take_inputs
 from ortserve.tools.opening import open_model
 from ortserve.tools.subject import Subject
 from ortserve.tools.tune.loads import Offer, Reading, read
