@@ -30,7 +30,7 @@ def print_report(report: Report) -> None:
             case Text():
                 console.print(_text(block.text))
             case Facts():
-                console.print(_facts(block, console))
+                console.print(_facts(block))
             case Table():
                 _print_table(block, console)
             case Findings():
@@ -86,7 +86,7 @@ def _box(console: Console) -> box.Box:
     return box.SIMPLE_HEAD if console.encoding.lower().startswith("utf") else box.ASCII
 
 
-def _facts(block: Facts, console: Console) -> RichTable:
+def _facts(block: Facts) -> RichTable:
     table = RichTable(
         title=_text(block.title, "bold"), title_justify="left", box=None, show_header=False, pad_edge=False
     )

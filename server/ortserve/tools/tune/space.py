@@ -73,7 +73,7 @@ def make_space(options: ModelOptions, facts: Facts, objective: str) -> tuple[Par
     found: dict[str, Sequence[Changes]] = {
         "providers": _providers(facts),
         "replay": [{"graph_replay": value} for value in (True, False) if facts.offered],
-        "threads": _threads(options, facts),
+        "threads": _threads(facts),
         "spinning": _spinning()
         if facts.processors > 1
         else [{"session.spinning": False, _SPIN_DURATION: _NO_DURATION}],
@@ -174,7 +174,7 @@ def _choices(options: ModelOptions, candidates: Sequence[Changes]) -> tuple[Chan
     return {}, *(one for one in changed if one)
 
 
-def _threads(options: ModelOptions, facts: Facts) -> list[Changes]:
+def _threads(facts: Facts) -> list[Changes]:
     counts = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < facts.processors]
     free: dict[str, Value] = {"session.thread_affinities": None}
     found: list[Changes] = [{"intra_op_threads": n, **free} for n in (None, *counts, facts.processors)]
