@@ -45,12 +45,10 @@ def run(arguments: argparse.Namespace) -> Outcome:
     Raises:
         ServeError: invalid_input: the repository cannot be read, or has no model of this name.
     """
-    repository, config = arguments.repository, arguments.config
+    repository = arguments.repository
     if not repository.is_dir():
         raise invalid_input(f"'{repository}': expected a folder of models")
-    if config is not None and not config.is_file():
-        raise invalid_input(f"--config: expected a file, got '{config}'")
-    options, found = check_options(config)
+    options, found = check_options(arguments.config)
     if any(one.kind == "invalid_option" for one in found):
         raise invalid_input("; ".join(one.seen for one in found if one.kind == "invalid_option"))
     free_bytes = read_memory(Files()).free_bytes

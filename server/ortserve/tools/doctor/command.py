@@ -68,8 +68,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> DoctorResult:
-    if arguments.config is not None and not arguments.config.is_file():
-        raise invalid_input(f"--config: expected a file, got '{arguments.config}'")
     if repository is not None and not Path(repository).is_dir():
         raise invalid_input(f"'{repository}': expected a folder of models, or a URL such as http://127.0.0.1:8000")
     files = Files()

@@ -10,7 +10,7 @@ from typing import Final
 from cryptography import x509
 
 from ortserve.config.options import OptionsError, ServerOptions, combination_problems, read_options
-from ortserve.errors import ServeError
+from ortserve.errors import ServeError, invalid_input
 from ortserve.service.key_files import read_keys
 from ortserve.tools.doctor.catalog import finding
 from ortserve.tools.doctor.findings import find_in_expiry, find_in_exposure
@@ -20,7 +20,13 @@ _KEYS: Final = ("infer_keys_file", "metadata_keys_file", "control_keys_file", "m
 
 
 def check_options(config: Path | None) -> tuple[ServerOptions, list[Finding]]:
-    """Read the options file, or that of the environment, and check it. Returns the defaults if it is invalid."""
+    """Read the options file, or that of the environment, and check it. Returns the defaults if it is invalid.
+
+    Raises:
+        ServeError: invalid_input: there is no such file.
+    """
+    if config is not None and not config.is_file():
+        raise invalid_input(f"--config: expected a file, got '{config}'")
     try:
         options = read_options({}, config)
     except OptionsError as error:
