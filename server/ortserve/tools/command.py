@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import orjson
 from pydantic import TypeAdapter
 
 from ortserve.errors import ErrorKind, ServeError, invalid_input
@@ -79,6 +80,14 @@ def number(kind: type[_Number], least: float, most: float = 999_999) -> Callable
         return value
 
     return read
+
+
+def json_or_text(text: str) -> Any:
+    """A value that is written as JSON; any other text as it is."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
 
 
 def several(read: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:

@@ -5,12 +5,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import orjson
-
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
 from ortserve.tools.client import path_of
-from ortserve.tools.command import Outcome, ToolParser, number, run_tool
+from ortserve.tools.command import Outcome, ToolParser, json_or_text, number, run_tool
 from ortserve.tools.console import print_report, progress
 from ortserve.tools.models.result import ModelsResult
 from ortserve.tools.models.server import ModelServer, repository_path
@@ -181,11 +179,7 @@ def _options(changes: Sequence[str]) -> dict[str, Any]:
         group, dot, key = path.rpartition(".")
         if not equals or not key:
             raise invalid_input(f"rollout: expected KEY=VALUE or stop, got '{change}'")
-        try:
-            value = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            value = text
-        (options.setdefault(group, {}) if dot else options)[key] = value
+        (options.setdefault(group, {}) if dot else options)[key] = json_or_text(text)
     return options
 
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import orjson
 from pydantic import ValidationError
 
 from ortserve.config.expectation import describe_problems
 from ortserve.config.session import SessionSettings
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
-from ortserve.tools.command import Outcome, ToolParser, expect_writable, number, run_tool
+from ortserve.tools.command import Outcome, ToolParser, expect_writable, json_or_text, number, run_tool
 from ortserve.tools.console import progress
 from ortserve.tools.profile.measure import WARM_UP, Variant, measure
 from ortserve.tools.profile.presentation import report
@@ -140,10 +139,7 @@ def _variant(given: argparse.Namespace, label: str, subject: Subject, own: Seque
 
 def _setting(key: str, text: str, current: SessionSettings) -> dict[str, Any]:
     """A session setting by its name, or an entry of the session configuration, beside those that are set."""
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        value = text
+    value = json_or_text(text)
     given = {"entries": {**current.entries, key: value}} if "." in key else {key: value}
     try:
         valid = SessionSettings.model_validate(given)
