@@ -3,11 +3,10 @@
 Each model has processes of its own, because several spinning sessions in one process disturb each other.
 """
 
-import ctypes
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +15,7 @@ import numpy as np
 import psutil
 
 from ortserve.core.signature import ModelSignature
+from ortserve.engine.process_memory import give_back_freed
 from ortserve.errors import invalid_input
 from ortserve.tools.apart import ObjectApart
 from ortserve.tools.bench.statistics import Estimate, estimate_ratio
@@ -180,9 +180,7 @@ class _Runner:
         if reference is not None:
             opened = opened.with_rows_of(reference)
         self._signature: Final = opened.signature
-        # Opening freed memory, which would hide the growth of the first runs; only glibc has this function.
-        with suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back_freed()  # what opening freed would hide the growth of the first runs
         self._opening_s: Final = opened.opening_s
         self._run: Final = opened.runner().run
         if missing := {spec.name for spec in opened.signature.inputs} - {*feeds[0]}:

@@ -4,12 +4,10 @@ The measurement opens the model with a profile, whose events tell how much of ON
 the process's own memory from the operating system.
 """
 
-import ctypes
 import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, Final
 
 import psutil
 
+from ortserve.engine.process_memory import give_back_freed
 from ortserve.tools.apart import call_apart
 from ortserve.tools.inputs import choose_inputs
 from ortserve.tools.inspect.result import BatchMemory, Memory
@@ -125,9 +124,7 @@ def _measure(subject: Subject, file: Path | None, sizes: Sequence[int], weights:
     before = process.memory_full_info().uss
     with tempfile.TemporaryDirectory(prefix="ortserve-inspect-") as folder:
         opened = open_model(subject, provider="cpu", profile_prefix=Path(folder) / "profile")
-        # Opening freed memory, which would hide the growth of the first runs; only glibc has this function.
-        with suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back_freed()  # what opening freed would hide the growth of the first runs
         opening = process.memory_full_info().uss - before
         inputs, runner = choose_inputs(opened, file), opened.runner()
         growth: dict[int, int] = {}
