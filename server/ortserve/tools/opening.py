@@ -13,7 +13,7 @@ from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.process_limits import cpu_budget, intra_op_threads
-from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
+from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.runs import PlainRun, run_options
 from ortserve.engine.session import Session, SessionOptions, open_session
@@ -141,11 +141,3 @@ def usual_threads(choice: ProviderChoice, settings: SessionSettings) -> int:
     """Threads of a run on this machine, if the configuration does not say."""
     branches = settings.inter_op_threads if settings.execution_mode == "parallel" else 1
     return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=branches)
-
-
-def on_cpu(model: OpenModel) -> OpenModel:
-    """The same model on the CPU, the reference for outputs; the model itself if it runs there already."""
-    if model.choice.name == CPU and not model.choice.behind:
-        return model
-    reference = open_model(model.subject, provider="cpu", threads=model.threads)
-    return replace(reference, rows=model.rows)
