@@ -1,7 +1,7 @@
 """Opening a model in this process, as the server would open it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def open_model(
     *,
     provider: str | None = None,
     threads: int | None = None,
-    settings: dict[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
     profile_prefix: Path | None = None,
 ) -> OpenModel:
     """Open a model. Blocks until ONNX Runtime has.

@@ -53,13 +53,15 @@ class Timed:
         """Another file of the model, opened likewise."""
         return replace(self, subject=replace(self.subject, path=path))
 
-    def open(self) -> OpenModel:
-        """Open it in this process.
-
-        Raises:
-            ServeError: As ``open_model``.
-        """
-        return open_model(self.subject, provider=self.provider, threads=self.threads, settings=dict(self.settings))
+    def open(self, profile_prefix: Path | None = None) -> OpenModel:
+        """Open it in this process. Raises ServeError as ``open_model``."""
+        return open_model(
+            self.subject,
+            provider=self.provider,
+            threads=self.threads,
+            settings=self.settings,
+            profile_prefix=profile_prefix,
+        )
 
 
 @dataclass(frozen=True, slots=True)

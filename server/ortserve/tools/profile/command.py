@@ -134,7 +134,7 @@ def _variant(given: argparse.Namespace, label: str, subject: Subject, own: Seque
                 raise invalid_input(f"threads: {error}") from None
         else:
             settings |= _setting(key, value, subject.options.session.model_copy(update=settings))
-    return Variant(label, subject, provider, threads, settings)
+    return Variant(subject, provider, threads, settings, label=label)
 
 
 def _setting(key: str, text: str, current: SessionSettings) -> dict[str, Any]:

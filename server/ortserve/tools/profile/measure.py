@@ -3,19 +3,19 @@
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.engine.placement import count_operators, profiler_events
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.inputs import choose_inputs
-from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.opening import OpenModel
 from ortserve.tools.profile.runs import Runs, RunTime
 from ortserve.tools.profile.trace import read_trace
-from ortserve.tools.subject import Subject
+from ortserve.tools.speed import Timed
 
 WARM_UP: Final = 3
 """Runs before the measured ones: the first of a session allocate memory."""
@@ -26,15 +26,11 @@ _LARGE_WEIGHTS: Final = 1 << 30
 """Larger models inside one file are not written out with their optimized graph, as that contains the weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A model and how to open it; what ``tools.opening.open_model`` takes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant(Timed):
+    """A model and how to open it, with a name for people."""
 
     label: str
-    subject: Subject
-    provider: str | None = None
-    threads: int | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def measure(
@@ -110,14 +106,8 @@ class _Arm:
         self._runners = [(plain.runner(), self.runs.plain), (self._profiled.runner(), self.runs.profiled)]
 
     def _open(self, profile_prefix: Path | None, graph_file: Path | None) -> OpenModel:
-        variant = self._variant
-        return open_model(
-            variant.subject,
-            provider=variant.provider,
-            threads=variant.threads,
-            settings=variant.settings | {"optimized_model_file": graph_file and str(graph_file.absolute())},
-            profile_prefix=profile_prefix,
-        )
+        settings = {**self._variant.settings, "optimized_model_file": graph_file and str(graph_file.absolute())}
+        return replace(self._variant, settings=settings).open(profile_prefix)
 
     def most_runs(self, asked: int) -> int:
         """How many runs the profiler can record, at most ``asked``."""
