@@ -56,15 +56,13 @@ class SyntheticInputs:
     @property
     def origin(self) -> str:
         """Where the inputs come from."""
-        free = f", free dimensions {self.generator.free_dim}" if self._has_free_dimensions() else ""
+        has_free = any(-1 in spec.row_shape for spec in self.generator.signature.inputs)
+        free = f", free dimensions {self.generator.free_dim}" if has_free else ""
         return f"synthetic (floats from N(0, 1), integers 0 or 1{free})"
 
     def take(self, rows: int, number: int) -> Arrays:
         """As ``Inputs.take``."""
         return self.generator.generate(rows, number)
-
-    def _has_free_dimensions(self) -> bool:
-        return any(-1 in spec.row_shape for spec in self.generator.signature.inputs)
 
 
 @dataclass(frozen=True, slots=True)

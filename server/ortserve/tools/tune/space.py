@@ -3,6 +3,7 @@
 A parameter is one decision, with the keys that must change together.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -18,6 +19,11 @@ _ENTRIES: Final = "session.entries."
 _SPIN_DURATION: Final = f"{_ENTRIES}session.intra_op.spin_duration_us"
 _NO_DURATION: Final = -1
 """ONNX Runtime's default: spin for a number of turns instead of a time."""
+_SPINNING: Final[Sequence[Changes]] = (
+    {"session.spinning": False, _SPIN_DURATION: _NO_DURATION},
+    {"session.spinning": True, _SPIN_DURATION: _NO_DURATION},
+    {"session.spinning": True, _SPIN_DURATION: 200},
+)
 _ROWS: Final = (1, 4, 8, 16, 32, 64, 128)
 _BUCKETS: Final = (1, 2, 4, 8, 16, 32)
 _DELAYS_S: Final = (0.001, 0.002, 0.005)
@@ -70,16 +76,15 @@ Point: TypeAlias = Mapping[str, int]
 
 def make_space(options: ModelOptions, facts: Facts, objective: str) -> tuple[Parameter, ...]:
     """The parameters that have a choice, those that usually matter first."""
+    bound_s = math.inf if facts.slo_s is None else facts.slo_s
     found: dict[str, Sequence[Changes]] = {
         "providers": _providers(facts),
         "replay": [{"graph_replay": value} for value in (True, False) if facts.offered],
         "threads": _threads(facts),
-        "spinning": _spinning()
-        if facts.processors > 1
-        else [{"session.spinning": False, _SPIN_DURATION: _NO_DURATION}],
+        "spinning": _SPINNING if facts.processors > 1 else _SPINNING[:1],
         "instances": [{"instances": n} for n in dict.fromkeys((1, 2, min(facts.processors, _MOST_INSTANCES)))],
         "max_rows": [{"max_rows": rows} for rows in (None, *_ROWS) if facts.is_batched],
-        "delay": [{"queue_delay_s": s} for s in (0.0, *_DELAYS_S) if facts.is_batched and _fits(s, facts.slo_s)],
+        "delay": [{"queue_delay_s": s} for s in (0.0, *_DELAYS_S) if facts.is_batched and 4 * s <= bound_s],
         "execution": [
             {"session.execution_mode": "sequential", "session.inter_op_threads": 1},
             *[
@@ -189,14 +194,6 @@ def _threads(facts: Facts) -> list[Changes]:
     return found
 
 
-def _spinning() -> list[Changes]:
-    return [
-        {"session.spinning": False, _SPIN_DURATION: _NO_DURATION},
-        {"session.spinning": True, _SPIN_DURATION: _NO_DURATION},
-        {"session.spinning": True, _SPIN_DURATION: 200},
-    ]
-
-
 def _providers(facts: Facts) -> list[Changes]:
     lists: list[list[Value]] = [["cpu"]] if facts.offered else []
     for name in facts.offered:
@@ -206,7 +203,3 @@ def _providers(facts: Facts) -> list[Changes]:
         if name == "tensorrt":
             lists.append([{name: {"trt_fp16_enable": 1}}, "cuda", "cpu"])
     return [{"execution_providers": one} for one in lists]
-
-
-def _fits(delay_s: float, slo_s: float | None) -> bool:
-    return slo_s is None or delay_s <= slo_s / 4
