@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import optuna
 from optuna.storages import InMemoryStorage, JournalStorage
@@ -18,6 +18,8 @@ from pydantic import TypeAdapter
 from ortserve.errors import invalid_input
 from ortserve.tools.tune.result import Trial
 from ortserve.tools.tune.space import Parameter, Point
+
+Key: TypeAlias = frozenset[tuple[str, int]]
 
 _BEGINNING: Final = b'{"op_code":'
 _SUBJECT: Final = "subject"
@@ -35,7 +37,7 @@ class Journal:
         self._study = study
         self._space = space
         self._asked: optuna.Trial | None = None
-        self.trials: Final[dict[str, Trial]] = {}
+        self.trials: Final[dict[Key, Trial]] = {}
         """By the choices of their points, as ``key_of`` gives them."""
         for one in study.get_trials(deepcopy=False):
             if one.state is TrialState.RUNNING:
@@ -70,14 +72,9 @@ class Journal:
         return {name: int(number) for name, number in params.items() if number}
 
 
-def key_of(point: Point) -> str:
-    """A text that is the same for the same point."""
-    return json.dumps(dict(sorted(point.items())))
-
-
-def point_of(key: str) -> Point:
-    """The point of a text of ``key_of``."""
-    return TypeAdapter(dict[str, int]).validate_json(key)
+def key_of(point: Point) -> Key:
+    """What trials are kept by: ``dict`` makes the point of it again."""
+    return frozenset(point.items())
 
 
 def read_study(storage: optuna.storages.BaseStorage) -> optuna.Study:

@@ -10,7 +10,7 @@ from typing import Final
 from ortserve.errors import ServeError
 from ortserve.tools.bench.statistics import Estimate, estimate_ratio
 from ortserve.tools.tune.budget import Budget
-from ortserve.tools.tune.journal import Journal, key_of, point_of
+from ortserve.tools.tune.journal import Journal, key_of
 from ortserve.tools.tune.ratios import LEAST_GAIN, Noise, is_hopeless
 from ortserve.tools.tune.result import State, Trial
 from ortserve.tools.tune.sides import Contender, Goal, Lab, Side, take_pair
@@ -161,7 +161,7 @@ class Search:
         while True:  # points of a search that was cut off come first
             asked = self._journal.ask()
             trial = self._measure(asked)
-            if key_of(asked) == key_of(point):
+            if asked == point:
                 return trial
 
     def _measure(self, point: Point) -> Trial:
@@ -208,7 +208,8 @@ class Search:
             return None
         least = max(map(self._low, good.values()))
         equal = [key for key, trial in good.items() if trial.ratio and math.log(trial.ratio.value) >= least]
-        return point_of(min(equal, key=lambda key: (len(point_of(key)), -self._low(good[key]))))
+        simplest = min(equal, key=lambda key: (len(key), -self._low(good[key])))
+        return dict(simplest)
 
 
 def describe(changes: Changes) -> str:
