@@ -57,7 +57,7 @@ def follow_requests(client: Client, model: str, bare: OpenModel | None, requests
             began = time.perf_counter_ns()
             answer = _infer(client, request)
             total_ns.append(time.perf_counter_ns() - began)
-            phases.append(parse_timing(answer.headers.get(b"server-timing", b"").decode()))
+            phases.append(parse_timing(answer.headers.get(b"server-timing", b"").decode("latin-1")))
     if not all(phases):
         url = client.address.url
         raise ServeError(ErrorKind.UNSUPPORTED, f"{url}: expected Server-Timing with each answer, got none")
