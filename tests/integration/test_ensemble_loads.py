@@ -5,13 +5,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 
-from models import members
+from models import builders, members, sequences
 from models.members import Step, add_ensemble
+from ortserve.core.dtypes import DataType
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
 
 EXPLICIT = ("--model-control-mode", "explicit", *SHORT_WARMUP)
@@ -134,6 +138,35 @@ def test_no_request_fails_while_members_are_reloaded(repository: Path, mode: str
             for thread in threads:
                 thread.join()
         assert not failures, failures[0]
+
+
+def test_a_sequence_keeps_its_order_while_another_member_is_reloaded(tmp_path: Path) -> None:
+    passes = add_model(tmp_path, "passes", builders.identity, datatype=DataType.INT32, shape=("batch", 1))
+    (add_model(tmp_path, "adds", sequences.slow, steps=10_000) / "model.yaml").write_text(
+        "sequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\n"
+    )
+    steps: list[Step] = [("passes", {"x": "x"}, {"y": "t"}), ("adds", {"INPUT": "t"}, {"TOTAL": "total"})]
+    add_ensemble(tmp_path, "through", ["x"], ["total"], steps)
+    answers: Queue[tuple[Any, Any]] = Queue()
+    options = ("--model-control-mode", "explicit", "--load-model", "*", "--warmup-s", "0.05")
+    with serving(tmp_path, *options) as server, triton_grpc.InferenceServerClient(server.grpc) as client:
+
+        def send(value: int) -> None:
+            tensor = triton_grpc.InferInput("x", [1, 1], "INT32")
+            tensor.set_data_from_numpy(np.array([[value]], np.int32))
+            flags = {"sequence_start": value == 1, "sequence_end": value == 70}
+            client.async_stream_infer("through", [tensor], sequence_id=1, **flags)
+
+        client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        for value in range(1, 61):  # they wait in the ensemble while it follows the load
+            send(value)
+        (passes / "model.yaml").write_text("max_queue_rows: 1000\n")
+        assert change(server, "passes").status_code == 200
+        for value in range(61, 71):
+            send(value)
+        found = [answers.get(timeout=LONG_S) for _ in range(70)]
+    assert {error for _, error in found} == {None}
+    assert [int(result.as_numpy("total")[0, 0]) for result, _ in found] == np.cumsum(range(1, 71)).tolist()
 
 
 def test_no_cached_answer_of_an_ensemble_outlives_its_members(repository: Path) -> None:

@@ -48,6 +48,7 @@ class ServedEnsemble(ServedVersion):
         configuration: Configuration,
         labels: Mapping[str, Sequence[str]],
         cached: CachedRuns | None = None,
+        turns: SequenceTurns | None = None,
     ) -> None:
         """Accept requests.
 
@@ -60,6 +61,7 @@ class ServedEnsemble(ServedVersion):
             configuration: Of its load.
             labels: Names of the elements of an output, by its name.
             cached: Answers equal requests; None to run every request.
+            turns: Of the load that this one replaces; None without one.
         """
         super().__init__(
             signature,
@@ -77,7 +79,7 @@ class ServedEnsemble(ServedVersion):
         self._most_rows = math.inf if self.options.max_rows is None else self.options.max_rows
         self._whole = make_route(self.name, signature, plan, members, ())
         self._routes: OrderedDict[tuple[str, ...], Route] = OrderedDict()
-        self._turns: Final = SequenceTurns()
+        self.turns: Final = SequenceTurns() if turns is None else turns
         self._running = 0
         """Requests, with those that wait for their turn."""
         self._idle: asyncio.Event | None = None
@@ -146,8 +148,8 @@ class ServedEnsemble(ServedVersion):
         if not part.id:  # the members report it
             self._run(terms, part, request)
             return
-        turn = EnsembleTurn(request, terms, part)
-        if self._turns.enter(turn):
+        turn = EnsembleTurn(self, request, terms, part)
+        if self.turns.enter(turn):
             self._run_turn(turn)
             return
         self._running += 1
@@ -195,13 +197,13 @@ class ServedEnsemble(ServedVersion):
         self._run(turn.terms, turn.part, turn.request)
 
     def _on_turn_ended(self, sequence_id: SequenceId) -> None:
-        following = self._turns.leave(sequence_id)
+        following = self.turns.leave(sequence_id)
         self._on_end()
         if following is not None:
             # Not in this turn: many requests that all fail at once would nest their calls.
-            asyncio.get_running_loop().call_soon(self._follow, following)
+            asyncio.get_running_loop().call_soon(following.owner.follow, following)
 
-    def _follow(self, turn: EnsembleTurn) -> None:
+    def follow(self, turn: EnsembleTurn) -> None:
         """Start a request that has waited, which counts as running."""
         if turn.request.is_settled:  # it was cancelled
             self._on_turn_ended(turn.part.id)
@@ -212,11 +214,15 @@ class ServedEnsemble(ServedVersion):
         except Exception as error:  # noqa: BLE001 - any error is for the request
             turn.request.fail(error)
 
+    def drop(self, turn: EnsembleTurn) -> None:
+        """Note that a request that has waited will not start."""
+        self._on_end()
+
     def _on_cancelled(self, turn: EnsembleTurn, _: InflightRequest) -> None:
         """A waiting request was cancelled. Those behind it fail, too: they depend on the state after it."""
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
-        for removed in self._turns.withdraw(turn):
-            self._on_end()
+        for removed in self.turns.withdraw(turn):
+            removed.owner.drop(removed)
             removed.request.fail(error)  # without effect for the cancelled one
 
     def _add_route(self, outputs: tuple[str, ...]) -> Route:

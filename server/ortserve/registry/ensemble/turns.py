@@ -5,7 +5,7 @@ request of a sequence runs at a time, and the model with states gets them in the
 """
 
 from collections import deque
-from typing import Final
+from typing import Final, Protocol
 
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.sequence import SequenceId, SequencePart
@@ -16,19 +16,35 @@ MOST_WAITING: Final = 16_384
 """Requests of one ensemble that wait for earlier ones of their sequences."""
 
 
+class TurnOwner(Protocol):
+    """A load of an ensemble, whose requests wait."""
+
+    def follow(self, turn: "EnsembleTurn") -> None:
+        """Start a request, whose turn has come."""
+        ...
+
+    def drop(self, turn: "EnsembleTurn") -> None:
+        """Note that a request waits no more, and will not start."""
+        ...
+
+
 class EnsembleTurn:
-    """A request of a sequence."""
+    """A request of a sequence, and the load that it came to."""
 
-    __slots__ = ("part", "request", "terms")
+    __slots__ = ("owner", "part", "request", "terms")
 
-    def __init__(self, request: InflightRequest, terms: EnsembleTerms, part: SequencePart) -> None:
+    def __init__(self, owner: TurnOwner, request: InflightRequest, terms: EnsembleTerms, part: SequencePart) -> None:
+        self.owner: Final[TurnOwner] = owner
         self.request: Final[InflightRequest] = request
         self.terms: Final[EnsembleTerms] = terms
         self.part: Final[SequencePart] = part
 
 
 class SequenceTurns:
-    """The sequences of an ensemble that have a request under way, and the requests that wait. Loop thread only."""
+    """The sequences of an ensemble that have a request under way, and the requests that wait. Loop thread only.
+
+    A load takes them over from the one that it replaces: its requests wait for those that came before it.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[SequenceId, deque[EnsembleTurn]] = {}

@@ -203,6 +203,7 @@ class Assembly:
         configuration: Configuration,
         labels: Mapping[str, Sequence[str]],
         metrics: ModelMetrics,
+        before: ServedVersion | None = None,
     ) -> ServedEnsemble:
         """Assemble an ensemble.
 
@@ -212,6 +213,7 @@ class Assembly:
             configuration: Of its load.
             labels: Names of the elements of an output, by its name.
             metrics: Of its version.
+            before: What the load takes over from; None without it.
 
         Raises:
             ServeError: invalid_input, if the steps do not fit the members.
@@ -228,6 +230,7 @@ class Assembly:
             configuration=configuration,
             labels=labels,
             cached=self._cached_runs(options, metrics),
+            turns=before.turns if isinstance(before, ServedEnsemble) and before.version == metrics.version else None,
         )
 
     def _cached_runs(self, options: ModelOptions, metrics: ModelMetrics) -> CachedRuns | None:

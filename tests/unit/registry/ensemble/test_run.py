@@ -119,7 +119,13 @@ class Clock:
         return self.now_ns
 
 
-def serve(members: Mapping[str, FakeMember], outputs: Sequence[str], steps: Steps, clock: Clock) -> ServedEnsemble:
+def serve(
+    members: Mapping[str, FakeMember],
+    outputs: Sequence[str],
+    steps: Steps,
+    clock: Clock,
+    before: ServedEnsemble | None = None,
+) -> ServedEnsemble:
     given = {
         "inputs": {"x": {}},
         "outputs": {name: {} for name in outputs},
@@ -130,7 +136,14 @@ def serve(members: Mapping[str, FakeMember], outputs: Sequence[str], steps: Step
     chosen = tuple(members[step.model] for step in plan.steps)
     signature = resolve_signature("e", configuration.options, plan, [Member(m.name, m.signature, None) for m in chosen])
     return ServedEnsemble(
-        signature, plan, chosen, ModelMetrics("e", "1"), clock, configuration=configuration, labels={}
+        signature,
+        plan,
+        chosen,
+        ModelMetrics("e", "1"),
+        clock,
+        configuration=configuration,
+        labels={},
+        turns=None if before is None else before.turns,
     )
 
 
@@ -206,9 +219,12 @@ class SequenceStage:
 
     def __init__(self, clock: Clock) -> None:
         self.plain, self.follows = FakeMember("plain"), FakeMember("follows", takes_sequences=True)
-        steps: Steps = [("plain", {"a": "x"}, {"b": "p"}), ("follows", {"a": "p"}, {"b": "y"})]
-        self.served = serve({"plain": self.plain, "follows": self.follows}, ["y"], steps, clock)
         self.clock = clock
+        self.served = self.load()
+
+    def load(self, before: ServedEnsemble | None = None) -> ServedEnsemble:
+        steps: Steps = [("plain", {"a": "x"}, {"b": "p"}), ("follows", {"a": "p"}, {"b": "y"})]
+        return serve({"plain": self.plain, "follows": self.follows}, ["y"], steps, self.clock, before)
 
     def submit(self, value: float, sequence_id: int | str = 5) -> InflightRequest:
         request = InflightRequest(Timing(self.clock()), (np.full((1, 2), value, np.float32),), 1)
@@ -239,6 +255,39 @@ async def test_requests_of_a_sequence_do_not_overtake_each_other(clock: Clock) -
         await stage.answer()
     assert ended == [1, 10, 2, 3]
     await asyncio.wait_for(closing, 1)
+
+
+async def test_requests_of_a_sequence_do_not_overtake_those_of_the_load_before(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    replaced = stage.served
+    ended: list[float] = []
+    requests = [stage.submit(1), stage.submit(2)]
+    stage.served = stage.load(replaced)
+    closing = asyncio.create_task(replaced.close())
+    requests += [stage.submit(3), stage.submit(4)]
+    for request in requests:
+        request.on_settled = lambda one: ended.append(one.take_outputs()[0][0, 0])
+    for _ in range(3):
+        await stage.answer()
+    assert ended == [1, 2, 3]
+    await asyncio.wait_for(closing, 1)
+    await stage.answer()
+    assert ended == [1, 2, 3, 4]
+    await asyncio.wait_for(stage.served.close(), 1)
+
+
+async def test_a_cancelled_request_cancels_those_of_the_next_load_behind_it(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    replaced = stage.served
+    stage.submit(1)
+    second = stage.submit(2)
+    stage.served = stage.load(replaced)
+    third = stage.submit(3)
+    second.cancel()
+    assert third.is_settled
+    await stage.answer()
+    for served in (replaced, stage.served):
+        await asyncio.wait_for(served.close(), 1)
 
 
 async def test_the_wait_for_earlier_requests_counts_as_queue(clock: Clock) -> None:
