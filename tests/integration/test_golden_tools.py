@@ -231,6 +231,21 @@ def test_check_finds_what_a_load_would(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--model nowhere: expected a model of" in problem
 
 
+def test_check_of_an_ensemble_knows_the_response_cache_of_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_model(tmp_path, "double", members.affine, scale=2)
+    members.add_ensemble(tmp_path, "sum", ["a"], ["b"], STEP)
+    (tmp_path / "double" / "model.yaml").write_text("response_cache: true\n")
+    config = tmp_path / "server.yaml"
+    config.write_text("cache_bytes: 0\n")
+
+    assert checked(capsys, tmp_path, status=0)["findings"] == []
+    (found,) = checked(capsys, tmp_path, "--config", config, status=0)["findings"]
+
+    assert "response_cache: cache_bytes of the server is 0" in found["seen"]
+
+
 def test_a_version_that_is_not_checked_in_time_fails_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 import psutil
 
+from ortserve.batching.response_cache import ResponseCache
 from ortserve.clock import monotonic_ns
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import ServerOptions
@@ -92,7 +93,7 @@ def check_models(
             needed = f"{instances} instances need {bytes_text(instances * nbytes)}, {bytes_text(free_bytes)} are free"
             checks.append(check if check.problem else replace(check, skipped=needed))
     libraries, shared = tuple(options.execution_provider_libraries), options.global_threads
-    work = partial(load_one, libraries=libraries, global_threads=shared)
+    work = partial(load_one, libraries=libraries, global_threads=shared, cache_bytes=options.cache_bytes)
     with progress("loading models", len(to_load)) as step:
         for number, (item, result) in enumerate(run_side_by_side(work, to_load, limit_s, jobs)):
             step(number + 1, f"loaded {item.check.label}")
@@ -143,7 +144,7 @@ class _Events(logging.Handler):
         self.events.append(f"{record.getMessage()}: {'; '.join(map(str, filter(None, (reason, more))))}")
 
 
-def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: bool) -> ModelCheck:
+def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: bool, cache_bytes: int = 0) -> ModelCheck:
     """Load a version in this process and free it again. Returns what is known with what this shows."""
     check, version = item.check, item.version
     handler, process = _Events(), psutil.Process()
@@ -153,7 +154,7 @@ def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: boo
     loaded: LoadedModel | None = None
     try:
         if options.ensemble is not None:
-            golden = asyncio.run(_load_ensemble(item, runtime))
+            golden = asyncio.run(_load_ensemble(item, runtime, cache_bytes))
         else:
             loaded = load_model(version.path, check.name, options, monotonic_ns, version.folder, runtime)
             golden = loaded.golden
@@ -181,7 +182,7 @@ def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: boo
     )
 
 
-async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime) -> str:
+async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: int) -> str:
     """Load the members and connect the ensemble. Returns how its golden samples agree; empty without any.
 
     Raises:
@@ -189,7 +190,14 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime) -> str:
     """
     catalog = Catalog()
     versions = Versions(
-        catalog, unread_metrics(), monotonic_ns, lambda: None, lambda record: None, lambda name: False, runtime
+        catalog,
+        unread_metrics(),
+        monotonic_ns,
+        lambda: None,
+        lambda record: None,
+        lambda name: False,
+        runtime,
+        cache=ResponseCache(cache_bytes) if cache_bytes else None,
     )
     reason = ""
     try:
