@@ -172,7 +172,7 @@ class SpecificVersions(BaseModel):
 def _label(name: str) -> str:
     if not is_label(name):
         raise ValueError(
-            f"labels: expected names of at most 63 letters, digits, '_', '.' and '-' that begin with a letter or '_', "
+            f"expected names of at most 63 letters, digits, '_', '.' and '-' that begin with a letter or '_', "
             f"got '{name:.100}'"
         )
     return name

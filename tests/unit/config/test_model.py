@@ -59,6 +59,13 @@ def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: 
     ("text", "problem"),
     [
         ("max_row: 4", "max_row: unknown key; did you mean 'max_rows'?"),
+        (
+            "labels: {1st: 1}",
+            (
+                "labels: expected names of at most 63 letters, digits, '_', '.' and '-' "
+                "that begin with a letter or '_', got '1st'"
+            ),
+        ),
         ("max_rows: 0", "max_rows: expected integer, 1 to 65536, got 0"),
         ("max_rows: true", "max_rows: expected integer, 1 to 65536, got True"),
         ("warmup_s: '3'", "warmup_s: expected number, 0 to 3600, got '3'"),
