@@ -275,7 +275,10 @@ def test_wrong_model_names_those_that_there_are(server: ServerProcess) -> None:
         (["URL"], "expected --model"),
         (["URL", "--model", "digits", "--protocol", "grpc"], "--protocol: expected rest, rest-binary, shm"),
         (["URL", "--model", "digits", "--rate", "5", "--concurrency", "2"], "expected one of"),
-        (["URL", "--model", "digits", "--rate", "5", "--arrivals", "sometimes"], "expected a file of times"),
+        (
+            ["URL", "--model", "digits", "--rate", "5", "--arrivals", "sometimes"],
+            "expected constant, poisson, bursts:N or a file of times",
+        ),
         (["URL", "--model", "digits", "--header", "x"], "--header: expected NAME: VALUE"),
         (["URL", "--model", "digits", "--key-file", "/nowhere"], "--key-file: expected a file with a key"),
         (["grpc://127.0.0.1:1/path", "--model", "digits"], "expected a URL such as"),

@@ -75,7 +75,8 @@ def _read_times(file: Path) -> np.ndarray:
     try:
         times = np.sort(np.array([float(word) for word in file.read_text(encoding="utf-8").split()]))
     except (OSError, ValueError) as error:
-        raise invalid_input(f"--arrivals {file}: expected a file of times in seconds, one a line: {error}") from None
+        expected = "expected constant, poisson, bursts:N or a file of times in seconds, one a line"
+        raise invalid_input(f"--arrivals {file}: {expected}: {error}") from None
     if not len(times) or not np.isfinite(times).all():
         raise invalid_input(f"--arrivals {file}: expected times in seconds, one a line, got {len(times)} of them")
     return np.asarray((times - times[0]) * 1e9, np.int64)

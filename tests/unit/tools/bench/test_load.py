@@ -51,7 +51,7 @@ def test_times_of_a_file_begin_with_the_first_and_end_with_the_measurement(tmp_p
         (Load(None, 10.0, "bursts:0"), "bursts:N"),
         (Load(None, 10.0, "sine"), "expected constant, poisson"),
         (Load(None, 1e7), "at most 20,000,000"),
-        (Load(None, 0.0, "/nowhere/times"), "expected a file of times"),
+        (Load(None, 0.0, "/nowhere/times"), "expected constant, poisson, bursts:N or a file of times"),
     ],
 )
 def test_wrong_arrivals_are_named(load: Load, problem: str) -> None:
