@@ -145,7 +145,9 @@ def test_publish_refuses_what_disagrees_and_copies_the_samples(
     assert not (repository / "mlp" / "3" / "golden").exists()
     (repository / "mlp" / "model.yaml").write_text("golden_required: true\n")
     capsys.readouterr()
-    assert "golden_required: expected a folder 'golden'" in refused(capsys, "publish", same, repository / "mlp")
+    problem = refused(capsys, "publish", same, repository / "mlp")
+    assert "golden_required: expected a folder 'golden'" in problem
+    assert "--golden none" not in problem  # which would be refused, too
 
 
 @pytest.mark.parametrize("page", ["golden", "check"])

@@ -60,6 +60,10 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
         yield server
 
 
+def test_a_label_of_a_missing_version_is_logged(labelled: ServerProcess) -> None:
+    labelled.wait_for_line("WARNING", "labels name versions that are not there", 'model=m labels="gone=9"')
+
+
 def test_label_works_wherever_a_version_does(labelled: ServerProcess) -> None:
     for version, number in (("", "1"), ("stable", "1"), ("canary", "2"), ("3", "3")):
         assert versions_that_answer(labelled, version) == {number}

@@ -192,6 +192,12 @@ def test_refusals_leave_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
 
 
+def test_an_opset_that_onnx_lacks_is_refused(run: Run, tmp_path: Path) -> None:
+    done = run(builders.scalar_sum(tmp_path / "source.onnx"), "-o", tmp_path / "out.onnx", "--opset", "99")
+    assert done.returncode == 2
+    assert f"--opset: expected an integer from 1 to {onnx.defs.onnx_opset_version()}, got '99'" in done.stderr
+
+
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     """Also none of the temporary files of the process that is killed while it opens the model."""
     (tmp_path / "temporary").mkdir()

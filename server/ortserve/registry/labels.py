@@ -81,6 +81,14 @@ class Labels:
         moved = {label: labels.get(label) for label in {**labels, **before} if labels.get(label) != before.get(label)}
         texts = (f"{label}={'-' if version is None else version}" for label, version in moved.items())
         log_event(logger, logging.INFO, "labels changed", model=name, labels=", ".join(texts))
+        source = self._sources.get(name)
+        there = {*self._catalog.of(name), *(() if source is None else source.versions)}
+        missing = [
+            f"{label}={version}" for label, version in moved.items() if version is not None and version not in there
+        ]
+        if missing:
+            event = "labels name versions that are not there"
+            log_event(logger, logging.WARNING, event, model=name, labels=", ".join(missing))
 
 
 def follow_file(before: Mapping[str, int], given: Mapping[str, int], ready: Collection[int]) -> dict[str, int]:

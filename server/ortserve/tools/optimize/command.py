@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import onnx
 import onnxruntime as ort
 
 from ortserve.core.agreement import ErrorBound, parse_bound
@@ -60,7 +61,8 @@ def build_parser() -> ToolParser:
     add("--name-dim", action="append", default=[], type=_named, metavar="TENSOR:AXIS=NAME", help=text)
     text = "Fix a named dimension; may be repeated."
     add("--dim", action="append", default=[], type=_fixed, metavar="NAME=SIZE", help=text)
-    add("--opset", type=number(int, 1, _MOST), metavar="N", help="Convert the standard operators to this opset.")
+    newest = onnx.defs.onnx_opset_version()
+    add("--opset", type=number(int, 1, newest), metavar="N", help="Convert the standard operators to this opset.")
     text = f"Type for onnxruntime.transformers, found if not given. One of {', '.join(making.MODEL_TYPES)}."
     add("--model-type", choices=making.MODEL_TYPES, metavar="TYPE", help=text)
     add("--heads", type=number(int, 1, _MOST), metavar="N", help="Heads of its attentions, found if not given.")

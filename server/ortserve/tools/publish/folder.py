@@ -212,8 +212,8 @@ def _check_golden(model: Path, subject: Subject) -> str:
     try:
         return call_apart(_LIMIT_S, check_version, subject)
     except ServeError as error:
-        reason = f"{error.message.replace(str(subject.path), str(model))}; --golden none publishes it without samples"
-        raise invalid_input(f"{model}: {reason}") from None
+        hint = "" if subject.options.golden_required else "; --golden none publishes it without samples"
+        raise invalid_input(f"{model}: {error.message.replace(str(subject.path), str(model))}{hint}") from None
 
 
 def _open(subject: Subject, notes: list[str]) -> OpenModel:
