@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,15 +203,13 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     source = shutil.copy(CORPUS / "torch_cnn.onnx", tmp_path)
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     arguments = command(source, "-o", tmp_path / "out.onnx")
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment)
-    until = time.monotonic() + 60
-    found: list[Path] = []
-    while not found:
-        with suppress(FileNotFoundError):  # of a folder that was removed meanwhile
-            found = list(tmp_path.rglob("ortserve-inspect-*"))
-        assert time.monotonic() < until
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == "ortserve optimize: interrupted\n"
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        until = time.monotonic() + 60
+        # Folders may vanish meanwhile, which os.walk passes over.
+        while not any("ortserve-inspect-" in path for path, _, _ in os.walk(tmp_path)):
+            assert time.monotonic() < until
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "ortserve optimize: interrupted\n"
     assert process.returncode == 130
     assert {path.name for path in tmp_path.rglob("*")} == {"torch_cnn.onnx", "temporary"}
