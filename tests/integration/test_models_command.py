@@ -1,6 +1,7 @@
 """``ortserve models`` against a real server: every action, its errors, and progress."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,10 @@ def test_actions_show_and_change_models(
     rollout = shown(capsys, controlled, *started, *with_key)["rollout"]
     assert (rollout["rollout"]["sticky"], rollout["rollout"]["rules"]["max_error_rate"]) == ("user", 0.5)
     assert main(["models", "rollout", "m", "--url", controlled.url]) == 0
-    assert "stable requests" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "stable requests" in printed
+    assert re.search(r"^rules\.max_error_rate +0\.500 *$", printed, re.MULTILINE)
+    assert "None" not in printed
     stopped = shown(capsys, controlled, "rollout", "m", "stop", *with_key)["rollout"]
     assert (stopped["rollout"], stopped["ended"]["result"]) == (None, "stopped")
     shown(capsys, controlled, *started, *with_key)

@@ -163,12 +163,20 @@ def _rollout_facts(document: Mapping[str, Any]) -> Iterator[Facts]:
     if (options := document.get("rollout")) is not None:
         problem = {"problem": document["problem"]} if document["problem"] else {}
         worst = {f"worst {name} error": error for name, error in document["worst_errors"].items()}
-        shown = {name: value if isinstance(value, int | float | str) else str(value) for name, value in options.items()}
         figures = {name.replace("_", " "): value for name, value in document["figures"].items()}
-        yield Facts("Rollout", {**shown, **problem})
+        yield Facts("Rollout", {**dict(_given(options)), **problem})
         yield Facts("Candidate", {**figures, **worst})
     if document.get("ended") is not None:
         yield Facts("Last rollout", document["ended"])
+
+
+def _given(options: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    """The options of a rollout that are set, named as for a change."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _given(value, f"{name}.")
+        elif value not in (None, ""):
+            yield group + name, value
 
 
 def _options(changes: Sequence[str]) -> dict[str, Any]:
