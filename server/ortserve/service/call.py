@@ -84,6 +84,11 @@ class Call(InflightRequest):
         """Whether the call before it in its stream is still decoded, or waits for its model or for shared memory."""
         return self.earlier is not None and not self.earlier.is_set()
 
+    async def wait_for_earlier(self) -> None:
+        """Wait for the call before it in its stream, so that the requests of a sequence run as they came."""
+        if self.earlier is not None:
+            await self.earlier.wait()
+
     def report_answer(self, answer: Any) -> None:
         """Hand over the encoded answer."""
         on_answer = self.on_answer

@@ -177,13 +177,8 @@ class InferenceService:
             return
         raw, rollout = request.raw_input, served.rollout
         is_tried = rollout is not None and rollout.is_canary
-        overtakes = served.takes_sequences and call.would_overtake
-        if (
-            overtakes
-            or is_tried
-            or request.regions is not None
-            or (raw is not None and is_long_text(raw, served.signature))
-        ):
+        takes_long = request.regions is not None or (raw is not None and is_long_text(raw, served.signature))
+        if takes_long or is_tried or (served.takes_sequences and call.would_overtake):
             call.settle_by(self._run_in_steps(call, request))
             return
         call.inputs, call.rows = check_request(request, served.signature, served.name)
@@ -240,8 +235,7 @@ class InferenceService:
         # Found again after each wait, because another version may have become ready meanwhile.
         served = call.served = self._registry.find(request.model_name, request.model_version)
         if served.takes_sequences and call.would_overtake:
-            assert call.earlier is not None
-            await call.earlier.wait()  # requests of a sequence run in the order in which they came
+            await call.wait_for_earlier()
             served = call.served = self._registry.find(request.model_name, request.model_version)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))

@@ -35,6 +35,9 @@ class ServedEnsemble(ServedVersion):
     """A version of an ensemble. It holds its members until it is closed, so that all steps of a request use one load.
 
     Loop thread only.
+
+    Attributes:
+        turns: The sequences that have requests; the next load takes them over.
     """
 
     def __init__(
@@ -214,7 +217,7 @@ class ServedEnsemble(ServedVersion):
         except Exception as error:  # noqa: BLE001 - any error is for the request
             turn.request.fail(error)
 
-    def drop(self, turn: EnsembleTurn) -> None:
+    def drop(self) -> None:
         """Note that a request that has waited will not start."""
         self._on_end()
 
@@ -222,7 +225,7 @@ class ServedEnsemble(ServedVersion):
         """A waiting request was cancelled. Those behind it fail, too: they depend on the state after it."""
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
         for removed in self.turns.withdraw(turn):
-            removed.owner.drop(removed)
+            removed.owner.drop()
             removed.request.fail(error)  # without effect for the cancelled one
 
     def _add_route(self, outputs: tuple[str, ...]) -> Route:

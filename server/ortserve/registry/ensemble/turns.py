@@ -23,7 +23,7 @@ class TurnOwner(Protocol):
         """Start a request, whose turn has come."""
         ...
 
-    def drop(self, turn: "EnsembleTurn") -> None:
+    def drop(self) -> None:
         """Note that a request waits no more, and will not start."""
         ...
 

@@ -46,7 +46,28 @@ from ortserve.tools.subject import find_model
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the arguments of the same names say; ``callers`` is the largest number of callers of a closed loop."""
+    """What the arguments of the same names say, for all targets and loads.
+
+    Attributes:
+        model: Name and version on servers, with ``/`` between them.
+        inputs: File of samples.
+        free_dim: Size of free dimensions of made inputs.
+        compare_outputs: The model whose outputs are right.
+        provider: The only execution provider, in this process.
+        threads: Of a run, in this process.
+        sequences: Requests of each sequence that a caller sends; None for requests without one.
+        callers: Most of a closed loop.
+        connections: Most of a generator.
+        arrivals: Kind of an open loop.
+        seconds: Most for each load.
+        warmup_s: Before each round, not measured.
+        rounds: In which the loads take turns.
+        timeout_s: For an answer.
+        percentile: That matters.
+        precision: End when half its interval is at most this share of it; None to use all the time.
+        slo_ms: Bound of it; None for none.
+        allow_errors: The share of requests that may fail.
+    """
 
     model: str
     inputs: Path | None

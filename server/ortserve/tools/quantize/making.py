@@ -9,10 +9,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import chdir
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Final
 
 import numpy as np
@@ -189,9 +187,18 @@ def calibrate(prepared: Prepared, settings: Settings, samples: Iterable[Mapping[
         extra_options={"num_bins": _ENTROPY_BINS} if settings.calibrator == "entropy" else {},
     )
     for sample in samples:
-        reader = SimpleNamespace(get_next=partial(next, iter([dict(sample)]), None))  # all that the library calls
-        calibrator.collect_data(reader)
+        calibrator.collect_data(_OneSample(sample))
     save_tensors_data(calibrator.compute_data(), prepared.ranges)
+
+
+class _OneSample:
+    """What the library reads inputs from."""
+
+    def __init__(self, sample: Mapping[str, np.ndarray]) -> None:
+        self._left: Final = [dict(sample)]
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return self._left.pop() if self._left else None
 
 
 def make(
