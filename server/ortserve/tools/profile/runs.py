@@ -126,7 +126,8 @@ def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
     rest_ms, undisturbed_ms = outside_ms - profiler_ms, operators_ms + outside_ms
     error, interrupted_ms = (high_ms - low_ms) / 2 / undisturbed_ms, profiled_ms - undisturbed_ms
     is_closed = None
-    if undisturbed_ms - profiler_ms >= LEAST_MS and error <= CLOSED_WITHIN:
+    # By both: other work may make profiled runs of a small model as long as those of a large one.
+    if min(plain_ms, undisturbed_ms - profiler_ms) >= LEAST_MS and error <= CLOSED_WITHIN:
         is_within = abs(rest_ms) <= CLOSED_WITHIN * undisturbed_ms
         is_closed = True if is_within else None if interrupted_ms > _BUSY_SHARE * profiled_ms else False
     return Balance(

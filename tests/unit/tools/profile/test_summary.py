@@ -54,6 +54,12 @@ def test_balance_that_does_not_close_says_so() -> None:
     assert balance.is_closed is False
 
 
+def test_short_runs_that_were_disturbed_while_profiled_get_no_verdict() -> None:
+    balance = profile_of(runs_of([(4000, 2000)] * 8, plain_us=[188] * 8, cost_us=600)).balance
+
+    assert balance.is_closed is None
+
+
 def test_short_runs_report_the_share_of_the_profiler() -> None:
     balance = profile_of(runs_of([(40, 35)] * 8, plain_us=[50] * 8, cost_us=50)).balance
 
