@@ -305,6 +305,8 @@ class BatchRuns:
                 self.instances.observe_staging(outcome.staged_ns - taken_ns)
             latency = group.shape_class.batch_latency
             latency.observe(bucket, now_ns - began_ns)
+            if self.inline is not None:
+                self.inline.observe_on_worker(group.shape_class.run_latency, bucket, outcome.run_ns)
             if not group.is_check:  # no client waits for a check, and its outcome decides about the next batch
                 if self.policy.closed_loop_wait:
                     self._note_answer(group.shape_class)

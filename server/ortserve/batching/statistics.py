@@ -124,7 +124,7 @@ class Decisions:
     inline: int = 0
     """Batches that ran on the event loop."""
     inline_overruns: int = 0
-    """Runs on the event loop over the limit. After the first, no run of the model uses the event loop."""
+    """Runs on the event loop over the limit, each of which barred the model from it."""
     retries: int = 0
     """Batches that ran as a part of a failed batch."""
     refused_full: int = 0

@@ -85,8 +85,8 @@ BATCHING_DECISIONS: Final = Declaration(
     "counter",
     ("model", "version", "decision"),
     "Decisions of the batcher, counted in batches, requests or rows. batches, inline, retries: batches that ran, ran "
-    "on the event loop, ran again in part. inline_overruns: 1 after a run on the event loop took more than 2 ms; "
-    "later runs use workers. refused_full, refused_late, dropped_late, left: requests rejected because the queue was "
+    "on the event loop, ran again in part. inline_overruns: runs that took more than 2 ms of the event loop; the "
+    "next runs use workers. refused_full, refused_late, dropped_late, left: requests rejected because the queue was "
     "full or the deadline could not be met, evicted because they could no longer finish in time, cancelled by the "
     "caller. delayed: batches that waited for queue_delay_s. wasted_rows, padding_rows: computed rows that belong to "
     "no request. run_timeouts, abandoned: batches that were terminated, and those that did not end. out_of_memory: "

@@ -16,7 +16,7 @@ from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.closed_loop import ClosedLoopWait
-from ortserve.batching.executor import InlineBudget, InlineRuns
+from ortserve.batching.executor import TRIAL_RUNS, InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
@@ -1021,6 +1021,20 @@ def test_a_run_over_the_limit_is_the_last_on_the_loop() -> None:
         assert "took 2700.0 ms" in stage.batcher.learned().off_loop_because
 
     play(main, run_ns=2_700 * MS, known_ns=20 * US)
+
+
+def test_a_model_returns_to_the_loop_after_short_runs_on_a_worker() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.submit(rows_of(0))
+        stage.runner.latency_ns = lambda rows: 20 * US
+        for value in range(TRIAL_RUNS + 20):  # the long run is in the prediction for some of them
+            await stage.submit(rows_of(value))
+        on_loop = [run.is_inline for run in stage.runner.runs]
+        assert on_loop[: TRIAL_RUNS + 1] == [True] + TRIAL_RUNS * [False]
+        assert on_loop[-10:] == 10 * [True]
+        assert not stage.batcher.learned().off_loop_because
+
+    play(main, run_ns=3 * MS, known_ns=20 * US)
 
 
 def test_a_failed_run_over_the_limit_is_the_last_on_the_loop() -> None:

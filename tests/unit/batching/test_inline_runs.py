@@ -6,7 +6,7 @@ import pytest
 
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
-from ortserve.batching.executor import MAX_OVERRUN_NS, MAX_RUN_NS, MAX_TURN_NS, InlineBudget, InlineRuns
+from ortserve.batching.executor import MAX_OVERRUN_NS, MAX_RUN_NS, MAX_TURN_NS, TRIAL_RUNS, InlineBudget, InlineRuns
 from ortserve.batching.latency import LatencyModel
 
 SHORT = LatencyModel([(1, 1000)])
@@ -43,7 +43,7 @@ def test_rejected_run_uses_no_budget() -> None:
     run_virtual(main)
 
 
-def test_one_long_run_bars_all_others_for_good(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_run_bars_the_model_whatever_the_time(caplog: pytest.LogCaptureFixture) -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         runs = InlineRuns(InlineBudget(loop), "digits/1")
         assert runs.begin(SHORT, 1)
@@ -51,13 +51,58 @@ def test_one_long_run_bars_all_others_for_good(caplog: pytest.LogCaptureFixture)
         assert runs.begin(SHORT, 1)
         assert runs.end(2_700_000_000)
         assert not runs.begin(SHORT, 1)
-        await asyncio.sleep(1)
+        await asyncio.sleep(3600)
         assert not runs.begin(SHORT, 1)
-        assert runs.barred_because == "a run took 2700.0 ms of the event loop, over the limit of 2 ms"
+        assert runs.barred_because == (
+            "a run took 2700.0 ms of the event loop, over the limit of 2 ms; 1,000 short runs in a row on a worker end "
+            "this"
+        )
 
     run_virtual(main)
     (line,) = caplog.records
     assert "barred" in line.getMessage()
+
+
+def test_short_runs_on_a_worker_end_a_bar_and_each_bar_needs_twice_as_many() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        runs = InlineRuns(InlineBudget(loop))
+        for needed in (TRIAL_RUNS, 2 * TRIAL_RUNS, 4 * TRIAL_RUNS):
+            await asyncio.sleep(0)  # each turn of the loop has a budget of its own
+            assert runs.begin(SHORT, 1)
+            assert runs.end(MAX_OVERRUN_NS + 1)
+            for _ in range(needed):
+                assert not runs.begin(SHORT, 1)
+                runs.observe_on_worker(SHORT, 1, MAX_OVERRUN_NS)
+            assert not runs.barred_because
+
+    run_virtual(main)
+
+
+def test_a_long_run_on_a_worker_starts_the_count_again() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        runs = InlineRuns(InlineBudget(loop))
+        runs.begin(SHORT, 1)
+        runs.end(MAX_OVERRUN_NS + 1)
+        for _ in range(5):
+            for _ in range(TRIAL_RUNS - 1):
+                runs.observe_on_worker(SHORT, 1, 1000)
+            runs.observe_on_worker(SHORT, 1, MAX_OVERRUN_NS + 1)
+        assert runs.barred_because
+
+    run_virtual(main)
+
+
+def test_runs_that_the_loop_would_not_take_do_not_end_a_bar() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        runs = InlineRuns(InlineBudget(loop))
+        runs.begin(SHORT, 1)
+        runs.end(MAX_OVERRUN_NS + 1)
+        for _ in range(2 * TRIAL_RUNS):
+            runs.observe_on_worker(LatencyModel([(1, MAX_RUN_NS + 1)]), 1, 1000)
+            runs.observe_on_worker(LatencyModel(), 1, 1000)
+        assert runs.barred_because
+
+    run_virtual(main)
 
 
 def test_time_in_which_other_threads_ran_bars_nothing_where_cpu_time_is_known() -> None:
@@ -72,8 +117,11 @@ def test_time_in_which_other_threads_ran_bars_nothing_where_cpu_time_is_known() 
     run_virtual(main)
 
 
-def test_a_model_may_be_barred_from_the_start() -> None:
+def test_a_model_may_be_barred_from_the_start_and_for_good() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
-        assert not InlineRuns(InlineBudget(loop), barred_because="it has a loop").begin(SHORT, 1)
+        runs = InlineRuns(InlineBudget(loop), barred_because="it has a loop")
+        for _ in range(2 * TRIAL_RUNS):
+            runs.observe_on_worker(SHORT, 1, 1000)
+        assert not runs.begin(SHORT, 1)
 
     run_virtual(main)
