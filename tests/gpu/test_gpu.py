@@ -22,9 +22,10 @@ import pytest
 
 import gpu_models
 from device_models import SIZES, OnDevice, Place, batch_of, bucket_for, landed, loaded_on, on_device
+from device_sequences import one_sequence, serving_on, where
 from fakes.host_device import HostDevice, Pace
 from fakes.inflight import submit
-from models import builders
+from models import builders, sequences
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
@@ -400,6 +401,19 @@ def test_memory_of_another_process_is_accessed_within_its_bounds(gpu: Place) -> 
         assert bytes.fromhex(owner.stdout.readline()) == content[:4000] + b"x" * 96
     with pytest.raises(ServeError, match="failed to open CUDA IPC handle"):
         open_region(devices, "none", b"\1" * 64, 0, 8)
+
+
+@pytest.mark.gpu
+@both_ways
+@pytest.mark.parametrize("strategy", ["oldest", "direct"])
+async def test_states_of_sequences_stay_on_the_gpu(gpu: Place, tmp_path: Path, strategy: str, captures: bool) -> None:
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    draw = random.Random(0)
+    chosen: dict[str, Any] = {"execution_providers": ["cuda"], "graph_replay": captures}
+    async with serving_on(None, path, strategy=strategy, **chosen) as served:
+        assert where(served) == "on cuda:0"
+        for first in (1, 101):
+            await asyncio.gather(*[one_sequence(served, first + each, 20, draw) for each in range(32)])
 
 
 @pytest.mark.gpu

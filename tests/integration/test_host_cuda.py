@@ -21,7 +21,7 @@ import tritonclient.http as triton_http
 
 from apart import UnavailableError
 from gpu_package import environment_on_host_memory
-from models import builders
+from models import builders, sequences
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving, wait_for_sample
 
 pytestmark = pytest.mark.timeout(600)  # the package may have to be installed
@@ -38,6 +38,18 @@ WISHES: Final[dict[str, dict[str, Any]]] = {
     "spread": {"execution_providers": ["cuda"], "instances": 2, "gpus": [0, 1], "buckets": [4]},
     "behind": {"execution_providers": ["tensorrt", "cuda", "cpu"], "allow_fallback": True, "buckets": [2]},
     "refused": {"execution_providers": ["tensorrt", "cuda", "cpu"]},
+}
+
+STATES: Final = [{"input": "STATE", "output": "NEXT"}]
+SEQUENCES: Final[dict[str, dict[str, Any]]] = {
+    f"{strategy}_{way}": {
+        "execution_providers": ["cuda"],
+        "graph_replay": way == "replayed",
+        "max_rows": 4,
+        "sequences": {"strategy": strategy, "states": STATES, "max_idle_s": 60},
+    }
+    for strategy in ("oldest", "direct")
+    for way in ("bound", "replayed")
 }
 
 
@@ -89,6 +101,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     for name, options in WISHES.items():
         folder = add_model(repository, name, builders.identity)
         (folder / "model.yaml").write_text(json.dumps(options))
+    for name, options in SEQUENCES.items():
+        folder = add_model(repository, name, sequences.delayed)
+        (folder / "model.yaml").write_text(json.dumps(options))
     explicit = ("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm")
     with serving(repository, *SHORT_WARMUP, *explicit, env=environment) as server:
         yield server
@@ -115,6 +130,28 @@ def test_requests_get_their_rows_over_both_protocols(server: ServerProcess, mode
                 assert np.array_equal(client.infer(model, [tensor]).as_numpy("y"), x)
 
 
+@pytest.mark.parametrize("model", SEQUENCES)
+def test_states_of_sequences_stay_on_the_device(server: ServerProcess, model: str) -> None:
+    assert properties(server, model)["sequence_states"] == "on cuda:0"
+    with triton_http.InferenceServerClient(server.http, concurrency=3) as client:
+        before = {sequence: np.zeros((1, 4), np.float32) for sequence in (1, 2, 3)}
+        for step in range(6):
+            sent = {sequence: rows(1) + 10 * step + 100 * sequence for sequence in before}
+            ends = {"sequence_start": step == 0, "sequence_end": step == 5}
+            waiting = {}
+            for sequence, x in sent.items():
+                tensor = triton_http.InferInput("INPUT", x.shape, "FP32")
+                tensor.set_data_from_numpy(x)
+                waiting[sequence] = client.async_infer(model, [tensor], sequence_id=sequence, **ends)
+            for sequence, answer in waiting.items():
+                assert np.array_equal(answer.get_result().as_numpy("OUTPUT"), before[sequence])
+            before = sent
+    samples = read_metrics(server)
+    assert samples.value("ortserve_sequence_state_bytes", model=model, version="1") == 0
+    ledger = samples.by_labels("ortserve_device_ledger_bytes", "device", "owner", "purpose")
+    assert ledger[f"cuda:0 {model}/1 states"] == 16 * 1024
+
+
 def test_metadata_describes_how_models_run(server: ServerProcess) -> None:
     assert properties(server, "replayed")["device_buffers"] == "batches of 1, 2, 4 rows"
     assert properties(server, "replayed")["graph_replay"] == "batches of 1, 2, 4 rows"
@@ -137,7 +174,7 @@ def test_runs_captures_and_memory_are_counted(server: ServerProcess) -> None:
     assert batches["replayed replayed"] > 0
     assert batches["bound bound"] > 0
     captures = samples.by_labels("ortserve_device_captures_total", "model", "result")
-    assert captures == {"replayed captured": 6.0}
+    assert captures == {f"{model} captured": 6.0 for model in ("replayed", "oldest_replayed", "direct_replayed")}
     memory = samples.by_labels("ortserve_device_memory_bytes", "device", "kind")
     assert memory["cuda:0 total"] == memory["cuda:1 total"] == 4 << 30
     assert memory["cuda:0 free"] < memory["cuda:0 total"]

@@ -94,7 +94,7 @@ class RowChecks:
     """Decides which requests run again, and judges their answers. Loop thread only, except ``counts``."""
 
     def __init__(self, signature: ModelSignature, clock: Clock, *, is_coarse: bool = False) -> None:
-        """Check a batched model of this signature; ``is_coarse`` as in ``core.tensor``."""
+        """Check a batched model; ``signature`` has its first outputs, and ``is_coarse`` is as in ``core.tensor``."""
         self._inputs = signature.inputs
         self._outputs = signature.outputs
         self._ragged = signature.ragged
@@ -147,7 +147,9 @@ class RowChecks:
         sample = self._sample
         assert sample is not None, "no check is running"
         self._sample, self._is_running = None, False
-        outcome = FAILED if request.state == REQUEST_FAILED else self._judge(sample, Answer(request.take_outputs()))
+        outcome = (
+            FAILED if request.state == REQUEST_FAILED else self._judge(sample, self._answer(request.take_outputs()))
+        )
         self._spent_ns += self._clock() - self._began_ns
         if not outcome:
             self._sample = sample
@@ -194,8 +196,11 @@ class RowChecks:
                 shapes = tuple([None if is_absent(array) else array.shape for array in request.inputs])
                 neighbours[shapes] = neighbours.get(shapes, 0) + 1
         own = divided[chosen] if divided else tuple([output[first:after] for output in outputs])
-        together = Answer(own)
+        together = self._answer(own)
         return Sample(group.shape_class, requests[chosen], together, neighbours)
+
+    def _answer(self, outputs: Arrays) -> Answer:
+        return Answer(outputs[: len(self._outputs)])
 
     def _compare(self, one: Answer, other: Answer) -> str:
         """Say how the answers differ; empty where they do not."""

@@ -286,7 +286,7 @@ class SequenceRuns:
                 f"{limits.state_bytes} leaves none for another sequence",
                 retry_after_s=1,
             )
-        sequence = Sequence(part.id, tensors.id_array(part.id), tensors.initial, tensors.initial_bytes)
+        sequence = Sequence(part.id, tensors.id_array(part.id), tensors.first_states, tensors.initial_bytes)
         self._state_bytes += tensors.initial_bytes
         self._table.add(sequence)
         return sequence
@@ -335,7 +335,7 @@ class SequenceRuns:
         assert self.strategy is not None
         sequence.running = turn
         tensors = self.tensors
-        states = tensors.initial if turn.is_start else sequence.states
+        states = tensors.first_states if turn.is_start else sequence.states
         turn.inputs = tensors.extend(turn.inputs, sequence.id_array, turn.is_start, turn.is_end, states)
         self.strategy.run(turn)
 

@@ -17,7 +17,7 @@ START: Final = "start"
 READY: Final = "ready"
 END: Final = "end"
 ID: Final = "id"
-_TEXT_BYTES: Final = 64
+_OBJECT_BYTES: Final = 64
 """Of a text beside its letters."""
 
 
@@ -107,23 +107,47 @@ class SequenceTensors:
 
     Attributes:
         controls: In the order of the model's inputs.
-        initial: The first state of a sequence; nothing writes to it.
-        initial_bytes: Its size.
+        initial: The first states of a sequence, in the memory of the host; nothing writes to them.
+        first_states: What a sequence begins with: ``initial``, or what refers to it elsewhere.
+        initial_bytes: The size of ``first_states``.
         states: In the order of ``initial``.
         shown_outputs: The first outputs of the model, which clients may request.
         id_datatype: Of the control of kind ``id``; None without one.
     """
 
     def __init__(
-        self, controls: tuple[ControlTensor, ...], initial: Arrays, states: tuple[StateTensor, ...], shown_outputs: int
+        self,
+        controls: tuple[ControlTensor, ...],
+        initial: Arrays,
+        states: tuple[StateTensor, ...],
+        shown_outputs: int,
+        first_states: Arrays = (),
+        padding: Arrays = (),
     ) -> None:
+        """``first_states`` are empty for ``initial``; ``padding`` are the states of padding rows, empty for zeros."""
         self.controls: Final = controls
         self.initial: Final = initial
-        self.initial_bytes: Final = arrays_bytes(initial)
+        self.first_states: Final = first_states or initial
+        self.initial_bytes: Final = arrays_bytes(self.first_states)
         self.states: Final = states
         self.shown_outputs: Final = shown_outputs
         self.id_datatype: Final = next((control.datatype for control in controls if control.kind == ID), None)
         self._id_off: Final = next((control.off for control in controls if control.kind == ID), None)
+        self._padding: Final = padding
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether the states are kept in other memory than the host's."""
+        return self.first_states is not self.initial
+
+    def kept_elsewhere(self, first_states: Arrays, padding: Arrays) -> "SequenceTensors":
+        """The same tensors with states that are kept in other memory, such as a device's.
+
+        An array of one element, an object that refers to the state, takes the place of each state. The length of the
+        object is the size of the state in bytes.
+        """
+        states = tuple([StateTensor(state.input, state.output, state.output_index, (1,)) for state in self.states])
+        return SequenceTensors(self.controls, self.initial, states, self.shown_outputs, first_states, padding)
 
     def id_array(self, sequence_id: SequenceId) -> np.ndarray | None:
         """The value of the control of kind ``id``: of integers the low bits. None without such a control."""
@@ -162,12 +186,12 @@ class SequenceTensors:
         row = [array if is_absent(array) else _zeros_like(array) for array in inputs]
         for index, control in enumerate(self.controls):
             row[first_control + index] = control.off
+        if self._padding:
+            row[-len(self._padding) :] = self._padding
         return tuple(row)
 
     def next_states(self, outputs: Arrays) -> Arrays:
         """Copies of the states among the outputs of one request, whose memory is that of a batch.
-
-        A state that stays on a device between runs would be kept here, and given back by ``extend``.
 
         Raises:
             ServeError: internal, if the next run cannot take one.
@@ -182,12 +206,12 @@ class SequenceTensors:
 
 
 def arrays_bytes(arrays: Arrays) -> int:
-    """The memory of arrays, texts included."""
+    """The memory of arrays, with the texts or the states elsewhere that they refer to."""
     total = 0
     for array in arrays:
         total += array.nbytes
         if array.dtype.hasobject:
-            total += sum([len(text) + _TEXT_BYTES for text in array.flat])
+            total += sum([len(element) + _OBJECT_BYTES for element in array.flat])
     return total
 
 

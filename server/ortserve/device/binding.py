@@ -26,6 +26,7 @@ from ortserve.device.accounting import Account, DeviceCounts
 from ortserve.device.buffers import BufferSet, CopyTiming, InstanceStreams, device_nbytes, inverted
 from ortserve.device.graph_sessions import SETS, InstanceSessions, graph_id
 from ortserve.device.protocol import DEVICE_ERRORS, BoundRun, Device, is_lost_error, release_all
+from ortserve.device.states import DeviceStates
 from ortserve.engine.output_buffers import (
     MAX_SETS,
     OutputBuffers,
@@ -51,11 +52,23 @@ ElementType: TypeAlias = type[np.generic] | int
 
 @dataclass(slots=True)
 class EnqueuedBatch:
-    """A batch whose steps are enqueued. The device uses ``buffers`` and ``outputs`` until the batch is complete."""
+    """A batch whose steps are enqueued. The device uses its memory until the batch is complete.
 
-    bucket: int
+    Attributes:
+        buffers: Its set.
+        outputs: Of the batch.
+        states: The slots of the states before the run.
+        copied_in_bytes: From the host.
+        copied_out_bytes: To the host.
+        staged_ns: When its rows were staged (monotonic).
+        timing: Of its copies; None if they are not timed.
+    """
+
     buffers: BufferSet
     outputs: Arrays
+    states: Sequence[Arrays]
+    copied_in_bytes: int
+    copied_out_bytes: int
     staged_ns: int
     timing: CopyTiming | None = None
 
@@ -112,6 +125,7 @@ class DeviceBinding:
             outputs, rows, partial(_allocate_answers, self._device, account), max_sets=answer_sets
         )
         self._batches = 0
+        self._states: DeviceStates | None = None
         self.rows: Final = rows
         self.sets: Final[list[BufferSet]] = []
         self._timings: list[CopyTiming] = []
@@ -128,7 +142,28 @@ class DeviceBinding:
         """Why a batch cannot run on the buffers, as the metrics name it; empty if it can."""
         if (batch.bucket, 0) not in self._runs:
             return "no_bucket"
-        return "" if fits(batch, self._input_layouts) else "other_shape"
+        staged = self._staged_inputs(batch)
+        layouts = self._input_layouts[:staged]
+        if staged < len(batch.parts):
+            batch = Batch(batch.parts[:staged], batch.rows, batch.bucket)
+        return "" if fits(batch, layouts) else "other_shape"
+
+    def why_no_states(self, count: int) -> str:
+        """Why ``states`` cannot be kept on the device: the last ``count`` inputs and outputs; empty if they can."""
+        for source, target, (name, _) in zip(
+            self._input_layouts[-count:], self._output_layouts[-count:], self._outputs[-count:], strict=True
+        ):
+            if source != target:
+                return f"output '{name}' has another shape or datatype than its state's input"
+        return ""
+
+    def state_layouts(self, count: int) -> Sequence[RowLayout]:
+        """The layouts of a row of the last ``count`` inputs."""
+        return self._input_layouts[-count:]
+
+    def keep_states(self, states: DeviceStates) -> None:
+        """Let batches have slots of states in the place of their last inputs and outputs."""
+        self._states = states
 
     def count_into(self, counts: DeviceCounts) -> None:
         """Count batches in ``counts`` from now on."""
@@ -185,23 +220,29 @@ class DeviceBinding:
         """
         bound = bound or self._runs[batch.bucket, buffers.index]
         device, streams = self._device, self._streams
-        fronts = [staging[: batch.bucket] for staging in buffers.staging]
-        for arrays, front in zip(batch.parts, fronts, strict=True):
+        staged = self._staged_inputs(batch)
+        kept = batch.parts[staged:]
+        fronts = [staging[: batch.bucket] for staging in buffers.staging[:staged]]
+        for arrays, front in zip(batch.parts[:staged], fronts, strict=True):
             stage_rows(arrays, front, batch.rows)
         staged_ns = self._clock()
         answer = self._take_answer()
         if answer is None:  # pageable memory, to which copies are slower
             answer = OutputBuffers(self._output_layouts, batch.bucket)
         outputs = answer.first_rows(batch.rows)
+        if kept:
+            outputs = outputs[: -len(kept)]
         timing = self._timings[buffers.index] if self._batches % _TIMED_EVERY == 0 else None
         self._batches += 1
         try:
             if timing is not None:
                 timing.begin_copy_in()
-            for front, address in zip(fronts, buffers.inputs, strict=True):
+            for front, address in zip(fronts, buffers.inputs, strict=not kept):
                 device.copy_in(address, front, streams.copy_in)
             if timing is not None:
                 timing.end_copy_in()
+            if kept and self._states is not None:
+                self._states.read(kept, buffers.inputs[staged:], batch.bucket, streams.copy_in)
             device.record(buffers.copied_in, streams.copy_in)
             device.make_wait(streams.compute, buffers.copied_in)
             device.run(bound, streams.compute)
@@ -209,10 +250,14 @@ class DeviceBinding:
             device.make_wait(streams.copy_out, buffers.computed)
             if timing is not None:
                 timing.begin_copy_out()
-            for output, address in zip(outputs, buffers.outputs, strict=True):
+            for output, address in zip(outputs, buffers.outputs, strict=not kept):
                 device.copy_out(output, address, streams.copy_out)
             if timing is not None:
                 timing.end_copy_out()
+            copied_out_bytes = sum([output.nbytes for output in outputs])
+            if kept and self._states is not None:
+                addresses = buffers.outputs[-len(kept) :]
+                outputs = (*outputs, *self._states.write(addresses, batch.rows, streams.copy_out))
             device.record(buffers.copied_out, streams.copy_out)
         except Exception:
             self._drain(buffers)
@@ -221,9 +266,10 @@ class DeviceBinding:
             self._counts.bound += 1
         else:
             self._counts.replayed += 1
-        self._counts.copied_in_bytes += sum([front.nbytes for front in fronts])
-        self._counts.copied_out_bytes += sum([output.nbytes for output in outputs])
-        return EnqueuedBatch(batch.bucket, buffers, outputs, staged_ns, timing)
+        copied_in_bytes = sum([front.nbytes for front in fronts])
+        self._counts.copied_in_bytes += copied_in_bytes
+        self._counts.copied_out_bytes += copied_out_bytes
+        return EnqueuedBatch(buffers, outputs, kept, copied_in_bytes, copied_out_bytes, staged_ns, timing)
 
     def finish(self, enqueued: EnqueuedBatch) -> BatchResult:
         """Wait until all steps of a batch are complete.
@@ -234,8 +280,7 @@ class DeviceBinding:
         self._device.wait(enqueued.buffers.copied_out)
         computed_ns = self._clock()
         if enqueued.timing is not None:
-            staged = sum([staging[: enqueued.bucket].nbytes for staging in enqueued.buffers.staging])
-            enqueued.timing.count(self._counts, staged, sum([output.nbytes for output in enqueued.outputs]))
+            enqueued.timing.count(self._counts, enqueued.copied_in_bytes, enqueued.copied_out_bytes)
         return BatchResult(enqueued.outputs, enqueued.staged_ns, computed_ns, computed_ns - enqueued.staged_ns)
 
     def capture(self, bound: BoundRun, buffers: BufferSet, inputs: Arrays, runs: int) -> None:
@@ -279,6 +324,11 @@ class DeviceBinding:
             self._streams.opened.retire(answer)
         self._account.enter_pinned("staging", 0)
         self._account.enter_pinned("answers", 0)
+
+    def _staged_inputs(self, batch: Batch) -> int:
+        """The number of inputs whose rows are staged on the host; the states on the device follow."""
+        states = self._states
+        return len(batch.parts) - (states.count if states is not None and states.are_in(batch) else 0)
 
     def _take_answer(self) -> OutputBuffers | None:
         """Take pinned memory for answers; None if all of it is still read, or if the host cannot pin more."""

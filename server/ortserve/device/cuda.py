@@ -105,6 +105,9 @@ class CudaDevice:
         runtime = self._runtime
         runtime.memcpyAsync(address_of(target), address, target.nbytes, runtime.memcpyDeviceToHost, stream)
 
+    def copy_within(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._runtime.memcpyAsync(target, source, nbytes, self._runtime.memcpyDeviceToDevice, stream)
+
     def record(self, event: int, stream: int) -> None:
         self._runtime.eventRecord(event, stream)
 

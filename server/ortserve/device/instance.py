@@ -21,10 +21,11 @@ from ortserve.device.buffers import BufferSet, InstanceStreams
 from ortserve.device.graph_sessions import SETS, InstanceSessions, OpenForGraph
 from ortserve.device.preparation import MakeInputs, OnStep, Preparation, Prepared
 from ortserve.device.protocol import DEVICE_ERRORS, release_all
+from ortserve.device.states import DeviceStates
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.output_buffers import RowLayout, input_layouts
 from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
-from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 
 _Result = TypeVar("_Result")
 
@@ -87,6 +88,7 @@ class DeviceInstance:
         self._plain = PlainBatches(session, signature, padding, clock, run_options)
         self._row_elements = sum(int(np.prod(layout.item)) for layout in input_layouts(signature))
         self._binding: DeviceBinding | None = None
+        self._states: DeviceStates | None = None
         self._unbound = "not_prepared"
         self._free_sets: SimpleQueue[BufferSet] = SimpleQueue()
         self._work: SimpleQueue[tuple[Batch, BatchDone] | _Task | None] = SimpleQueue()
@@ -137,6 +139,24 @@ class DeviceInstance:
         """
         self._unbound = "unbound"
         self.call(self._go_without_buffers)
+
+    def make_states(self, initial: Arrays) -> tuple[DeviceStates, Arrays, Arrays]:
+        """Make memory on the device for the states of sequences. Blocks.
+
+        Args:
+            initial: The first states of a sequence, of one row; the last inputs of the model take them.
+
+        Returns:
+            The memory, for ``keep_states``; the slots of ``initial``, and those of zeros.
+
+        Raises:
+            ServeError: The states cannot be kept on the device; the message gives the reason.
+        """
+        return self.call(partial(self._make_states, initial))
+
+    def keep_states(self, states: DeviceStates) -> None:
+        """Let batches have slots in the place of their last inputs and outputs. Blocks."""
+        self.call(partial(self._keep_states, states))
 
     @property
     def binding(self) -> DeviceBinding | None:
@@ -268,7 +288,31 @@ class DeviceInstance:
     def _run_plainly(self, batch: Batch) -> BatchResult:
         if self._termination.is_set:
             self._termination.allow_runs()
-        return self._plain.run(batch)[0]
+        states = self._states
+        if states is None or not states.are_in(batch):
+            return self._plain.run(batch)[0]
+        return states.upload_result(self._plain.run(states.download(batch))[0])
+
+    def _make_states(self, initial: Arrays) -> tuple[DeviceStates, Arrays, Arrays]:
+        count = len(initial)
+        problem = "the model does not run in buffers on the device"
+        if self._binding is not None:
+            problem = self._binding.why_no_states(count)
+        if self._binding is None or problem:
+            raise ServeError(ErrorKind.UNSUPPORTED, problem)
+        try:
+            with self._capture_lock.shared():
+                states = DeviceStates(self.streams.device, self._account, self._binding.state_layouts(count))
+                zeros = tuple([np.zeros_like(array) for array in initial])
+                return states, states.upload(initial), states.upload(zeros)
+        except DEVICE_ERRORS as error:
+            raise self._failure(error) from error
+
+    def _keep_states(self, states: DeviceStates) -> None:
+        assert self._binding is not None, "make_states raised no error"
+        states.begin_use()
+        self._states = states
+        self._binding.keep_states(states)
 
     def _go_without_buffers(self) -> None:
         self._sessions.complete()
@@ -359,6 +403,8 @@ class DeviceInstance:
         if binding is not None:
             binding.close()
         del binding
+        if self._states is not None:
+            self._states.end_use()
         sessions = self._sessions.close(is_lost=bool(self.lost))  # before their streams
         release_all(self.streams.opened.reclaim, partial(self.streams.close, *sessions))
         self._account.close()

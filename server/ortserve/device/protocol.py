@@ -114,6 +114,10 @@ class Device(Protocol):
         """Enqueue a copy from the device to a contiguous array, which is valid once the copy is complete."""
         ...
 
+    def copy_within(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy from one address of the device to another; the memory does not overlap."""
+        ...
+
     def record(self, event: int, stream: int) -> None:
         """Make the event represent all work that the stream contains now. It replaces an earlier recording."""
         ...

@@ -135,7 +135,17 @@ class ServedModel(ServedVersion):
         return Terms(level, finish_by_ns, None if queue_timeout_ns is None else received_ns + queue_timeout_ns)
 
     def tap_batches(self, tap: BatchTap | None) -> None:
-        """Show the batches that run from now on to ``tap``; None to stop."""
+        """Show the batches that run from now on to ``tap``; None to stop.
+
+        Raises:
+            ServeError: unsupported, for batches that other sessions cannot run.
+        """
+        tensors = self.loaded.interface.sequences
+        if tap is not None and tensors is not None and tensors.are_elsewhere:
+            where = self.loaded.on_device.states
+            raise ServeError(
+                ErrorKind.UNSUPPORTED, f"the states of '{self.name}' are {where}: no profile can read them"
+            )
         self._batcher.tap_batches(tap)
 
     def learned(self) -> Learned:

@@ -166,6 +166,10 @@ class HostDevice:
         source = self._bytes_at(address, target.nbytes)
         self._enqueue(stream, lambda: np.copyto(target.reshape(-1).view(np.uint8), source))
 
+    def copy_within(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        to, read = self._bytes_at(target, nbytes), self._bytes_at(source, nbytes)
+        self._enqueue(stream, lambda: np.copyto(to, read))
+
     def record(self, event: int, stream: int) -> None:
         with self._lock:
             marked = self._events[event]

@@ -110,6 +110,17 @@ def growing(path: Path) -> Path:
     )
 
 
+def delayed(path: Path) -> Path:
+    """Returns the INPUT of the request before, by copies only."""
+    return _write(
+        path,
+        """delayed (float[batch,4] INPUT, float[batch,4] STATE) => (float[batch,4] OUTPUT, float[batch,4] NEXT) {
+            OUTPUT = Identity (STATE)
+            NEXT = Identity (INPUT)
+        }""",
+    )
+
+
 def slow(path: Path, steps: int = 50_000) -> Path:
     """A running sum whose run takes about 0.1 s, in proportion to ``steps``; TOTAL begins at 0 with each sequence."""
     model = parser.parse_model(

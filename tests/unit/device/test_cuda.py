@@ -34,7 +34,7 @@ class HostRuntime:
     Streams work at once. What is used after it was given back raises, as does what was never made.
     """
 
-    memcpyHostToDevice, memcpyDeviceToHost = 1, 2  # noqa: N815 - the names are CUDA's
+    memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3  # noqa: N815 - the names are CUDA's
     eventBlockingSync, eventDisableTiming = 1, 2  # noqa: N815
 
     def __init__(self) -> None:
@@ -95,8 +95,9 @@ class HostRuntime:
 
     def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
         assert stream in self.handles
-        device = dst if kind == self.memcpyHostToDevice else src
-        assert any(start <= device < start + len(block) for start, block in self.memory.items())
+        on_device = {self.memcpyHostToDevice: (dst,), self.memcpyDeviceToHost: (src,)}.get(kind, (dst, src))
+        for device in on_device:
+            assert any(start <= device < start + len(block) for start, block in self.memory.items())
         ctypes.memmove(dst, src, size)
 
     def eventRecord(self, event: int, stream: int) -> None:  # noqa: N802
@@ -250,6 +251,16 @@ def test_client_memory_is_copied_through_cuda_and_closed() -> None:
     runtime.free(address)
     with pytest.raises(RuntimeError, match="cuMemGetAddressRange: CUDA error 1"):
         device.nbytes_from(address)
+
+
+def test_memory_is_copied_within_the_device() -> None:
+    device = CudaDevice(0, HostRuntime())
+    stream, source, target = device.make_stream(), device.allocate(8), device.allocate(8)
+    device.copy_in(source, np.arange(8, dtype=np.uint8), stream)
+    device.copy_within(target + 2, source + 4, 3, stream)
+    copied = np.zeros(3, np.uint8)
+    device.copy_out(copied, target + 2, stream)
+    assert copied.tolist() == [4, 5, 6]
 
 
 _CUPY: Final = ("cupy-cuda13x==14.2.0", "cuda-pathfinder==1.9.0")

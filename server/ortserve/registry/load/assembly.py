@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Final
 
@@ -322,7 +322,10 @@ def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> Row
         is_checked = loaded.rows.grounds is not Grounds.PROVEN
     if not is_checked or not loaded.signature.is_batched or loaded.warm_up.max_rows == 1:
         return None
-    return RowChecks(loaded.signature, clock, is_coarse=loaded.execution_provider in GPU_PROVIDERS)
+    signature, tensors = loaded.signature, loaded.interface.sequences
+    if tensors is not None and tensors.are_elsewhere:  # the other outputs are states, which cannot be compared
+        signature = replace(signature, outputs=signature.outputs[: tensors.shown_outputs])
+    return RowChecks(signature, clock, is_coarse=loaded.execution_provider in GPU_PROVIDERS)
 
 
 def _end_sharing(served: ServedModel, difference: Difference) -> None:

@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.padding import Padding
+from ortserve.core.sequence import SequenceTensors
 from ortserve.core.signature import ModelSignature
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS, NoReplay, Prepared
+from ortserve.engine.instance import Instance
+from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.load.batch_sizes import RunBounds
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import synthetic_inputs
@@ -25,12 +28,14 @@ class DeviceBatches:
         replayed: The sizes in ``sizes`` whose graphs are replayed.
         no_buffers_because: Why there are no sizes; empty for a model without a device.
         no_replay_because: Why sizes are not replayed, if the configuration asks for it.
+        states: Where the states of sequences are kept; empty for a model without a device or without states.
     """
 
     sizes: tuple[int, ...] = ()
     replayed: tuple[int, ...] = ()
     no_buffers_because: str = ""
     no_replay_because: str = ""
+    states: str = ""
 
     def properties(self) -> dict[str, str]:
         """The properties for the model's metadata."""
@@ -44,6 +49,8 @@ class DeviceBatches:
             replay.append(f"{'others are not' if self.replayed else 'none'}: {self.no_replay_because}")
         if replay:
             found["graph_replay"] = "; ".join(replay)
+        if self.states:
+            found["sequence_states"] = self.states
         return found
 
 
@@ -112,6 +119,49 @@ def time_on_buffers(
     )
     untimed = [size for size in found.latencies if size.rows > sizes[-1].rows and size.rows in on_device.sizes]
     return replace(found, latencies=(*sizes, *untimed))
+
+
+def keep_states(
+    instances: Sequence[Instance | DeviceInstance], tensors: SequenceTensors, *, is_recorded: bool
+) -> tuple[SequenceTensors, str]:
+    """Keep the states of sequences on the device of the instances. Blocks.
+
+    Args:
+        instances: Prepared.
+        tensors: Of the sequences, with all states on the host.
+        is_recorded: Whether requests are recorded, which includes their states.
+
+    Returns:
+        The tensors, and where the states are; empty for instances on the host.
+
+    Raises:
+        DeviceLostError: The device is lost.
+    """
+    on_devices = [instance for instance in instances if isinstance(instance, DeviceInstance)]
+    if not tensors.states or not on_devices:
+        return tensors, ""
+    first = on_devices[0]
+    devices = {instance.streams.device.name for instance in on_devices}
+    shown = [state.output for state in tensors.states if state.output_index < tensors.shown_outputs]
+    problem = ""
+    if len(devices) > 1:
+        problem = f"the instances use several devices: {', '.join(sorted(devices))}"
+    elif is_recorded:
+        problem = "record writes requests with their states"
+    elif shown:
+        problem = f"requests may ask for output '{shown[0]}' of a state"
+    else:
+        try:
+            states, initial, zeros = first.make_states(tensors.initial)
+            for instance in on_devices:
+                instance.keep_states(states)
+        except DeviceLostError:
+            raise
+        except ServeError as error:
+            problem = error.message
+    if problem:
+        return tensors, f"in host memory: {problem}"
+    return tensors.kept_elsewhere(initial, zeros), f"on {first.streams.device.name}"
 
 
 def doubling(max_rows: int) -> list[int]:

@@ -11,6 +11,7 @@ from ortserve.batching.row_checks import Difference
 from ortserve.config.model import ModelOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.core.padding import Padding
+from ortserve.core.sequence import arrays_bytes
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import format_shape
 from ortserve.device.instance import DeviceInstance
@@ -288,7 +289,7 @@ def _describe_sequences(loaded: LoadedModel, options: SequenceOptions, max_rows:
         f"'{state.input}' {format_shape(first.shape)}"
         for state, first in zip(options.states, tensors.initial, strict=True)
     )
-    return f"{text}; states begin as {', '.join(shapes)}: {tensors.initial_bytes} bytes"
+    return f"{text}; states begin as {', '.join(shapes)}: {arrays_bytes(tensors.initial)} bytes"
 
 
 def _describe_event_loop(loaded: LoadedModel) -> str:

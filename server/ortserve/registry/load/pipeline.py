@@ -29,7 +29,7 @@ from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model
 from ortserve.registry.load.batch_sizes import RunBounds
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, LoadPermit, Progress
-from ortserve.registry.load.device_batches import DeviceBatches, prepare_batches, time_on_buffers
+from ortserve.registry.load.device_batches import DeviceBatches, keep_states, prepare_batches, time_on_buffers
 from ortserve.registry.load.golden_check import InstanceRuns
 from ortserve.registry.load.golden_samples import GOLDEN_MISSING, golden_folder, read_golden
 from ortserve.registry.load.inputs import Sample, make_samples
@@ -371,7 +371,7 @@ class _Load:
         return found.rows_depend
 
     def add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
-        """Open and prepare all instances after the first."""
+        """Open and prepare all instances after the first, and keep the states of sequences on their device."""
         options, choice = self.options, loaded.providers
         try:
             for number in range(1, options.instances):
@@ -390,6 +390,14 @@ class _Load:
                 if isinstance(instance, DeviceInstance):
                     prepare_batches(instance, opened, options, loaded.signature, found, loaded.padding, self.progress)
                 run_samples(instance, samples, self.progress, self.bounds)
+            tensors = loaded.interface.sequences
+            if tensors is not None:
+                kept, where = keep_states(loaded.instances, tensors, is_recorded=options.record.share > 0)
+                loaded = replace(
+                    loaded,
+                    interface=replace(loaded.interface, sequences=kept),
+                    on_device=replace(loaded.on_device, states=where),
+                )
         except BaseException:
             for instance in loaded.instances:
                 instance.close()

@@ -10,6 +10,7 @@ eventBlockingSync = 1  # noqa: N816
 eventDisableTiming = 2  # noqa: N816
 memcpyHostToDevice = 1  # noqa: N816
 memcpyDeviceToHost = 2  # noqa: N816
+memcpyDeviceToDevice = 3  # noqa: N816
 
 
 class CUDARuntimeError(RuntimeError):

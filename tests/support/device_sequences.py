@@ -1,0 +1,99 @@
+"""Models with sequences on a device, served without a server, and sequences whose answers are checked."""
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from fakes.host_device import HostDevice
+from ortserve.config.model import ModelOptions
+from ortserve.core.batch import Arrays
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.sequence import SequencePart
+from ortserve.core.terms import NO_TERMS
+from ortserve.core.timing import Timing
+from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
+from ortserve.engine.provider_options import CPU
+from ortserve.errors import ServeError
+from ortserve.registry.load.assembly import Assembly
+from ortserve.registry.load.loaded_model import describe_properties
+from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.served import ServedModel
+from ortserve.telemetry.metrics import Metrics
+
+CONTROLS: dict[str, Any] = {
+    "START": {"kind": "start"},
+    "READY": {"kind": "ready"},
+    "END": {"kind": "end"},
+    "CORRID": {"kind": "id"},
+}
+STATES = [{"input": "STATE", "output": "NEXT"}]
+
+
+@asynccontextmanager
+async def serving_on(
+    make: Callable[[int], HostDevice] | None,
+    path: Path,
+    *,
+    strategy: str = "oldest",
+    states: list[dict[str, Any]] = STATES,
+    controls: dict[str, Any] = CONTROLS,
+    limits: dict[str, Any] | None = None,
+    **chosen: Any,
+) -> AsyncIterator[ServedModel]:
+    """Serve a model with sequences on the device that ``make`` makes; None for the real ones."""
+    runtime = DeviceRuntime(devices=None if make is None else Devices({CPU: DeviceProvider(make)}))
+    sequence_options = {
+        "strategy": strategy,
+        "states": states,
+        "controls": controls,
+        "max_idle_s": 60,
+        **(limits or {}),
+    }
+    defaults = {"batched": True, "warmup_s": 0.1, "max_rows": 8, "intra_op_threads": 1}
+    options = ModelOptions.model_validate({**defaults, "sequences": sequence_options, **chosen})
+    loaded = await asyncio.to_thread(load_model, path, path.stem, options, time.monotonic_ns, path.parent, runtime)
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=2)
+    served = assembly.serve(loaded, Configuration(options), Metrics(CollectorRegistry()).model(path.stem, "1"))
+    try:
+        yield served
+    finally:
+        gc.collect()  # errors in cycles keep the frames of runs, and the session in them
+        await served.close()
+
+
+async def send(served: ServedModel, value: int, name: int, *, start: bool = False, end: bool = False) -> Arrays:
+    request = InflightRequest(Timing(time.monotonic_ns()), (np.array([[value]], np.int32),))
+    served.submit_part(request, NO_TERMS, SequencePart(name, start, end))
+    return await request
+
+
+def where(served: ServedModel) -> str:
+    properties = describe_properties(served.loaded, served.max_rows, served.options.sequences)
+    return properties.get("sequence_states", "")
+
+
+async def one_sequence(
+    served: ServedModel, name: int, requests: int, draw: random.Random, rejected: float = 0.0
+) -> None:
+    """A sequence of random values: each answer is the sum of those before it. The model rejects a share of them."""
+    total = 0
+    for number in range(requests):
+        value, is_start = draw.randint(1, 999), number == 0
+        if not is_start and draw.random() < rejected:
+            with pytest.raises(ServeError):
+                await send(served, 1000, name)
+        output, seen, identity, _ = await send(served, value, name, start=is_start, end=number == requests - 1)
+        assert (output.item(), seen.item(), identity.item()) == (total + value, total, name)
+        total += value
+        if draw.random() < 0.2:
+            await asyncio.sleep(0)

@@ -1,0 +1,182 @@
+"""States of sequences that stay on a device: right at any pace of the device, never copied to the host, and freed."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from device_sequences import one_sequence, send, serving_on, where
+from fakes.host_device import HostDevice, Pace
+from models import sequences
+from ortserve.core.batch import Batch
+from ortserve.device.instance import DeviceInstance
+from ortserve.device.protocol import BoundRun
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.load.device_batches import keep_states
+
+PACES = [(Pace.AT_ONCE, 0), (Pace.LATE, 0), *[(Pace.ANY, seed) for seed in range(4)]]
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
+@pytest.mark.parametrize("strategy", ["oldest", "direct"])
+@pytest.mark.parametrize(("pace", "seed"), PACES)
+async def test_no_state_meets_another_sequence_at_any_pace(
+    tmp_path: Path, pace: Pace, seed: int, strategy: str, captures: bool
+) -> None:
+    device = HostDevice(pace=pace, seed=seed)
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    draw = random.Random(seed)
+    # At a random pace the error of a run can meet the thread of another batch, as it cannot on a GPU.
+    rejected = 0.0 if pace is Pace.ANY else 0.1
+    async with serving_on(lambda number: device, path, strategy=strategy, graph_replay=captures) as served:
+        assert where(served) == "on host:0"
+        for first in (1, 101):  # the second time in slots that were used before
+            lives = [one_sequence(served, first + each, draw.randint(1, 12), draw, rejected) for each in range(20)]
+            await asyncio.gather(*lives)
+        assert served.sequences is not None
+        assert served.sequences.is_empty
+        assert served.sequences.reading().state_bytes == 0
+    assert (device.allocated_bytes, device.handles) == (0, 0)
+
+
+async def test_states_are_not_copied_to_or_from_the_host(tmp_path: Path) -> None:
+    device = HostDevice()
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    async with serving_on(lambda number: device, path, max_rows=1) as served:
+        (instance,) = served.loaded.instances
+        assert isinstance(instance, DeviceInstance)
+        before = instance.counts.copied_in_bytes, instance.counts.copied_out_bytes
+        await send(served, 1, 7, start=True)
+        await send(served, 2, 7)
+        copied_in, copied_out = instance.counts.copied_in_bytes, instance.counts.copied_out_bytes
+        rows = served.loaded.signature
+        of_inputs = sum(spec.datatype.numpy.itemsize for spec in rows.inputs) - 4
+        of_outputs = sum(spec.datatype.numpy.itemsize * spec.shape[1] for spec in rows.outputs) - 4
+        assert (copied_in - before[0], copied_out - before[1]) == (2 * of_inputs, 2 * of_outputs)
+        assert served.sequences is not None
+        assert instance.streams.opened.ledger.totals()["m"]["states"] > 0
+
+
+async def test_two_states_keep_their_places_and_first_values(tmp_path: Path) -> None:
+    (tmp_path / "initial_state").mkdir()
+    (tmp_path / "initial_state" / "first").write_bytes(np.array([5], np.int32).tobytes())
+    states = [{"input": "a_in", "output": "z_out", "initial_file": "first"}, {"input": "b_in", "output": "a_out"}]
+    path = sequences.two_states(tmp_path / "m.onnx")
+    async with serving_on(lambda number: HostDevice(pace=Pace.LATE), path, states=states, controls={}) as served:
+        assert where(served) == "on host:0"
+        found = [await send(served, 0, 1, start=number == 0) for number in range(3)]
+        assert [tuple(array.item() for array in outputs) for outputs in found] == [(6, 10), (7, 20), (8, 30)]
+
+
+async def test_rows_without_a_request_have_states_of_zeros(tmp_path: Path) -> None:
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    async with serving_on(lambda number: HostDevice(pace=Pace.LATE), path, strategy="direct") as served:
+        await asyncio.gather(*[send(served, 1, name, start=True) for name in (1, 2, 3)])
+        await asyncio.gather(send(served, 1, 1, end=True), send(served, 1, 2))
+        outputs = await send(served, 1, 3)  # in the third slot: the first has no sequence, the second no request
+        assert [array.item() for array in outputs[:2]] == [2, 1]
+
+
+async def test_a_batch_without_buffers_takes_its_states_to_the_host_and_back(tmp_path: Path) -> None:
+    device = HostDevice()
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    async with serving_on(lambda number: device, path, strategy="direct", buckets=[2]) as served:
+        (instance,) = served.loaded.instances
+        assert isinstance(instance, DeviceInstance)
+        assert instance.binding is not None
+        instance.binding._runs.clear()  # as if no size had been prepared
+        first = await send(served, 1, 1, start=True)
+        second = await send(served, 2, 1)
+        assert (first[0].item(), second[0].item()) == (1, 3)
+        assert instance.counts.plain["no_bucket"] == 2
+
+
+async def test_several_instances_share_the_states_of_their_device(tmp_path: Path) -> None:
+    device = HostDevice(pace=Pace.ANY, seed=3)
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    draw = random.Random(0)
+    async with serving_on(lambda number: device, path, instances=3) as served:
+        assert where(served) == "on host:0"
+        await asyncio.gather(*[one_sequence(served, 1 + each, 10, draw) for each in range(12)])
+    assert device.allocated_bytes == 0
+
+
+async def test_states_stay_on_the_host_for_a_stated_reason(tmp_path: Path) -> None:
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    growing = sequences.growing(tmp_path / "growing.onnx")
+    grows = [{"input": "PAST", "output": "PRESENT", "dims": [-1], "initial_dims": [0]}]
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (path, {"device_buffers": False}, ""),
+        (path, {"record": {"share": 0.5}}, "in host memory: record writes requests with their states"),
+        (path, {"served_outputs": ["OUTPUT", "NEXT"]}, "in host memory: requests may ask for output 'NEXT' of a state"),
+        (growing, {"states": grows, "controls": {}}, "in host memory: the model does not run in buffers on the device"),
+    ]
+    for model, chosen, expected in cases:
+        async with serving_on(HostDevice, model, **chosen) as served:
+            assert where(served) == expected
+    made = [HostDevice(0), HostDevice(1)]
+    async with serving_on(lambda _: made[0], path) as one, serving_on(lambda _: made[1], path) as other:
+        tensors = one.loaded.interface.sequences
+        assert tensors is not None
+        _, reason = keep_states((*one.loaded.instances, *other.loaded.instances), tensors, is_recorded=False)
+        assert reason == "in host memory: the instances use several devices: host:0, host:1"
+
+
+async def test_a_full_device_fails_the_request_and_not_the_sequence(tmp_path: Path) -> None:
+    device = HostDevice()
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    async with serving_on(lambda number: device, path) as served:
+        await send(served, 1, 1, start=True)
+        device._total_bytes = device.allocated_bytes
+        sent = [send(served, 0, name, start=True) for name in range(2, 2000)]  # more than the slots of a block
+        with pytest.raises(ServeError, match=r"'m' needs at least 4.0 KiB on host:0 \(states 4.0 KiB\)") as caught:
+            await asyncio.gather(*sent)
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        with pytest.raises(ServeError, match="states"):
+            await send(served, 2, 1)
+        device._total_bytes = 2**40
+        assert (await send(served, 2, 1))[0].item() == 3
+
+
+class LosableDevice(HostDevice):
+    """Is lost when it is told to be."""
+
+    is_lost = False
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        if self.is_lost:
+            raise RuntimeError("CUDA failure 719: unspecified launch failure")
+        super().run(bound, stream)
+
+
+async def test_a_lost_device_ends_its_sequences_and_leaves_nothing(tmp_path: Path) -> None:
+    device = LosableDevice()
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    async with serving_on(lambda number: device, path) as served:
+        await asyncio.gather(*[send(served, 1, name, start=True) for name in range(1, 20)])
+        device.is_lost = True
+        sent = [send(served, 1, name) for name in range(1, 20)]
+        outcomes = await asyncio.gather(*sent, return_exceptions=True)
+        assert all(isinstance(outcome, ServeError) for outcome in outcomes)
+        assert "host:0 is lost" in str(outcomes[0])
+    assert served.sequences is not None
+    assert served.sequences.is_empty
+    assert (device.allocated_bytes, device.handles) == (0, 0)
+
+
+async def test_batches_with_states_on_a_device_are_not_shown_to_profiles(tmp_path: Path) -> None:
+    class Tap:
+        def observe(self, batch: Batch, run_ns: int) -> None:
+            pytest.fail("it was shown a batch")
+
+        def end(self, reason: str) -> None:
+            pytest.fail("it never began")
+
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    async with serving_on(HostDevice, path) as served:
+        with pytest.raises(ServeError, match="states of 'm' are on host:0: no profile can read them"):
+            served.tap_batches(Tap())
+        await send(served, 1, 1, start=True)
