@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 import uvloop
 
 from ortserve.app.server import Server
-from ortserve.config.options import ServerOptions
+from ortserve.config.options import ServerOptions, unknown_variables
 from ortserve.engine.process_limits import limit_malloc_arenas
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, put_loop_first, set_slice
 from ortserve.errors import ServeError
@@ -39,6 +39,8 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
     """
     limit_malloc_arenas()
     switches = configure_logging(options.log_level, options.log_format)
+    for problem in unknown_variables(os.environ):
+        log_event(logger, logging.WARNING, "variable of the environment has no effect", reason=problem)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     put_loop_first()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -172,7 +172,10 @@ def _describe_type(annotation: Any) -> str:
     return _TYPE_WORDS[annotation]
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The end of a message: ``; did you mean 'x'?``, or nothing if no known name is similar."""
+def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """The end of a message: ``; did you mean 'x'?``, or nothing if no known name is similar.
+
+    Names that all begin with ``prefix`` are given without it, because it would make all of them similar.
+    """
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.65)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return f"; did you mean '{prefix}{close[0]}'?" if close else ""

@@ -5,6 +5,7 @@ Constructing ``ServerOptions`` itself reads nothing: the result depends on the a
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -19,7 +20,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from ortserve.config.expectation import describe_problems
+from ortserve.config.expectation import describe_problems, did_you_mean
 from ortserve.config.model import LoadOptions
 from ortserve.config.option_groups import (
     AccessOptions,
@@ -37,6 +38,11 @@ from ortserve.config.yaml_file import read_yaml
 ENV_PREFIX: Final = "ORTSERVE_"
 CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
 """Names the options file if ``--config`` is not given."""
+_VARIABLES_OF_OTHERS: Final = re.compile(
+    r"ORTSERVE_(COMPILE(_LEVEL)?|TEST_\w+|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|"
+    r"(\w+_)?PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+"""Read by builds and tests, or set by Kubernetes in the pods beside a Service whose name begins with ``ortserve``."""
 
 
 OPTION_GROUPS: Final[Mapping[str, type[BaseModel]]] = {
@@ -205,8 +211,7 @@ def read_options(flags: Mapping[str, Any], config_path: Path | None = None) -> S
     """Read the options. A flag overrides an environment variable, which overrides the file, which overrides the
     default.
 
-    Reads ``os.environ``. An empty variable counts as unset. Unknown variables are ignored, because Kubernetes sets
-    ``ORTSERVE_PORT`` and similar ones in every pod beside a Service named ``ortserve``.
+    Reads ``os.environ``. An empty variable counts as unset. Unknown variables are ignored (``unknown_variables``).
 
     Args:
         flags: Values from the command line, by option, as text or of the option's type.
@@ -247,6 +252,23 @@ def read_options(flags: Mapping[str, Any], config_path: Path | None = None) -> S
                 for name, problem in problems.items()
             )
         ) from None
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """One line per variable that begins as those of options do and has no effect, without its value.
+
+    Variables of builds and tests, and those that Kubernetes sets beside a Service named ``ortserve``, are left out.
+    """
+    known = {name.upper() for name in ServerOptions.model_fields} | {CONFIG_VARIABLE.removeprefix(ENV_PREFIX)}
+    problems = []
+    for name, value in sorted(environment.items()):
+        upper = name.upper()  # names of variables are read in any case
+        is_own = upper.startswith(ENV_PREFIX) and not _VARIABLES_OF_OTHERS.fullmatch(upper)
+        is_address = upper.endswith("_PORT") and "://" in value  # set by Kubernetes, too
+        option = upper.removeprefix(ENV_PREFIX)
+        if is_own and not is_address and option not in known:
+            problems.append(f"{name}: unknown variable{did_you_mean(option, sorted(known), prefix=ENV_PREFIX)}")
+    return problems
 
 
 def combination_problems(options: ServerOptions) -> list[str]:

@@ -24,9 +24,9 @@ Each option is a flag of `ortserve serve`, an environment variable, and a key of
 separated by commas; an empty variable counts as unset. An unknown flag, an unknown or duplicate key in the file, or a
 value out of bounds stops the start with exit status 2.
 
-Unknown `ORTSERVE_` variables are ignored, because Kubernetes sets some in every pod beside a Service named `ortserve`.
-Beside a Service named `ortserve-http`, `ortserve-grpc` or `ortserve-metrics`, Kubernetes sets the variable of a port
-option to an address, which stops the start; such a pod needs `enableServiceLinks: false`.
+Unknown `ORTSERVE_` variables are ignored with a warning in the log, or without one if Kubernetes sets them in every pod
+beside a Service named `ortserve`. Beside a Service named `ortserve-http`, `ortserve-grpc` or `ortserve-metrics`, it
+sets the variable of a port option to an address, which stops the start; such a pod needs `enableServiceLinks: false`.
 """
 
 _MODEL: Final = """\

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from ortserve.config.options import OptionsError, ServerOptions, read_options
+from ortserve.config.options import OptionsError, ServerOptions, read_options, unknown_variables
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,47 @@ def test_empty_variable_is_unset_and_unknown_variables_are_ignored(monkeypatch: 
     monkeypatch.setenv("ORTSERVE_MAX_ROWS", "")
     monkeypatch.setenv("ORTSERVE_PORT", "tcp://10.0.0.1:8000")
 
+    assert read_options({}) == ServerOptions()
+
+
+def test_unknown_variables_are_named_without_their_values() -> None:
+    environment = {
+        "ORTSERVE_HTTP_PROT": "s3cret",
+        "ortserve_metric_port": "8002",
+        "ORTSERVE_ANYTHING": "",
+        "ORTSERVE_HTTP_PORT": "8000",
+        "ortserve_grpc_port": "8001",
+        "ORTSERVE_CONFIG": "options.yaml",
+        "PATH": "/bin",
+    }
+    assert unknown_variables(environment) == [
+        "ORTSERVE_ANYTHING: unknown variable",
+        "ORTSERVE_HTTP_PROT: unknown variable; did you mean 'ORTSERVE_HTTP_PORT'?",
+        "ortserve_metric_port: unknown variable; did you mean 'ORTSERVE_METRICS_PORT'?",
+    ]
+
+
+@pytest.mark.parametrize("service", ["ORTSERVE", "ORTSERVE_CANARY"])
+def test_variables_of_kubernetes_builds_and_tests_are_neither_named_nor_read(
+    monkeypatch: pytest.MonkeyPatch, service: str
+) -> None:
+    environment = {
+        f"{service}_SERVICE_HOST": "10.0.0.1",
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_SERVICE_PORT_HTTP": "8000",
+        f"{service}_PORT": "tcp://10.0.0.1:8000",
+        f"{service}_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        f"{service}_PORT_8000_TCP_PROTO": "tcp",
+        f"{service}_PORT_8000_TCP_PORT": "8000",
+        f"{service}_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "ORTSERVE_COMPILE": "1",
+        "ORTSERVE_COMPILE_LEVEL": "0",
+        "ORTSERVE_TEST_SEED": "7",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    assert unknown_variables(environment) == []
     assert read_options({}) == ServerOptions()
 
 

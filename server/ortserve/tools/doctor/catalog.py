@@ -74,6 +74,8 @@ gpu_memory_in_use (warning): models that do not fit into the rest are refused
 # options, keys and TLS
 invalid_option (problem): ortserve serve refuses to start
     → correct the option
+unknown_variable (warning): ortserve serve ignores it, and logs a warning
+    → correct its name, or remove it
 readable_secret (warning): every user of this machine can use it
     → chmod 600, owned by the user of the server
 certificate_expires (warning): clients that verify it refuse to connect from then on

@@ -1,5 +1,6 @@
 """The server's options, read as ``ortserve serve`` reads them: combinations, keys, TLS, and its address."""
 
+import os
 import ssl
 import time
 from collections.abc import Iterator
@@ -9,7 +10,13 @@ from typing import Final
 
 from cryptography import x509
 
-from ortserve.config.options import OptionsError, ServerOptions, combination_problems, read_options
+from ortserve.config.options import (
+    OptionsError,
+    ServerOptions,
+    combination_problems,
+    read_options,
+    unknown_variables,
+)
 from ortserve.errors import ServeError, invalid_input
 from ortserve.service.key_files import read_keys
 from ortserve.tools.doctor.catalog import finding
@@ -27,11 +34,12 @@ def check_options(config: Path | None) -> tuple[ServerOptions, list[Finding]]:
     """
     if config is not None and not config.is_file():
         raise invalid_input(f"--config: expected a file, got '{config}'")
+    found = [finding("unknown_variable", problem) for problem in unknown_variables(os.environ)]
     try:
         options = read_options({}, config)
     except OptionsError as error:
-        return ServerOptions(), [finding("invalid_option", each) for each in error.problems]
-    found = [finding("invalid_option", problem) for problem in combination_problems(options)]
+        return ServerOptions(), found + [finding("invalid_option", each) for each in error.problems]
+    found += [finding("invalid_option", problem) for problem in combination_problems(options)]
     for name in _KEYS:
         path: Path | None = getattr(options, name)
         if path is not None:

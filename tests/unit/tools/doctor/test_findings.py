@@ -149,7 +149,7 @@ OF_METRICS: dict[str, dict[str, float]] = {
 }
 
 OF_LIMITS = {"few_open_files", "small_shared_memory"}
-OF_OPTIONS = {"invalid_option", "readable_secret", "open_shared_memory"}
+OF_OPTIONS = {"invalid_option", "unknown_variable", "readable_secret", "open_shared_memory"}
 """Tested below, with real files."""
 
 
@@ -290,6 +290,15 @@ def test_options_without_a_problem(tmp_path: Path) -> None:
 
     assert found == []
     assert checked.host == "0.0.0.0"
+
+
+def test_misspelt_variable_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTSERVE_HTTP_PROT", "s3cret")
+
+    for text in ("http_port: 8000", "http_port: none"):
+        found = config(tmp_path, text)[1][0]
+        assert (found.kind, found.level) == ("unknown_variable", "warning")
+        assert found.seen == "ORTSERVE_HTTP_PROT: unknown variable; did you mean 'ORTSERVE_HTTP_PORT'?"
 
 
 def test_secrets_that_everybody_can_read_are_found(tmp_path: Path) -> None:
