@@ -231,8 +231,8 @@ def broken_models(folder: Path) -> dict[str, Path]:
     ("name", "message"),
     [
         ("other", "expected an ONNX model"),
-        ("external", "external.onnx: expected weights, as of tensor 'w', in FOLDER/gone.bin: there is no such file"),
-        ("short", "expected weights, as of tensor 'w', in FOLDER/short.bin: at least 16 bytes, got 7"),
+        ("external", "external.onnx: expected weights, as of tensor 'w', in gone.bin: there is no such file"),
+        ("short", "expected weights, as of tensor 'w', in short.bin: at least 16 bytes, got 7"),
         ("empty", "expected an ONNX model, the file is empty"),
         ("truncated", "expected an ONNX model"),
         ("absent", "expected a model file"),
@@ -245,7 +245,7 @@ def test_broken_model_is_one_line(name: str, message: str, tmp_path: Path, capsy
     assert (status, printed.out) == (2, "")
     (line,) = printed.err.splitlines()
     assert line.startswith("ortserve inspect: ")
-    assert message.replace("FOLDER", str(tmp_path)) in line
+    assert message in line
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from ortserve.engine.providers import ProviderChoice, attach_providers, check_pr
 from ortserve.engine.runtime import missing_library
 from ortserve.engine.zip_maps import score_edits
 from ortserve.errors import ServeError, invalid_input
+from ortserve.model_file.damage import find_damage, find_pointer
 from ortserve.model_file.editing import edited_model, write_opset
 from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import read_model
@@ -83,13 +84,16 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
         model: The content of the file; None to read it here.
 
     Raises:
-        ServeError: invalid_input, with ONNX Runtime's reason, without paths, and with the execution provider if it is
-            not the CPU; also if the provider does not start, or runs none of the model's nodes. unsupported, for a
-            model that decodes images elsewhere than at its inputs, or without Pillow.
+        ServeError: invalid_input, with ONNX Runtime's reason, without paths, after the damage of a file, and with the
+            execution provider if it is not the CPU; also if the provider does not start, or runs none of the model's
+            nodes, or if a file is a Git LFS pointer. unsupported, for a model that decodes images elsewhere than at its
+            inputs, or without Pillow.
     """
     _check_settings(options)
     make_session = session_maker(options.settings, has_global_threads=options.has_global_threads)
     model = read_model(path) if model is None else model
+    if pointer := find_pointer(path, model):
+        raise invalid_input(pointer)
     _check_dimensions(model, options.settings)
     images = find_images(model)
     edits = {**score_edits(model), **image_edits(images.values())}
@@ -113,6 +117,8 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
         reason = without_paths(str(error).replace(f"{path.parent}/", ""))
         where = "" if provider.name == CPU else f" on {provider.name}"
         missing = missing_library(provider.name) or _missing_locale(reason)
+        if _WEIGHTS_FOLDER not in options.settings.entries and (damage := find_damage(path, model)):
+            reason = f"{without_paths(damage)} ({reason})"
         error.__traceback__ = None  # its frames hold parts of the session, as below
         raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}{missing}") from error
     try:

@@ -18,7 +18,8 @@ from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.runs import PlainRun, run_options
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import ServeError, invalid_input
-from ortserve.model_file.graph import UNREADABLE, Model
+from ortserve.model_file.damage import find_damage, find_pointer
+from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import read_model
 from ortserve.registry.load.row_axes import RowAxes, find_row_axes
 from ortserve.registry.repository.model_files import operator_libraries
@@ -83,6 +84,18 @@ class OpenModel:
         return [np.ascontiguousarray(array) if array.ndim else array for array in moved]
 
 
+def read_graph(path: Path) -> Model:
+    """Read a model file without its weights.
+
+    Raises:
+        ServeError: invalid_input, if the file is no ONNX model, or a Git LFS pointer is in place of one of its files.
+    """
+    graph = read_model(path)
+    if not graph.is_readable or find_pointer(path, graph):
+        raise invalid_input(f"{path}: {find_damage(path, graph)}")
+    return graph
+
+
 def open_model(
     subject: Subject,
     *,
@@ -104,10 +117,7 @@ def open_model(
         ServeError: The file is no model, ONNX Runtime refuses it, or no execution provider can be used.
     """
     options = subject.options
-    graph = read_model(subject.path)
-    if graph is UNREADABLE:
-        problem = "it is not one or is truncated" if subject.path.stat().st_size else "the file is empty"
-        raise invalid_input(f"{subject.path}: expected an ONNX model, {problem}")
+    graph = read_graph(subject.path)
     choice = choose_provider([provider] if provider else options.execution_providers)
     session_settings = options.session.model_copy(update=settings or {})
     count = threads or options.intra_op_threads or usual_threads(choice, session_settings)
@@ -117,24 +127,13 @@ def open_model(
     try:
         session = open_session(subject.path, subject.name, opening, graph)
     except ServeError as error:
-        if problem := missing_weights(subject.path, graph):
-            raise invalid_input(f"{subject.path}: {problem}") from None
+        if damage := find_damage(subject.path, graph):
+            raise invalid_input(f"{subject.path}: {damage}") from None
         raise ServeError(error.kind, f"{subject.path}: {error.message}") from None
     opening_s = time.perf_counter() - began
     rows = find_row_axes(graph, options)
     signature = rows.apply(read_signature(session, graph))
     return OpenModel(subject, graph, rows, session, signature, choice, count, opening_s)
-
-
-def missing_weights(path: Path, graph: Model) -> str:
-    """Which file beside the model is not there or too short, and a tensor that needs it; empty if all are whole."""
-    for name, needed in graph.external_files.items():
-        file = path.parent / name
-        found = file.stat().st_size if file.is_file() else None
-        if found is None or found < needed.nbytes:
-            problem = "there is no such file" if found is None else f"at least {needed.nbytes:,} bytes, got {found:,}"
-            return f"expected weights, as of tensor '{needed.tensor}', in {file}: {problem}"
-    return ""
 
 
 def usual_threads(choice: ProviderChoice, settings: SessionSettings) -> int:

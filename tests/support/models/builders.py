@@ -425,6 +425,14 @@ def two_outputs(path: Path) -> Path:
     return write(path, nodes, inputs, outputs)
 
 
+GIT_LFS_POINTER: Final = (
+    "version https://git-lfs.github.com/spec/v1\n"
+    "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
+    "size 12345\n"
+)
+"""What a checkout without Git LFS has in place of a file."""
+
+
 def not_onnx(path: Path) -> Path:
     """Bytes that no parser takes for a model."""
     path.write_bytes(b"\xff not a model \xff")

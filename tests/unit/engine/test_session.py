@@ -58,14 +58,15 @@ def write_nothing(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("write", "reason"),
     [
+        (builders.not_onnx, "expected an ONNX model, it is not one or is truncated"),
         (builders.not_onnx, "Protobuf parsing failed"),
-        (write_empty, "No graph was found in the protobuf"),
+        (write_empty, "expected an ONNX model, the file is empty"),
         (write_nothing, "File doesn't exist"),
         (lambda path: write_node(path, "NoSuchOperator"), "No Op registered for NoSuchOperator"),
         (lambda path: write_node(path, "Gelu", domain="my.domain"), "my.domain:Gelu"),
         (lambda path: write_node(path, "Identity", opset=99), "Opset 99 is under development"),
         (lambda path: write_node(path, "Identity", ir_version=99), "Unsupported model IR version: 99"),
-        (write_external, "weights.bin"),
+        (write_external, "expected weights, as of tensor 'w', in weights.bin: there is no such file"),
     ],
 )
 def test_error_for_an_unopenable_file_omits_its_folder(
@@ -82,6 +83,16 @@ def test_error_for_an_unopenable_file_omits_its_folder(
     assert reason in message
     for part in (*tmp_path.parts[1:], "secret", "onnxruntime_src", "\n"):
         assert part not in message
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "weights.bin"])
+def test_pointer_of_git_lfs_is_neither_a_model_nor_weights(tmp_path: Path, name: str) -> None:
+    """ONNX Runtime takes the first 16 bytes of the pointer for four weights."""
+    write_external(tmp_path / "model.onnx")
+    (tmp_path / name).write_text(builders.GIT_LFS_POINTER)
+    with pytest.raises(ServeError, match=f"^{name} is a Git LFS pointer, not .*: run 'git lfs pull'$") as caught:
+        open_session(tmp_path / "model.onnx", "m/1", OPTIONS)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
 
 
 def test_threads_are_set_and_do_not_spin(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from ortserve.errors import invalid_input
 from ortserve.model_file.reading import model_nbytes, read_model
+from ortserve.tools.opening import read_graph
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -110,8 +111,9 @@ def prepare(source: Path, target: Path) -> None:
     Raises:
         ServeError: invalid_input: the file is no model, or its external data are missing.
     """
+    graph = read_graph(source)
     try:
-        if read_model(source).external_files or source.stat().st_size > MOST_INLINE_BYTES:
+        if graph.external_files or source.stat().st_size > MOST_INLINE_BYTES:
             return pack(source, target)
         model = load(source)
         order = list(model.graph.all_nodes())

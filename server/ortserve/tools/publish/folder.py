@@ -19,8 +19,6 @@ from typing import Final
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.engine.providers import choose_provider
 from ortserve.errors import ServeError, invalid_input
-from ortserve.model_file.graph import UNREADABLE
-from ortserve.model_file.reading import read_model
 from ortserve.registry.load.golden_samples import GOLDEN_FOLDER, GOLDEN_MISSING
 from ortserve.registry.repository.model_files import OPTIONS_FILE, VERSION
 from ortserve.registry.repository.provenance import PROVENANCE_FILE
@@ -29,7 +27,7 @@ from ortserve.tools.apart import call_apart
 from ortserve.tools.console import Step, progress
 from ortserve.tools.doctor.loading import without_files
 from ortserve.tools.golden.recording import check_version
-from ortserve.tools.opening import OpenModel, open_model
+from ortserve.tools.opening import OpenModel, open_model, read_graph
 from ortserve.tools.provenance import Provenance, write_provenance
 from ortserve.tools.publish.place import Place, find_place
 from ortserve.tools.signatures import signature_differences
@@ -164,9 +162,7 @@ def _stage_version(
     model: Path, version: Path, place: Place, provenance: Provenance, step: Step, *, keeps_golden: bool
 ) -> Path:
     """Copy all files of the version. Returns the path of its model."""
-    graph = read_model(model)
-    if graph is UNREADABLE:
-        raise invalid_input(f"{model}: expected an ONNX model, it is not one or is truncated")
+    graph = read_graph(model)
     name, companions = place.companions()
     path = version / name
     newest = place.newest()

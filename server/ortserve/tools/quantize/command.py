@@ -11,7 +11,7 @@ from typing import Final
 
 from ortserve.core.agreement import ErrorBound, parse_bound
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.model_file.graph import UNREADABLE, Model
+from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.apart import ObjectApart
 from ortserve.tools.command import FAILED, OK, Outcome, ToolParser, number, run_tool
@@ -20,6 +20,7 @@ from ortserve.tools.console import progress
 from ortserve.tools.destination import add_destination, check_destination, deliver, staged_model
 from ortserve.tools.doctor.machine import Files as MachineFiles
 from ortserve.tools.doctor.machine import read_memory, read_processors
+from ortserve.tools.opening import read_graph
 from ortserve.tools.provenance import external_files, make_provenance
 from ortserve.tools.quantize.making import LARGE_NBYTES
 from ortserve.tools.quantize.plan import MODES, Wish, check_source, choose_settings, consequences, left_out
@@ -104,9 +105,7 @@ def _run(given: argparse.Namespace) -> Outcome:
     source = find_model(given.model)
     check_destination(given, source)
     bounds = _bounds(given)
-    model = read_model(source.path)
-    if model is UNREADABLE:
-        raise invalid_input(f"{source.path}: expected an ONNX model, it is not one or is truncated")
+    model = read_graph(source.path)
     wish = Wish(**{field.name: getattr(given, field.name) for field in fields(Wish)})
     settings = choose_settings(wish, model, read_processors(MachineFiles()).instruction_sets)
     check_source(model, str(source.path))
