@@ -199,6 +199,14 @@ def test_library_that_is_not_a_plug_in_stops_the_start(tmp_path: Path) -> None:
         server.wait_for_line("the server cannot start", f"execution_provider_libraries: '{library}' cannot be used: ")
 
 
+def test_unknown_provider_stops_the_start() -> None:
+    with starting("--example", "--execution-providers", "cdua,cpu") as server:
+        assert server.wait() == 1
+        server.wait_for_line(
+            "the server cannot start", "execution_providers: expected cpu, cuda, ", "got 'cdua'; did you mean 'cuda'?"
+        )
+
+
 def test_models_share_the_process_threads_when_configured(tmp_path: Path) -> None:
     for number in range(3):
         write_options(add_model(tmp_path, f"m{number}", builders.mlp), {"intra_op_threads": 9})

@@ -255,6 +255,7 @@ def test_broken_model_is_one_line(name: str, message: str, tmp_path: Path, capsy
         (["--batch", "1,x"], "expected an integer from 1"),
         (["--seconds", "-1"], "expected a number from 0 to 3,600"),
         (["--fail-on", "nothing"], "invalid choice"),
+        (["--provider", "cdua"], "--provider: expected cpu, cuda, tensorrt, openvino or a full name"),
         (["-o", "/nowhere/page.html"], "expected a file in an existing folder"),
     ],
 )

@@ -25,6 +25,7 @@ from ortserve.device.nvml import GpuReader
 from ortserve.device.region import are_regions_possible, open_region
 from ortserve.engine.process_limits import cpu_budget, memory_limit
 from ortserve.engine.process_memory import return_large_blocks
+from ortserve.engine.providers import check_names
 from ortserve.example import repository_path
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
@@ -108,7 +109,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     """Create the parts of a server. ``origins`` are those of the options that are set.
 
     Raises:
-        ServeError: invalid_input, with the option of an unusable file.
+        ServeError: invalid_input, with the option of an unusable file, or with an unknown execution provider.
     """
     prometheus = CollectorRegistry()
     metrics = Metrics(prometheus, onnxruntime_version=onnxruntime.__version__)
@@ -123,6 +124,8 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     if mirrors is not None:
         metrics.set_stores_source(mirrors.reading)
     runtime = DeviceRuntime(options.execution_provider_libraries, global_threads=options.global_threads)
+    if not options.execution_provider_libraries:  # a library without a device here hides the names of its providers
+        check_names(options.execution_providers, "execution_providers")
     devices = DevicesReader(runtime.devices)
     metrics.set_devices_source(devices.read)
     activity = LoopActivity()

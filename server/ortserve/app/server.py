@@ -37,7 +37,7 @@ class Server:
         """Create all parts without opening a port. ``origins`` are those of the options that are set.
 
         Raises:
-            ServeError: invalid_input, with the option of an unusable file.
+            ServeError: invalid_input, as ``compose``.
         """
         self._options = options
         self._parts = compose(options, switches, origins or {})

@@ -9,6 +9,7 @@ from typing import Final
 
 import onnxruntime as ort
 
+from ortserve.config.expectation import did_you_mean
 from ortserve.config.session import ProviderWish, provider_parts
 from ortserve.engine.provider_options import (
     CPU,
@@ -20,7 +21,7 @@ from ortserve.engine.provider_options import (
     make_provider_options,
     with_threads,
 )
-from ortserve.engine.runtime import Offer, Runtime, missing_library
+from ortserve.engine.runtime import Offer, Runtime, missing_library, plugin_names
 from ortserve.errors import invalid_input
 
 _SHORT_NAMES: Final = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
@@ -138,6 +139,27 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
         )
     first, *others = usable
     return ProviderChoice.of(first, others, missing)
+
+
+def check_names(wishes: Sequence[ProviderWish], option: str) -> None:
+    """Check that ONNX Runtime, an installed package or a registered plug-in knows each EP, available here or not.
+
+    Args:
+        wishes: Short or full EP names, with or without options.
+        option: Named in the error.
+
+    Raises:
+        ServeError: invalid_input, for the first unknown name.
+    """
+    known = {*ort.get_all_providers(), *_offered()}
+    for wish in wishes:
+        name = full_name(wish)
+        # A plug-in may have several EPs, such as OpenVINOExecutionProvider.AUTO.
+        if name not in known and name.partition(".")[0] not in {*known, *plugin_names()}:
+            raise invalid_input(
+                f"{option}: expected {', '.join(_SHORT_NAMES)} or a full name such as {', '.join(_offered())}, "
+                f"got '{name}'{did_you_mean(name, [*_SHORT_NAMES, *sorted(known)])}"
+            )
 
 
 def full_name(wish: ProviderWish) -> str:

@@ -11,6 +11,7 @@ from ortserve.engine.providers import (
     Provider,
     ProviderChoice,
     attach_providers,
+    check_names,
     check_providers,
     choose_provider,
 )
@@ -206,3 +207,24 @@ def test_same_provider_on_another_gpu_is_a_fallback() -> None:
     choice = choice_of({"cuda": {"device_id": 0}}, {"cuda": {"device_id": 1}}, "cpu")
     assert attached(choice) == [(CUDA, CUDA_DEFAULTS | {"device_id": "0"}), (CPU, {})]
     assert choice.without_first("it fails").device_id == 1
+
+
+def test_known_names_are_those_of_onnx_runtime_and_of_plug_ins_available_or_not() -> None:
+    check_names(["cpu", "CUDA", {"tensorrt": {"device_id": 1}}, "openvino", "QNNExecutionProvider"], "--provider")
+    check_names(["OpenVINOExecutionProvider.AUTO"], "--provider")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("cdua", "; did you mean 'cuda'?"),
+        ("CUDAExecutionProvder", "; did you mean 'CUDAExecutionProvider'?"),
+        ("x", ""),
+    ],
+)
+def test_unknown_name_is_refused_with_known_ones(name: str, hint: str) -> None:
+    with pytest.raises(ServeError) as caught:
+        check_names(["cpu", name], "--provider")
+    expected = "--provider: expected cpu, cuda, tensorrt, openvino or a full name such as "
+    assert caught.value.message.startswith(expected)
+    assert caught.value.message.endswith(f", got '{name}'{hint}")

@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.provider_options import CPU, CUDA
-from ortserve.engine.providers import full_name
+from ortserve.engine.providers import check_names, full_name
 from ortserve.errors import ServeError
 from ortserve.model_file.graph import Model
 from ortserve.tools.command import Outcome, ToolParser, add_fail_on, number, run_tool, several, status_of
@@ -113,7 +113,12 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
 
 
 def _with_providers(subject: Subject, names: Sequence[str]) -> Subject:
-    """The model with these execution providers before the configured ones."""
+    """The model with these execution providers before the configured ones.
+
+    Raises:
+        ServeError: invalid_input, for an unknown name.
+    """
+    check_names(names, "--provider")
     first = {full_name(name): name for name in names}
     others = [wish for wish in subject.options.execution_providers if full_name(wish) not in first]
     options = subject.options.model_copy(update={"execution_providers": (*first.values(), *others)})
