@@ -146,6 +146,18 @@ def test_certificate_and_keys(tmp_path: Path) -> None:
     assert 29 < with_key["server"]["certificate_expires_s"] / 86_400 <= 30
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_metrics_that_need_a_key_get_it(tmp_path: Path, is_asked: bool) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef0\n")
+    add_model(tmp_path / "models", "m", builders.mlp)
+    with serving(tmp_path / "models", "--metrics-keys-file", keys, *SHORT_WARMUP) as server:
+        key = ("--key-file", keys) if is_asked else ()
+        found = result_of(server.url, "--metrics", f"http://{server.metrics}", *key)["server"]["metrics"]
+
+    assert (found is not None) == is_asked
+
+
 class OtherServer(BaseHTTPRequestHandler):
     """Answers everything with a page."""
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from cryptography import x509
 
 from ortserve.errors import ServeError
-from ortserve.tools.address import parse_address
+from ortserve.tools.address import Address, parse_address
 from ortserve.tools.client import Client, another_kind
 from ortserve.tools.doctor.options import reach_of
 from ortserve.tools.doctor.result import ServerFacts
@@ -59,7 +59,7 @@ def look_at(client: Client, metrics_url: str | None, certificate_problem: str) -
         certificate_problem=certificate_problem,
         control_is_open=control == 200 if control in (200, 401, 403) else None,
         models=dict(_state(each) for each in index if isinstance(each, dict)) if isinstance(index, list) else None,
-        metrics=_read_metrics(metrics_url, address),
+        metrics=_read_metrics(client.address, metrics_url, address),
     )
 
 
@@ -68,9 +68,12 @@ def _state(entry: Mapping[str, Any]) -> tuple[str, str]:
     return label, ": ".join(str(entry[key]) for key in ("state", "reason") if entry.get(key))
 
 
-def _read_metrics(url: str | None, address: str) -> Mapping[str, float] | None:
+def _read_metrics(server: Address, url: str | None, address: str) -> Mapping[str, float] | None:
     usual = f"http://[{address}]:{_METRICS_PORT}" if ":" in address else f"http://{address}:{_METRICS_PORT}"
-    given = replace(parse_address((url or usual).removesuffix("/metrics")), is_verified=False)
+    given = parse_address((url or usual).removesuffix("/metrics"), ca=server.ca)
+    # The headers may hold a key, which is not sent in plain text beside a server that encrypts, unless ``url`` says so.
+    headers = server.headers if url or not server.is_tls else {}
+    given = replace(given, headers=headers, is_verified=bool(headers) and server.is_verified)
     try:
         with closing(Client(given, 3.0)) as client:
             text = client.ask("/metrics").body.decode(errors="replace")
