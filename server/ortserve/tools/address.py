@@ -79,8 +79,11 @@ def parse_address(
     """Read ``http://host:port``, ``https:``, ``grpc:`` or ``grpcs:``. A path of HTTP becomes the prefix.
 
     Raises:
-        ServeError: invalid_input, for another URL, headers that are not ``NAME: VALUE``, and unreadable files.
+        ServeError: invalid_input, for another URL or one with a password, headers that are not ``NAME: VALUE``, and
+            unreadable files.
     """
+    if "@" in url:  # not shown: what is before it may be a password
+        raise invalid_input("expected a URL without user and password, such as http://HOST:8000, got one with them")
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname

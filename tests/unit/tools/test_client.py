@@ -32,6 +32,15 @@ def test_other_urls_are_refused(url: str) -> None:
     assert raised.value.kind is ErrorKind.INVALID_INPUT
 
 
+@pytest.mark.parametrize("scheme", ["http", "grpc", "ftp"])
+@pytest.mark.parametrize("password", ["s3cret", "s3/cret", "s3#cret", "s3:cret", "s3@cret"])
+def test_url_with_a_password_is_refused_without_showing_it(scheme: str, password: str) -> None:
+    with pytest.raises(ServeError, match="expected a URL without user and password") as raised:
+        parse_address(f"{scheme}://user:{password}@host:8000")
+    assert raised.value.kind is ErrorKind.INVALID_INPUT
+    assert "cret" not in raised.value.message
+
+
 def test_file_without_a_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none").write_text("# keys\n")
     with pytest.raises(ServeError, match="no line with a key"):
