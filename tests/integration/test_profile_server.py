@@ -217,7 +217,7 @@ def test_profiling_needs_the_option_and_a_control_key(
         cases: tuple[tuple[Path | None, str], ...] = (
             (None, "status 401: calls of the group 'control' need a key"),
             (keys["metadata"], "status 403: calls of the group 'control' need a key"),
-            (keys["control"], "status 501: profiling: expected the server's option to be true, got false"),
+            (keys["control"], "status 501: profiling is off: it requires a server that is started with --profiling"),
         )
         for key_file, problem in cases:
             arguments = [server.url, "mlp", *([] if key_file is None else ["--key-file", str(key_file)])]

@@ -110,7 +110,9 @@ class ProfilingService:
                 otherwise as ``_Profile``.
         """
         if not self._options.profiling:
-            raise ServeError(ErrorKind.UNSUPPORTED, "profiling: expected the server's option to be true, got false")
+            raise ServeError(
+                ErrorKind.UNSUPPORTED, "profiling is off: it requires a server that is started with --profiling"
+            )
         if not 1 <= requests <= MAX_REQUESTS:
             raise invalid_input(f"requests: expected 1 to {MAX_REQUESTS}, got {requests}")
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
