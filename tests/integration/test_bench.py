@@ -276,9 +276,14 @@ def test_wrong_model_names_those_that_there_are(server: ServerProcess) -> None:
         (["URL", "--model", "digits", "--protocol", "grpc"], "--protocol: expected rest, rest-binary, shm"),
         (["URL", "--model", "digits", "--rate", "5", "--concurrency", "2"], "expected one of"),
         (
-            ["URL", "--model", "digits", "--rate", "5", "--arrivals", "sometimes"],
+            ["URL", "--model", "digits", "--arrivals", "sometimes"],
             "expected constant, poisson, bursts:N or a file of times",
         ),
+        (
+            ["URL", "--model", "digits", "--rate", "5", "--arrivals", __file__],
+            "--arrivals: expected constant, poisson or bursts:N beside --rate, or a file without --rate",
+        ),
+        (["http://user:s3cret@127.0.0.1:1"], "expected a URL without user and password"),
         (["URL", "--model", "digits", "--header", "x"], "--header: expected NAME: VALUE"),
         (["URL", "--model", "digits", "--key-file", "/nowhere"], "--key-file: expected a file with a key"),
         (["grpc://127.0.0.1:1/path", "--model", "digits"], "expected a URL such as"),

@@ -154,6 +154,9 @@ def _loads(given: argparse.Namespace) -> list[Load]:
     is_file = given.arrivals not in ("constant", "poisson") and not given.arrivals.startswith("bursts:")
     if sum(map(bool, (given.concurrency, given.rate or is_file, given.find_capacity))) > 1:
         raise invalid_input("expected one of --concurrency, --rate, --arrivals FILE and --find-capacity, got several")
+    if is_file and given.rate:
+        expected = "expected constant, poisson or bursts:N beside --rate, or a file without --rate"
+        raise invalid_input(f"--arrivals: {expected}, got --rate and '{given.arrivals}'")
     if is_file or given.rate:
         return [Load(None, rate, given.arrivals) for rate in ([0.0] if is_file else given.rate)]
     return [Load(concurrency) for concurrency in given.concurrency or [1]]
@@ -177,9 +180,9 @@ def _choices(target: str, given: argparse.Namespace) -> list[tuple[str, Address 
     address, option, names = None, "--way", given.way
     known: Sequence[str] = WAYS
     if is_url(target):
+        address = address_of(target, given)
         if not given.model:
             raise invalid_input(f"{target}: expected --model with the name of its model")
-        address = address_of(target, given)
         option, names = "--protocol", given.protocol or ("grpc" if address.is_grpc else "rest")
         known = [one for one in PROTOCOLS if one == "shm" or one.startswith("grpc") == address.is_grpc]
     for name in names.split(","):
