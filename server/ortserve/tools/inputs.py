@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
@@ -235,11 +235,14 @@ def _read_file(file: Path, signature: ModelSignature, option: str) -> Arrays:
     Raises:
         ServeError: As ``read_inputs``.
     """
+    expected = f"{option} {file}: expected a .npz file, which numpy.savez('{file.stem}.npz', NAME=ARRAY) writes"
     try:
+        if file.is_file() and not is_zipfile(file):
+            raise invalid_input(f"{expected}, got another format or a truncated file")
         with np.load(file, allow_pickle=False) as archive:
             found: Mapping[str, np.ndarray] = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, BadZipFile, AttributeError, TypeError, EOFError, zlib.error) as error:
-        raise invalid_input(f"{option} {file}: expected a file written by numpy.savez, got: {error}") from None
+        raise invalid_input(f"{expected}, got: {error}") from None
     names = ", ".join(spec.name for spec in signature.inputs)
     for name in found.keys() - {spec.name for spec in signature.inputs}:
         raise invalid_input(f"{option} {file}: array '{name}' is no input of the model, which has {names}")
