@@ -233,6 +233,30 @@ def test_check_finds_what_a_load_would(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--model nowhere: expected a model of" in problem
 
 
+@pytest.mark.parametrize(
+    ("labels", "candidate", "status", "problem"),
+    [
+        ("labels: {stable: 1}", 2, 0, ""),
+        ("labels: {stable: 1}", 7, 1, "rollout.candidate: expected a version that is in the repository, got 7"),
+        ("labels: {stable: 2}", 2, 0, "expected another candidate than version 2, which is labelled 'stable'"),
+        ("", 2, 0, "rollout: expected model 'm' to have the label 'stable', got none"),
+    ],
+)
+def test_check_finds_a_rollout_without_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], labels: str, candidate: int, status: int, problem: str
+) -> None:
+    for version in (1, 2):
+        folder = add_model(tmp_path, "m", members.affine, version=version)
+    (folder / "model.yaml").write_text(f"{labels}\nrollout: {{candidate: {candidate}}}\n")
+
+    findings = checked(capsys, tmp_path, status=status)["findings"]
+
+    assert {one["kind"] for one in findings} == (
+        set() if not problem else {"model_fails" if status else "option_without_effect"}
+    )
+    assert all(problem in one["seen"] for one in findings)
+
+
 def test_check_of_an_ensemble_knows_the_response_cache_of_the_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ortserve.config.expectation import describe_problems
+from ortserve.core.version_names import STABLE
 from ortserve.errors import invalid_input
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -64,6 +65,21 @@ class RolloutOptions(BaseModel):
     """Largest error of a request that agrees, by measure, as in ``ortserve compare``."""
     rules: RolloutRules = Field(default_factory=RolloutRules)
     """Ends the rollout by itself."""
+
+
+def why_without_effect(options: RolloutOptions, model: str, stable: int | None) -> str:
+    """Why a rollout has no candidate beside the version that is labelled ``stable``; empty if it has one.
+
+    Args:
+        options: Of the rollout.
+        model: Named in the reason.
+        stable: The version with the label; None without one.
+    """
+    if stable is None:
+        return f"rollout: expected model '{model}' to have the label '{STABLE}', got none"
+    if stable == options.candidate:
+        return f"rollout: expected another candidate than version {stable}, which is labelled '{STABLE}'"
+    return ""
 
 
 def make_rollout_options(given: Mapping[str, object], source: str) -> RolloutOptions:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ortserve.clock import Clock
-from ortserve.config.rollout import RolloutOptions, make_rollout_options
+from ortserve.config.rollout import RolloutOptions, make_rollout_options, why_without_effect
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
@@ -214,10 +214,8 @@ class RolloutService:
     def _problem(self, model: str, options: RolloutOptions) -> str:
         """Why a rollout cannot send requests to its candidate; empty if it can. A candidate may still be loading."""
         stable = self._registry.labels(model).get(STABLE)
-        if stable is None:
-            return f"rollout: expected model '{model}' to have the label '{STABLE}', got none"
-        if stable == options.candidate:
-            return f"rollout: expected another candidate than version {stable}, which is labelled '{STABLE}'"
+        if reason := why_without_effect(options, model, stable):
+            return reason
         for record in self._registry.models().get(model, ()):
             served = record.served
             if record.version in (stable, options.candidate) and served is not None:

@@ -17,7 +17,9 @@ from ortserve.batching.response_cache import ResponseCache
 from ortserve.clock import monotonic_ns
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import ServerOptions
+from ortserve.config.rollout import why_without_effect
 from ortserve.config.session import provider_parts
+from ortserve.core.version_names import STABLE
 from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.catalog import Catalog
@@ -83,6 +85,12 @@ def check_models(
             if number not in source.versions:
                 problem = f"labels.{label}: expected a version that is in the repository, got {number}"
                 checks.append(ModelCheck(source.name, number, problem))
+        if (rollout := source.rollout) is not None and source.versions:
+            if rollout.candidate not in source.versions:
+                problem = f"rollout.candidate: expected a version that is in the repository, got {rollout.candidate}"
+                checks.append(ModelCheck(source.name, rollout.candidate, problem))
+            elif reason := why_without_effect(rollout, source.name, source.labels.get(STABLE)):
+                events = (*events, f"option has no effect: {reason}")
         for number, version in sorted(source.versions.items()):
             instances = version.configuration.options.instances
             nbytes = sum(size for _, _, _, size, _ in version.fingerprints)
