@@ -56,7 +56,10 @@ def test_actions_show_and_change_models(
     with_key = ("--key-file", key)
     loaded = shown(capsys, controlled, "load", "other", *with_key)["versions"]
     assert [(one["version"], one["state"]) for one in loaded] == [("1", "READY")]
-    assert shown(capsys, controlled, "unload", "other", *with_key)["versions"][0]["reason"] == "unloaded"
+    unloaded = shown(capsys, controlled, "unload", "other", *with_key)
+    assert (unloaded["versions"][0]["reason"], unloaded["note"]) == ("unloaded", "")
+    assert main(["models", "unload", "other", "--url", controlled.url, "--key-file", str(key)]) == 0
+    assert "Model 'other' was not loaded: nothing was unloaded." in capsys.readouterr().out
     assert shown(capsys, controlled, "labels", "m", "canary=2", *with_key)["labels"]["canary"] == "2"
     assert shown(capsys, controlled, "promote", "m", "2", *with_key)["previous"] == "1"
     assert shown(capsys, controlled, "rollback", "m", *with_key)["labels"]["stable"] == "1"

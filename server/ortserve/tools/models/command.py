@@ -12,7 +12,7 @@ from ortserve.tools.command import Outcome, ToolParser, json_or_text, number, ru
 from ortserve.tools.console import print_report, progress
 from ortserve.tools.models.result import ModelsResult
 from ortserve.tools.models.server import ModelServer, repository_path
-from ortserve.tools.report import Block, Facts, Report, Table
+from ortserve.tools.report import Block, Facts, Report, Table, Text
 
 _ACTIONS: Final = {
     "list": "the models of the server",
@@ -80,10 +80,14 @@ def act(arguments: argparse.Namespace) -> Outcome:
     options = _options(arguments.changes) if action == "rollout" else {}
     promoted = _version(arguments.changes) if action == "promote" else {}
     server = ModelServer(address_of(arguments.url, arguments, needs_http=True), arguments.timeout_s)
+    note = ""
     try:
         if action in ("load", "unload"):
+            before = server.versions(model) if action == "unload" else ()
             with progress(f"{action} {model}") as step:
                 server.change_watched(repository_path(model, action), model, step)
+            if before and before == server.versions(model):
+                note = f"Model '{model}' was not loaded: nothing was unloaded."
         elif labels:
             server.change("PUT", f"{path_of(model)}/labels", {"labels": labels})
         elif options:
@@ -94,7 +98,7 @@ def act(arguments: argparse.Namespace) -> Outcome:
             server.change("POST", f"{path_of(model)}/promote", promoted)
         elif action == "rollback":
             server.change("POST", f"{path_of(model)}/rollback", {})
-        outcome = _shown(server, arguments)
+        outcome = _shown(server, arguments, note)
         while arguments.watch:
             print_report(outcome.report)
             outcome = _next(server, arguments, outcome)
@@ -112,7 +116,7 @@ def _next(server: ModelServer, arguments: argparse.Namespace, before: Outcome) -
             return outcome
 
 
-def _shown(server: ModelServer, arguments: argparse.Namespace) -> Outcome:
+def _shown(server: ModelServer, arguments: argparse.Namespace, note: str = "") -> Outcome:
     model, action = arguments.model, arguments.action
     versions = server.versions(model, with_counts=action == "status")
     document = server.labels(model) if model else {}
@@ -124,6 +128,7 @@ def _shown(server: ModelServer, arguments: argparse.Namespace) -> Outcome:
         labels=labels,
         previous=document.get("previous") or "",
         rollout=server.rollout(model) if action in ("status", "rollout") else None,
+        note=note,
     )
     return Outcome(result, _report(result))
 
@@ -152,6 +157,7 @@ def _report(result: ModelsResult) -> Report:
     known = {one.version for one in result.versions}
     lost = {label: f"version {version}" for label, version in result.labels.items() if version not in known}
     blocks: list[Block] = [
+        *([Text(result.note)] if result.note else []),
         Table("Versions", columns, rows),
         *([Facts("Lost labels", lost)] if lost else []),
         *_rollout_facts(result.rollout or {}),

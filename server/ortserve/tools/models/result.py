@@ -44,6 +44,7 @@ class ModelsResult:
         previous: The version that a rollback would make stable again; empty for none.
         rollout: The rollout of the model and its figures, as the server describes it; null for other actions than
             status and rollout, and for servers that have no rollouts.
+        note: What the action did not do, because there was nothing to do; usually empty.
     """
 
     schema: str = "ortserve.models/1"
@@ -53,3 +54,4 @@ class ModelsResult:
     labels: dict[str, str]
     previous: str = ""
     rollout: dict[str, Any] | None = None
+    note: str = ""
