@@ -63,18 +63,17 @@ def load_model(
     *,
     checks_golden: bool = True,
 ) -> LoadedModel:
-    """Load a model in nine steps.
+    """Load a model in eight steps, and log what an operator may not expect of the result.
 
     1. Analyse the graph: along which axes rows run together.
     2. Choose an execution provider.
     3. Open a session on it.
-    4. Read the signature, and resolve the configured interface, padding and samples against it.
+    4. Read the details: the signature, and the configured interface, padding and samples that fit it.
     5. Warm up an instance of the session: batch sizes, latencies, the independence of rows. If the model does not run,
        steps 3 to 5 repeat on the next provider; if it runs better with another number of threads, 3 and 5 repeat.
     6. Prepare the instance: device buffers, graphs, configured samples.
     7. Add the other instances.
     8. Check the golden samples of the version.
-    9. Report to the log what differs from the configuration.
 
     Args:
         path: The ``.onnx`` file.
@@ -99,14 +98,11 @@ def load_model(
             model = analyse_model(path, name, options, folder)  # 1
         load = _Load(model, clock, runtime, trials, progress, permit)
         choice = load.choose_provider()  # 2
-        failures: list[str] = []
         while True:
             try:
-                placed = load.settings.place(choice, 0)
-                threads = load.settings.first_threads(placed)
-                opened = load.opener.open(placed, threads)  # 3
+                opened = load.open_session(choice)  # 3
                 details = load.read_details(opened)  # 4
-                warm = load.warm_up(opened, placed, threads, details, is_first=True)  # 5
+                warm = load.warm_up(opened, choice, details, is_first=True)  # 5
                 break
             except _ModelError:
                 load.report_provider(choice)
@@ -114,19 +110,14 @@ def load_model(
             except (DeviceLostError, LoadCancelledError):
                 raise
             except ServeError as error:
-                failures.append(error.message)
-                if not (options.allow_fallback and choice.behind):
-                    next_name = choice.behind[0].name if choice.behind else ""
-                    hint = f" (with allow_fallback it would be tried on {next_name})" if next_name else ""
-                    raise ServeError(error.kind, "; ".join(dict.fromkeys(failures)) + hint) from error
-                choice = choice.without_first(error.message)
+                choice = load.next_provider(choice, error)
         load.report_provider(choice)
         warm = load.adjust_threads(warm)
-        loaded = load.prepare_first(warm)  # 6
-        loaded = load.add_instances(loaded, warm.details.samples)  # 7
+        loaded = load.prepare_instance(warm)  # 6
+        loaded = load.add_instances(loaded, details.samples)  # 7
         if checks_golden:
             loaded = load.check_golden(loaded)  # 8
-        load.report(loaded)  # 9
+        load.report(loaded)
         return loaded
 
 
@@ -154,7 +145,6 @@ class _WarmInstance:
     instance: Instance | DeviceInstance
     opened: OpenedSession
     choice: ProviderChoice
-    threads: int
     details: _Details
     found: WarmUp
 
@@ -185,6 +175,8 @@ class _Load:
         self.settings = ProviderSettings(model, runtime)
         self.bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
         self.spent_s = 0.0
+        self.failures: list[str] = []
+        """Why execution providers did not run the model."""
 
     def choose_provider(self) -> ProviderChoice:
         """Choose the first configured execution provider that this machine offers."""
@@ -195,6 +187,22 @@ class _Load:
         if self.options.session.shared_arena:
             self.runtime.share_arena()
         return choice
+
+    def next_provider(self, choice: ProviderChoice, error: ServeError) -> ProviderChoice:
+        """Choose the execution provider behind one that did not run the model.
+
+        Raises:
+            ServeError: With all errors so far: there is no such provider, or ``allow_fallback`` is not set.
+        """
+        self.failures.append(error.message)
+        if not (self.options.allow_fallback and choice.behind):
+            hint = f" (with allow_fallback it would be tried on {choice.behind[0].name})" if choice.behind else ""
+            raise ServeError(error.kind, "; ".join(dict.fromkeys(self.failures)) + hint) from error
+        return choice.without_first(error.message)
+
+    def open_session(self, choice: ProviderChoice) -> OpenedSession:
+        """Open the first session on an execution provider, which shows how the model runs there."""
+        return self.opener.open(self.settings.place(choice, 0), self.settings.first_threads(choice))
 
     def read_details(self, opened: OpenedSession) -> _Details:
         """Read the model's signature and resolve the options against it. Frees the session if that fails.
@@ -228,13 +236,7 @@ class _Load:
             raise
 
     def warm_up(
-        self,
-        opened: OpenedSession,
-        choice: ProviderChoice,
-        threads: int,
-        details: _Details,
-        *,
-        is_first: bool = False,
+        self, opened: OpenedSession, choice: ProviderChoice, details: _Details, *, is_first: bool = False
     ) -> _WarmInstance:
         """Make an instance of the session and warm it up. Frees both if that fails.
 
@@ -243,8 +245,9 @@ class _Load:
         Raises:
             ServeError: There is too little memory, or the provider fails on inputs that the CPU accepts.
         """
+        choice, threads = self.settings.place(choice, 0), opened.threads
         signature, padding = details.interface.model, details.padding
-        instance = self.opener.make_instance(opened, choice, signature, self.name, threads, padding)
+        instance = self.opener.make_instance(opened, choice, signature, self.name, padding)
         opened.forget()
 
         try:
@@ -274,7 +277,7 @@ class _Load:
         except BaseException:
             instance.close()  # Otherwise its worker and session would live as long as the process.
             raise
-        return _WarmInstance(instance, opened, choice, threads, details, found)
+        return _WarmInstance(instance, opened, choice, details, found)
 
     def _check_provider(
         self, instance: Instance | DeviceInstance, choice: ProviderChoice, details: _Details, reason: str
@@ -298,12 +301,12 @@ class _Load:
     def adjust_threads(self, warm: _WarmInstance) -> _WarmInstance:
         """Open and warm up the model again if its runs are better served by another number of threads."""
         threads = self.settings.best_threads(warm.choice, warm.found.latencies)
-        if threads == warm.threads:
+        if threads == warm.opened.threads:
             return warm
         warm.instance.close()
-        return self.warm_up(self.opener.open(warm.choice, threads), warm.choice, threads, warm.details)
+        return self.warm_up(self.opener.open(warm.choice, threads), warm.choice, warm.details)
 
-    def prepare_first(self, warm: _WarmInstance) -> LoadedModel:
+    def prepare_instance(self, warm: _WarmInstance) -> LoadedModel:
         """Make the device buffers of the first instance, capture its graphs and run the samples."""
         options, found, instance, opened = self.options, warm.found, warm.instance, warm.opened
         interface, padding = warm.details.interface, warm.details.padding
@@ -339,8 +342,8 @@ class _Load:
             found,
             warm.choice,
             warm.details.operators,
-            warm.threads,
-            warm.threads + self.settings.branches - 1,
+            opened.threads,
+            opened.threads + self.settings.branches - 1,
             padding,
             self.labels,
             on_device,
@@ -379,7 +382,7 @@ class _Load:
                 placed = self.settings.place(choice, number)
                 opened = self.opener.open(placed, loaded.intra_op_threads)
                 instance = self.opener.make_instance(
-                    opened, placed, loaded.signature, f"{self.name} {number}", loaded.intra_op_threads, loaded.padding
+                    opened, placed, loaded.signature, f"{self.name} {number}", loaded.padding
                 )
                 opened.forget()
                 loaded = replace(loaded, instances=(*loaded.instances, instance))

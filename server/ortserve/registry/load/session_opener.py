@@ -47,6 +47,7 @@ class OpenedSession:
 
     Attributes:
         session: The session.
+        threads: Inside an operator of its runs.
         streams: Its streams on a device; None if it has no buffers there.
         wants_graphs: Whether the configuration asks for graphs.
         captures: Whether the session was opened to capture graphs.
@@ -59,6 +60,7 @@ class OpenedSession:
     """
 
     session: Session
+    threads: int
     streams: InstanceStreams | None = None
     wants_graphs: bool = False
     captures: bool = False
@@ -127,7 +129,7 @@ class SessionOpener:
         if choice.name in GPU_PROVIDERS or self._runtime.devices.has(choice.name):
             opened = self._open_with_profile(choice, threads)
         else:
-            opened = OpenedSession(self._session(choice, threads))
+            opened = OpenedSession(self._session(choice, threads), threads)
         opened.opening_s = (self._clock() - began_ns) / 1e9
         return opened
 
@@ -157,6 +159,7 @@ class SessionOpener:
             with devices.capture_lock.shared():
                 return OpenedSession(
                     self._session(choice, threads),
+                    threads,
                     wants_graphs=wants_graphs,
                     no_buffers_because=device,
                     no_replay=NoReplay(NO_BUFFERS, device) if wants_graphs else None,
@@ -211,6 +214,7 @@ class SessionOpener:
             no_replay = replace(no_replay, reason=known.reason)  # the trial knows no reason for the metrics
         return OpenedSession(
             session,
+            threads,
             streams,
             wants_graphs,
             captures,
@@ -241,7 +245,6 @@ class SessionOpener:
         choice: ProviderChoice,
         signature: ModelSignature,
         name: str,
-        threads: int,
         padding: Padding | None,
     ) -> Instance | DeviceInstance:
         """Make the instance that owns the session: the caller must drop all other references to it."""
@@ -265,7 +268,7 @@ class SessionOpener:
             opened.session,
             signature,
             name=name,
-            intra_op_threads=threads,
+            intra_op_threads=opened.threads,
             clock=self._clock,
             padding=padding,
             run_options=options,
