@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ortserve.config.ensemble import LATEST
 from ortserve.registry.catalog import Catalog, State
+from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.plan import circular, find_cycle, member_names
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.versions import Versions
@@ -18,6 +19,7 @@ class Dependents:
         self,
         catalog: Catalog,
         versions: Versions,
+        draining: Draining,
         sources: Mapping[str, ModelSource],
         lock: Callable[[str], asyncio.Lock],
         stays_out: Callable[[ModelSource], bool],
@@ -26,13 +28,15 @@ class Dependents:
 
         Args:
             catalog: Of the registry.
-            versions: Loads and drains.
+            versions: Loads.
+            draining: Drains.
             sources: Of the latest load of each model. Read at each call.
             lock: Of the changes of a model.
             stays_out: Whether a model is not in memory, and the next request for it loads it.
         """
         self._catalog = catalog
         self._versions = versions
+        self._draining = draining
         self._sources = sources
         self._lock = lock
         self._stays_out = stays_out
@@ -52,7 +56,7 @@ class Dependents:
             await self.drop(ensemble)
             async with self._lock(ensemble):
                 self._versions.drain_all(ensemble)
-                await self._versions.wait_until_drained(ensemble)
+                await self._draining.wait(ensemble)
 
     async def follow(self, name: str, applied: Collection[str] = ()) -> None:
         """Connect the ensembles that contain a model anew, after a change of the model. Called with the model's lock.
@@ -78,7 +82,7 @@ class Dependents:
                     reason = await self._versions.load(self._versions.announce(ensemble, number, source), version)
                     before = self._catalog.of(ensemble).get(number)
                     if reason and before is not None and before.state is State.READY:
-                        self._versions.drain(before, reason)
+                        self._draining.drain(before, reason)
                 await self.follow(ensemble, applied)
 
 

@@ -14,19 +14,24 @@ from ortserve.batching.sequences import SequenceRuns
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
 from ortserve.device.devices import DeviceRuntime
+from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.dependents import Dependents, dependents_of, members_of, reject_cycles
+from ortserve.registry.draining import Draining
 from ortserve.registry.labels import Labels, needed_versions
+from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.source import ModelSource, plan_changes
 from ortserve.registry.residency.demand import Demands
-from ortserve.registry.residency.ledger import LoadCost
+from ortserve.registry.residency.host_room import HostRoom
+from ortserve.registry.residency.ledger import HostLedger, LoadCost
 from ortserve.registry.retries import LoadRetries
 from ortserve.registry.serving import ServedVersion
 from ortserve.registry.source_reader import NOT_POLLED, SourceReader, load_failure
 from ortserve.registry.state_file import ModelState, StateFile
 from ortserve.registry.stores.mirrors import Mirrors
+from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
@@ -80,19 +85,31 @@ class Registry:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
-        self._versions = Versions(
+        ledger = HostLedger()
+        self._draining = Draining(self._catalog, ledger, metrics)
+        self._room = HostRoom(
             self._catalog,
-            metrics,
+            ledger,
+            self._draining,
             clock,
-            self._on_change,
-            self._start_replacing,
-            self._must_stay,
-            runtime,
-            activity,
-            cache,
-            recordings,
+            metrics.residency,
+            is_changing=self._must_stay,
             budget_bytes=memory_budget_bytes,
             wait_s=on_demand_wait_s,
+        )
+        assembly = Assembly(
+            self._loop, clock, processors=cpu_budget(), activity=activity, cache=cache, recordings=recordings
+        )
+        self._loader = VersionLoader(self._catalog, ledger, assembly, clock, runtime, max_loads=self._room.max_loads)
+        self._versions = Versions(
+            self._catalog,
+            self._room,
+            self._loader,
+            self._draining,
+            metrics,
+            clock,
+            on_change=self._on_change,
+            on_replace=self._start_replacing,
         )
         self._demands = Demands(
             clock,
@@ -110,7 +127,9 @@ class Registry:
         self._retries = LoadRetries()
         self._labels = Labels(self._catalog, self._sources, state or StateFile(None))
         self._reader = SourceReader(repositories, defaults, mirrors, self._labels.named_versions)
-        self._dependents = Dependents(self._catalog, self._versions, self._sources, self._lock, self._stays_out)
+        self._dependents = Dependents(
+            self._catalog, self._versions, self._draining, self._sources, self._lock, self._stays_out
+        )
         self._changes: set[asyncio.Task[Any]] = set()
         self.on_change: Callable[[], None] = _ignore
         """Called after the state of a version has changed, and when initial loading is over."""
@@ -125,7 +144,7 @@ class Registry:
         self.knows: Final = self._catalog.knows
         self.records: Final = self._catalog.records
         self.successor: Final = self._versions.successor
-        self.memory_use: Final = self._versions.memory_use
+        self.memory_use: Final = self._room.memory_use
         self.changed_models: Final = self._labels.changed_models
 
     @property
@@ -141,7 +160,7 @@ class Registry:
     @property
     def is_changing(self) -> bool:
         """Whether models are being loaded or freed, or the repositories are being read."""
-        return not self._catalog.is_complete or bool(self._changes) or self._versions.is_draining
+        return not self._catalog.is_complete or bool(self._changes) or self._draining.is_under_way
 
     def ready_versions(self, name: str) -> list[int]:
         """The versions of a model that serve now, ascending."""
@@ -258,7 +277,8 @@ class Registry:
         for change in changes:
             change.cancel()
         await asyncio.gather(*changes, return_exceptions=True)
-        await self._versions.close()
+        await self._draining.close()
+        self._loader.close()
         await self._reader.close()
 
     def _start(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -335,7 +355,7 @@ class Registry:
             self._versions.withdraw(name)
             self._versions.drain_all(name)
             await self._dependents.drop(name)  # Those that were loaded meanwhile hold the model.
-            await self._versions.wait_until_drained(name)
+            await self._draining.wait(name)
             await self._reader.release(name)
         if with_members:
             for member in members_of(source):
@@ -420,7 +440,7 @@ class Registry:
             if record.version not in source.versions and record.state in (State.FAILED, State.GONE)
         )
         if self._stays_out(source):  # The series of an evicted version end with its last request, and then go on.
-            await self._versions.wait_until_drained(name)
+            await self._draining.wait(name)
         serving = self._catalog.ready(name)
         for record in serving:
             record.reason = ""
@@ -444,7 +464,7 @@ class Registry:
             for version in sorted(kept):
                 log_event(logger, logging.WARNING, "version is kept for its label", model=name, version=version)
             for version in set(changes.retire) - kept:
-                self._versions.drain(self._catalog.of(name)[version], UNLOADED)
+                self._draining.drain(self._catalog.of(name)[version], UNLOADED)
         if self._catalog.ready(name) != serving:
             await self._dependents.follow(name, applied)
         return failures
@@ -475,7 +495,7 @@ class Registry:
                 self._sources[name] = replace(source, versions=versions)
                 for record in self._catalog.ready(name):
                     if record.version not in needed | named:
-                        self._versions.drain(record, UNLOADED)
+                        self._draining.drain(record, UNLOADED)
             await self._dependents.follow(name)
 
     async def _load_demanded(self, name: str) -> None:
@@ -505,7 +525,7 @@ class Registry:
             raise _not_loaded(name, "; ".join(failures))
 
     def _expect(self, name: str) -> LoadCost:
-        return self._versions.expect(self._sources[name])
+        return self._room.expect(self._sources[name])
 
     def _stays_out(self, source: ModelSource) -> bool:
         """Whether a model is not in memory, and the next request for it loads it."""

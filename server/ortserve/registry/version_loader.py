@@ -5,11 +5,12 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from ortserve.batching.run_limits import RunEvents
 from ortserve.clock import Clock
 from ortserve.device.devices import DeviceRuntime
+from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
 from ortserve.errors import invalid_input
 from ortserve.registry.catalog import Catalog, State, VersionRecord
@@ -19,17 +20,20 @@ from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.gates import check_ensemble, check_speed
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.capture_trial import CaptureTrials
-from ortserve.registry.load.coordination import LoadLimiter, Progress
+from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, LoadSlots, Progress
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.residency.host_room import NoRoomError
-from ortserve.registry.residency.ledger import HostAccount, HostLedger
+from ortserve.registry.residency.ledger import HostLedger
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
+
+PROGRESS_LOG_INTERVAL_S: Final = 10.0
+"""Between log lines of one load."""
 
 
 class VersionLoader:
@@ -38,33 +42,36 @@ class VersionLoader:
     def __init__(
         self,
         catalog: Catalog,
-        assembly: Assembly,
         ledger: HostLedger,
+        assembly: Assembly,
         clock: Clock,
-        runtime: DeviceRuntime,
-        processors: int,
-        max_loads: int,
-        progress_log_interval_s: float,
+        runtime: DeviceRuntime | None = None,
+        *,
+        max_loads: int = MAX_LOADS,
+        progress_log_interval_s: float = PROGRESS_LOG_INTERVAL_S,
     ) -> None:
         """Load nothing yet.
 
         Args:
             catalog: Of the registry: members of ensembles, and versions that a load takes over from.
-            assembly: Makes what answers requests.
             ledger: Measures what each load takes.
+            assembly: Makes what answers requests.
             clock: Monotonic nanoseconds.
-            runtime: The process's.
-            processors: That all loads share.
-            max_loads: Loads under way at a time.
+            runtime: The process's; None for a plain one.
+            max_loads: Loads side by side, on as many processors or more.
             progress_log_interval_s: Between log lines of one load.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
-        self._assembly = assembly
         self._ledger = ledger
+        self._assembly = assembly
         self._clock = clock
-        self._runtime = runtime
+        self._runtime = runtime or DeviceRuntime()
         self._trials = CaptureTrials()
+        processors = cpu_budget()
+        max_loads = min(processors, max_loads)
+        self.slots: Final = LoadSlots(max_loads)
+        """A load holds one from before it reserves room until it has ended."""
         self._limiter = LoadLimiter(processors)
         self._threads = ThreadPoolExecutor(
             max_loads, thread_name_prefix="load", initializer=set_slice, initargs=(LONGEST_SLICE_NS,)
@@ -92,7 +99,7 @@ class VersionLoader:
                 raise invalid_input(source.problem)
             if source.configuration.options.ensemble is not None:
                 return await self._load_ensemble(record, source)
-            loaded = await self._load_model(record, progress, source)
+            loaded = await self._load_model(record, source, progress)
             try:
                 return self._assembly.serve(loaded, source.configuration, record.metrics, on_lost, events)
             except Exception:
@@ -106,13 +113,23 @@ class VersionLoader:
         """Begin no further load. Does not wait for those under way on threads, which would block the loop."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load_model(self, record: VersionRecord, progress: Progress, source: VersionSource) -> LoadedModel:
-        assert record.account is not None
-        loaded = await self._loop.run_in_executor(
-            self._threads,
-            partial(
-                self._load_measured,
-                record.account,
+    async def _load_model(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
+        loaded = await self._loop.run_in_executor(self._threads, self._load_measured, record, source, progress)
+        options, before = source.configuration.options, self._serving(record)
+        try:
+            await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
+        except BaseException:  # Also if the server stops meanwhile.
+            await _close(loaded)
+            raise
+        return loaded
+
+    def _load_measured(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
+        """Load a model on a thread, and measure what it takes."""
+        account = record.account
+        assert account is not None
+        self._ledger.begin(account)
+        try:
+            return load_model(
                 source.path,
                 f"{record.model}/{record.version}",
                 source.configuration.options,
@@ -122,21 +139,7 @@ class VersionLoader:
                 self._trials,
                 progress,
                 self._limiter,
-            ),
-        )
-        options, before = source.configuration.options, self._serving(record)
-        try:
-            await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
-        except BaseException:  # Also if the server stops meanwhile.
-            await _close(loaded)
-            raise
-        return loaded
-
-    def _load_measured(self, account: HostAccount, *arguments: Any) -> LoadedModel:
-        """Load a model on a thread, and measure what it takes."""
-        self._ledger.begin(account)
-        try:
-            return load_model(*arguments)
+            )
         finally:
             self._ledger.end(account)
 

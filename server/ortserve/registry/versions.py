@@ -1,129 +1,73 @@
-"""Versions of models: loaded on a thread, serving, replaced, drained and freed. The registry decides which and when."""
+"""Versions of models: announced, loaded, replaced and forgotten. The registry decides which and when."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from ortserve.batching.response_cache import ResponseCache
 from ortserve.batching.run_limits import RunEvents
 from ortserve.clock import Clock
 from ortserve.core.batch import Runner
-from ortserve.device.devices import DeviceRuntime
-from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.catalog import ON_DEMAND, UNLOADED, Catalog, State, VersionRecord
-from ortserve.registry.load.assembly import Assembly
-from ortserve.registry.load.coordination import (
-    MAX_LOADS,
-    LoadCancelledError,
-    LoadRank,
-    LoadSlots,
-)
-from ortserve.registry.recording import Recordings
+from ortserve.registry.draining import Draining
+from ortserve.registry.load.coordination import LoadCancelledError, LoadRank
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.host_room import HostRoom, NoRoomError
-from ortserve.registry.residency.ledger import LoadCost
 from ortserve.registry.version_loader import VersionLoader
 from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
-from ortserve.telemetry.readings import LoopActivity, MemoryUse
 
 logger: Final = logging.getLogger(__name__)
 
 MAX_ABANDONED: Final = 3
 """Instances of one model that may be abandoned, because their runs do not end, and still be replaced by a new load."""
-PROGRESS_LOG_INTERVAL_S: Final = 10.0
-"""Between log lines of one load."""
 
 
 class Versions:
-    """Loads, replaces, drains and frees versions, and keeps their records in the catalog.
-
-    Loop thread only. Models are opened on threads of its own.
-    """
+    """Loads and replaces versions, and keeps their records in the catalog. Loop thread only."""
 
     def __init__(
         self,
         catalog: Catalog,
+        room: HostRoom,
+        loader: VersionLoader,
+        draining: Draining,
         metrics: Metrics,
         clock: Clock,
-        on_change: Callable[[], None],
-        on_replace: Callable[[VersionRecord], object],
-        is_changing: Callable[[str], bool],
-        runtime: DeviceRuntime | None = None,
-        activity: LoopActivity | None = None,
-        cache: ResponseCache | None = None,
-        recordings: Recordings | None = None,
         *,
-        budget_bytes: int | None = None,
-        wait_s: float = 0.0,
-        progress_log_interval_s: float = PROGRESS_LOG_INTERVAL_S,
+        on_change: Callable[[], None] = lambda: None,
+        on_replace: Callable[[VersionRecord], object] = lambda record: None,
     ) -> None:
         """Load nothing yet.
 
         Args:
             catalog: Of the registry.
+            room: Reserves their memory.
+            loader: Loads each.
+            draining: Drains those that were replaced, and frees those that failed.
             metrics: Of the server.
             clock: Monotonic nanoseconds.
             on_change: Called after the state of a version has changed.
             on_replace: Called with a version that has abandoned an instance and should be loaded anew by ``replace``.
-            is_changing: As in ``HostRoom``.
-            runtime: The process's; None for a plain one.
-            activity: As in ``InlineBudget``.
-            cache: As in ``Assembly``.
-            recordings: Of the server; None if it records no requests.
-            budget_bytes: As in ``HostRoom``, also for ``wait_s``.
-            wait_s: As in ``HostRoom``.
-            progress_log_interval_s: Between log lines of one load.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
+        self._room = room
+        self._loader = loader
+        self._draining = draining
         self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
         self._on_replace = on_replace
-        processors = cpu_budget()
-        # Under a budget, what a load takes is measured, which loads side by side would share.
-        max_loads = 1 if budget_bytes is not None else min(processors, MAX_LOADS)
-        self._slots = LoadSlots(max_loads)
-        self._room = HostRoom(
-            catalog,
-            clock,
-            metrics.residency,
-            budget_bytes=budget_bytes,
-            wait_s=wait_s,
-            is_changing=is_changing,
-            evict=self.evict,
-        )
-        assembly = Assembly(
-            self._loop, clock, processors=processors, activity=activity, cache=cache, recordings=recordings
-        )
-        self._loader = VersionLoader(
-            catalog,
-            assembly,
-            self._room.ledger,
-            clock,
-            runtime or DeviceRuntime(),
-            processors,
-            max_loads,
-            progress_log_interval_s,
-        )
         self._loading: dict[str, set[VersionRecord]] = {}
         """Loads that wait or are under way, by model."""
         self._abandoned: dict[str, list[Runner]] = {}
         """Abandoned instances by model. Those whose runs have ended since are dropped when another one is added."""
-        self._drains: dict[asyncio.Task[None], VersionRecord] = {}
-        """Tasks that drain and free versions. A version that was replaced leaves no other trace."""
         self.lost = ""
         """Which device is lost, and why; empty while none is. Only a new process can use it again."""
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether any version is drained or freed now."""
-        return bool(self._drains)
 
     def announce(self, name: str, version: int, source: ModelSource, *, is_awaited: bool = False) -> VersionRecord:
         """Make the record of a load that begins. It is shown, unless the previous load of the version still serves.
@@ -158,15 +102,6 @@ class Versions:
         for number in [number for number in source.versions if number not in kept]:
             self.announce(source.name, number, source).advance(State.GONE, ON_DEMAND)
 
-    def expect(self, source: ModelSource) -> LoadCost:
-        """What a load of all versions of a model will take."""
-        costs = [self._room.expect(source.name, number, version) for number, version in source.versions.items()]
-        return LoadCost(
-            sum(cost.nbytes for cost in costs),
-            sum(cost.load_ns for cost in costs),
-            is_measured=all(cost.is_measured for cost in costs),
-        )
-
     async def load(self, record: VersionRecord, source: VersionSource) -> str:
         """Load a version, as soon as fewer loads are under way than the limit.
 
@@ -179,64 +114,49 @@ class Versions:
         Returns:
             Why it failed; empty if it serves.
         """
-        rank = LoadRank.OTHER
-        if record.is_awaited or record.is_required:
-            rank = LoadRank.AWAITED if record.is_awaited else LoadRank.REQUIRED
         loading = self._loading.setdefault(record.model, set())
         loading.add(record)
         try:
-            return await self._load_in_turn(record, source, rank)
+            async with AsyncExitStack() as slot:
+                reason = await self._wait_for_turn(record, source, slot) or await self._load_now(record, source)
+                if not reason:
+                    self._take_over(record)
+                return reason
         finally:
             loading.discard(record)
             if not loading:
                 self._loading.pop(record.model, None)
 
-    async def _load_in_turn(self, record: VersionRecord, source: VersionSource, rank: LoadRank) -> str:
-        async with AsyncExitStack() as slot:
-            try:
-                async with asyncio.timeout(None) as record.waiting:
-                    await self._wait_for_room(record, source, rank, slot)
-            except TimeoutError:
-                return await self._fail(record, LoadCancelledError(record.cancelled_because))
-            except NoRoomError as error:
-                return await self._refuse(record, error)
-            finally:
-                record.waiting = None
-            reason = await self._load_now(record, source)
-        if reason:
-            return reason
-        assert record.served is not None
-        fields = {
-            "model": record.model,
-            "version": record.version,
-            "seconds": round(record.metrics.load_ns / 1e9, 2),
-            **record.served.properties,
-        }
-        log_event(logger, logging.INFO, "model is ready", **fit_fields(fields, logger.name, "model is ready"))
-        replaced = self._show(record)
-        self._catalog.route(record.model)
-        if replaced is not None and replaced.state is State.READY and replaced is not record:
-            self.drain(replaced, UNLOADED)
-        return ""
+    async def _wait_for_turn(self, record: VersionRecord, source: VersionSource, slot: AsyncExitStack) -> str:
+        """Wait for a slot, which ``slot`` holds afterwards, and for room in memory. Returns why there is none."""
+        try:
+            async with asyncio.timeout(None) as record.waiting:
+                await self._wait_for_room(record, source, slot)
+            return ""
+        except TimeoutError:
+            return await self._fail(record, LoadCancelledError(record.cancelled_because))
+        except NoRoomError as error:
+            return await self._refuse(record, error)
+        finally:
+            record.waiting = None
 
-    async def _wait_for_room(
-        self, record: VersionRecord, source: VersionSource, rank: LoadRank, slot: AsyncExitStack
-    ) -> None:
-        """Wait for a slot, which ``slot`` holds afterwards, and for room in memory. Such a load is not timed.
+    async def _wait_for_room(self, record: VersionRecord, source: VersionSource, slot: AsyncExitStack) -> None:
+        """Wait for room while a slot is held, or without one if models must stay a while. Such a load is not timed.
 
         Raises:
             NoRoomError: There is no room, and will be none in time.
         """
+        rank = LoadRank.OTHER
+        if record.is_awaited or record.is_required:
+            rank = LoadRank.AWAITED if record.is_awaited else LoadRank.REQUIRED
         while True:
-            await slot.enter_async_context(self._slots.take(rank))
+            await slot.enter_async_context(self._loader.slots.take(rank))
             due_ns = self._room.reserve(record, source)
             if not due_ns:
                 break
             await slot.aclose()
             await asyncio.sleep((due_ns - self._clock()) / 1e9)
-        # Until the evicted models have answered their requests. Others may be held by ensembles that follow this load.
-        while self._room.is_exceeded and (leaving := [task for task, one in self._drains.items() if not one.is_held]):
-            await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
+        await self._room.wait_until_free()
 
     async def _load_now(self, record: VersionRecord, source: VersionSource) -> str:
         """Load a version for which there is room. Returns why it failed; empty if it is READY."""
@@ -255,6 +175,21 @@ class Versions:
         self._room.note_loaded(record)
         self._metrics.loaded(record.model, is_ok=True)
         return ""
+
+    def _take_over(self, record: VersionRecord) -> None:
+        """Send requests to a version that has loaded, and drain its previous load."""
+        assert record.served is not None
+        fields = {
+            "model": record.model,
+            "version": record.version,
+            "seconds": round(record.metrics.load_ns / 1e9, 2),
+            **record.served.properties,
+        }
+        log_event(logger, logging.INFO, "model is ready", **fit_fields(fields, logger.name, "model is ready"))
+        replaced = self._show(record)
+        self._catalog.route(record.model)
+        if replaced is not None and replaced.state is State.READY and replaced is not record:
+            self._draining.drain(replaced, UNLOADED)
 
     async def replace(self, record: VersionRecord) -> str:
         """Load a version anew that has abandoned an instance, unless it was replaced or drained in the meantime.
@@ -306,16 +241,6 @@ class Versions:
         loading = self._loading.get(record.model, ())
         return next((one for one in loading if one.version == record.version and one is not record), None)
 
-    def memory_use(self) -> MemoryUse:
-        """The host memory of all models."""
-        counts = self._metrics.residency
-        return MemoryUse(
-            self._room.ledger.total_bytes,
-            self._room.budget_bytes,
-            sum(counts.evictions.values()),
-            sum(counts.refusals.values()),
-        )
-
     def cancel_loads(self, name: str, because: str) -> None:
         """End the loads of a model that wait, and those under way at their next step."""
         for record in self._loading.get(name, ()):
@@ -324,11 +249,6 @@ class Versions:
                 record.progress.cancel(because)
             elif record.waiting is not None and not record.waiting.expired():
                 record.waiting.reschedule(self._loop.time())
-
-    def evict(self, name: str) -> None:
-        """Drain all versions of a model; the next request loads them again."""
-        for record in self._catalog.ready(name):
-            self.drain(record, ON_DEMAND)
 
     def withdraw(self, name: str) -> None:
         """Let no request load the versions of a model any more that are not in memory."""
@@ -339,34 +259,11 @@ class Versions:
                     self._metrics.forget(name, record.label)
         self._on_change()
 
-    def drain(self, record: VersionRecord, reason: str = "") -> None:
-        """Send a version no more requests from now on, and free it when its admitted requests are answered."""
-        if record.account is not None:
-            record.account.is_leaving = True
-        record.advance(State.DRAINING, reason)
-        self._catalog.route(record.model)
-        self._start(record, self._retire(record))
-
     def drain_all(self, name: str) -> None:
         """Take a model out of service on purpose."""
         self.forget(record for record in self._catalog.of(name).values() if record.state is State.FAILED)
         for record in self._catalog.ready(name):
-            self.drain(record, UNLOADED)
-
-    async def wait_until_drained(self, name: str) -> None:
-        """Wait for all draining versions of a model, those of replaced loads included."""
-        await asyncio.shield(asyncio.gather(*(task for task, record in self._drains.items() if record.model == name)))
-
-    async def close(self) -> None:
-        """Drain and free every version, and begin no further load.
-
-        Does not wait for loads that are under way on threads, which would block the loop.
-        """
-        for record in self._catalog.records():
-            if record.state is State.READY:
-                self.drain(record)
-        await asyncio.gather(*self._drains)
-        self._loader.close()
+            self._draining.drain(record, UNLOADED)
 
     async def _refuse(self, record: VersionRecord, error: NoRoomError) -> str:
         """End a load without room: requests begin another one, unless it cannot get room, or the model is pinned."""
@@ -380,7 +277,7 @@ class Versions:
         return error.message
 
     async def _fail(self, record: VersionRecord, error: Exception) -> str:
-        await self._release_account(record)
+        await self._draining.release(record)
         if isinstance(error, DeviceLostError):
             self._on_lost(record, error.message)
         reason = error.message if isinstance(error, ServeError) else "unexpected error"
@@ -407,11 +304,8 @@ class Versions:
         """Note a lost device, and take the version out of service that can run nothing without it."""
         self.lost = self.lost or reason
         _log_failure("device is lost", record, reason)
-        if record.state is not State.READY:  # Its load fails, or it is draining already.
-            return
-        record.advance(State.FAILED, reason)
-        self._catalog.route(record.model)
-        self._start(record, self._free(record))
+        if record.state is State.READY:  # Otherwise its load fails, or it is draining already.
+            self._draining.fail(record, reason)
 
     def _on_abandoned(self, record: VersionRecord, runner: Runner, reason: str, is_last: bool) -> None:
         """Have a version loaded anew, one of whose instances was abandoned because its run does not end.
@@ -429,37 +323,11 @@ class Versions:
             reason = f"{reason}; {len(running) + 1} runs of the model did not end: restart the server"
         _log_failure("instance abandoned", record, reason)
         if is_last:
-            record.advance(State.FAILED, reason)
-            self._catalog.route(record.model)
-            self._start(record, self._free(record))
+            self._draining.fail(record, reason)
         else:
             record.reason = reason
         if may_replace:
             self._on_replace(record)
-
-    def _start(self, record: VersionRecord, ending: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(ending)
-        self._drains[task] = record
-        task.add_done_callback(self._drains.pop)
-
-    async def _free(self, record: VersionRecord) -> None:
-        assert record.served is not None
-        await record.served.close()
-        record.served = None
-        record.metrics.release_sources()  # Its series may be shown for a long time and must not keep its buffers alive.
-        await self._release_account(record)
-
-    async def _release_account(self, record: VersionRecord) -> None:
-        account, record.account = record.account, None
-        if account is not None:
-            record.metrics.memory = dict
-            await asyncio.to_thread(self._room.ledger.release, account)
-
-    async def _retire(self, record: VersionRecord) -> None:
-        await self._free(record)
-        record.advance(State.GONE, record.reason)
-        if record.is_unloaded and self._catalog.of(record.model).get(record.version) is record:
-            self._metrics.forget(record.model, record.label)
 
 
 def _goes_on_counting(record: VersionRecord) -> bool:

@@ -26,7 +26,7 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.terms import Scheduling, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
-from ortserve.registry import retries, versions
+from ortserve.registry import retries, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
 from ortserve.registry.load.coordination import WAITING
 from ortserve.registry.registry import Registry
@@ -271,7 +271,7 @@ UNMEASURED = LoadOptions(warmup_s=0, intra_op_threads=1)
 async def test_models_are_opened_concurrently(
     tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "cpu_budget", lambda: 3)
+    monkeypatch.setattr(version_loader, "cpu_budget", lambda: 3)
     slow = [pipes("a_slow"), pipes("b_slow")]
     put(tmp_path, builders.not_onnx, "c_broken")
     names = [f"m{number}" for number in range(8)]
@@ -300,7 +300,7 @@ async def test_models_are_opened_concurrently(
 async def test_cancelled_loading_starts_no_further_model(
     tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "cpu_budget", lambda: 2)
+    monkeypatch.setattr(version_loader, "cpu_budget", lambda: 2)
     slow = [pipes("a_slow"), pipes("b_slow")]
     put(tmp_path, builders.unnamed_dims, "m")
     registry = Registry([tmp_path], UNMEASURED, Metrics(CollectorRegistry()), time.monotonic_ns)
@@ -853,7 +853,7 @@ async def test_model_on_demand_is_loaded_once_evicted_and_loaded_again(
     assert (type(error), error.kind) == (NotInMemoryError, ErrorKind.NOT_READY)
     served = await asyncio.gather(*(registry.wait_for("m", "") for _ in range(3)))
     assert len(set(map(id, served))) == 1
-    registry._versions.evict("m")
+    registry._draining.evict("m")
     assert (await registry.wait_for("m", "1")) is not served[0]
     labels = {"model": "m", "outcome": "ok"}
     assert prometheus.get_sample_value("ortserve_model_loads_total", labels) == 2

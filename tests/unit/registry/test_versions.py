@@ -14,7 +14,12 @@ from prometheus_client import CollectorRegistry
 from models import builders
 from ortserve.config.model import LoadOptions
 from ortserve.registry.catalog import Catalog, State, VersionRecord
+from ortserve.registry.draining import Draining
+from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.repository.source import read_source
+from ortserve.registry.residency.host_room import HostRoom
+from ortserve.registry.residency.ledger import HostLedger
+from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.metrics import Metrics
 
@@ -50,15 +55,12 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
     before = asyncio.all_tasks()
     record = VersionRecord("m", 1, lambda: None)
     metrics = Metrics(CollectorRegistry())
-    versions = Versions(
-        Catalog(),
-        metrics,
-        lambda: 0,
-        lambda: None,
-        lambda record: None,
-        lambda name: False,
-        progress_log_interval_s=0.001,
-    )
+    catalog, ledger = Catalog(), HostLedger()
+    draining = Draining(catalog, ledger, metrics)
+    room = HostRoom(catalog, ledger, draining, lambda: 0, metrics.residency)
+    assembly = Assembly(asyncio.get_running_loop(), lambda: 0, processors=1)
+    loader = VersionLoader(catalog, ledger, assembly, lambda: 0, progress_log_interval_s=0.001)
+    versions = Versions(catalog, room, loader, draining, metrics, lambda: 0)
     lines = Lines()
     with caplog.at_level(logging.INFO):
         logging.getLogger("ortserve.registry.version_loader").addHandler(lines)
@@ -74,6 +76,7 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
         finally:
             logging.getLogger("ortserve.registry.version_loader").removeHandler(lines)
     assert (record.state, record.explanation) == (State.READY, "")
-    await versions.close()
+    await draining.close()
+    loader.close()
     # All tasks of the load have ended; otherwise they would log for ever.
     await asyncio.wait_for(asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True), 30)

@@ -8,12 +8,14 @@ from ortserve.clock import Clock
 from ortserve.device.accounting import format_bytes
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog, State, VersionRecord
+from ortserve.registry.draining import Draining
 from ortserve.registry.ensemble.served import ServedEnsemble
-from ortserve.registry.repository.source import VersionSource
+from ortserve.registry.load.coordination import MAX_LOADS
+from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.ledger import HostLedger, LoadCost, expect_cost
 from ortserve.registry.residency.room import STAY_LOADS, Resident, plan_room
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.readings import ResidencyCounts
+from ortserve.telemetry.readings import MemoryUse, ResidencyCounts
 
 logger: Final = logging.getLogger(__name__)
 
@@ -32,47 +34,57 @@ class HostRoom:
     def __init__(
         self,
         catalog: Catalog,
+        ledger: HostLedger,
+        draining: Draining,
         clock: Clock,
         counts: ResidencyCounts,
         *,
-        budget_bytes: int | None,
-        wait_s: float,
-        is_changing: Callable[[str], bool],
-        evict: Callable[[str], None],
+        is_changing: Callable[[str], bool] = lambda name: False,
+        budget_bytes: int | None = None,
+        wait_s: float = 0.0,
     ) -> None:
         """Reserve nothing yet.
 
         Args:
             catalog: Of the registry.
+            ledger: Has the accounts of all loads.
+            draining: Evicts models.
             clock: Monotonic nanoseconds.
             counts: Counts evictions and refusals.
+            is_changing: Whether a model is being loaded or unloaded; such models are not evicted.
             budget_bytes: Private memory that all models may hold; None for no limit.
             wait_s: How long a load may wait for models that must stay a while.
-            is_changing: Whether a model is being loaded or unloaded; such models are not evicted.
-            evict: Takes a model out of service, at once for new requests, so that it can be loaded on demand.
         """
-        self.ledger: Final = HostLedger()
-        self.budget_bytes: Final = budget_bytes
         self._catalog = catalog
+        self._ledger = ledger
+        self._draining = draining
         self._clock = clock
         self._counts = counts
         self._wait_ns: Final = round(wait_s * 1e9)
         self._is_changing = is_changing
-        self._evict = evict
+        self._budget_bytes = budget_bytes
         self._costs: dict[tuple[str, int], tuple[VersionSource, LoadCost]] = {}
         """What the last load of each version took, and of which source."""
 
     @property
-    def is_exceeded(self) -> bool:
-        """Whether versions that are being drained still hold memory that was reserved for others."""
-        return self.budget_bytes is not None and self.ledger.total_bytes > self.budget_bytes
+    def max_loads(self) -> int:
+        """Loads side by side. Under a budget, what a load takes is measured, which others beside it would share."""
+        return MAX_LOADS if self._budget_bytes is None else 1
 
-    def expect(self, name: str, version: int, source: VersionSource) -> LoadCost:
-        """What a load of a version will take."""
-        known = self._costs.get((name, version))
-        cost = known[1] if known is not None and known[0] == source else None
-        file_bytes = sum(size for _, _, _, size, _ in source.fingerprints)
-        return expect_cost(file_bytes, source.configuration.options.instances, cost)
+    def memory_use(self) -> MemoryUse:
+        """The host memory of all models."""
+        counts = self._counts
+        evictions, refusals = sum(counts.evictions.values()), sum(counts.refusals.values())
+        return MemoryUse(self._ledger.total_bytes, self._budget_bytes, evictions, refusals)
+
+    def expect(self, source: ModelSource) -> LoadCost:
+        """What a load of all versions of a model will take."""
+        costs = [self._expect(source.name, number, version) for number, version in source.versions.items()]
+        return LoadCost(
+            sum(cost.nbytes for cost in costs),
+            sum(cost.load_ns for cost in costs),
+            is_measured=all(cost.is_measured for cost in costs),
+        )
 
     def reserve(self, record: VersionRecord, source: VersionSource) -> int:
         """Reserve the memory of a load, and evict models for it.
@@ -86,12 +98,18 @@ class HostRoom:
         options = source.configuration.options
         if options.ensemble is not None:
             return 0
-        cost = self.expect(record.model, record.version, source)
-        if self.budget_bytes is not None and (due_ns := self._make_room(record, cost.nbytes, self.budget_bytes)):
+        cost = self._expect(record.model, record.version, source)
+        if self._budget_bytes is not None and (due_ns := self._make_room(record, cost.nbytes, self._budget_bytes)):
             return due_ns
-        record.account = self.ledger.reserve(cost.nbytes, options.instances)
+        record.account = self._ledger.reserve(cost.nbytes, options.instances)
         record.metrics.memory = record.account.entries
         return 0
+
+    async def wait_until_free(self) -> None:
+        """Wait until evicted models have answered their requests and freed the memory that was reserved for others."""
+        budget = self._budget_bytes
+        while budget is not None and self._ledger.total_bytes > budget and await self._draining.wait_for_next():
+            pass  # Versions that ensembles hold may be freed only after the load that waits here.
 
     def note_loaded(self, record: VersionRecord) -> None:
         """Remember what a load took, and how long the version stays at least."""
@@ -108,9 +126,15 @@ class HostRoom:
         """Forget what loads of a version took."""
         self._costs.pop((record.model, record.version), None)
 
+    def _expect(self, name: str, version: int, source: VersionSource) -> LoadCost:
+        known = self._costs.get((name, version))
+        cost = known[1] if known is not None and known[0] == source else None
+        file_bytes = sum(size for _, _, _, size, _ in source.fingerprints)
+        return expect_cost(file_bytes, source.configuration.options.instances, cost)
+
     def _make_room(self, record: VersionRecord, need: int, budget: int) -> int:
         now_ns = self._clock()
-        plan = plan_room(need, budget, self.ledger.staying_bytes, self._residents(record.model), now_ns)
+        plan = plan_room(need, budget, self._ledger.staying_bytes, self._residents(record.model), now_ns)
         if plan.missing_bytes:
             self._counts.count_refusal("budget")
             raise NoRoomError(
@@ -138,7 +162,7 @@ class HostRoom:
         for name in plan.evict:
             log_event(logger, logging.INFO, "model is evicted", model=name, for_model=record.model)
             self._counts.count_eviction(name)
-            self._evict(name)
+            self._draining.evict(name)
         return 0
 
     def _residents(self, loading: str) -> list[Resident]:

@@ -21,12 +21,18 @@ from ortserve.config.rollout import why_without_effect
 from ortserve.config.session import provider_parts
 from ortserve.core.version_names import STABLE
 from ortserve.device.devices import DeviceRuntime
+from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.dependents import members_of, reject_cycles
+from ortserve.registry.draining import Draining
+from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.source import ModelSource, VersionSource, read_sources
+from ortserve.registry.residency.host_room import HostRoom
+from ortserve.registry.residency.ledger import HostLedger
+from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.metrics import unread_metrics
 from ortserve.tools.apart import Failure, run_side_by_side
@@ -196,17 +202,13 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: in
     Raises:
         ServeError: invalid_input: the reason why it does not serve, or that of a member.
     """
-    catalog = Catalog()
-    versions = Versions(
-        catalog,
-        unread_metrics(),
-        monotonic_ns,
-        lambda: None,
-        lambda record: None,
-        lambda name: False,
-        runtime,
-        cache=ResponseCache(cache_bytes) if cache_bytes else None,
-    )
+    catalog, ledger, metrics = Catalog(), HostLedger(), unread_metrics()
+    draining = Draining(catalog, ledger, metrics)
+    room = HostRoom(catalog, ledger, draining, monotonic_ns, metrics.residency)
+    cache = ResponseCache(cache_bytes) if cache_bytes else None
+    assembly = Assembly(asyncio.get_running_loop(), monotonic_ns, processors=cpu_budget(), cache=cache)
+    loader = VersionLoader(catalog, ledger, assembly, monotonic_ns, runtime)
+    versions = Versions(catalog, room, loader, draining, metrics, monotonic_ns)
     reason = ""
     try:
         for source in (*item.members, item.source):
@@ -221,7 +223,8 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: in
         served = catalog.find(item.check.name, str(item.check.version))
         return served.properties.get("golden", "")
     finally:
-        await versions.close()
+        await draining.close()
+        loader.close()
 
 
 @cache

@@ -49,7 +49,7 @@ async def make(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[M
         )
         # A load reads the memory of the process at its begin, when it is open, and at its end.
         held = itertools.count(0, MIB)
-        registry._versions._room.ledger._read = lambda: HeldMemory(next(held), 0)  # type: ignore[misc]
+        registry._room._ledger._read = lambda: HeldMemory(next(held), 0)  # type: ignore[misc]
         made.append(registry)
         return registry
 
@@ -241,7 +241,7 @@ async def test_counts_go_on_over_an_eviction(tmp_path: Path, make: Make, prometh
     await ask(registry, "m")
     before = counts()
     assert before["ortserve_staged_elements_total", "m", "1"] > 0
-    registry._versions.evict("m")
+    registry._draining.evict("m")
     await ask(registry, "m")
     after = counts()
     assert {name: (count, after.get(name)) for name, count in before.items() if after.get(name, 0) < count} == {}
@@ -252,7 +252,7 @@ async def test_failed_load_holds_no_memory(tmp_path: Path, make: Make, prometheu
     put(tmp_path, "m", build=builders.not_onnx)
     registry = make()
     await registry.load_all()
-    assert registry._versions._room.ledger.total_bytes == 0
+    assert registry._room._ledger.total_bytes == 0
     families = {family.name: family.samples for family in prometheus.collect()}
     assert families["ortserve_model_memory_bytes"] == []
 
@@ -315,14 +315,14 @@ async def test_unload_ends_a_load_that_waits_for_its_slot(tmp_path: Path, make: 
         content = members.affine(tmp_path.parent / "real").read_bytes()
         await asyncio.to_thread(writer.write, content)
     await asyncio.wait_for(slow, 30)
-    assert registry._versions._room.ledger.total_bytes == 2 * MIB
+    assert registry._room._ledger.total_bytes == 2 * MIB
 
 
 async def test_request_waits_for_a_load_by_call_of_an_evicted_model(tmp_path: Path, make: Make) -> None:
     put(tmp_path, "m")
     registry = make()
     await registry.load_all()
-    registry._versions.evict("m")
+    registry._draining.evict("m")
     loading = asyncio.ensure_future(registry.load("m"))
     while states(registry, "m")[1][0] is not State.LOADING:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0)

@@ -1,0 +1,95 @@
+"""Versions that leave: they get no more requests, answer those that were admitted, and are freed."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from ortserve.registry.catalog import ON_DEMAND, Catalog, State, VersionRecord
+from ortserve.registry.residency.ledger import HostLedger
+from ortserve.telemetry.metrics import Metrics
+
+
+class Draining:
+    """Drains and frees versions. Loop thread only."""
+
+    def __init__(self, catalog: Catalog, ledger: HostLedger, metrics: Metrics) -> None:
+        """Drain nothing yet.
+
+        Args:
+            catalog: Of the registry.
+            ledger: Has the accounts of their memory.
+            metrics: Of the server.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._catalog = catalog
+        self._ledger = ledger
+        self._metrics = metrics
+        self._leaving: dict[asyncio.Task[None], VersionRecord] = {}
+        """Tasks that drain and free versions. A version that was replaced leaves no other trace."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether any version is drained or freed now."""
+        return bool(self._leaving)
+
+    def drain(self, record: VersionRecord, reason: str = "") -> None:
+        """Send a version no more requests from now on, and free it when its admitted requests are answered."""
+        if record.account is not None:
+            record.account.is_leaving = True
+        record.advance(State.DRAINING, reason)
+        self._catalog.route(record.model)
+        self._start(record, self._retire(record))
+
+    def evict(self, name: str) -> None:
+        """Drain all versions of a model; the next request loads them again."""
+        for record in self._catalog.ready(name):
+            self.drain(record, ON_DEMAND)
+
+    def fail(self, record: VersionRecord, reason: str) -> None:
+        """Take a version out of service that can run nothing any more, and free it."""
+        record.advance(State.FAILED, reason)
+        self._catalog.route(record.model)
+        self._start(record, self._free(record))
+
+    async def wait(self, name: str) -> None:
+        """Wait for all draining versions of a model, those of replaced loads included."""
+        await asyncio.shield(asyncio.gather(*(task for task, record in self._leaving.items() if record.model == name)))
+
+    async def wait_for_next(self) -> bool:
+        """Wait for the next version to be freed. Returns False if none leaves, but for those that ensembles hold."""
+        leaving = [task for task, record in self._leaving.items() if not record.is_held]
+        if leaving:
+            await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
+        return bool(leaving)
+
+    async def close(self) -> None:
+        """Drain and free every version."""
+        for record in self._catalog.records():
+            if record.state is State.READY:
+                self.drain(record)
+        await asyncio.gather(*self._leaving)
+
+    async def release(self, record: VersionRecord) -> None:
+        """Close the account of a version that holds no memory any more, if it has one."""
+        account, record.account = record.account, None
+        if account is not None:
+            record.metrics.memory = dict
+            await asyncio.to_thread(self._ledger.release, account)
+
+    def _start(self, record: VersionRecord, ending: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(ending)
+        self._leaving[task] = record
+        task.add_done_callback(self._leaving.pop)
+
+    async def _retire(self, record: VersionRecord) -> None:
+        await self._free(record)
+        record.advance(State.GONE, record.reason)
+        if record.is_unloaded and self._catalog.of(record.model).get(record.version) is record:
+            self._metrics.forget(record.model, record.label)
+
+    async def _free(self, record: VersionRecord) -> None:
+        assert record.served is not None
+        await record.served.close()
+        record.served = None
+        record.metrics.release_sources()  # Its series may be shown for a long time and must not keep its buffers alive.
+        await self.release(record)
