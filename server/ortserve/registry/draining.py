@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from ortserve.batching.sequences import SequenceRuns
 from ortserve.registry.catalog import ON_DEMAND, Catalog, State, VersionRecord
 from ortserve.registry.residency.ledger import HostLedger
 from ortserve.telemetry.metrics import Metrics
@@ -50,6 +51,19 @@ class Draining:
         record.advance(State.FAILED, reason)
         self._catalog.route(record.model)
         self._start(record, self._free(record))
+
+    def begin_drain(self) -> None:
+        """Accept no new sequences; those that have begun may end."""
+        for sequences in self._sequences():
+            sequences.begin_drain()
+
+    async def wait_for_sequences(self) -> None:
+        """Wait until every sequence has ended. Call it after ``begin_drain``."""
+        await asyncio.gather(*(sequences.wait_until_empty() for sequences in self._sequences()))
+
+    def _sequences(self) -> list[SequenceRuns]:
+        serving = [record.served for record in self._catalog.records() if record.state is State.READY]
+        return [served.sequences for served in serving if served is not None and served.sequences is not None]
 
     async def wait(self, name: str) -> None:
         """Wait for all draining versions of a model, those of replaced loads included."""

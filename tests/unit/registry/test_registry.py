@@ -614,7 +614,7 @@ async def test_poll_retries_failed_loads_from_time_to_time(
     await registry.poll()
     ((state, _),) = state_of(registry, "m").values()
     assert state is (State.READY if is_due else State.FAILED)
-    assert not registry._retries.is_due("m", time.monotonic_ns())
+    assert not registry._reconciler._retries.is_due("m", time.monotonic_ns())
 
 
 async def test_problem_of_a_folder_counts_as_a_load_that_failed(

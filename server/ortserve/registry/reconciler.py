@@ -1,0 +1,250 @@
+"""Reconciles models with their sources: loads and drains versions until those of a source serve, in their order."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Final
+from weakref import WeakValueDictionary
+
+from ortserve.clock import Clock
+from ortserve.config.ensemble import LATEST
+from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
+from ortserve.registry.dependents import dependents_of, members_of, reject_cycles, required_versions
+from ortserve.registry.draining import Draining
+from ortserve.registry.labels import Labels, needed_versions
+from ortserve.registry.repository.source import ModelSource, plan_changes
+from ortserve.registry.retries import LoadRetries
+from ortserve.registry.versions import Versions
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Changes models, one change of a model at a time. Loop thread only.
+
+    Members are loaded before the ensembles that contain them. An ensemble holds the loads of its members, so that it is
+    connected anew after each change of one. A change of a model that holds its lock may take those of the ensembles
+    that contain it, never the other way round.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        versions: Versions,
+        draining: Draining,
+        labels: Labels,
+        sources: dict[str, ModelSource],
+        clock: Clock,
+        on_versions: Callable[[str], None],
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            catalog: Of the registry.
+            versions: Loads versions.
+            draining: Drains versions.
+            labels: Of all models.
+            sources: Of the latest load of each model, failed or not. Written here only.
+            clock: Monotonic nanoseconds.
+            on_versions: Called with a model whose configuration, labels or rollout may have changed.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._catalog = catalog
+        self._versions = versions
+        self._draining = draining
+        self._labels = labels
+        self._sources = sources
+        self._clock = clock
+        self._on_versions = on_versions
+        self._retries = LoadRetries()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def lock(self, name: str) -> asyncio.Lock:
+        """The lock that each change of a model holds."""
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def is_changing(self, name: str) -> bool:
+        """Whether a change of a model is under way."""
+        lock = self._locks.get(name)
+        return lock is not None and lock.locked()
+
+    def is_due(self, source: ModelSource) -> bool:
+        """Whether a model has changed, or has failed and should be tried again."""
+        return self._sources.get(source.name) != source or self._retries.is_due(source.name, self._clock())
+
+    def stays_out(self, source: ModelSource) -> bool:
+        """Whether a model is not in memory, and the next request for it loads it."""
+        known = self._catalog.of(source.name).values()
+        if any(record.state is State.READY for record in known):
+            return False
+        return source.is_on_demand or any(record.is_on_demand for record in known)
+
+    def missing_members(self, ensemble: ModelSource) -> list[str]:
+        """The members of an ensemble that do not serve in the versions that it needs."""
+        missing: list[str] = []
+        for member in members_of(ensemble):
+            ready = [record.version for record in self._catalog.ready(member)]
+            if not ready or any(version not in (LATEST, *ready) for version in required_versions(ensemble, member)):
+                missing.append(member)
+        return missing
+
+    async def apply_all(self, sources: Iterable[ModelSource], *, forced: Collection[str]) -> None:
+        """Apply the sources of different models side by side, but an ensemble after its members.
+
+        ``forced`` are models that are loaded even if a request could load them.
+        """
+        loading = {source.name: source for source in reject_cycles(sources, self._sources)}
+        tasks: dict[str, asyncio.Task[None]] = {}
+
+        async def apply(source: ModelSource) -> None:
+            members = [tasks[member] for member in members_of(source) if member in tasks]
+            if members:
+                await asyncio.wait(members)
+            async with self.lock(source.name):
+                await self.apply(source, loading.keys(), is_forced=source.name in forced)
+
+        tasks.update((name, self._loop.create_task(apply(source))) for name, source in loading.items())
+        try:
+            await asyncio.gather(*tasks.values())
+        finally:
+            for task in tasks.values():
+                task.cancel()
+
+    async def apply(
+        self,
+        source: ModelSource,
+        applied: Collection[str] = (),
+        *,
+        is_forced: bool = False,
+        is_awaited: bool = False,
+    ) -> list[str]:
+        """Load and drain versions of a model until those of ``source`` serve; called with the model's lock.
+
+        Args:
+            source: Of the model.
+            applied: Ensembles that need not follow, because they are loaded after the model anyway.
+            is_forced: Whether to load the model even if a request could load it.
+            is_awaited: Whether requests may wait for the load.
+
+        Returns:
+            For each load that failed, its version and the reason. Then the previous loads of these versions keep
+            serving, and so do versions that ``source`` does not have.
+        """
+        name = source.name
+        self._sources[name] = source
+        if source.problem:
+            self._versions.reject(source)
+            self._retries.forget(name)
+            return [source.problem]
+        self._labels.follow(name)  # Before the first load of a model, so that no other version answers meanwhile.
+        if not is_forced and self.stays_out(source):
+            self._versions.offer(source)
+            self._retries.forget(name)
+            return []
+        self._versions.forget(
+            record
+            for record in self._catalog.of(name).values()
+            if record.version not in source.versions and record.state in (State.FAILED, State.GONE)
+        )
+        if self.stays_out(source):  # The series of an evicted version end with its last request, and then go on.
+            await self._draining.wait(name)
+        serving = self._catalog.ready(name)
+        for record in serving:
+            record.reason = ""
+        changes = plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
+        for reason in source.without_effect if changes.load else ():
+            log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
+        incoming = [self._versions.announce(name, version, source, is_awaited=is_awaited) for version in changes.load]
+        failures = [
+            f"version {record.version}: {reason}"
+            for record in incoming
+            if (reason := await self._versions.load(record, source.versions[record.version]))
+        ]
+        if any(record.state is State.FAILED for record in incoming):  # Others got no room; requests load them.
+            self._retries.note_failure(name, self._clock())
+        elif not failures:
+            self._retries.forget(name)
+        self._labels.follow(name)
+        self._on_versions(name)
+        if not failures:
+            kept = self._labels.named_versions(name).intersection(changes.retire)
+            for version in sorted(kept):
+                log_event(logger, logging.WARNING, "version is kept for its label", model=name, version=version)
+            for version in set(changes.retire) - kept:
+                self._draining.drain(self._catalog.of(name)[version], UNLOADED)
+        if self._catalog.ready(name) != serving:
+            await self._follow(name, applied)
+        return failures
+
+    async def settle_labels(self, name: str) -> None:
+        """Retire the versions of a model that neither its policy nor a label needs any more."""
+        async with self.lock(name):
+            source = self._sources.get(name)
+            if source is None:
+                return
+            named = self._labels.named_versions(name)
+            needed = needed_versions(source, named)
+            # Otherwise an earlier version may serve in place of one that failed.
+            if needed.issubset(record.version for record in self._catalog.ready(name)):
+                versions = {number: version for number, version in source.versions.items() if number in needed}
+                self._sources[name] = replace(source, versions=versions)
+                for record in self._catalog.ready(name):
+                    if record.version not in needed | named:
+                        self._draining.drain(record, UNLOADED)
+            await self._follow(name)
+
+    async def load_again(self, record: VersionRecord) -> None:
+        """Load a version anew that has abandoned an instance."""
+        async with self.lock(record.model):
+            if await self._versions.replace(record):
+                self._retries.note_failure(record.model, self._clock())
+            else:
+                await self._follow(record.model)
+
+    async def remove(self, name: str) -> ModelSource | None:
+        """Take a model out of service and forget its source, which is returned. Called with the model's lock."""
+        source = self._sources.pop(name, None)
+        self._labels.forget(name)
+        self._retries.forget(name)
+        self._versions.withdraw(name)
+        self._versions.drain_all(name)
+        await self.drop_dependents(name)  # Those that were loaded meanwhile hold the model.
+        await self._draining.wait(name)
+        return source
+
+    async def drop_dependents(self, name: str) -> None:
+        """Take the ensembles that contain a model out of service, and wait until they have answered their requests."""
+        for ensemble in dependents_of(name, self._sources):
+            await self.drop_dependents(ensemble)
+            async with self.lock(ensemble):
+                self._versions.drain_all(ensemble)
+                await self._draining.wait(ensemble)
+
+    async def _follow(self, name: str, applied: Collection[str] = ()) -> None:
+        """Connect the ensembles that contain a model anew, after a change of the model. Called with the model's lock.
+
+        Ensembles that went out of service with the model come back; those on demand are offered again. An ensemble that
+        the model does not fit any more goes out of service with the reason.
+
+        Args:
+            name: Of the model.
+            applied: Ensembles that are loaded after the model anyway.
+        """
+        for ensemble in dependents_of(name, self._sources):
+            if ensemble in applied:
+                continue
+            async with self.lock(ensemble):
+                source = self._sources.get(ensemble)
+                if source is None or name not in members_of(source):
+                    continue
+                stays_out = self.stays_out(source)
+                if stays_out:
+                    self._versions.offer(source)
+                for number, version in source.versions.items() if not stays_out else ():
+                    reason = await self._versions.load(self._versions.announce(ensemble, number, source), version)
+                    before = self._catalog.of(ensemble).get(number)
+                    if reason and before is not None and before.state is State.READY:
+                        self._draining.drain(before, reason)
+                await self._follow(ensemble, applied)
