@@ -184,7 +184,7 @@ class Assembly:
                 runs,
                 groups,
                 rows,
-                partial(_enqueue_slots, batcher),
+                batcher.submit,
                 partial(_shape_class, shapes),
                 self._loop,
                 self._clock,
@@ -275,10 +275,6 @@ def _enqueue_turn(batcher: Batcher, shapes: ShapeClasses | None, request: Inflig
     by_ns = terms.finish_by_ns
     shape_class = None if shapes is None else shapes.find(request.inputs)
     batcher.submit(request, shape_class, NO_TERMS if by_ns is None else Terms(0, by_ns))
-
-
-def _enqueue_slots(batcher: Batcher, request: InflightRequest, shape_class: Hashable) -> None:
-    batcher.submit(request, shape_class)
 
 
 def _shape_class(shapes: ShapeClasses | None, inputs: Arrays) -> Hashable:
