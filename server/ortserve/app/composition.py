@@ -146,9 +146,11 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         StateFile(_state_folder(options)),
         mirrors,
         memory_budget_bytes=options.memory_budget_bytes,
+        gpu_memory_budget_bytes=options.gpu_memory_budget_bytes,
         on_demand_wait_s=options.on_demand_wait_s,
     )
     metrics.memory_budget_bytes = options.memory_budget_bytes
+    metrics.gpu_memory_budget_bytes = options.gpu_memory_budget_bytes
     if options.memory_budget_bytes is not None:
         return_large_blocks()
     polling = make_busy_polling(options, registry)

@@ -126,6 +126,10 @@ class ServerOptions(
     measured when each model was loaded. Models load one at a time; for a load without room, the least recently used
     models are evicted. A load itself takes up to twice the size of the weights for a moment, and requests and the
     server take memory beside the models. Unset: no budget; nothing is evicted."""
+    gpu_memory_budget_bytes: int | None = Field(default=None, ge=1, le=2**44)
+    """Memory that all models together may hold on each GPU: sessions, buffers, graphs and states of sequences, as in
+    ``ortserve_device_ledger_bytes``, which leaves out models without device buffers. Otherwise as
+    ``memory_budget_bytes``, with which it may be combined. Unset: no budget."""
     on_demand_wait_s: float = Field(default=30.0, gt=0, le=3600)
     """Longest time that a request waits for its model to be loaded, if it has no shorter deadline of its own; then it
     is rejected as ``not_ready``, with the time after which a retry should find the model. The load goes on."""

@@ -58,6 +58,10 @@ class Ledger:
         with self._lock:
             self._accounts.remove(account)
 
+    def total_bytes(self) -> int:
+        """Bytes of device memory of all owners."""
+        return sum(sum(account.entries().values()) for account in self._all())
+
     def totals(self) -> dict[str, dict[str, int]]:
         """Bytes of device memory by owner and purpose, without zeros."""
         return _totals((account.owner, account.entries()) for account in self._all())
@@ -112,10 +116,18 @@ class Account:
 def _totals(entries: Iterable[tuple[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
     totals: dict[str, dict[str, int]] = {}
     for owner, account in entries:
-        for purpose, nbytes in account.items():
-            total = totals.setdefault(owner, {})
-            total[purpose] = total.get(purpose, 0) + nbytes
+        if account:
+            totals[owner] = sum_bytes([totals.get(owner, {}), account])
     return totals
+
+
+def sum_bytes(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sums of bytes with the same name."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, nbytes in part.items():
+            total[name] = total.get(name, 0) + nbytes
+    return total
 
 
 def format_bytes(nbytes: int) -> str:

@@ -170,6 +170,11 @@ class Devices:
                 self._opened[uses.make, device_id] = opened
             return opened
 
+    def name_of(self, provider: str, device_id: int) -> str:
+        """The name of a device of an execution provider; that of a GPU, if it is not open yet. ``has`` must be true."""
+        opened = self._opened.get((self._providers[provider].make, device_id))
+        return f"cuda:{device_id}" if opened is None else opened.device.name
+
     def opened(self) -> list[OpenDevice]:
         """All devices that were opened."""
         return list(self._opened.values())

@@ -109,6 +109,11 @@ class DeviceInstance:
         return self._plain.staging.elements
 
     @property
+    def device_bytes(self) -> int:
+        """Memory of the device that the instance holds. Any thread."""
+        return sum(self._account.entries().values())
+
+    @property
     def lost(self) -> str:
         """Why the device is lost; empty while it is not."""
         return self.streams.opened.lost

@@ -22,8 +22,8 @@ from ortserve.registry.reconciler import Reconciler
 from ortserve.registry.recording import Recordings
 from ortserve.registry.repository.source import ModelSource
 from ortserve.registry.residency.demand import Demands
-from ortserve.registry.residency.host_room import HostRoom
 from ortserve.registry.residency.ledger import HostLedger, LoadCost
+from ortserve.registry.residency.memory_room import MemoryRoom
 from ortserve.registry.serving import ServedVersion
 from ortserve.registry.source_reader import NOT_POLLED, SourceReader, load_failure
 from ortserve.registry.state_file import ModelState, StateFile
@@ -57,6 +57,7 @@ class Registry:
         mirrors: Mirrors | None = None,
         *,
         memory_budget_bytes: int | None = None,
+        gpu_memory_budget_bytes: int | None = None,
         on_demand_wait_s: float = 30.0,
     ) -> None:
         """Load nothing yet.
@@ -72,7 +73,8 @@ class Registry:
             recordings: Of the server; None if it records no requests.
             state: What calls changed earlier; None for nothing, and to keep nothing.
             mirrors: Keep some of the repositories' folders up to date; None if all are folders of the operator.
-            memory_budget_bytes: As the option of this name, also for ``on_demand_wait_s``.
+            memory_budget_bytes: As the option of this name.
+            gpu_memory_budget_bytes: As the option of this name.
             on_demand_wait_s: Of requests and loads.
         """
         self._clock = clock
@@ -80,7 +82,7 @@ class Registry:
         self._catalog = Catalog()
         ledger = HostLedger()
         self._draining = Draining(self._catalog, ledger, metrics)
-        self._room = HostRoom(
+        self._room = MemoryRoom(
             self._catalog,
             ledger,
             self._draining,
@@ -88,6 +90,8 @@ class Registry:
             metrics.residency,
             is_changing=self._must_stay,
             budget_bytes=memory_budget_bytes,
+            gpu_budget_bytes=gpu_memory_budget_bytes,
+            devices=runtime.devices if runtime is not None else None,
             wait_s=on_demand_wait_s,
         )
         assembly = Assembly(

@@ -18,6 +18,8 @@ from ortserve.core.padding import padding_of_requests
 from ortserve.core.request import RequestedOutput
 from ortserve.core.sequence import SequencePart
 from ortserve.core.terms import NO_SCHEDULING, Alone, Scheduling, Terms
+from ortserve.device.accounting import sum_bytes
+from ortserve.device.instance import DeviceInstance
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.recording import Recording
@@ -113,6 +115,11 @@ class ServedModel(ServedVersion):
     @property
     def queued_rows(self) -> int:
         return self._batcher.queued_rows
+
+    def device_bytes(self) -> Mapping[str, int]:
+        """As ``ServedVersion.device_bytes``."""
+        instances = [instance for instance in self._instances if isinstance(instance, DeviceInstance)]
+        return sum_bytes({instance.streams.device.name: instance.device_bytes} for instance in instances)
 
     def terms(
         self,

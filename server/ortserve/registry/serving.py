@@ -87,6 +87,10 @@ class ServedVersion(ABC):
         """Whether sequences have begun and not ended; their states are in memory only."""
         return self.sequences is not None and not self.sequences.is_empty
 
+    def device_bytes(self) -> Mapping[str, int]:
+        """Memory that it holds, by the name of the device; without that of an ensemble's members."""
+        return {}
+
     @property
     @abstractmethod
     def max_rows(self) -> int:

@@ -25,8 +25,8 @@ from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.model_files import read_labels
 from ortserve.registry.repository.source import VersionSource
-from ortserve.registry.residency.host_room import NoRoomError
 from ortserve.registry.residency.ledger import HostLedger
+from ortserve.registry.residency.memory_room import NoRoomError
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.logs import log_event
 

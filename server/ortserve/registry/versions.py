@@ -15,7 +15,7 @@ from ortserve.registry.catalog import ON_DEMAND, UNLOADED, Catalog, State, Versi
 from ortserve.registry.draining import Draining
 from ortserve.registry.load.coordination import LoadCancelledError, LoadRank
 from ortserve.registry.repository.source import ModelSource, VersionSource
-from ortserve.registry.residency.host_room import HostRoom, NoRoomError
+from ortserve.registry.residency.memory_room import MemoryRoom, NoRoomError
 from ortserve.registry.version_loader import VersionLoader
 from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
@@ -32,7 +32,7 @@ class Versions:
     def __init__(
         self,
         catalog: Catalog,
-        room: HostRoom,
+        room: MemoryRoom,
         loader: VersionLoader,
         draining: Draining,
         metrics: Metrics,

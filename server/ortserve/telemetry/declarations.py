@@ -280,17 +280,23 @@ MEMORY_BUDGET: Final = Declaration(
     (),
     "The option memory_budget_bytes. Absent without a budget.",
 )
+GPU_MEMORY_BUDGET: Final = Declaration(
+    "ortserve_gpu_memory_budget_bytes",
+    "gauge",
+    (),
+    "The option gpu_memory_budget_bytes, of each GPU. Absent without a budget.",
+)
 EVICTIONS: Final = Declaration(
     "ortserve_model_evictions_total",
     "counter",
     ("model",),
-    "Evictions of a model to make room for another one under memory_budget_bytes.",
+    "Evictions of a model to make room for another one under memory_budget_bytes or gpu_memory_budget_bytes.",
 )
 LOADS_REFUSED: Final = Declaration(
     "ortserve_refused_loads_total",
     "counter",
     ("reason",),
-    "Loads that got no room under memory_budget_bytes. budget: models that cannot be evicted take too much, or the "
+    "Loads that got no room under a memory budget. budget: models that cannot be evicted take too much, or the "
     "model alone does. stay: an eviction would have undone a load of a moment ago. start: at the start, models are not "
     "evicted for others.",
 )
@@ -493,6 +499,7 @@ DECLARATIONS: Final = (
     LOAD_DURATION,
     MODEL_MEMORY,
     MEMORY_BUDGET,
+    GPU_MEMORY_BUDGET,
     EVICTIONS,
     LOADS_REFUSED,
     DEMANDS,

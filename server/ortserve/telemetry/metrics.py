@@ -82,6 +82,7 @@ class Metrics(Collector):
         self._rollouts: Callable[[], Sequence[RolloutReading]] = tuple
         self.residency: Final = ResidencyCounts()
         self.memory_budget_bytes: int | None = None
+        self.gpu_memory_budget_bytes: int | None = None
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -255,7 +256,7 @@ class Metrics(Collector):
         yield Family(declared.LOAD_DURATION, loading)
         memory = (((model.name, model.version), model.memory()) for model in models)
         yield _by_version(declared.MODEL_MEMORY, memory)
-        yield from _residency(self.residency, self.memory_budget_bytes)
+        yield from _residency(self.residency, self.memory_budget_bytes, self.gpu_memory_budget_bytes)
         states: dict[Labels, float] = {
             (model.name, model.version, state): int(state == model.state)
             for model in models
@@ -366,8 +367,9 @@ def _rollouts(known: Sequence[RolloutReading]) -> Iterator[Family]:
     yield Family(declared.ROLLOUT_P99, times)
 
 
-def _residency(counts: ResidencyCounts, budget_bytes: int | None) -> Iterator[Family]:
+def _residency(counts: ResidencyCounts, budget_bytes: int | None, gpu_budget_bytes: int | None) -> Iterator[Family]:
     yield Family(declared.MEMORY_BUDGET, {} if budget_bytes is None else {(): budget_bytes})
+    yield Family(declared.GPU_MEMORY_BUDGET, {} if gpu_budget_bytes is None else {(): gpu_budget_bytes})
     yield Family(declared.EVICTIONS, {(model,): count for model, count in list(counts.evictions.items())})
     yield Family(declared.LOADS_REFUSED, {(reason,): count for reason, count in list(counts.refusals.items())})
     yield Family(declared.DEMANDS, dict(list(counts.requests.items())))

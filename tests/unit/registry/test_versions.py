@@ -17,8 +17,8 @@ from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.draining import Draining
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.repository.source import read_source
-from ortserve.registry.residency.host_room import HostRoom
 from ortserve.registry.residency.ledger import HostLedger
+from ortserve.registry.residency.memory_room import MemoryRoom
 from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.metrics import Metrics
@@ -57,7 +57,7 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
     metrics = Metrics(CollectorRegistry())
     catalog, ledger = Catalog(), HostLedger()
     draining = Draining(catalog, ledger, metrics)
-    room = HostRoom(catalog, ledger, draining, lambda: 0, metrics.residency)
+    room = MemoryRoom(catalog, ledger, draining, lambda: 0, metrics.residency)
     assembly = Assembly(asyncio.get_running_loop(), lambda: 0, processors=1)
     loader = VersionLoader(catalog, ledger, assembly, lambda: 0, progress_log_interval_s=0.001)
     versions = Versions(catalog, room, loader, draining, metrics, lambda: 0)

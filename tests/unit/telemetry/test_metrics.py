@@ -199,6 +199,7 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.set_device_source(lambda: DeviceRuns({"bound": 1}, {"failed": 1}, by_direction, by_direction, by_direction))
     model.memory = lambda: {"sessions": 7, "runs": 1}
     metrics.memory_budget_bytes = 8
+    metrics.gpu_memory_budget_bytes = 8
     metrics.residency.count_eviction("m")
     metrics.residency.count_refusal("stay")
     metrics.residency.count_request("m", "loaded")

@@ -1,3 +1,3 @@
 """Which models are in memory: what each holds, whose place a load takes, and requests that wait for a load."""
 
-__all__ = ["demand", "host_room", "ledger"]
+__all__ = ["demand", "ledger", "memory_room"]

@@ -7,8 +7,9 @@ sizes that they were expected to have; a load alone is measured exactly.
 """
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from ortserve.engine.process_memory import HeldMemory, give_back_freed, read_held_memory
@@ -145,13 +146,15 @@ class LoadCost:
     """What an earlier load of a version took.
 
     Attributes:
-        nbytes: Private memory.
+        nbytes: Private memory of the host.
         load_ns: From its begin until it was warm.
+        on_devices: Memory by device.
         is_measured: Whether it is known, not estimated.
     """
 
     nbytes: int
     load_ns: int
+    on_devices: Mapping[str, int] = field(default_factory=dict)
     is_measured: bool = True
 
 
@@ -161,15 +164,17 @@ _OPENING_BYTES_PER_S: Final = 100_000_000
 """At which models with large weights open on one processor, analysis and warm-up included; slow on purpose."""
 
 
-def expect_cost(file_bytes: int, instances: int, known: LoadCost | None) -> LoadCost:
+def expect_cost(file_bytes: int, instances: int, devices: Sequence[str], known: LoadCost | None) -> LoadCost:
     """What a load will take: what the last load of the version took, or an estimate from the sizes of its files.
 
     Args:
         file_bytes: The model's file and those with its weights.
         instances: Sessions, each of which holds the weights.
+        devices: Of each instance; empty for instances on the host.
         known: Of the last load; None without one.
     """
     if known is not None:
         return known
     nbytes = (file_bytes + _BASE_BYTES) * instances
-    return LoadCost(nbytes, nbytes * 1_000_000_000 // _OPENING_BYTES_PER_S, is_measured=False)
+    on_devices = {device: file_bytes * count for device, count in Counter(devices).items()}
+    return LoadCost(nbytes, nbytes * 1_000_000_000 // _OPENING_BYTES_PER_S, on_devices, is_measured=False)

@@ -1,7 +1,7 @@
 """Which models leave memory to make room for a load. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 STAY_LOADS: Final = 5
@@ -21,6 +21,7 @@ class Resident:
         is_kept: Whether it never leaves, or not now: it is pinned, changing, or has live sequences.
         is_busy: Whether it has admitted requests.
         members: Models that it holds open while it is in memory.
+        on_devices: Bytes of all its versions by device.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Resident:
     is_kept: bool = False
     is_busy: bool = False
     members: tuple[str, ...] = ()
+    on_devices: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.source import ModelSource, VersionSource, read_sources
-from ortserve.registry.residency.host_room import HostRoom
 from ortserve.registry.residency.ledger import HostLedger
+from ortserve.registry.residency.memory_room import MemoryRoom
 from ortserve.registry.version_loader import VersionLoader
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.metrics import unread_metrics
@@ -204,7 +204,7 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: in
     """
     catalog, ledger, metrics = Catalog(), HostLedger(), unread_metrics()
     draining = Draining(catalog, ledger, metrics)
-    room = HostRoom(catalog, ledger, draining, monotonic_ns, metrics.residency)
+    room = MemoryRoom(catalog, ledger, draining, monotonic_ns, metrics.residency)
     cache = ResponseCache(cache_bytes) if cache_bytes else None
     assembly = Assembly(asyncio.get_running_loop(), monotonic_ns, processors=cpu_budget(), cache=cache)
     loader = VersionLoader(catalog, ledger, assembly, monotonic_ns, runtime)

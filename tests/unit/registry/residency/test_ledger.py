@@ -81,6 +81,6 @@ def test_growth_that_is_negative_counts_as_none() -> None:
 
 
 def test_earlier_load_predicts_the_next_one() -> None:
-    first = expect_cost(100_000_000, 2, None)
+    first = expect_cost(100_000_000, 2, [], None)
     assert (first.is_measured, first.nbytes > 200_000_000, first.load_ns > 10**9) == (False, True, True)
-    assert expect_cost(100_000_000, 2, LoadCost(7, 8)) == LoadCost(7, 8, is_measured=True)
+    assert expect_cost(100_000_000, 2, [], LoadCost(7, 8)) == LoadCost(7, 8, is_measured=True)

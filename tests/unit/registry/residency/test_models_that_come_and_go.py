@@ -12,10 +12,13 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
+from fakes.host_device import HostDevice
 from fakes.inflight import submit_to
 from models import builders, members
 from ortserve.config.model import LoadOptions
+from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.engine.process_memory import HeldMemory
+from ortserve.engine.provider_options import CPU
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry import retries
 from ortserve.registry.catalog import ON_DEMAND, State
@@ -37,14 +40,21 @@ async def make(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[M
     """Makes a registry over ``tmp_path`` whose loads hold 2 MiB each, and closes it after the test."""
     made: list[Registry] = []
 
-    def make_registry(memory_budget_bytes: int | None = None) -> Registry:
-        options = LoadOptions.model_validate({"warmup_s": 0, "intra_op_threads": 1})
+    def make_registry(
+        memory_budget_bytes: int | None = None,
+        runtime: DeviceRuntime | None = None,
+        gpu_memory_budget_bytes: int | None = None,
+    ) -> Registry:
+        # Models that are not warmed up have no buffers on a device.
+        options = LoadOptions.model_validate({"warmup_s": 0.1 if runtime else 0, "intra_op_threads": 1})
         registry = Registry(
             [tmp_path],
             options,
-            Metrics(prometheus),
+            Metrics(CollectorRegistry() if made else prometheus),
             time.monotonic_ns,
+            runtime,
             memory_budget_bytes=memory_budget_bytes,
+            gpu_memory_budget_bytes=gpu_memory_budget_bytes,
             on_demand_wait_s=30,
         )
         # A load reads the memory of the process at its begin, when it is open, and at its end.
@@ -89,6 +99,62 @@ async def refused(registry: Registry, name: str, version: str = "") -> ServeErro
     with pytest.raises(ServeError) as caught:
         await ask(registry, name, version)
     return caught.value
+
+
+def device_runtime() -> DeviceRuntime:
+    """Host memory in the place of a GPU, on which models of the CPU have buffers."""
+    device = HostDevice()
+    return DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: device)}))
+
+
+def held_on_device(runtime: DeviceRuntime) -> int:
+    (opened,) = runtime.devices.opened()
+    return opened.ledger.total_bytes()
+
+
+async def test_models_leave_a_device_whose_budget_they_exceed(tmp_path: Path, make: Make) -> None:
+    for name in ("a", "b", "c"):
+        put(tmp_path, name, options="max_rows: 8\nload_policy: on_demand")
+    runtime = device_runtime()
+    registry = make(None, runtime)
+    await registry.load_all()
+    await ask(registry, "a")
+    one = held_on_device(runtime)
+    assert one > 1000, "the buffers of two batches"
+    await registry.close()
+    runtime = device_runtime()
+    registry = make(None, runtime, gpu_memory_budget_bytes=2 * one)
+    await registry.load_all()
+    for name in ("a", "b", "c", "a", "b", "c"):
+        assert await ask(registry, name) == "1"
+    # Less was expected of the first loads, the sizes of the files; the next load made up for that.
+    assert held_on_device(runtime) <= 2 * one
+    assert sum(record.state is State.READY for record in registry.records()) <= 2
+
+
+async def test_model_larger_than_the_budget_of_a_device_says_so(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "a", options="max_rows: 8\nload_policy: on_demand")
+    registry = make(10 * MIB, device_runtime(), gpu_memory_budget_bytes=100)
+    await registry.load_all()
+    error = await refused(registry, "a")
+    assert error.kind is ErrorKind.NOT_READY
+    assert "'a' needs about" in error.message
+    assert "on cuda:0, gpu_memory_budget_bytes is 100 B" in error.message
+
+
+async def test_the_budgets_of_host_and_device_hold_together(tmp_path: Path, make: Make) -> None:
+    put(tmp_path, "device", options="max_rows: 8\nload_policy: on_demand")
+    put(tmp_path, "host", options="load_policy: pinned\ndevice_buffers: false")
+    put(tmp_path, "third", options="load_policy: on_demand\ndevice_buffers: false")
+    runtime = device_runtime()
+    registry = make(int(4.5 * MIB), runtime, gpu_memory_budget_bytes=2**20)
+    await registry.load_all()
+    assert await ask(registry, "device") == "1"
+    assert registry.find("device", "").device_bytes() == {"host:0": held_on_device(runtime)}
+    assert registry.find("host", "").device_bytes() == {}
+    assert await ask(registry, "third") == "1"
+    assert states(registry, "device")[1] == (State.GONE, ON_DEMAND), "it left for the host's memory"
+    assert held_on_device(runtime) == 0
 
 
 async def test_reload_of_two_versions_does_not_wait_for_an_ensemble_that_follows_it(tmp_path: Path, make: Make) -> None:

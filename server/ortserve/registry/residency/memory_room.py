@@ -1,11 +1,17 @@
-"""Room in the host's memory for loads: reserves it, and evicts the least recently used models under a budget."""
+"""Room in memory for loads, on the host and on each GPU: reserved, and made by evictions under a budget."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.device.accounting import format_bytes
+from ortserve.config.model import ModelOptions
+from ortserve.config.session import provider_parts
+from ortserve.device.accounting import format_bytes, sum_bytes
+from ortserve.device.devices import Devices
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import full_name
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.draining import Draining
@@ -28,7 +34,30 @@ class NoRoomError(ServeError):
         self.is_lasting = is_lasting
 
 
-class HostRoom:
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """What a load needs of one memory.
+
+    Attributes:
+        option: That sets it.
+        device: Name of the device; empty for the host.
+        need: Bytes of the load.
+        nbytes: Of the budget.
+        used: Bytes that models hold, without those that leave.
+    """
+
+    option: str
+    device: str
+    need: int
+    nbytes: int
+    used: int
+
+    def held_by(self, resident: Resident) -> int:
+        """Bytes of this memory that a model holds."""
+        return resident.on_devices.get(self.device, 0) if self.device else resident.nbytes
+
+
+class MemoryRoom:
     """Reserves memory for loads. Loop thread only."""
 
     def __init__(
@@ -41,6 +70,8 @@ class HostRoom:
         *,
         is_changing: Callable[[str], bool] = lambda name: False,
         budget_bytes: int | None = None,
+        gpu_budget_bytes: int | None = None,
+        devices: Devices | None = None,
         wait_s: float = 0.0,
     ) -> None:
         """Reserve nothing yet.
@@ -52,7 +83,9 @@ class HostRoom:
             clock: Monotonic nanoseconds.
             counts: Counts evictions and refusals.
             is_changing: Whether a model is being loaded or unloaded; such models are not evicted.
-            budget_bytes: Private memory that all models may hold; None for no limit.
+            budget_bytes: Private memory of the host that all models may hold; None for no limit.
+            gpu_budget_bytes: Memory of each GPU that all models may hold; None for no limit.
+            devices: Of the process, with what models hold of them; None if there are none.
             wait_s: How long a load may wait for models that must stay a while.
         """
         self._catalog = catalog
@@ -63,13 +96,17 @@ class HostRoom:
         self._wait_ns: Final = round(wait_s * 1e9)
         self._is_changing = is_changing
         self._budget_bytes = budget_bytes
+        self._gpu_budget_bytes = gpu_budget_bytes
+        self._devices: Final = devices or Devices({})
+        self._loading_on_devices: Mapping[str, int] = {}
+        """What the load under way is expected to take of devices, the only one under a budget."""
         self._costs: dict[tuple[str, int], tuple[VersionSource, LoadCost]] = {}
         """What the last load of each version took, and of which source."""
 
     @property
     def max_loads(self) -> int:
         """Loads side by side. Under a budget, what a load takes is measured, which others beside it would share."""
-        return MAX_LOADS if self._budget_bytes is None else 1
+        return MAX_LOADS if self._budget_bytes is None and self._gpu_budget_bytes is None else 1
 
     def memory_use(self) -> MemoryUse:
         """The host memory of all models."""
@@ -99,16 +136,16 @@ class HostRoom:
         if options.ensemble is not None:
             return 0
         cost = self._expect(record.model, record.version, source)
-        if self._budget_bytes is not None and (due_ns := self._make_room(record, cost.nbytes, self._budget_bytes)):
+        if due_ns := self._make_room(record, list(self._budgets(cost))):
             return due_ns
+        self._loading_on_devices = cost.on_devices
         record.account = self._ledger.reserve(cost.nbytes, options.instances)
         record.metrics.memory = record.account.entries
         return 0
 
     async def wait_until_free(self) -> None:
         """Wait until evicted models have answered their requests and freed the memory that was reserved for others."""
-        budget = self._budget_bytes
-        while budget is not None and self._ledger.total_bytes > budget and await self._draining.wait_for_next():
+        while self._is_exceeded() and await self._draining.wait_for_next():
             pass  # Versions that ensembles hold may be freed only after the load that waits here.
 
     def note_loaded(self, record: VersionRecord) -> None:
@@ -119,7 +156,8 @@ class HostRoom:
         if record.account is not None and record.source is not None:
             nbytes = record.account.measured_bytes
             assert nbytes is not None, "its load has ended"
-            cost = LoadCost(nbytes, record.metrics.load_ns)
+            assert record.served is not None
+            cost = LoadCost(nbytes, record.metrics.load_ns, record.served.device_bytes())
             self._costs[record.model, record.version] = record.source, cost
 
     def forget(self, record: VersionRecord) -> None:
@@ -130,36 +168,76 @@ class HostRoom:
         known = self._costs.get((name, version))
         cost = known[1] if known is not None and known[0] == source else None
         file_bytes = sum(size for _, _, _, size, _ in source.fingerprints)
-        return expect_cost(file_bytes, source.configuration.options.instances, cost)
+        options = source.configuration.options
+        return expect_cost(file_bytes, options.instances, self._devices_of(options), cost)
 
-    def _make_room(self, record: VersionRecord, need: int, budget: int) -> int:
+    def _devices_of(self, options: ModelOptions) -> list[str]:
+        """The name of the device of each instance on the first of the execution providers; empty for the host."""
+        name, settings = provider_parts(next(iter(options.execution_providers), CPU))
+        provider = full_name(name)
+        if not self._devices.has(provider):
+            return []
+        numbers = options.gpus or (int(settings.get("device_id", 0)),)
+        return [self._devices.name_of(provider, numbers[number % len(numbers)]) for number in range(options.instances)]
+
+    def _budgets(self, cost: LoadCost) -> Iterator[_Budget]:
+        """The budgets that a load of this cost concerns."""
+        if self._budget_bytes is not None:
+            yield _Budget("memory_budget_bytes", "", cost.nbytes, self._budget_bytes, self._ledger.staying_bytes)
+        if self._gpu_budget_bytes is not None:
+            staying = self._residents("")
+            for device, need in cost.on_devices.items():
+                used = sum(one.on_devices.get(device, 0) for one in staying)
+                yield _Budget("gpu_memory_budget_bytes", device, need, self._gpu_budget_bytes, used)
+
+    def _is_exceeded(self) -> bool:
+        """Whether models that leave still hold memory that was reserved for the load under way."""
+        if self._budget_bytes is not None and self._ledger.total_bytes > self._budget_bytes:
+            return True
+        held = {one.device.name: one.ledger.total_bytes() for one in self._devices.opened()}
+        budget = self._gpu_budget_bytes
+        return budget is not None and any(
+            need + held.get(device, 0) > budget for device, need in self._loading_on_devices.items()
+        )
+
+    def _make_room(self, record: VersionRecord, budgets: Sequence[_Budget]) -> int:
+        """Evict models until a load fits every budget.
+
+        Returns:
+            0; or when to ask again (monotonic).
+
+        Raises:
+            NoRoomError: There is no room, and will be none in time.
+        """
         now_ns = self._clock()
-        plan = plan_room(need, budget, self._ledger.staying_bytes, self._residents(record.model), now_ns)
-        if plan.missing_bytes:
-            self._counts.count_refusal("budget")
-            raise NoRoomError(
-                f"'{record.model}' needs about {format_bytes(need)}, memory_budget_bytes is {format_bytes(budget)}, "
-                "of which models that cannot be evicted now hold "
-                f"{format_bytes(budget + plan.missing_bytes - need)}: {format_bytes(plan.missing_bytes)} too few",
-                is_lasting=need > budget,
-                retry_after_s=None if need > budget else 1,
-            )
-        if (plan.evict or plan.wait_until_ns) and not self._catalog.is_complete:
+        residents = self._residents(record.model) if budgets else []
+        leaving: dict[str, None] = {}
+        until_ns = 0
+        for budget in budgets:
+            freed = sum(budget.held_by(one) for one in residents if one.name in leaving)
+            staying = [replace(one, nbytes=budget.held_by(one)) for one in residents if one.name not in leaving]
+            plan = plan_room(budget.need, budget.nbytes, budget.used - freed, staying, now_ns)
+            if plan.missing_bytes:
+                self._counts.count_refusal("budget")
+                raise _no_room(record.model, budget, plan.missing_bytes)
+            leaving.update(dict.fromkeys(plan.evict))
+            until_ns = max(until_ns, plan.wait_until_ns)
+        if (leaving or until_ns) and not self._catalog.is_complete:
             self._counts.count_refusal("start")
             reason = "the models that were loaded before it take the memory budget"
             raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
-        if plan.wait_until_ns:
+        if until_ns:
             record.asked_ns = record.asked_ns or now_ns
-            if plan.wait_until_ns > record.asked_ns + self._wait_ns:
+            if until_ns > record.asked_ns + self._wait_ns:
                 self._counts.count_refusal("stay")
-                wait_s = (plan.wait_until_ns - now_ns) / 1e9
+                wait_s = (until_ns - now_ns) / 1e9
                 raise NoRoomError(
                     f"no room for '{record.model}' for {wait_s:.1f} s: the models in memory were loaded a moment ago",
                     is_lasting=False,
                     retry_after_s=wait_s,
                 )
-            return plan.wait_until_ns
-        for name in plan.evict:
+            return until_ns
+        for name in leaving:
             log_event(logger, logging.INFO, "model is evicted", model=name, for_model=record.model)
             self._counts.count_eviction(name)
             self._draining.evict(name)
@@ -181,4 +259,17 @@ class HostRoom:
             or any(one.options.is_pinned or one.has_sequences for one in served),
             is_busy=any(one.is_busy for one in served),
             members=tuple({member.name for one in served if isinstance(one, ServedEnsemble) for member in one.members}),
+            on_devices=sum_bytes(one.device_bytes() for one in served),
         )
+
+
+def _no_room(model: str, budget: _Budget, missing: int) -> NoRoomError:
+    where = f" on {budget.device}" if budget.device else ""
+    is_lasting = budget.need > budget.nbytes
+    return NoRoomError(
+        f"'{model}' needs about {format_bytes(budget.need)}{where}, {budget.option} is {format_bytes(budget.nbytes)}, "
+        "of which models that cannot be evicted now hold "
+        f"{format_bytes(budget.nbytes + missing - budget.need)}: {format_bytes(missing)} too few",
+        is_lasting=is_lasting,
+        retry_after_s=None if is_lasting else 1,
+    )
