@@ -13,6 +13,7 @@ from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.terms import Terms
+from ortserve.errors import ErrorKind
 
 NO_SLOT: Final = -1
 
@@ -27,6 +28,19 @@ END_REASONS: Final = (ENDED, EXPIRED, EVICTED, CANCELLED, FAILED, TIMED_OUT, UNL
 """Why sequences end: their last request ran, they were idle for too long, their state grew beyond its limit, a client
 cancelled a request before it ran, the first request failed or one was dropped, they waited too long for a slot, or the
 model was unloaded."""
+
+
+def ends_sequence(kind: ErrorKind, *, is_followed: bool) -> bool:
+    """Whether a sequence ends with a request that failed before any of it ran, so that no later one runs without it.
+
+    A rejected request can be sent again, unless others wait behind it. A caller whose deadline has passed, or that has
+    cancelled, does not learn whether its request ran.
+
+    Args:
+        kind: Of the error.
+        is_followed: Whether later requests of the sequence wait.
+    """
+    return kind in (ErrorKind.CANCELLED, ErrorKind.DEADLINE) or (kind is ErrorKind.OVERLOADED and is_followed)
 
 
 class Turn:

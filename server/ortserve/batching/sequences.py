@@ -23,6 +23,7 @@ from ortserve.batching.sequence_table import (
     Sequence,
     SequenceTable,
     Turn,
+    ends_sequence,
 )
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
@@ -221,12 +222,14 @@ class SequenceRuns:
         """Fail the request. Called by the strategy.
 
         The states stay as they were, so that the request can be repeated. A sequence whose first request failed ends,
-        and one whose request was dropped from the queue, so that the following ones do not run without it.
+        and one whose request was dropped without a run, if the following ones would run without it.
         """
         sequence = turn.sequence
         sequence.running = None
-        is_late = isinstance(error, ServeError) and error.kind is ErrorKind.DEADLINE
-        if turn.is_start or (is_late and not turn.request.timing.taken_ns):
+        is_over = turn.is_start
+        if isinstance(error, ServeError) and not turn.request.timing.taken_ns:
+            is_over = is_over or ends_sequence(error.kind, is_followed=bool(sequence.waiting))
+        if is_over:
             self._end(sequence, FAILED, self._not_started(sequence))
         self._after(sequence)
         turn.request.fail(error)

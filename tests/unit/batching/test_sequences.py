@@ -198,14 +198,34 @@ async def test_a_request_that_misses_its_deadline_in_the_queue_ends_the_sequence
 
 
 @virtual()
-async def test_many_rejected_requests_do_not_nest(stage: Stage) -> None:
+async def test_a_request_rejected_in_its_turn_can_be_sent_again_unless_others_wait_behind_it(stage: Stage) -> None:
+    stage.submit(1, 5, "S")
+    await stage.answer()
+    for is_followed in (False, True):
+        stage.rejects = ServeError(ErrorKind.OVERLOADED, "full")
+        rejected = stage.submit(1, 1)
+        following = [stage.submit(1, 2)] if is_followed else []
+        stage.rejects = None
+        await asyncio.sleep(0)
+        assert error(rejected).message == "full"
+        assert [error(request).message for request in following] == [START_TEXT] * len(following)
+        if not is_followed:
+            again = stage.submit(1, 1)
+            await stage.answer()
+            assert total(again) == 6
+    assert len(stage.table) == 0
+    assert stage.runs.reading().ended["failed"] == 1
+
+
+@virtual()
+async def test_many_failing_requests_do_not_nest(stage: Stage) -> None:
     stage.submit(1, 5, "S")
     waiting = [stage.submit(1) for _ in range(900)]
-    stage.rejects = ServeError(ErrorKind.OVERLOADED, "full")
+    stage.rejects = ServeError(ErrorKind.INVALID_INPUT, "no")
     finish(stage.take())
     for _ in range(2000):
         await asyncio.sleep(0)
-    assert {error(request).message for request in waiting} == {"full"}
+    assert {error(request).message for request in waiting} == {"no"}
 
 
 @virtual()
