@@ -1,9 +1,11 @@
 """Ensembles on both protocols: values, errors, metadata and statistics, and their loads as those of their members."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import httpx
@@ -292,3 +294,38 @@ def test_a_sequence_through_an_ensemble_and_directly_has_one_state(tmp_path: Pat
         assert mixed == alone
         assert mixed[0] != mixed[1] != mixed[2]
         assert ask(server, "adds", given["name"]).status_code == 400
+
+
+def test_requests_of_a_sequence_do_not_run_without_a_cancelled_one(tmp_path: Path) -> None:
+    """Cancelled in a step before the model with the sequence, and while it waits for an earlier request."""
+    add_model(tmp_path, "passes", sequences.slow, steps=600_000)
+    (add_model(tmp_path, "adds", sequences.slow, steps=10) / "model.yaml").write_text(
+        "sequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\n"
+    )
+    steps = [("passes", {"INPUT": "x", "STATE": "zero"}, {"TOTAL": "t"}), ("adds", {"INPUT": "t"}, {"TOTAL": "total"})]
+    add_ensemble(tmp_path, "through", ["x", "zero"], ["total"], steps)
+    outcomes: Queue[tuple[int, Any]] = Queue()
+
+    def send(client: Any, value: int, start: bool = False) -> Any:
+        arrays = {"x": np.array([[value]], np.int32), "zero": np.zeros((1, 1), np.int32)}
+        call = client.async_infer(
+            "through",
+            triton_inputs(triton_grpc, arrays),
+            callback=lambda result, error: outcomes.put((value, error or int(result.as_numpy("total")[0, 0]))),
+            sequence_id=7,
+            sequence_start=start,
+        )
+        time.sleep(0.03)  # another one does not overtake it
+        return call
+
+    with serving(tmp_path, *SHORT_WARMUP) as server, triton_clients(server) as (_, client):
+        for values, cancelled in (((2, 4), 2), ((10, 20, 40), 20)):
+            send(client, 1, start=True)
+            assert outcomes.get(timeout=LONG_S) == (1, 1)
+            calls = {value: send(client, value) for value in values if value <= cancelled}
+            calls[cancelled].cancel()
+            time.sleep(0.03)
+            send(client, values[-1])
+            found = dict([outcomes.get(timeout=LONG_S) for _ in values])
+            assert "must specify the START flag" in str(found[values[-1]])
+            assert found.get(10) in (None, 11)

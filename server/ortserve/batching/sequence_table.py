@@ -40,7 +40,8 @@ def ends_sequence(kind: ErrorKind, *, is_followed: bool) -> bool:
         kind: Of the error.
         is_followed: Whether later requests of the sequence wait.
     """
-    return kind in (ErrorKind.CANCELLED, ErrorKind.DEADLINE) or (kind is ErrorKind.OVERLOADED and is_followed)
+    is_rejected = kind in (ErrorKind.OVERLOADED, ErrorKind.NOT_READY)
+    return kind in (ErrorKind.CANCELLED, ErrorKind.DEADLINE) or (is_rejected and is_followed)
 
 
 class Turn:

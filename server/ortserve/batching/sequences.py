@@ -29,7 +29,7 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import InflightRequest
-from ortserve.core.sequence import SequencePart, SequenceTensors, arrays_bytes
+from ortserve.core.sequence import SequenceId, SequencePart, SequenceTensors, arrays_bytes
 from ortserve.core.terms import Terms
 from ortserve.errors import ErrorKind, SequenceError, ServeError
 from ortserve.telemetry.logs import log_event
@@ -154,6 +154,16 @@ class SequenceRuns:
             self._run(sequence, turn)
         elif sequence.slot != NO_SLOT and sequence.running is None:
             self._advance(sequence)
+
+    def end(self, sequence_id: SequenceId) -> None:
+        """End a sequence, if there is one: a request of it was dropped before it came here. Those that wait fail."""
+        sequence = self._table.find(sequence_id)
+        if sequence is None:
+            return
+        is_over = sequence.running is None
+        self._end(sequence, FAILED, self._not_started(sequence))
+        if is_over:
+            self._remove(sequence)
 
     def begin_drain(self) -> None:
         """Accept no new sequences; the present ones may end."""

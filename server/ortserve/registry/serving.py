@@ -12,7 +12,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import RequestedOutput
-from ortserve.core.sequence import SequencePart
+from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
 from ortserve.registry.recording import Recording
@@ -143,6 +143,11 @@ class ServedVersion(ABC):
         Raises:
             ServeError: As ``submit``; also if the request does not fit its sequence.
         """
+
+    def end_sequence(self, sequence_id: SequenceId) -> None:
+        """End a sequence, if there is one: a request of it did not come to ``submit_part``, or cannot be repeated."""
+        if self.sequences is not None:
+            self.sequences.end(sequence_id)
 
     @abstractmethod
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from ortserve.batching.sequence_table import ends_sequence
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import RUNNING, InflightRequest
@@ -37,6 +38,7 @@ class EnsembleRun:
         "_on_end",
         "_part",
         "_queue_ns",
+        "_reached",
         "_readers",
         "_request",
         "_route",
@@ -44,6 +46,7 @@ class EnsembleRun:
         "_tensors",
         "_terms",
         "_times",
+        "_unreached",
         "_waits",
     )
 
@@ -55,7 +58,7 @@ class EnsembleRun:
         part: SequencePart | None,
         times: StepTimes,
         clock: Clock,
-        on_end: Callable[[], object],
+        on_end: Callable[["EnsembleRun", ErrorKind | None], object],
     ) -> None:
         """Hold the inputs.
 
@@ -66,7 +69,7 @@ class EnsembleRun:
             part: Of the request in a sequence, for the steps that have sequences.
             times: Where the phases of the steps are added up.
             clock: Monotonic nanoseconds.
-            on_end: Called once, when the request is settled or rejected.
+            on_end: Called once, with the kind of the error, None without one, when the request is settled or rejected.
         """
         selection = route.selection
         self._route = route
@@ -81,6 +84,12 @@ class EnsembleRun:
         self._waits = list(selection.waits)
         self._left = len(selection.steps)
         self._children: dict[int, InflightRequest] = {}
+        self._unreached: set[int] = set()
+        """Steps that have sequences and did not get the part."""
+        self._reached: set[int] = set()
+        """Steps that got it, but for those that rejected or failed it, whose models know what that means."""
+        if part is not None and part.id:
+            self._unreached = {number for number in selection.steps if route.steps[number].member.takes_sequences}
         self._is_over = False
         self._queue_ns = 0
         self._stage_ns = 0
@@ -107,10 +116,27 @@ class EnsembleRun:
                 return
             try:
                 self._start_step(number)
-            except BaseException:
+            except BaseException as error:
                 request.withdraw = None
-                self._end()
+                self._end(_kind_of(error))
                 raise
+
+    def members_to_end(self, why: ErrorKind, *, is_followed: bool) -> list[ServedVersion]:
+        """The members whose sequence ends with this request, which has failed or was cancelled.
+
+        Otherwise a later request would find a state that lacks this one or, sent again, has it twice. A cancelled
+        request is not sent again; its state is kept, as that of a model with sequences is.
+
+        Args:
+            why: The kind of the error.
+            is_followed: Whether later requests of the sequence wait.
+        """
+        numbers: set[int] = set()
+        if why is not ErrorKind.CANCELLED and self._reached:
+            numbers = self._reached | self._unreached
+        elif ends_sequence(why, is_followed=is_followed):
+            numbers = self._unreached
+        return [self._route.steps[number].member for number in sorted(numbers)]
 
     def _start_step(self, number: int) -> None:
         """Submit a step whose inputs exist. Raises ServeError, as the caller of the ensemble sees it."""
@@ -128,8 +154,12 @@ class EnsembleRun:
             if self._part is None or not member.takes_sequences:
                 member.submit(child, own_terms)
             else:
+                if number in self._unreached:
+                    self._unreached.remove(number)
+                    self._reached.add(number)
                 member.submit_part(child, own_terms, self._part)
         except ServeError as error:
+            self._reached.discard(number)
             self._children.pop(number, None)
             self._count_failure(member, timing, self._clock(), error.kind, rows)
             raise of_ensemble(error, self._route.name, member.name) from None
@@ -207,6 +237,7 @@ class EnsembleRun:
             self._count_failure(member, timing, timing.done_ns, ErrorKind.CANCELLED, child.rows)
             raise
         except ServeError as error:
+            self._reached.discard(number)
             self._count_failure(member, timing, timing.done_ns, error.kind, child.rows)
             if isinstance(error, ModelRejectionError):
                 member.rejections.note(error, timing.done_ns)
@@ -267,19 +298,19 @@ class EnsembleRun:
         timing.staged_ns = min(now_ns, timing.taken_ns + self._stage_ns)
         timing.computed_ns = now_ns
         timing.batch_rows = self._request.rows
-        self._end()
+        self._end(None)
         self._request.complete(tuple(outputs))
 
     def _fail(self, error: Exception) -> None:
         if not self._is_over:
-            self._end()
+            self._end(_kind_of(error))
             self._request.fail(error)
 
     def _cancel(self, _: InflightRequest) -> None:
         if not self._is_over:
-            self._end()
+            self._end(ErrorKind.CANCELLED)
 
-    def _end(self) -> None:
+    def _end(self, why: ErrorKind | None) -> None:
         """Start no further step, and cancel those under way; a batch that runs already ends by itself."""
         self._is_over = True
         children = list(self._children.values())
@@ -287,7 +318,11 @@ class EnsembleRun:
         for child in children:
             child.cancel()
         self._tensors.clear()
-        self._on_end()
+        self._on_end(self, why)
+
+
+def _kind_of(error: BaseException) -> ErrorKind:
+    return error.kind if isinstance(error, ServeError) else ErrorKind.INTERNAL
 
 
 def adapt(array: np.ndarray, spec: TensorSpec) -> np.ndarray:

@@ -159,6 +159,11 @@ class ServedEnsemble(ServedVersion):
         request.timing.queued_ns = self._clock()
         request.withdraw = partial(self._on_cancelled, turn)
 
+    def end_sequence(self, sequence_id: SequenceId) -> None:
+        """As ``ServedVersion.end_sequence``, in every member."""
+        for member in self.members:
+            member.end_sequence(sequence_id)
+
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """The outputs themselves: the steps' outputs have the form of clients."""
         return outputs
@@ -193,13 +198,22 @@ class ServedEnsemble(ServedVersion):
         outputs = terms.outputs
         route = self._whole if not outputs else self._routes.get(outputs) or self._add_route(outputs)
         self._running += 1
-        on_end = self._on_end if part is None or not part.id else partial(self._on_turn_ended, part.id)
+        on_end = self._on_run_ended if part is None or not part.id else partial(self._on_turn_ended, part.id)
         EnsembleRun(route, request, terms, part, self._times, self._clock, on_end).start()
 
     def _run_turn(self, turn: EnsembleTurn) -> None:
         self._run(turn.terms, turn.part, turn.request)
 
-    def _on_turn_ended(self, sequence_id: SequenceId) -> None:
+    def _on_run_ended(self, run: EnsembleRun, why: ErrorKind | None) -> None:
+        self._on_end()
+
+    def _on_turn_ended(self, sequence_id: SequenceId, run: EnsembleRun, why: ErrorKind | None) -> None:
+        if why is not None:
+            for member in run.members_to_end(why, is_followed=self.turns.is_followed(sequence_id)):
+                member.end_sequence(sequence_id)
+        self._leave_turn(sequence_id)
+
+    def _leave_turn(self, sequence_id: SequenceId) -> None:
         following = self.turns.leave(sequence_id)
         self._on_end()
         if following is not None:
@@ -208,8 +222,9 @@ class ServedEnsemble(ServedVersion):
 
     def follow(self, turn: EnsembleTurn) -> None:
         """Start a request that has waited, which counts as running."""
-        if turn.request.is_settled:  # it was cancelled
-            self._on_turn_ended(turn.part.id)
+        if turn.request.is_settled:  # it was cancelled, and later ones must not run without it
+            self.end_sequence(turn.part.id)
+            self._leave_turn(turn.part.id)
             return
         self._running -= 1
         try:
@@ -221,8 +236,9 @@ class ServedEnsemble(ServedVersion):
         """Note that a request that has waited will not start."""
         self._on_end()
 
-    def _on_cancelled(self, turn: EnsembleTurn, _: InflightRequest) -> None:
+    def _on_cancelled(self, turn: EnsembleTurn, request: InflightRequest) -> None:
         """A waiting request was cancelled. Those behind it fail, too: they depend on the state after it."""
+        request.inputs = ()  # it may keep its turn for long
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
         for removed in self.turns.withdraw(turn):
             removed.owner.drop()

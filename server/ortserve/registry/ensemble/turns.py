@@ -79,13 +79,20 @@ class SequenceTurns:
         self._count -= 1
         return waiting.popleft()
 
+    def is_followed(self, sequence_id: SequenceId) -> bool:
+        """Whether requests wait for the one that runs."""
+        return bool(self._waiting[sequence_id])
+
     def withdraw(self, turn: EnsembleTurn) -> list[EnsembleTurn]:
-        """Remove the requests from ``turn`` on, or behind it if ``leave`` has returned it, the last one first."""
+        """Remove the requests behind a cancelled one, the last one first, and itself behind another cancelled one.
+
+        A cancelled request keeps its turn otherwise, because the sequence ends when the earlier requests have run.
+        """
         waiting = self._waiting.get(turn.part.id)
         removed: list[EnsembleTurn] = []
-        while waiting:
+        while waiting and waiting[-1] is not turn:
             removed.append(waiting.pop())
-            if removed[-1] is turn:
-                break
+        if waiting and len(waiting) > 1 and waiting[-2].request.is_settled:
+            removed.append(waiting.pop())
         self._count -= len(removed)
         return removed

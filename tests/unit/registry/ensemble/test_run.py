@@ -65,6 +65,7 @@ class FakeMember(ServedVersion):
         )
         self.requests: list[InflightRequest] = []
         self.parts: list[SequencePart] = []
+        self.ended: list[int | str] = []
         self.asked: list[tuple[int, int | None, int, int | None]] = []
         self.rejection: ServeError | None = None
 
@@ -94,6 +95,9 @@ class FakeMember(ServedVersion):
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         self.parts.append(part)
         self.submit(request, terms)
+
+    def end_sequence(self, sequence_id: int | str) -> None:
+        self.ended.append(sequence_id)
 
     def answer(self, *outputs: np.ndarray) -> None:
         request = self.requests.pop(0)
@@ -307,16 +311,72 @@ async def test_requests_behind_a_cancelled_one_of_their_sequence_are_cancelled(c
     with pytest.raises(ServeError, match="an earlier request of sequence 5 was cancelled") as error:
         third.take_outputs()
     assert error.value.kind is ErrorKind.CANCELLED
-    fourth = stage.submit(4)
-    stage.plain.requests[0].fail(ServeError(ErrorKind.INTERNAL, "no"))
+    fourth, fifth = stage.submit(4), stage.submit(5)
+    fourth.cancel()
+    assert fifth.is_settled
+    stage.plain.requests.pop().fail(ServeError(ErrorKind.INTERNAL, "no"))
     assert first.is_settled
-    fourth.cancel()  # its turn has come, and it has not started
-    fifth = stage.submit(5)
+    sixth = stage.submit(6)
+    assert stage.follows.ended == []
     await asyncio.sleep(0)
+    assert stage.follows.ended == [5], "the sequence ends when the turn of the second comes"
     await asyncio.sleep(0)
-    await stage.answer()
-    assert fifth.take_outputs()[0][0, 0] == 5
+    seventh = stage.submit(7)
+    stage.plain.answer(X)
+    stage.follows.answer(X * 6)
+    assert sixth.take_outputs()[0][0, 0] == 6
+    seventh.cancel()  # its turn has come, and it has not started
+    await asyncio.sleep(0)
+    assert stage.follows.ended == [5, 5]
     await asyncio.wait_for(stage.served.close(), 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "is_followed", "ends"),
+    [
+        ("plain", None, False, True),
+        ("plain", ErrorKind.DEADLINE, False, True),
+        ("plain", ErrorKind.OVERLOADED, False, False),
+        ("plain", ErrorKind.OVERLOADED, True, True),
+        ("plain", ErrorKind.INTERNAL, True, False),
+        ("follows", None, True, False),
+        ("follows", ErrorKind.INTERNAL, True, False),
+        ("after", None, True, False),
+        ("after", ErrorKind.OVERLOADED, False, True),
+        ("after", ErrorKind.INTERNAL, False, True),
+    ],
+)
+async def test_a_sequence_ends_with_a_request_that_its_model_lacks_or_that_cannot_be_sent_again(
+    clock: Clock, step: str, kind: ErrorKind | None, is_followed: bool, ends: bool
+) -> None:
+    members = {name: FakeMember(name, takes_sequences=name == "follows") for name in ("plain", "follows", "after")}
+    steps: Steps = [
+        ("plain", {"a": "x"}, {"b": "p"}),
+        ("follows", {"a": "p"}, {"b": "q"}),
+        ("after", {"a": "q"}, {"b": "y"}),
+    ]
+    served = serve(members, ["y"], steps, clock)
+    requests = [InflightRequest(Timing(clock()), (X,), 1) for _ in range(1 + is_followed)]
+    for request in requests:
+        served.submit_part(request, served.terms(clock()), SequencePart(5))
+    for name, member in members.items():
+        if name == step:
+            break
+        member.answer(X)
+    if kind is None:
+        requests[0].cancel()
+    else:
+        members[step].requests[0].fail(ServeError(kind, "no"))
+    assert requests[0].is_settled
+    assert members["follows"].ended == [5] * ends
+
+
+async def test_a_first_step_that_is_rejected_after_its_deadline_ends_the_sequence(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    stage.plain.rejection = ServeError(ErrorKind.DEADLINE, "late")
+    with pytest.raises(ServeError, match="late"):
+        stage.submit(1)
+    assert stage.follows.ended == [5]
 
 
 async def test_a_rejected_request_does_not_hold_up_its_sequence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
