@@ -140,7 +140,8 @@ def test_no_request_fails_while_members_are_reloaded(repository: Path, mode: str
         assert not failures, failures[0]
 
 
-def test_a_sequence_keeps_its_order_while_another_member_is_reloaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", ["another member", "the ensemble", "its version", "a member that does not fit"])
+def test_a_sequence_keeps_its_order_during_changes(tmp_path: Path, changed: str) -> None:
     passes = add_model(tmp_path, "passes", builders.identity, datatype=DataType.INT32, shape=("batch", 1))
     (add_model(tmp_path, "adds", sequences.slow, steps=10_000) / "model.yaml").write_text(
         "sequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\n"
@@ -160,8 +161,20 @@ def test_a_sequence_keeps_its_order_while_another_member_is_reloaded(tmp_path: P
         client.start_stream(callback=lambda result, error: answers.put((result, error)))
         for value in range(1, 61):  # they wait in the ensemble while it follows the load
             send(value)
-        (passes / "model.yaml").write_text("max_queue_rows: 1000\n")
-        assert change(server, "passes").status_code == 200
+        if changed == "the ensemble":
+            with (tmp_path / "through" / "model.yaml").open("a") as options:
+                options.write("max_rows: 7\n")
+        elif changed == "its version":
+            (tmp_path / "through" / "2").mkdir()
+        elif changed == "a member that does not fit":  # the ensemble goes out of service, and comes back
+            good = (passes / "1" / "model.onnx").read_bytes()
+            builders.identity(passes / "1" / "model.onnx", datatype=DataType.INT32, shape=("batch", 2))
+            assert change(server, "passes").status_code == 200
+            assert "inconsistent shape" in states(server)["through"]
+            (passes / "1" / "model.onnx").write_bytes(good)
+        else:
+            (passes / "model.yaml").write_text("max_queue_rows: 1000\n")
+        assert change(server, "through" if changed in ("the ensemble", "its version") else "passes").status_code == 200
         for value in range(61, 71):
             send(value)
         found = [answers.get(timeout=LONG_S) for _ in range(70)]

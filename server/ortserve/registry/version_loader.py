@@ -163,8 +163,7 @@ class VersionLoader:
             if not self._catalog.ready(member) and any(one.is_on_demand for one in known):
                 raise NoRoomError(f"its member '{member}' is not in memory", is_lasting=False, retry_after_s=1)
         members = find_members(record.model, plan, self._catalog)
-        before = self._serving(record)
-        served = self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics, before)
+        served = self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
         try:
             if golden := await check_ensemble(served, source.path, source.folder, self._clock):
                 served.properties = {**served.properties, "golden": golden}

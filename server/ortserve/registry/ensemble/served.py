@@ -35,9 +35,6 @@ class ServedEnsemble(ServedVersion):
     """A version of an ensemble. It holds its members until it is closed, so that all steps of a request use one load.
 
     Loop thread only.
-
-    Attributes:
-        turns: The sequences that have requests; the next load takes them over.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class ServedEnsemble(ServedVersion):
         configuration: Configuration,
         labels: Mapping[str, Sequence[str]],
         cached: CachedRuns | None = None,
-        turns: SequenceTurns | None = None,
+        turns: SequenceTurns,
     ) -> None:
         """Accept requests.
 
@@ -64,7 +61,7 @@ class ServedEnsemble(ServedVersion):
             configuration: Of its load.
             labels: Names of the elements of an output, by its name.
             cached: Answers equal requests; None to run every request.
-            turns: Of the load that this one replaces; None without one.
+            turns: Of all loads of the ensemble.
         """
         super().__init__(
             signature,
@@ -82,7 +79,7 @@ class ServedEnsemble(ServedVersion):
         self._most_rows = math.inf if self.options.max_rows is None else self.options.max_rows
         self._whole = make_route(self.name, signature, plan, members, ())
         self._routes: OrderedDict[tuple[str, ...], Route] = OrderedDict()
-        self.turns: Final = SequenceTurns() if turns is None else turns
+        self._turns = turns
         self._running = 0
         """Requests, with those that wait for their turn."""
         self._idle: asyncio.Event | None = None
@@ -152,7 +149,7 @@ class ServedEnsemble(ServedVersion):
             self._run(terms, part, request)
             return
         turn = EnsembleTurn(self, request, terms, part)
-        if self.turns.enter(turn):
+        if self._turns.enter(turn):
             self._run_turn(turn)
             return
         self._running += 1
@@ -209,12 +206,12 @@ class ServedEnsemble(ServedVersion):
 
     def _on_turn_ended(self, sequence_id: SequenceId, run: EnsembleRun, why: ErrorKind | None) -> None:
         if why is not None:
-            for member in run.members_to_end(why, is_followed=self.turns.is_followed(sequence_id)):
+            for member in run.members_to_end(why, is_followed=self._turns.is_followed(sequence_id)):
                 member.end_sequence(sequence_id)
         self._leave_turn(sequence_id)
 
     def _leave_turn(self, sequence_id: SequenceId) -> None:
-        following = self.turns.leave(sequence_id)
+        following = self._turns.leave(sequence_id)
         self._on_end()
         if following is not None:
             # Not in this turn: many requests that all fail at once would nest their calls.
@@ -240,7 +237,7 @@ class ServedEnsemble(ServedVersion):
         """A waiting request was cancelled. Those behind it fail, too: they depend on the state after it."""
         request.inputs = ()  # it may keep its turn for long
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
-        for removed in self.turns.withdraw(turn):
+        for removed in self._turns.withdraw(turn):
             removed.owner.drop()
             removed.request.fail(error)  # without effect for the cancelled one
 

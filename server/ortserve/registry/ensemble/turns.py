@@ -43,7 +43,7 @@ class EnsembleTurn:
 class SequenceTurns:
     """The sequences of an ensemble that have a request under way, and the requests that wait. Loop thread only.
 
-    A load takes them over from the one that it replaces: its requests wait for those that came before it.
+    All loads of an ensemble share them: the requests of one wait for those that came to earlier ones.
     """
 
     def __init__(self) -> None:

@@ -39,6 +39,7 @@ from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.registry.ensemble.interface import Member, resolve_signature
 from ortserve.registry.ensemble.plan import Plan
 from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.turns import SequenceTurns
 from ortserve.registry.load.loaded_model import LoadedModel, describe_ended_sharing, describe_properties
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.recording import Recording, Recordings
@@ -82,6 +83,8 @@ class Assembly:
         self._recordings = recordings
         self._inline = InlineBudget(loop, activity)
         self._processors = SharedThreads(processors, loop)
+        self._turns: dict[str, SequenceTurns] = {}
+        """The sequences of each ensemble. A load takes them over also if an earlier one is draining."""
 
     def serve(
         self,
@@ -203,7 +206,6 @@ class Assembly:
         configuration: Configuration,
         labels: Mapping[str, Sequence[str]],
         metrics: ModelMetrics,
-        before: ServedVersion | None = None,
     ) -> ServedEnsemble:
         """Assemble an ensemble.
 
@@ -213,7 +215,6 @@ class Assembly:
             configuration: Of its load.
             labels: Names of the elements of an output, by its name.
             metrics: Of its version.
-            before: What the load takes over from; None without it.
 
         Raises:
             ServeError: invalid_input, if the steps do not fit the members.
@@ -230,7 +231,7 @@ class Assembly:
             configuration=configuration,
             labels=labels,
             cached=self._cached_runs(options, metrics),
-            turns=before.turns if isinstance(before, ServedEnsemble) and before.version == metrics.version else None,
+            turns=self._turns.setdefault(metrics.name, SequenceTurns()),
         )
 
     def _cached_runs(self, options: ModelOptions, metrics: ModelMetrics) -> CachedRuns | None:

@@ -25,6 +25,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.ensemble.interface import Member, resolve_signature
 from ortserve.registry.ensemble.plan import make_plan
 from ortserve.registry.ensemble.served import ServedEnsemble
+from ortserve.registry.ensemble.turns import SequenceTurns
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
@@ -128,7 +129,7 @@ def serve(
     outputs: Sequence[str],
     steps: Steps,
     clock: Clock,
-    before: ServedEnsemble | None = None,
+    turns: SequenceTurns | None = None,
 ) -> ServedEnsemble:
     given = {
         "inputs": {"x": {}},
@@ -147,7 +148,7 @@ def serve(
         clock,
         configuration=configuration,
         labels={},
-        turns=None if before is None else before.turns,
+        turns=turns or SequenceTurns(),
     )
 
 
@@ -224,11 +225,12 @@ class SequenceStage:
     def __init__(self, clock: Clock) -> None:
         self.plain, self.follows = FakeMember("plain"), FakeMember("follows", takes_sequences=True)
         self.clock = clock
+        self.turns = SequenceTurns()
         self.served = self.load()
 
-    def load(self, before: ServedEnsemble | None = None) -> ServedEnsemble:
+    def load(self) -> ServedEnsemble:
         steps: Steps = [("plain", {"a": "x"}, {"b": "p"}), ("follows", {"a": "p"}, {"b": "y"})]
-        return serve({"plain": self.plain, "follows": self.follows}, ["y"], steps, self.clock, before)
+        return serve({"plain": self.plain, "follows": self.follows}, ["y"], steps, self.clock, self.turns)
 
     def submit(self, value: float, sequence_id: int | str = 5) -> InflightRequest:
         request = InflightRequest(Timing(self.clock()), (np.full((1, 2), value, np.float32),), 1)
@@ -266,7 +268,7 @@ async def test_requests_of_a_sequence_do_not_overtake_those_of_the_load_before(c
     replaced = stage.served
     ended: list[float] = []
     requests = [stage.submit(1), stage.submit(2)]
-    stage.served = stage.load(replaced)
+    stage.served = stage.load()
     closing = asyncio.create_task(replaced.close())
     requests += [stage.submit(3), stage.submit(4)]
     for request in requests:
@@ -285,7 +287,7 @@ async def test_a_cancelled_request_cancels_those_of_the_next_load_behind_it(cloc
     replaced = stage.served
     stage.submit(1)
     second = stage.submit(2)
-    stage.served = stage.load(replaced)
+    stage.served = stage.load()
     third = stage.submit(3)
     second.cancel()
     assert third.is_settled
