@@ -210,7 +210,7 @@ class CachedRuns:
             self._idle.set()
 
     async def _store_large(self, key: Key, outputs: Arrays, run_ns: int) -> None:
-        with contextlib.suppress(MemoryError):
+        with contextlib.suppress(MemoryError, RuntimeError):  # no thread can be started
             self.cache.store(key, await asyncio.to_thread(_copies, outputs), run_ns)
 
     def _look_up(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, key: Key, began_ns: int) -> None:

@@ -353,6 +353,22 @@ def test_outputs_that_cannot_be_copied_are_answered(output: np.ndarray, monkeypa
     run(test)
 
 
+def test_a_load_closes_although_no_thread_can_be_started_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def test() -> None:
+        monkeypatch.setattr(asyncio, "to_thread", refuse)
+        stage = Stage(max_bytes=1 << 30)
+        request = stage.submit()
+        stage.queue.pop().complete((LARGE,))
+        await stage.runs.close()
+        assert (await request)[0] is LARGE
+        assert stage.cache.reading().entries == 0
+
+    run(test)
+
+
 def test_requests_are_enqueued_before_the_load_is_idle() -> None:
     """Its batcher is closed then, and rejects whatever comes later."""
 
