@@ -192,7 +192,7 @@ def test_change_that_cannot_be_kept_is_refused_and_a_broken_state_stops_the_star
         answer = asked(server, "PUT", "m/labels", labels={"stable": 1})
         assert (answer.status_code, labels_of(server)) == (409, {})
         assert answer.json()["error"].startswith(
-            "state_dir: expected a folder that keeps the change over a restart: No"
+            "state_dir: expected a folder that keeps the change over a restart: state.json: No"
         )
     for content in (
         "{",

@@ -301,6 +301,72 @@ def test_rollout_of_the_file_begins_once_and_its_end_survives_a_restart(tmp_path
         assert rollout_of(server, "m")["rollout"]["mode"] == "canary"
 
 
+def in_repository(server: ServerProcess, model: str, to: str) -> None:
+    httpx.post(f"{server.url}/v2/repository/models/{model}/{to}", timeout=LONG_S).raise_for_status()
+
+
+@pytest.mark.parametrize("is_from_file", [True, False])
+def test_rollout_of_an_unloaded_model_ends_and_begins_anew_with_its_load(tmp_path: Path, is_from_file: bool) -> None:
+    options = "rollout: {candidate: 2, mode: canary, share: 1}\n" if is_from_file else ""
+    add_pair(tmp_path, "m", builders.identity, builders.identity, options)
+    flags = ("--model-control-mode", "explicit", "--load-model", "*", *SHORT_WARMUP)
+    with serving(tmp_path, *flags) as server, calling(server, "m") as caller:
+        if not is_from_file:
+            start(server, "m", mode="canary", share=1)
+        caller.ask()
+        assert rollout_of(server, "m")["figures"]["requests"] == 1
+        in_repository(server, "m", "unload")
+        document = rollout_of(server, "m")
+        assert document["figures"]["requests"] == 0
+        assert (document["rollout"] is None) is is_from_file
+        assert document["problem"] == (
+            "" if is_from_file else "rollout: expected model 'm' to serve, but it was unloaded"
+        )
+        assert not read_metrics(server).by_labels("ortserve_rollout_active", "model")
+        in_repository(server, "m", "load")
+        caller.ask()
+        document = rollout_of(server, "m")
+        assert (document["figures"]["requests"], document["problem"]) == (1, "")
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_figures_begin_anew_when_files_of_a_version_are_replaced(tmp_path: Path, version: str) -> None:
+    add_pair(tmp_path, "m", builders.identity, builders.identity, "rollout: {candidate: 2, mode: canary, share: 1}\n")
+    flags = ("--model-control-mode", "explicit", "--load-model", "*", *SHORT_WARMUP)
+    with serving(tmp_path, *flags) as server, calling(server, "m") as caller:
+        caller.ask()
+        in_repository(server, "m", "load")  # of the same files
+        assert rollout_of(server, "m")["figures"]["requests"] == 1
+        builders.unnamed_dims(tmp_path / "m" / version / "model.onnx")
+        in_repository(server, "m", "load")
+        assert rollout_of(server, "m")["figures"]["requests"] == 0
+        assert server.output.count("rollout began") == 2
+
+
+def test_decision_that_cannot_be_kept_is_shown_and_tried_again(tmp_path: Path) -> None:
+    rules = "{min_requests: 10, max_disagreement: 0}"
+    options = f"rollout: {{candidate: 2, share: 1, rules: {rules}}}\n"
+    add_pair(tmp_path / "models", "m", builders.identity, builders.unnamed_dims, options)
+    obstacle = tmp_path / "state" / ".state.json.lock"
+    obstacle.mkdir(parents=True)
+    flags = ("--state-dir", str(tmp_path / "state"), *SHORT_WARMUP)
+    with serving(tmp_path / "models", *flags) as server, calling(server, "m") as caller:
+        caller.ask()
+        server.wait_for_line("cannot be kept")
+        document = rollout_of(server, "m")
+        assert document["ended"] is None
+        assert document["problem"].startswith(
+            "rollout: rolled_back by its rules (max_disagreement: expected at most 0, got 1 of 1 requests), "
+            "but this cannot be kept: state_dir: expected a folder that keeps the change over a restart: state.json: "
+        )
+        caller.ask()
+        assert rollout_of(server, "m")["figures"] == document["figures"]
+        obstacle.rmdir()
+        server.wait_for_line("rollout ended model=m candidate=2")
+        document = rollout_of(server, "m")
+        assert (document["rollout"], document["problem"], document["ended"]["result"]) == (None, "", "rolled_back")
+
+
 def test_no_request_fails_while_rollouts_begin_and_end_under_load(server: ServerProcess) -> None:
     failures: list[Exception] = []
     stopping = threading.Event()

@@ -48,7 +48,7 @@ class Reconciler:
             labels: Of all models.
             sources: Of the latest load of each model, failed or not. Written here only.
             clock: Monotonic nanoseconds.
-            on_versions: Called with a model whose configuration, labels or rollout may have changed.
+            on_versions: Called with a model whose versions, configuration, labels or rollout may have changed.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
@@ -210,6 +210,7 @@ class Reconciler:
         self._retries.forget(name)
         self._versions.withdraw(name)
         self._versions.drain_all(name)
+        self._on_versions(name)
         await self.drop_dependents(name)  # Those that were loaded meanwhile hold the model.
         await self._draining.wait(name)
         return source

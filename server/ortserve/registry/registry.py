@@ -134,7 +134,7 @@ class Registry:
         self.rollout: Final = self._labels.rollout
         self.roll_out: Final = self._catalog.roll_out
         self.on_versions: Callable[[str], None] = _ignore_name
-        """Called with a model whose configuration, labels or rollout may have changed."""
+        """Called with a model whose versions, configuration, labels or rollout may have changed."""
         self.names_in_repositories: Final = self._reader.names
         self.knows: Final = self._catalog.knows
         self.records: Final = self._catalog.records

@@ -109,7 +109,7 @@ class StateFile:
             try:
                 await asyncio.to_thread(_change, self._folder, model, state)
             except OSError as error:
-                raise _not_kept(error.strerror or str(error)) from None
+                raise _not_kept(f"{FILE_NAME}: {error.strerror or error}") from None
             self._states[model] = state
 
 
@@ -182,12 +182,12 @@ def _change(folder: Path, model: str, state: ModelState) -> None:
         try:
             states = _read(path)
         except ServeError as error:
-            raise OSError(error.message.removeprefix("state_dir: ").replace(str(path), FILE_NAME)) from None
+            raise OSError(error.message.removeprefix(f"state_dir: {path} ")) from None
         states.pop(model, None)
         if state != NOTHING_CHANGED:
             states[model] = state
         if len(states) > _MOST_MODELS:
-            raise OSError(f"{FILE_NAME} has the most models that it may have: {_MOST_MODELS}")
+            raise OSError(f"it has the most models that it may have: {_MOST_MODELS}")
         document = {"schema": SCHEMA, "models": {name: _document(one) for name, one in sorted(states.items())}}
         beside = folder / f".{FILE_NAME}.new"
         with beside.open("w") as file:

@@ -12,6 +12,7 @@ from ortserve.config.rollout import RolloutOptions, make_rollout_options, why_wi
 from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
+from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.served import ServedModel
 from ortserve.registry.state_file import EndedRollout
 from ortserve.service.labels import LabelService, ModelLabels
@@ -22,6 +23,18 @@ from ortserve.telemetry.readings import RolloutReading
 
 logger: Final = logging.getLogger(__name__)
 
+_RETRY_S: Final = 5.0
+"""Until the end of a rollout that could not be kept is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What the figures of a rollout compare: the version ``stable``, its files, and those of the candidate."""
+
+    stable: int | None
+    stable_source: VersionSource | None
+    candidate_source: VersionSource | None
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus:
@@ -30,7 +43,7 @@ class RolloutStatus:
     Attributes:
         options: None for a model without a rollout.
         problem: Why requests do not reach the candidate; empty if they do.
-        figures: Since the rollout, or the server, began.
+        figures: Since the rollout, the server, or a load of other files of its versions began.
         worst: Largest error of any compared request, by measure.
         ended: How the last rollout ended; None if none has.
     """
@@ -60,8 +73,8 @@ class RolloutService:
         self._labels = labels
         self._clock = clock
         self._live: dict[str, LiveRollout] = {}
-        self._tried_for: dict[str, int | None] = {}
-        """The version that was ``stable`` when the live rollout of a model began."""
+        self._compared: dict[str, _Compared] = {}
+        """What the live rollout of a model compares."""
         self._reported: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="compare")
         self._ending: set[asyncio.Task[None]] = set()
@@ -159,6 +172,7 @@ class RolloutService:
     def _status(self, model: str, options: RolloutOptions | None, problem: str) -> RolloutStatus:
         live = self._live.get(model)
         figures, worst = (Figures(), {}) if live is None else (live.figures(), live.worst)
+        problem = problem or ("" if live is None else live.problem)
         return RolloutStatus(options, problem, figures, worst, self._registry.state_of(model).ended)
 
     async def _end(self, model: str, ended: EndedRollout) -> None:
@@ -182,7 +196,7 @@ class RolloutService:
     def _refresh(self, model: str) -> None:
         """Begin, replace or end the live rollout of a model after a change."""
         options = self._registry.rollout(model)
-        stable = self._registry.labels(model).get(STABLE)
+        compared = None if options is None else self._what_is_compared(model, options.candidate)
         live = self._live.get(model)
         problem = "" if options is None else self._problem(model, options)
         if not problem:
@@ -190,16 +204,16 @@ class RolloutService:
         elif self._reported.get(model) != problem:
             self._reported[model] = problem
             log_event(logger, logging.WARNING, "rollout has no effect", model=model, reason=problem)
-        if options is None or problem:
+        if options is None or compared is None or problem:
             if live is not None:
                 live.is_over = True
-                del self._live[model], self._tried_for[model]
+                del self._live[model], self._compared[model]
             self._registry.roll_out(model, None)
-        elif live is None or live.options != options or self._tried_for.get(model) != stable:
+        elif live is None or live.options != options or self._compared.get(model) != compared:
             self._live[model] = LiveRollout(
                 model, options, self._registry.find, self._clock, self._threads, self._on_decision
             )
-            self._tried_for[model] = stable
+            self._compared[model] = compared
             self._registry.roll_out(model, self._live[model])
             log_event(
                 logger,
@@ -211,12 +225,20 @@ class RolloutService:
                 share=options.share,
             )
 
+    def _what_is_compared(self, model: str, candidate: int) -> "_Compared":
+        stable = self._registry.labels(model).get(STABLE)
+        sources = {record.version: record.source for record in self._registry.models().get(model, ())}
+        return _Compared(stable, None if stable is None else sources.get(stable), sources.get(candidate))
+
     def _problem(self, model: str, options: RolloutOptions) -> str:
         """Why a rollout cannot send requests to its candidate; empty if it can. A candidate may still be loading."""
         stable = self._registry.labels(model).get(STABLE)
         if reason := why_without_effect(options, model, stable):
             return reason
-        for record in self._registry.models().get(model, ()):
+        records = self._registry.models().get(model, ())
+        if records and all(record.is_unloaded for record in records):
+            return f"rollout: expected model '{model}' to serve, but it was unloaded"
+        for record in records:
             served = record.served
             if record.version in (stable, options.candidate) and served is not None:
                 if served.takes_sequences:
@@ -231,24 +253,30 @@ class RolloutService:
         task.add_done_callback(self._ending.discard)
 
     async def _conclude(self, live: LiveRollout, decision: Decision) -> None:
-        """Carry out what the rules decided. Until then the candidate gets no more requests."""
+        """Carry out what the rules decided; later, if it cannot be kept. The candidate gets no requests meanwhile."""
         model, candidate = live.model, live.options.candidate
         async with self._labels.lock(model):
+            self._refresh(model)  # other files of a version may serve, which the figures are not of
             if self._live.get(model) is not live:
-                return  # a call has ended or changed it
+                return  # a call has ended or changed it, or it has begun anew
             try:
                 if decision.result == "promoted":
                     self._labels.check_serves(model, candidate, "promote")
                 await self._end(model, EndedRollout(candidate, decision.result, decision.reason))
             except ServeError as error:
-                message = "rollout ended, and its end cannot be kept"
+                asyncio.get_running_loop().call_later(_RETRY_S, self._on_decision, live, decision)
+                decided = f"{decision.result} by its rules ({decision.reason})"
+                problem = f"rollout: {decided}, but this cannot be kept: {error.message}"
+                if problem == live.problem:
+                    return
+                live.problem = problem
                 log_event(
                     logger,
                     logging.ERROR,
-                    message,
+                    "the end of a rollout cannot be kept, and is tried again",
                     model=model,
                     candidate=candidate,
                     result=decision.result,
-                    reason=decision.reason,
                     problem=error.message,
+                    reason=decision.reason,
                 )

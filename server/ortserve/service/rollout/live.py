@@ -94,6 +94,8 @@ class LiveRollout(Rollout):
         self._copies = 0
         self._copied_bytes = 0
         self.is_over = False
+        self.problem = ""
+        """Why its end cannot be kept; empty while it runs."""
         self.outcomes: dict[Outcome, int] = dict.fromkeys(
             ("answered", "failed", "rejected") if self.is_canary else ("failed", "shed", "agreed", "disagreed"), 0
         )
