@@ -239,7 +239,7 @@ class InferenceService:
             served = call.served = self._registry.find(request.model_name, request.model_version)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
-            request = replace(request, inputs=[tensor], raw_input=None)
+            request = call.request = replace(request, inputs=[tensor], raw_input=None)  # also for a copy of a rollout
             served = call.served = self._registry.find(request.model_name, request.model_version)
         rollout = served.rollout
         if rollout is not None and rollout.is_canary and (candidate := rollout.candidate_for(request, call.headers)):

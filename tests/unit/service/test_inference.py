@@ -489,6 +489,33 @@ async def test_request_whose_candidate_ran_and_that_stable_rejects_is_counted_as
     assert stage.rejected() == {("tried", "invalid_input"): 1}
 
 
+class Shadow(AlwaysCandidate):
+    """Notes the requests that a shadow rollout would copy."""
+
+    is_canary = False
+
+    def __init__(self) -> None:
+        self.requests: list[InferRequest] = []
+
+    def observe(self, request: InferRequest, headers: Headers, outputs: Arrays, timing: Timing) -> None:
+        self.requests.append(request)
+
+
+async def test_a_copy_of_a_request_with_a_long_raw_text_is_not_decoded_again(stage: Stage, tmp_path: Path) -> None:
+    folder = tmp_path / "texts" / "1"
+    folder.mkdir(parents=True)
+    builders.identity(folder / "model.onnx", datatype=DataType.BYTES, shape=("batch", 1))
+    (tmp_path / "texts" / "model.yaml").write_text("labels: {stable: 1}")
+    await stage.registry.load("texts")
+    shadow = Shadow()
+    stage.registry.roll_out("texts", shadow)
+    text = b"x" * 100_000
+    await stage.infer(InferRequest("texts", "", "", [], (), {}, raw_input=text))
+    (copied,) = shadow.requests
+    assert copied.raw_input is None
+    assert [tensor.array.item() for tensor in copied.inputs] in ([text], [text.decode()])
+
+
 async def test_requests_of_one_failed_batch_get_separate_errors(stage: Stage) -> None:
     # So many failing requests that the search ends before each has failed alone.
     ids = [str(number) for number in range(32)]

@@ -13,6 +13,7 @@ from typing import Final, Literal
 from ortserve.clock import Clock
 from ortserve.config.rollout import RolloutOptions
 from ortserve.core.batch import Arrays
+from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest
 from ortserve.core.terms import Scheduling
@@ -143,6 +144,8 @@ class LiveRollout(Rollout):
             return
         arrays = [*outputs, *(tensor.array for tensor in request.inputs)]
         nbytes = sum(array.nbytes for array in arrays) + len(request.raw_input or b"")
+        texts = [tensor.array for tensor in request.inputs if tensor.datatype is DataType.BYTES]
+        nbytes += sum(len(array.item()) for array in texts if array.size == 1)  # long texts, one per request
         if (
             request.regions is not None
             or self._copies >= MOST_COPIES
