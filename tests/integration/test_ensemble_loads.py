@@ -162,8 +162,8 @@ def test_a_sequence_keeps_its_order_during_changes(tmp_path: Path, changed: str)
         for value in range(1, 61):  # they wait in the ensemble while it follows the load
             send(value)
         if changed == "the ensemble":
-            with (tmp_path / "through" / "model.yaml").open("a") as options:
-                options.write("max_rows: 7\n")
+            with (tmp_path / "through" / "model.yaml").open("a") as configuration:
+                configuration.write("max_rows: 7\n")
         elif changed == "its version":
             (tmp_path / "through" / "2").mkdir()
         elif changed == "a member that does not fit":  # the ensemble goes out of service, and comes back
