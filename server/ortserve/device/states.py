@@ -7,7 +7,7 @@ they were until nothing refers to them, and a failed request can be repeated.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -41,7 +41,11 @@ class StateSlot:
 
 
 class _SlotPool:
-    """The slots of one state of a model. Slots are freed by any thread, and their number only grows."""
+    """The slots of one state of a model. Slots are freed by any thread, and their number only grows.
+
+    The slot that is free for the longest time is taken first. So sequences whose requests run together keep their
+    slots side by side, and are copied together.
+    """
 
     def __init__(self, layout: RowLayout, allocate: Callable[[int], int]) -> None:
         self.layout: Final = layout
@@ -59,7 +63,7 @@ class _SlotPool:
     def _take_one(self) -> int:
         while True:
             try:
-                return self.free.pop()
+                return self.free.popleft()
             except IndexError:
                 count = min(_MOST_SLOTS, max(1, _BLOCK_BYTES // self.nbytes))
                 block = self._allocate(count * self.nbytes)
@@ -100,11 +104,10 @@ class DeviceStates:
             stream: Of the copies.
         """
         for pool, arrays, address in zip(self._pools, columns, addresses, strict=True):
-            nbytes = pool.nbytes
-            slots = [slot for array in arrays for slot in array]
-            slots += [slots[-1]] * (bucket - len(slots))
-            for row, slot in enumerate(slots):
-                self._device.copy_within(address + row * nbytes, slot.address, nbytes, stream)
+            places = [slot.address for array in arrays for slot in array]
+            places += [places[-1]] * (bucket - len(places))
+            for row, place, nbytes in _spans(places, pool.nbytes):
+                self._device.copy_within(address + row * pool.nbytes, place, nbytes, stream)
 
     def write(self, addresses: Sequence[int], rows: int, stream: int) -> Arrays:
         """Enqueue copies of the states among the outputs of a run, and return their slots.
@@ -119,8 +122,8 @@ class DeviceStates:
         """
         kept = tuple([pool.take(rows) for pool in self._pools])
         for pool, slots, address in zip(self._pools, kept, addresses, strict=True):
-            for row, slot in enumerate(slots):
-                self._device.copy_within(slot.address, address + row * pool.nbytes, pool.nbytes, stream)
+            for row, place, nbytes in _spans([slot.address for slot in slots], pool.nbytes):
+                self._device.copy_within(place, address + row * pool.nbytes, nbytes, stream)
         return kept
 
     def upload(self, arrays: Arrays) -> Arrays:
@@ -183,3 +186,12 @@ class DeviceStates:
     def _wait(self) -> None:
         self._device.record(self._event, self._stream)
         self._device.wait(self._event)
+
+
+def _spans(places: Sequence[int], nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Join places of ``nbytes`` bytes that follow one another: the index of the first, its address, and all bytes."""
+    first = 0
+    for row in range(1, len(places) + 1):
+        if row == len(places) or places[row] != places[row - 1] + nbytes:
+            yield first, places[first], (row - first) * nbytes
+            first = row

@@ -60,6 +60,29 @@ async def test_states_are_not_copied_to_or_from_the_host(tmp_path: Path) -> None
         assert instance.streams.opened.ledger.totals()["m"]["states"] > 0
 
 
+class CountingDevice(HostDevice):
+    """Counts the copies within the device."""
+
+    copies = 0
+
+    def copy_within(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self.copies += 1
+        super().copy_within(target, source, nbytes, stream)
+
+
+async def test_states_that_run_together_are_copied_together(tmp_path: Path) -> None:
+    device = CountingDevice()
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    async with serving_on(lambda number: device, path, strategy="direct", max_rows=64) as served:
+        names = range(1, 65)
+        await asyncio.gather(*[send(served, 1, name, start=True) for name in names])
+        for step in range(2, 40):
+            device.copies = 0
+            totals = [outputs[0].item() for outputs in await asyncio.gather(*[send(served, 1, name) for name in names])]
+            assert totals == [step] * 64
+            assert device.copies <= 4, "in and out, where the slots may wrap around at the end of a block"
+
+
 async def test_two_states_keep_their_places_and_first_values(tmp_path: Path) -> None:
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "first").write_bytes(np.array([5], np.int32).tobytes())

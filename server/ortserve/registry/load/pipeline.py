@@ -72,7 +72,7 @@ def load_model(
     5. Warm up an instance of the session: batch sizes, latencies, the independence of rows. If the model does not run,
        steps 3 to 5 repeat on the next provider; if it runs better with another number of threads, 3 and 5 repeat.
     6. Prepare the instance: device buffers, graphs, configured samples.
-    7. Add the other instances.
+    7. Add the other instances, and keep the states of sequences on their device.
     8. Check the golden samples of the version.
 
     Args:
