@@ -207,6 +207,37 @@ def test_unloaded_model_releases_its_memory_and_can_be_reloaded(server: ServerPr
         assert free_bytes() == before
 
 
+def test_models_leave_a_gpu_whose_budget_they_exceed(tmp_path: Path) -> None:
+    environment, names = host_cuda(), ("first", "second", "third")
+    for name in names:
+        folder = add_model(tmp_path, name, builders.identity)
+        options = {"execution_providers": ["cuda"], "max_rows": 4, "load_policy": "on_demand"}
+        (folder / "model.yaml").write_text(json.dumps(options))
+
+    def ask(server: ServerProcess, model: str) -> None:
+        tensor = triton_http.InferInput("x", [2, 4], "FP32")
+        tensor.set_data_from_numpy(rows(2))
+        with triton_http.InferenceServerClient(server.http, network_timeout=LONG_S) as client:
+            assert np.array_equal(client.infer(model, [tensor]).as_numpy("y"), rows(2))
+
+    def held(server: ServerProcess) -> dict[str, float]:
+        samples = read_metrics(server).by_labels("ortserve_device_ledger_bytes", "owner")
+        return {owner: nbytes for owner, nbytes in samples.items() if owner != "unloaded"}
+
+    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
+        ask(server, "first")
+        samples = read_metrics(server).by_labels("ortserve_device_ledger_bytes", "owner", "purpose")
+        one = int(sum(samples.values()))
+        assert samples["first/1 buffers"] > 0
+    with serving(tmp_path, *SHORT_WARMUP, "--gpu-memory-budget-bytes", str(2 * one), env=environment) as server:
+        for name in (*names, *names):
+            ask(server, name)
+        assert read_metrics(server).value("ortserve_gpu_memory_budget_bytes") == 2 * one
+        assert len(held(server)) == 2, "the third one is evicted"
+        evicted = read_metrics(server).by_labels("ortserve_model_evictions_total", "model")
+        assert sum(evicted.values()) >= 2
+
+
 EXPORTER: Final = """
 import sys
 import numpy as np

@@ -87,6 +87,14 @@ def test_requests_of_both_protocols_share_a_load_that_outlives_a_late_one(tmp_pa
         assert states(server)["m"] == ("READY", "")
 
 
+def test_start_without_a_model_in_memory_says_how_many_there_are(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        add_model(tmp_path, name, builders.identity)
+    with serving(tmp_path, "--load-policy", "on_demand") as server:
+        assert "initial loading has ended ready=True models=0 failed=0 not_in_memory=2" in server.output
+        assert "found no models" not in server.output
+
+
 def held(samples: Samples) -> dict[str, float]:
     """Private memory of each version in the ledger."""
     found: dict[str, float] = {}

@@ -112,10 +112,13 @@ class Server:
         gc.collect()
         gc.freeze()
         models = self._parts.models
-        served, failed = models.tally()
+        served, failed, others = models.tally()
         level = logging.WARNING if failed else logging.INFO
-        log_event(logger, level, "initial loading has ended", ready=models.is_ready(), models=served, failed=failed)
-        if not served and not failed and self._options.model_control_mode != "explicit":
+        fields = {"ready": models.is_ready(), "models": served, "failed": failed}
+        if others:
+            fields["not_in_memory"] = others
+        log_event(logger, level, "initial loading has ended", **fields)
+        if not served and not failed and not others and self._options.model_control_mode != "explicit":
             log_event(logger, logging.WARNING, "found no models in the repositories")
 
     async def watch(self) -> None:

@@ -90,11 +90,12 @@ class ModelService:
         self._news.set()
         self._news = asyncio.Event()
 
-    def tally(self) -> tuple[int, int]:
-        """The number of models with a ready version, and of those with a failed version and no ready one."""
+    def tally(self) -> tuple[int, int, int]:
+        """The number of models with a ready version, of those with a failed one instead, and of those with neither."""
         states = [{version.state for version in versions} for versions in self._registry.models().values()]
         served = sum(State.READY in known for known in states)
-        return served, sum(State.FAILED in known and State.READY not in known for known in states)
+        failed = sum(State.FAILED in known and State.READY not in known for known in states)
+        return served, failed, len(states) - served - failed
 
     def is_live(self) -> bool:
         """Whether the process need not be replaced: it is not stopping, and no device is lost."""

@@ -248,5 +248,5 @@ async def test_device_lost_at_the_start_is_reported_before_loading_ends(
     server.device.step = "capturing"
     await server.registry.load_all()
     assert server.health == (False, False)
-    assert server.models.tally() == (0, 2)
+    assert server.models.tally() == (0, 2, 0)
     await server.registry.close()

@@ -97,7 +97,7 @@ async def test_failed_model_prevents_readiness_only_if_it_is_required(
     assert models.is_ready() is is_ready
     assert models.is_known("bad")
     assert not models.is_model_ready("bad", "1")
-    assert models.tally() == (1, 1)
+    assert models.tally() == (1, 1, 0)
 
 
 @pytest.mark.parametrize("strict", [False, True])
