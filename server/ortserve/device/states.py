@@ -26,18 +26,20 @@ _MOST_SLOTS: Final = 1024
 class StateSlot:
     """A state of one sequence. Its memory is free again when nothing refers to it; any thread may drop it."""
 
-    __slots__ = ("_pool", "address")
+    __slots__ = ("_pool", "address", "block")
 
-    def __init__(self, pool: "_SlotPool", address: int) -> None:
+    def __init__(self, pool: "_SlotPool", address: int, block: int) -> None:
+        """``block`` is the address of the allocation that contains the slot."""
         self._pool: Final = pool
         self.address: Final = address
+        self.block: Final = block
 
     def __len__(self) -> int:
         """The size of the state in bytes."""
         return self._pool.nbytes
 
     def __del__(self) -> None:
-        self._pool.free.append(self.address)
+        self._pool.free.append((self.address, self.block))
 
 
 class _SlotPool:
@@ -50,24 +52,25 @@ class _SlotPool:
     def __init__(self, layout: RowLayout, allocate: Callable[[int], int]) -> None:
         self.layout: Final = layout
         self.nbytes: Final = layout.nbytes
-        self.free: Final[deque[int]] = deque()
+        self.free: Final[deque[tuple[int, int]]] = deque()
+        """Addresses of slots, each with that of its block."""
         self._allocate: Final = allocate
 
     def take(self, rows: int) -> np.ndarray:
         """Slots for ``rows`` rows, with arbitrary content."""
         slots = np.empty(rows, object)
         for row in range(rows):
-            slots[row] = StateSlot(self, self._take_one())
+            slots[row] = StateSlot(self, *self._take_one())
         return slots
 
-    def _take_one(self) -> int:
+    def _take_one(self) -> tuple[int, int]:
         while True:
             try:
                 return self.free.popleft()
             except IndexError:
                 count = min(_MOST_SLOTS, max(1, _BLOCK_BYTES // self.nbytes))
                 block = self._allocate(count * self.nbytes)
-                self.free.extend(range(block, block + count * self.nbytes, self.nbytes))
+                self.free.extend([(block + number * self.nbytes, block) for number in range(count)])
 
 
 class DeviceStates:
@@ -104,9 +107,9 @@ class DeviceStates:
             stream: Of the copies.
         """
         for pool, arrays, address in zip(self._pools, columns, addresses, strict=True):
-            places = [slot.address for array in arrays for slot in array]
-            places += [places[-1]] * (bucket - len(places))
-            for row, place, nbytes in _spans(places, pool.nbytes):
+            slots = [slot for array in arrays for slot in array]
+            slots += [slots[-1]] * (bucket - len(slots))
+            for row, place, nbytes in _spans(slots):
                 self._device.copy_within(address + row * pool.nbytes, place, nbytes, stream)
 
     def write(self, addresses: Sequence[int], rows: int, stream: int) -> Arrays:
@@ -122,7 +125,7 @@ class DeviceStates:
         """
         kept = tuple([pool.take(rows) for pool in self._pools])
         for pool, slots, address in zip(self._pools, kept, addresses, strict=True):
-            for row, place, nbytes in _spans([slot.address for slot in slots], pool.nbytes):
+            for row, place, nbytes in _spans(slots.tolist()):
                 self._device.copy_within(place, address + row * pool.nbytes, nbytes, stream)
         return kept
 
@@ -188,10 +191,12 @@ class DeviceStates:
         self._device.wait(self._event)
 
 
-def _spans(places: Sequence[int], nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Join places of ``nbytes`` bytes that follow one another: the index of the first, its address, and all bytes."""
+def _spans(slots: Sequence[StateSlot]) -> Iterator[tuple[int, int, int]]:
+    """Join slots that follow one another in a block: the index of the first, its address, and the bytes of all."""
     first = 0
-    for row in range(1, len(places) + 1):
-        if row == len(places) or places[row] != places[row - 1] + nbytes:
-            yield first, places[first], (row - first) * nbytes
+    for row in range(1, len(slots) + 1):
+        before = slots[row - 1]
+        end = before.address + len(before)
+        if row == len(slots) or slots[row].address != end or slots[row].block != before.block:
+            yield first, slots[first].address, end - slots[first].address
             first = row

@@ -14,6 +14,7 @@ from models import sequences
 from ortserve.core.batch import Batch
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.protocol import BoundRun
+from ortserve.engine.output_buffers import address_of
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.device_batches import keep_states
 
@@ -81,6 +82,38 @@ async def test_states_that_run_together_are_copied_together(tmp_path: Path) -> N
             totals = [outputs[0].item() for outputs in await asyncio.gather(*[send(served, 1, name) for name in names])]
             assert totals == [step] * 64
             assert device.copies <= 4, "in and out, where the slots may wrap around at the end of a block"
+
+
+class DenseDevice(HostDevice):
+    """Places allocations side by side, and copies within one of them only, as a GPU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arena = np.zeros(2**22, np.uint8)
+        self._next = 0
+
+    def allocate(self, nbytes: int) -> int:
+        block = self._arena[self._next : self._next + nbytes]
+        self._next += nbytes
+        self._memory[address_of(block)] = block
+        return address_of(block)
+
+
+async def test_no_copy_spans_two_allocations(tmp_path: Path) -> None:
+    device = DenseDevice()
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    limits = {"max_candidates": 4096}
+    async with serving_on(lambda number: device, path, max_rows=64, limits=limits) as served:
+        names = range(1, 1200)  # more than the slots of a block
+        for step in (1, 2):
+            totals = [
+                outputs[0].item()
+                for first in range(0, len(names), 64)
+                for outputs in await asyncio.gather(
+                    *[send(served, 1, name, start=step == 1) for name in names[first : first + 64]]
+                )
+            ]
+            assert totals == [step] * len(names)
 
 
 async def test_two_states_keep_their_places_and_first_values(tmp_path: Path) -> None:
