@@ -99,9 +99,14 @@ class DeviceInstance:
         self._waiter.start()
 
     @property
+    def has_buffers(self) -> bool:
+        """Whether batches run on buffers of the device."""
+        return self._binding is not None
+
+    @property
     def depth(self) -> int:
         """How many batches the instance runs at a time."""
-        return 1 if self._binding is None else SETS
+        return SETS if self.has_buffers else 1
 
     @property
     def staged_elements(self) -> StagedElements:
@@ -146,7 +151,7 @@ class DeviceInstance:
         self.call(self._go_without_buffers)
 
     def make_states(self, initial: Arrays) -> tuple[DeviceStates, Arrays, Arrays]:
-        """Make memory on the device for the states of sequences. Blocks.
+        """Make memory on the device for the states of sequences, for an instance with buffers. Blocks.
 
         Args:
             initial: The first states of a sequence, of one row; the last inputs of the model take them.
@@ -160,7 +165,7 @@ class DeviceInstance:
         return self.call(partial(self._make_states, initial))
 
     def keep_states(self, states: DeviceStates) -> None:
-        """Let batches have slots in the place of their last inputs and outputs. Blocks."""
+        """Let batches on buffers have slots in the place of their last inputs and outputs. Blocks."""
         self.call(partial(self._keep_states, states))
 
     @property
@@ -300,21 +305,23 @@ class DeviceInstance:
 
     def _make_states(self, initial: Arrays) -> tuple[DeviceStates, Arrays, Arrays]:
         count = len(initial)
-        problem = "the model does not run in buffers on the device"
-        if self._binding is not None:
-            problem = self._binding.why_no_states(count)
-        if self._binding is None or problem:
+        assert self._binding is not None, "the instance has buffers"
+        if problem := self._binding.why_no_states(count):
             raise ServeError(ErrorKind.UNSUPPORTED, problem)
         try:
             with self._capture_lock.shared():
                 states = DeviceStates(self.streams.device, self._account, self._binding.state_layouts(count))
-                zeros = tuple([np.zeros_like(array) for array in initial])
-                return states, states.upload(initial), states.upload(zeros)
+                try:
+                    zeros = tuple([np.zeros_like(array) for array in initial])
+                    return states, states.upload(initial), states.upload(zeros)
+                except BaseException:
+                    states.close()
+                    raise
         except DEVICE_ERRORS as error:
             raise self._failure(error) from error
 
     def _keep_states(self, states: DeviceStates) -> None:
-        assert self._binding is not None, "make_states raised no error"
+        assert self._binding is not None, "the instance has buffers"
         states.begin_use()
         self._states = states
         self._binding.keep_states(states)

@@ -164,11 +164,15 @@ class DeviceStates:
             self._users += 1
 
     def end_use(self) -> None:
-        """An instance is closed. The last one frees the memory; slots that are still referred to are not used again."""
+        """An instance is closed; the last one frees the memory."""
         with self._lock:
             self._users -= 1
-            if self._users:
-                return
+            is_used = self._users > 0
+        if not is_used:
+            self.close()
+
+    def close(self) -> None:
+        """Free the memory. Slots that are still referred to must not be used again."""
         device = self._device
         release_all(
             *[partial(device.free, block) for block in self._blocks],

@@ -13,7 +13,7 @@ from fakes.host_device import HostDevice, Pace
 from models import sequences
 from ortserve.core.batch import Batch
 from ortserve.device.instance import DeviceInstance
-from ortserve.device.protocol import BoundRun
+from ortserve.device.protocol import BoundRun, MemoryInfo
 from ortserve.engine.output_buffers import address_of
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.device_batches import keep_states
@@ -179,6 +179,26 @@ async def test_states_stay_on_the_host_for_a_stated_reason(tmp_path: Path) -> No
         assert tensors is not None
         _, reason = keep_states((*one.loaded.instances, *other.loaded.instances), tensors, is_recorded=False)
         assert reason == "in host memory: the instances use several devices: host:0, host:1"
+    async with serving_on(HostDevice, path) as one, serving_on(HostDevice, path, device_buffers=False) as other:
+        _, reason = keep_states((*one.loaded.instances, *other.loaded.instances), tensors, is_recorded=False)
+        assert reason == "in host memory: the model does not run in buffers on the device"
+
+
+class FullDevice(HostDevice):
+    """Has room for an instance, and none for states, which have a stream of their own."""
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(0, 2**40) if len(self._streams) > 3 else super().memory()
+
+
+async def test_states_without_room_stay_on_the_host_and_leave_nothing(tmp_path: Path) -> None:
+    device = FullDevice()
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    async with serving_on(lambda number: device, path) as served:
+        assert where(served).startswith("in host memory: 'm' needs at least 4.0 KiB on host:0 (states 4.0 KiB)")
+        assert len(device._streams) == 3
+        await one_sequence(served, 1, 10, random.Random(0))
+    assert (device.allocated_bytes, device.handles) == (0, 0)
 
 
 async def test_a_full_device_fails_the_request_and_not_the_sequence(tmp_path: Path) -> None:

@@ -144,7 +144,9 @@ def keep_states(
     devices = {instance.streams.device.name for instance in on_devices}
     shown = [state.output for state in tensors.states if state.output_index < tensors.shown_outputs]
     problem = ""
-    if len(devices) > 1:
+    if len(on_devices) < len(instances) or not all(instance.has_buffers for instance in on_devices):
+        problem = "the model does not run in buffers on the device"
+    elif len(devices) > 1:
         problem = f"the instances use several devices: {', '.join(sorted(devices))}"
     elif is_recorded:
         problem = "record writes requests with their states"
