@@ -199,22 +199,23 @@ async def test_a_request_that_misses_its_deadline_in_the_queue_ends_the_sequence
 
 @virtual()
 async def test_a_request_rejected_in_its_turn_can_be_sent_again_unless_others_wait_behind_it(stage: Stage) -> None:
-    stage.submit(1, 5, "S")
-    await stage.answer()
-    for is_followed in (False, True):
-        stage.rejects = ServeError(ErrorKind.OVERLOADED, "full")
-        rejected = stage.submit(1, 1)
-        following = [stage.submit(1, 2)] if is_followed else []
-        stage.rejects = None
-        await asyncio.sleep(0)
-        assert error(rejected).message == "full"
-        assert [error(request).message for request in following] == [START_TEXT] * len(following)
-        if not is_followed:
-            again = stage.submit(1, 1)
-            await stage.answer()
-            assert total(again) == 6
+    for sequence, kind in enumerate((ErrorKind.OVERLOADED, ErrorKind.NOT_READY), 1):
+        stage.submit(sequence, 5, "S")
+        await stage.answer()
+        for is_followed in (False, True):
+            stage.rejects = ServeError(kind, "full")
+            rejected = stage.submit(sequence, 1)
+            following = [stage.submit(sequence, 2)] if is_followed else []
+            stage.rejects = None
+            await asyncio.sleep(0)
+            assert error(rejected).message == "full"
+            assert all("must specify the START flag" in error(request).message for request in following)
+            if not is_followed:
+                again = stage.submit(sequence, 1)
+                await stage.answer()
+                assert total(again) == 6
     assert len(stage.table) == 0
-    assert stage.runs.reading().ended["failed"] == 1
+    assert stage.runs.reading().ended["failed"] == 2
 
 
 @virtual()
