@@ -4,6 +4,7 @@ Pinned host memory for copies to and from the device is accounted beside the dev
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -123,11 +124,10 @@ def _totals(entries: Iterable[tuple[str, Mapping[str, int]]]) -> dict[str, dict[
 
 def sum_bytes(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """The sums of bytes with the same name."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for part in parts:
-        for name, nbytes in part.items():
-            total[name] = total.get(name, 0) + nbytes
-    return total
+        total.update(part)
+    return dict(total)
 
 
 def format_bytes(nbytes: int) -> str:

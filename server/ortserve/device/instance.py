@@ -21,7 +21,7 @@ from ortserve.device.buffers import BufferSet, InstanceStreams
 from ortserve.device.graph_sessions import SETS, InstanceSessions, OpenForGraph
 from ortserve.device.preparation import MakeInputs, OnStep, Preparation, Prepared
 from ortserve.device.protocol import DEVICE_ERRORS, release_all
-from ortserve.device.states import DeviceStates
+from ortserve.device.states import DeviceStates, make_states
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.output_buffers import RowLayout, input_layouts
 from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
@@ -308,15 +308,10 @@ class DeviceInstance:
         assert self._binding is not None, "the instance has buffers"
         if problem := self._binding.why_no_states(count):
             raise ServeError(ErrorKind.UNSUPPORTED, problem)
+        layouts = self._binding.state_layouts(count)
         try:
             with self._capture_lock.shared():
-                states = DeviceStates(self.streams.device, self._account, self._binding.state_layouts(count))
-                try:
-                    zeros = tuple([np.zeros_like(array) for array in initial])
-                    return states, states.upload(initial), states.upload(zeros)
-                except BaseException:
-                    states.close()
-                    raise
+                return make_states(self.streams.device, self._account, layouts, initial)
         except DEVICE_ERRORS as error:
             raise self._failure(error) from error
 

@@ -195,6 +195,18 @@ class DeviceStates:
         self._device.wait(self._event)
 
 
+def make_states(
+    device: Device, account: Account, layouts: Sequence[RowLayout], initial: Arrays
+) -> tuple[DeviceStates, Arrays, Arrays]:
+    """Make memory for states. Returns it, the slots of ``initial``, of one row, and those of zeros."""
+    states = DeviceStates(device, account, layouts)
+    try:
+        return states, states.upload(initial), states.upload(tuple([np.zeros_like(array) for array in initial]))
+    except BaseException:
+        states.close()
+        raise
+
+
 def _spans(slots: Sequence[StateSlot]) -> Iterator[tuple[int, int, int]]:
     """Join slots that follow one another in a block: the index of the first, its address, and the bytes of all."""
     first = 0

@@ -268,3 +268,14 @@ class HostDevice:
             work = own.queue.popleft()
             own.done += 1  # first, as failed work is not repeated
             work()
+
+
+class LosableDevice(HostDevice):
+    """Each run fails with CUDA's error of a lost device once the test has set ``is_lost``."""
+
+    is_lost = False
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        if self.is_lost:
+            raise RuntimeError("CUDA failure 719: unspecified launch failure")
+        super().run(bound, stream)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from device_sequences import one_sequence, send, serving_on, where
-from fakes.host_device import HostDevice, Pace
+from fakes.host_device import HostDevice, LosableDevice, Pace
 from models import sequences
 from ortserve.core.batch import Batch
 from ortserve.device.instance import DeviceInstance
-from ortserve.device.protocol import BoundRun, MemoryInfo
+from ortserve.device.protocol import MemoryInfo
 from ortserve.engine.output_buffers import address_of
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.device_batches import keep_states
@@ -215,17 +215,6 @@ async def test_a_full_device_fails_the_request_and_not_the_sequence(tmp_path: Pa
             await send(served, 2, 1)
         device._total_bytes = 2**40
         assert (await send(served, 2, 1))[0].item() == 3
-
-
-class LosableDevice(HostDevice):
-    """Is lost when it is told to be."""
-
-    is_lost = False
-
-    def run(self, bound: BoundRun, stream: int) -> None:
-        if self.is_lost:
-            raise RuntimeError("CUDA failure 719: unspecified launch failure")
-        super().run(bound, stream)
 
 
 async def test_a_lost_device_ends_its_sequences_and_leaves_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 from prometheus_client import CollectorRegistry
 
-from fakes.host_device import HostDevice
+from fakes.host_device import HostDevice, LosableDevice
 from fakes.inflight import submit_to
 from models import builders
 from ortserve.config.model import LoadOptions
@@ -32,17 +32,6 @@ from ortserve.service.models import ModelService
 from ortserve.telemetry.metrics import Metrics
 
 
-class Breakable(HostDevice):
-    """A device that the test can break."""
-
-    is_broken = False
-
-    def run(self, bound: BoundRun, stream: int) -> None:
-        if self.is_broken:
-            raise RuntimeError("CUDA failure 719: unspecified launch failure")
-        super().run(bound, stream)
-
-
 async def ask(served: ServedVersion) -> None:
     x = np.ones((1, 4), np.float32)
     terms = served.terms(time.monotonic_ns())
@@ -53,7 +42,7 @@ async def ask(served: ServedVersion) -> None:
 async def test_a_server_whose_device_is_lost_is_neither_ready_nor_live(tmp_path: Path) -> None:
     for name in ("one", "two"):
         builders.identity(tmp_path / f"{name}.onnx")
-    device = Breakable()
+    device = LosableDevice()
     runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: device)}))
     defaults = LoadOptions(warmup_s=0.2, max_rows=2)
     registry = Registry([tmp_path], defaults, Metrics(CollectorRegistry()), time.monotonic_ns, runtime)
@@ -63,7 +52,7 @@ async def test_a_server_whose_device_is_lost_is_neither_ready_nor_live(tmp_path:
     await asyncio.gather(*map(ask, served))
     assert (models.is_live(), models.is_ready()) == (True, True)
 
-    device.is_broken = True
+    device.is_lost = True
     with pytest.raises(ServeError, match="host:0 is lost: CUDA failure 719") as failed:
         await ask(served[0])
     assert failed.value.kind is ErrorKind.NOT_READY
@@ -74,7 +63,7 @@ async def test_a_server_whose_device_is_lost_is_neither_ready_nor_live(tmp_path:
         registry.find("one", "")
     assert refused.value.kind is ErrorKind.NOT_READY
 
-    device.is_broken = False  # it seems to work again, but a lost context is never used again
+    device.is_lost = False  # it seems to work again, but a lost context is never used again
     with pytest.raises(ServeError, match="host:0 is lost"):
         await ask(served[1])
     await registry.close()

@@ -106,7 +106,7 @@ class MemoryRoom:
     @property
     def max_loads(self) -> int:
         """Loads side by side. Under a budget, what a load takes is measured, which others beside it would share."""
-        return MAX_LOADS if self._budget_bytes is None and self._gpu_budget_bytes is None else 1
+        return 1 if self._has_budget else MAX_LOADS
 
     def memory_use(self) -> MemoryUse:
         """The host memory of all models."""
@@ -136,7 +136,7 @@ class MemoryRoom:
         if options.ensemble is not None:
             return 0
         cost = self._expect(record.model, record.version, source)
-        if due_ns := self._make_room(record, list(self._budgets(cost))):
+        if self._has_budget and (due_ns := self._make_room(record, cost)):
             return due_ns
         self._loading_on_devices = cost.on_devices
         record.account = self._ledger.reserve(cost.nbytes, options.instances)
@@ -180,14 +180,17 @@ class MemoryRoom:
         numbers = options.gpus or (int(settings.get("device_id", 0)),)
         return [self._devices.name_of(provider, numbers[number % len(numbers)]) for number in range(options.instances)]
 
-    def _budgets(self, cost: LoadCost) -> Iterator[_Budget]:
+    @property
+    def _has_budget(self) -> bool:
+        return self._budget_bytes is not None or self._gpu_budget_bytes is not None
+
+    def _budgets(self, cost: LoadCost, residents: Sequence[Resident]) -> Iterator[_Budget]:
         """The budgets that a load of this cost concerns."""
         if self._budget_bytes is not None:
             yield _Budget("memory_budget_bytes", "", cost.nbytes, self._budget_bytes, self._ledger.staying_bytes)
         if self._gpu_budget_bytes is not None:
-            staying = self._residents("")
             for device, need in cost.on_devices.items():
-                used = sum(one.on_devices.get(device, 0) for one in staying)
+                used = sum(one.on_devices.get(device, 0) for one in residents)
                 yield _Budget("gpu_memory_budget_bytes", device, need, self._gpu_budget_bytes, used)
 
     def _is_exceeded(self) -> bool:
@@ -200,7 +203,7 @@ class MemoryRoom:
             need + held.get(device, 0) > budget for device, need in self._loading_on_devices.items()
         )
 
-    def _make_room(self, record: VersionRecord, budgets: Sequence[_Budget]) -> int:
+    def _make_room(self, record: VersionRecord, cost: LoadCost) -> int:
         """Evict models until a load fits every budget.
 
         Returns:
@@ -210,10 +213,10 @@ class MemoryRoom:
             NoRoomError: There is no room, and will be none in time.
         """
         now_ns = self._clock()
-        residents = self._residents(record.model) if budgets else []
+        residents = self._residents(record.model)
         leaving: dict[str, None] = {}
         until_ns = 0
-        for budget in budgets:
+        for budget in self._budgets(cost, residents):
             freed = sum(budget.held_by(one) for one in residents if one.name in leaving)
             staying = [replace(one, nbytes=budget.held_by(one)) for one in residents if one.name not in leaving]
             plan = plan_room(budget.need, budget.nbytes, budget.used - freed, staying, now_ns)
