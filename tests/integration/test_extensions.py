@@ -1,6 +1,7 @@
 """Operators of onnxruntime-extensions: an ensemble that classifies texts."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from encodings_of_requests import Infer, grpc_raw, rest_binary
 from models.builders import IR_VERSION, OPSET, write
 from servers import SHORT_WARMUP, ServerProcess, serving
 
+pytestmark = pytest.mark.skipif(not find_spec("onnxruntime_extensions"), reason="needs onnxruntime-extensions")
 PROTOCOLS = pytest.mark.parametrize("infer", [rest_binary, grpc_raw])
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "a", "film")
 

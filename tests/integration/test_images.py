@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -120,6 +121,7 @@ def test_an_image_beyond_the_limit_is_rejected(server: ServerProcess) -> None:
     assert "expected an image of at most 67108864 pixels" in str(caught.value)
 
 
+@pytest.mark.skipif(not find_spec("onnxruntime_extensions"), reason="needs onnxruntime-extensions")
 def test_model_with_the_preprocessing_of_microsofts_script_is_served(tmp_path: Path) -> None:
     """Decode, resize, crop and normalize as its function for MobileNet does; the network means each channel."""
     network, whole = tmp_path / "network.onnx", tmp_path / "models" / "photos" / "1" / "model.onnx"

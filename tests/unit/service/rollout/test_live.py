@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -113,9 +114,12 @@ async def test_copy_is_compared_with_the_tolerance() -> None:
 
 async def test_large_outputs_are_compared_by_a_thread() -> None:
     trial = Trial()
+    may_compare = Event()
+    trial.threads.submit(may_compare.wait, 30)
     await trial.answer(columns=INLINE_ELEMENTS)
     await trial.settle(0, 1.0)
     assert trial.counts() == {}
+    may_compare.set()
     trial.threads.shutdown()  # returns when the comparison is over
     for _ in range(3):  # from the thread to the loop, and to the rollout
         await asyncio.sleep(0)
