@@ -162,4 +162,5 @@ async def test_application_awaiting_a_body_is_notified_of_a_disconnect() -> None
     written, _ = await side.answer([get("/x", "Content-Length: 5", method="POST"), b"ab"])
     await asyncio.wait_for(is_over.wait(), 10)
     assert (written, seen) == (b"", ["http.disconnect"])
+    await asyncio.sleep(0)  # the task of the application ends, and is forgotten in the next turn
     assert side.state.tasks == set()
