@@ -1,7 +1,7 @@
 """The kinds of errors. ``frontends/status.py`` maps them to status codes."""
 
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 _MAX_MESSAGE: Final = 4096
 """Maximum number of characters. A message may quote large values of the request; gRPC sends it in a header."""
@@ -60,6 +60,10 @@ class ServeError(Exception):
         self.message = message
         self.retry_after_s = retry_after_s
         self.version = version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the error with its attributes: the constructors of its classes differ."""
+        return Exception.__new__, (type(self), *self.args), self.__dict__
 
 
 def invalid_input(message: str) -> ServeError:

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from ortserve.core.large_memory import LargeMemory
-from ortserve.errors import ContentsError, ErrorKind, ServeError, out_of_memory
+from ortserve.errors import ErrorKind, ServeError, out_of_memory
 
 Parts: TypeAlias = list[bytes | memoryview]
 
@@ -141,34 +141,22 @@ def _do(work: Callable[[Any, memoryview], Parts], task: str, arguments: memoryvi
     try:
         return work(pickle.loads(arguments), content)  # noqa: S301 - from our own process, over a socket pair
     except ServeError as error:
-        return [_pack_error(error)]
+        return [pack(error)]
     except MemoryError:
-        return [_pack_error(out_of_memory(task))]
+        return [pack(out_of_memory(task))]
 
 
 def pack(result: Any) -> bytes:
     """The first part of a result: anything picklable."""
-    return pickle.dumps((True, result))
+    return pickle.dumps(result)
 
 
 def unpack(part: memoryview) -> Any:
     """What ``pack`` packed. Raises the ServeError that the work raised instead."""
-    is_result, result = pickle.loads(part)  # noqa: S301 - from our own process, over a socket pair
-    if not is_result:
-        raise _unpack_error(*result)
+    result = pickle.loads(part)  # noqa: S301 - from our own process, over a socket pair
+    if isinstance(result, ServeError):
+        raise result
     return result
-
-
-def _pack_error(error: ServeError) -> bytes:
-    request = (error.request_id, error.model, error.model_version) if isinstance(error, ContentsError) else None
-    return pickle.dumps((False, (error.kind.value, error.message, error.retry_after_s, request)))
-
-
-def _unpack_error(
-    kind: str, message: str, retry_after_s: float | None, request: tuple[str, str, str] | None
-) -> ServeError:
-    error = ServeError(ErrorKind(kind), message, retry_after_s=retry_after_s)
-    return error if request is None else ContentsError(error, *request)
 
 
 def _send(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:

@@ -16,17 +16,15 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 _Arguments = ParamSpec("_Arguments")
 _Kept = TypeVar("_Kept")
-_Problem: TypeAlias = tuple[ErrorKind, str] | OSError | None
-"""An OSError as it is; of others the kind and the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,29 +163,25 @@ class ObjectApart(Generic[_Kept]):
 
 
 def _result_of(outcome: Any) -> Any:
-    """What ``_call`` returned, or its problem as an error."""
+    """The result of ``_call``; raises its problem."""
     if isinstance(outcome, Failure):
         reason = outcome.reason if outcome.is_late else f"the other process {outcome.reason}"
         raise ServeError(ErrorKind.INTERNAL, reason)
     result, problem = outcome
-    if isinstance(problem, OSError):
-        raise problem
     if problem is not None:
-        raise ServeError(*problem)
+        raise problem
     return result
 
 
-def _call(item: tuple[Callable[..., _Result], tuple[Any, ...]]) -> tuple[_Result | None, _Problem]:
+def _call(item: tuple[Callable[..., _Result], tuple[Any, ...]]) -> tuple[_Result | None, ServeError | OSError | None]:
     """The result of a function and None, or None and the problem."""
     function, arguments = item
     try:
         return function(*arguments), None
-    except ServeError as error:
-        return None, (error.kind, error.message)
-    except OSError as error:
+    except (ServeError, OSError) as error:
         return None, error
     except ORT_ERRORS as error:
-        return None, (ErrorKind.INVALID_INPUT, without_paths(str(error)))
+        return None, invalid_input(without_paths(str(error)))
 
 
 def _run_child(

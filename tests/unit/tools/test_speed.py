@@ -4,7 +4,7 @@ import os
 import numpy as np
 import pytest
 
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError, invalid_input
 from ortserve.tools.apart import ObjectApart, call_apart
 from ortserve.tools.bench.statistics import Estimate
 from ortserve.tools.speed import _Block, _speed, _Trial
@@ -81,7 +81,7 @@ def fill_the_disk() -> None:
 
 
 def run_out_of_memory() -> None:
-    raise ServeError(ErrorKind.INTERNAL, "too little memory")
+    raise OutOfMemoryError("too little memory")  # whose constructor takes no kind
 
 
 def test_errors_of_another_process_keep_their_kind() -> None:
@@ -89,7 +89,7 @@ def test_errors_of_another_process_keep_their_kind() -> None:
     with pytest.raises(OSError, match="No space left") as full:
         call_apart(60, fill_the_disk)
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "model.onnx")
-    for function, argument in ((run_out_of_memory, ()), (os._exit, (3,))):
-        with pytest.raises(ServeError) as failed:
+    for function, argument, says in ((run_out_of_memory, (), "^too little memory"), (os._exit, (3,), "exit status 3")):
+        with pytest.raises(ServeError, match=says) as failed:
             call_apart(60, function, *argument)
         assert failed.value.kind is ErrorKind.INTERNAL

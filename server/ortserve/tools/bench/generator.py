@@ -71,14 +71,6 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """Why a target cannot be opened."""
-
-    kind: ErrorKind
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class Finished:
     """The end of a work.
 
@@ -328,10 +320,10 @@ async def _serve(pipe: Connection) -> None:
             if isinstance(target, Target):
                 await target.open(work.callers or 8)
         except ServeError as error:
-            channel.send(Problem(error.kind, error.message))
+            channel.send(error)
             continue
         except OSError as error:
-            channel.send(Problem(ErrorKind.NOT_READY, f"no server answers: {error.strerror or error}"))
+            channel.send(ServeError(ErrorKind.NOT_READY, f"no server answers: {error.strerror or error}"))
             continue
         channel.send(READY)
         start_ns = await channel.receive()

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.tools.bench.generator import STOP, Finished, Problem, Work
+from ortserve.tools.bench.generator import STOP, Finished, Work
 from ortserve.tools.bench.samples import Chunk
 
 _PROGRAM: Final = "from ortserve.tools.bench.generator import main; main()"
@@ -139,9 +139,9 @@ class Generators:
             if not pipe.poll(self._open_limit_s):
                 raise ServeError(ErrorKind.INTERNAL, f"it did not open within {self._open_limit_s:g} s")
         for answer in [_receive(pipe) for pipe in self._pipes]:
-            if isinstance(answer, Problem):
+            if isinstance(answer, ServeError):
                 self._tell(STOP)  # those that could open theirs wait for the start
-                raise ServeError(answer.kind, answer.message)
+                raise answer
         start_ns = monotonic_ns() + int(_START_S * 1e9)
         self._tell(start_ns)
         return start_ns
