@@ -56,7 +56,7 @@ def test_keys_without_a_default_are_shown_as_required() -> None:
     assert "Undefined" not in page
 
 
-@pytest.mark.parametrize("command", reference.commands())
+@pytest.mark.parametrize("command", reference.COMMANDS)
 def test_schema_of_a_tool_is_current_and_describes_every_field(command: str) -> None:
     text = reference.render(command)
     assert reference.file_of(command).read_text() == text, "run: python -m ortserve.tools.reference"

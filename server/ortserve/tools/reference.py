@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import getdoc
 from pathlib import Path
 from typing import Any, Final
@@ -14,28 +13,13 @@ from ortserve.tools.command import json_schema
 FOLDER: Final = Path(__file__).parents[3] / "docs" / "reference" / "tools"
 """Exists only in the source tree."""
 
-RESULTS: Final[Mapping[str, str]] = {
-    "inspect": "InspectResult",
-    "profile": "ProfileResult",
-    "bench": "BenchResult",
-    "doctor": "DoctorResult",
-    "check": "CheckResult",
-    "compare": "CompareResult",
-    "publish": "PublishResult",
-    "golden": "GoldenResult",
-    "quantize": "QuantizeResult",
-    "optimize": "OptimizeResult",
-    "tune": "TuneResult",
-    "models": "ModelsResult",
-}
-"""The dataclass in the module ``result`` of each command."""
+COMMANDS: Final = (
+    *("inspect", "profile", "bench", "doctor", "check", "compare", "publish", "golden", "quantize", "optimize"),
+    *("tune", "models"),
+)
+"""Those with ``--json``. The result of ``inspect`` is the dataclass ``InspectResult`` in ``inspect.result``."""
 
 _ATTRIBUTE: Final = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-
-
-def commands() -> tuple[str, ...]:
-    """The commands that have a result."""
-    return tuple(name for name in RESULTS if find_spec(f"ortserve.tools.{name}.result") is not None)
 
 
 def file_of(command: str) -> Path:
@@ -46,7 +30,7 @@ def file_of(command: str) -> Path:
 def render(command: str) -> str:
     """The content of the file."""
     module = import_module(f"ortserve.tools.{command}.result")
-    result = getattr(module, RESULTS[command])
+    result = getattr(module, f"{command.capitalize()}Result")
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **json_schema(result)}
     schema["title"] = f"ortserve {command} --json"
     for name, record in (("", schema), *schema.get("$defs", {}).items()):
@@ -73,5 +57,5 @@ def _line(text: str) -> str:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for known in commands():
+    for known in COMMANDS:
         file_of(known).write_text(render(known), encoding="utf-8")
