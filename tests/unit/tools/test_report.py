@@ -6,8 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from ortserve.tools.console import print_report, progress
-from ortserve.tools.page import render_page
-from ortserve.tools.pictures import chart
+from ortserve.tools.page import chart, render_page
 from ortserve.tools.report import (
     Facts,
     Finding,

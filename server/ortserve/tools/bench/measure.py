@@ -1,7 +1,7 @@
 """Runs a measurement: loads on prepared targets in rounds, the search for the capacity, and the live view."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Final
 
@@ -15,7 +15,6 @@ from ortserve.tools.bench.points import NO_VERDICT, make_point
 from ortserve.tools.bench.prepare import Prepared, Settings
 from ortserve.tools.bench.result import Capacity, Point, Subject
 from ortserve.tools.bench.samples import join
-from ortserve.tools.bench.saturation import bracket, first_rate, is_sustained, next_rate
 from ortserve.tools.bench.statistics import estimate_percentile, next_check
 from ortserve.tools.bench.usage import UsageMeter
 
@@ -23,6 +22,9 @@ _LIVE_CHUNKS: Final = 4
 _PROBE: Final = Load(8)
 _PROBE_S: Final = 1.0
 _SEED: Final = 1
+_BRACKET: Final = 1.06
+"""The search ends when the lowest rate that is too high is at most so much above the highest sustained one."""
+_MOST_TRIES: Final = 14
 
 
 class _Series:
@@ -165,6 +167,40 @@ class Measurement:
         if not self.is_interrupted:
             series.run(self._generators, seconds, precision)
             self.is_interrupted = series.rounds[-1].is_interrupted
+
+
+def first_rate(throughput: float) -> float:
+    """The first rate to try, from the answers per second of a closed loop, whose callers wait for each other."""
+    return max(1.0, throughput * 0.3)
+
+
+def next_rate(tries: Mapping[float, bool]) -> float | None:
+    """The rate to try next, from the rates and whether they were sustained; None when the bracket is narrow enough.
+
+    Doubles until a rate is too high, then halves the bracket, in logarithms.
+    """
+    if len(tries) >= _MOST_TRIES:
+        return None
+    low, high = bracket(tries)
+    if low is None:
+        return high / 2 if high is not None and high >= 1 else None
+    if high is None:
+        return low * 2
+    return None if high <= low * _BRACKET else (low * high) ** 0.5
+
+
+def bracket(tries: Mapping[float, bool]) -> tuple[float | None, float | None]:
+    """The highest sustained rate below the lowest that is too high, and that one."""
+    high = min((rate for rate, is_sustained in tries.items() if not is_sustained), default=None)
+    good = (rate for rate, is_sustained in tries.items() if is_sustained and (high is None or rate < high))
+    return max(good, default=None), high
+
+
+def is_sustained(point: Point, percent: float, slo_ms: float | None) -> bool:
+    """Whether nothing piled up, nothing failed, and the asked percentile is within the bound, if there is one."""
+    asked = point.percentile(percent)
+    within = slo_ms is None or (asked is not None and asked.ms <= slo_ms)
+    return not point.is_overloaded and point.failed <= 0.001 * point.requests and point.answers > 0 and within
 
 
 def result_problems(points: Sequence[Point], settings: Settings, *, is_search: bool) -> list[str]:

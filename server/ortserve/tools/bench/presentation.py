@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ortserve.tools.bench.points import NO_VERDICT, PERCENTS
 from ortserve.tools.bench.result import BenchComparison, BenchResult, Point
-from ortserve.tools.pictures import chart
+from ortserve.tools.page import chart
 from ortserve.tools.report import (
     Block,
     Catalog,

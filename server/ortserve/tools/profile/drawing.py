@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 import squarify
 
-from ortserve.tools.pictures import svg_text
+from ortserve.tools.page import svg_text
 from ortserve.tools.profile.result import NodeCost
 from ortserve.tools.profile.trace import Run, Trace
 from ortserve.tools.report import duration_text, number_text

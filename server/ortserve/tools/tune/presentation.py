@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
-from ortserve.tools.pictures import chart
+from ortserve.tools.page import chart
 from ortserve.tools.report import Block, Cell, Finding, Findings, Picture, Report, Table, Text, facts_of, table_of
 from ortserve.tools.tune.result import Figures, Trial, TuneResult
 from ortserve.tools.tune.search import describe

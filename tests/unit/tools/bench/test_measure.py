@@ -2,7 +2,7 @@
 
 import pytest
 
-from ortserve.tools.bench.saturation import bracket, first_rate, next_rate
+from ortserve.tools.bench.measure import bracket, first_rate, next_rate
 
 
 def search(capacity: float, start: float) -> dict[float, bool]:
