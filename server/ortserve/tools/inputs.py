@@ -28,11 +28,6 @@ class Inputs(Protocol):
     """Inputs of runs."""
 
     @property
-    def samples(self) -> int | None:
-        """Number of samples; None for synthetic inputs."""
-        ...
-
-    @property
     def origin(self) -> str:
         """Where the inputs come from, in words for reports."""
         ...
@@ -47,11 +42,6 @@ class SyntheticInputs:
     """Random numbers and short texts, in shapes that the model accepts."""
 
     generator: InputGenerator
-
-    @property
-    def samples(self) -> int | None:
-        """As ``Inputs.samples``."""
-        return None
 
     @property
     def origin(self) -> str:
@@ -95,7 +85,7 @@ class FileInputs:
 
     @property
     def samples(self) -> int:
-        """As ``Inputs.samples``."""
+        """Their number."""
         return sum(len(group.positions) for group in self.groups)
 
     @property
@@ -126,6 +116,16 @@ class FileInputs:
             for begin in range(0, len(group.positions), step):
                 chosen = np.arange(begin, min(begin + step, len(group.positions)))
                 yield group.positions[chosen], group.take(chosen, is_batched=self.is_batched)
+
+    def some(self, most: int) -> dict[int, Arrays]:
+        """At most so many samples, spread over the files, by their positions."""
+        wanted = set(spread(self.samples, most).tolist())
+        return {int(at[0]): arrays for at, arrays in self.each() if int(at[0]) in wanted}
+
+
+def spread(count: int, most: int) -> np.ndarray:
+    """At most so many numbers below ``count``, spread evenly, because neighbours are often alike."""
+    return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int))
 
 
 @lru_cache(maxsize=64)

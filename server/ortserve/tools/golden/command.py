@@ -3,6 +3,7 @@
 import argparse
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -70,26 +71,30 @@ def run(arguments: argparse.Namespace) -> Outcome:
     folder = golden_folder(subject.path, subject.folder, subject.options)
     if folder is None or subject.version is None:
         raise invalid_input(f"{arguments.target}: expected REPOSITORY/name[/version], got a single file")
-    result = _record(arguments, subject, folder) if arguments.action == "record" else _check(subject, folder)
+    result = GoldenResult(action=arguments.action, model=subject.name, version=subject.version, folder=str(folder))
+    if result.action == "check":
+        result = replace(result, agreement=_check(subject, folder))
+    else:
+        recorded = _record(arguments, subject, folder)
+        outputs = arguments.source or "the version itself"
+        samples, agreement = recorded.samples, recorded.agreement
+        result = replace(result, samples=samples, inputs=recorded.origin, outputs=outputs, agreement=agreement)
     title = f"Golden samples of version {result.version} of {result.model}"
     hidden = ("schema", "action", *(("samples", "inputs", "outputs") if result.action == "check" else ()))
     return Outcome(result, Report(title, (facts_of("", result, without=hidden),)))
 
 
-def _check(subject: Subject, folder: Path) -> GoldenResult:
+def _check(subject: Subject, folder: Path) -> str:
+    """How the version agrees with its samples."""
     if subject.options.ensemble is not None:
         raise invalid_input(f"{subject.name} is an ensemble: use ortserve check REPOSITORY --model {subject.name}")
     if not folder.is_dir():
         raise invalid_input(f"{subject.name}/{subject.version}: expected golden samples, got none: record them")
     with progress("checking in another process"):
-        agreement = _apart(check_version, subject)
-    assert subject.version is not None
-    return GoldenResult(
-        action="check", model=subject.name, version=subject.version, folder=str(folder), agreement=agreement
-    )
+        return _apart(check_version, subject)
 
 
-def _record(arguments: argparse.Namespace, subject: Subject, folder: Path) -> GoldenResult:
+def _record(arguments: argparse.Namespace, subject: Subject, folder: Path) -> Recorded:
     if folder.exists() and not arguments.replace:
         raise invalid_input(f"{folder}: expected no golden samples yet: --replace replaces them")
     tolerances = _tolerances(arguments.tolerance) or kept_tolerances(folder)
@@ -97,21 +102,11 @@ def _record(arguments: argparse.Namespace, subject: Subject, folder: Path) -> Go
     with staging_folder(folder) as staging, progress("recording in another process"):
         staged = staging / folder.name
         given = (subject, source, arguments.inputs, arguments.samples, tolerances, staged)
-        recorded: Recorded = _apart(record_samples, *given)
+        recorded = _apart(record_samples, *given)
         for path in (*staged.iterdir(), staged):
             sync(path)
         _install(staged, folder, staging / "before")
-    assert subject.version is not None
-    return GoldenResult(
-        action="record",
-        model=subject.name,
-        version=subject.version,
-        folder=str(folder),
-        samples=recorded.samples,
-        inputs=recorded.origin,
-        outputs=arguments.source or "the version itself",
-        agreement=recorded.agreement,
-    )
+    return recorded
 
 
 def _apart(function: Callable[..., _Result], *arguments: Any) -> _Result:

@@ -183,10 +183,8 @@ def _take(inputs: Inputs, signature: ModelSignature, count: int) -> Iterator[Gol
         for number in range(count):
             yield GoldenSample(f"sample {number}", inputs.take(1, number)[:tensors], nothing)
         return
-    chosen = set(np.linspace(0, inputs.samples - 1, min(count, inputs.samples)).round().astype(int).tolist())
-    for positions, arrays in inputs.each():
-        if int(positions[0]) in chosen:
-            yield GoldenSample(f"sample {positions[0]}", arrays, nothing)
+    for position, arrays in inputs.some(count).items():
+        yield GoldenSample(f"sample {position}", arrays, nothing)
 
 
 def _run_source(source: Subject, signature: ModelSignature, samples: Sequence[GoldenSample]) -> list[GoldenSample]:

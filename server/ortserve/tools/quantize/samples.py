@@ -10,7 +10,7 @@ import numpy as np
 from ortserve.core.batch import Arrays
 from ortserve.core.tensor import is_absent
 from ortserve.tools.compare.measure import SYNTHETIC_NOTE, SYNTHETIC_SAMPLES, read_labels
-from ortserve.tools.inputs import choose_inputs, read_inputs
+from ortserve.tools.inputs import choose_inputs, read_inputs, spread
 from ortserve.tools.opening import OpenModel
 from ortserve.tools.speed import Feeds
 
@@ -76,7 +76,7 @@ class Samples:
     def part(self, belongs: np.ndarray, most: int, use: str) -> "Samples":
         """At most so many of those for which ``belongs`` is true, for one use."""
         numbers = np.flatnonzero(belongs)
-        numbers = numbers[_spread(len(numbers), most)]
+        numbers = numbers[spread(len(numbers), most)]
         labels = None if self.labels is None else self.labels[numbers]
         return Samples(f"{self.origin}: {len(numbers)} {use}", [self.arrays[int(one)] for one in numbers], labels)
 
@@ -109,14 +109,7 @@ def _synthetic(model: OpenModel, most: int) -> Samples:
 def _read(model: OpenModel, path: Path, option: str, most: int, labels: Path | None = None) -> Samples:
     """At most so many samples, in the order of the files, which is that of the labels."""
     inputs = read_inputs(path, model.signature, option=option)
-    chosen = _spread(inputs.samples, most)
-    known = None if labels is None else read_labels(labels, inputs)[chosen]
-    wanted = set(chosen.tolist())
-    found = {int(at[0]): arrays for at, arrays in inputs.each() if int(at[0]) in wanted}
-    part = f", {len(chosen)} of them" if len(chosen) < inputs.samples else ""
-    return Samples(f"{inputs.origin}{part}", [found[number] for number in chosen.tolist()], known)
-
-
-def _spread(count: int, most: int) -> np.ndarray:
-    """At most so many numbers below ``count``, spread evenly, because neighbours are often alike."""
-    return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int))
+    found = dict(sorted(inputs.some(most).items()))
+    known = None if labels is None else read_labels(labels, inputs)[list(found)]
+    part = f", {len(found)} of them" if len(found) < inputs.samples else ""
+    return Samples(f"{inputs.origin}{part}", list(found.values()), known)
