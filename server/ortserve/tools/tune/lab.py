@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -101,30 +101,26 @@ def prepare_requests(subject: Subject, file: Path | None, rows: int) -> Requests
     )
 
 
+@dataclass(frozen=True, slots=True)
 class ProcessLab:
-    """Opens configurations in processes. Their libraries' messages go to a file that has no name."""
+    """Opens configurations in processes. Their libraries' messages go to a file that has no name.
 
-    def __init__(
-        self,
-        subject: Subject,
-        requests: Requests,
-        goal: Goal,
-        bound: ErrorBound | None,
-        variants: Mapping[int, Path] | None = None,
-    ) -> None:
-        """Open nothing yet. ``bound`` None is the tolerances of datatypes; ``variants`` are files of other versions."""
-        self._subject = subject
-        self._requests = requests
-        self._bound = bound or (_GPU_BOUND if requests.is_on_gpu else None)
-        self._variants = variants or {}
-        self.goal = goal
+    ``bound`` None is the tolerances of datatypes; ``variants`` are files of other versions.
+    """
+
+    subject: Subject
+    requests: Requests
+    goal: Goal
+    bound: ErrorBound | None
+    variants: Mapping[int, Path] = field(default_factory=dict)
 
     def open(self, changes: Changes, version: int | None = None) -> "ModelProcess":
         """As ``Lab.open``."""
-        subject = replace(self._subject, options=apply_changes(self._subject.options, changes))
+        subject = replace(self.subject, options=apply_changes(self.subject.options, changes))
         if version is not None:
-            subject = replace(subject, path=self._variants[version], version=version)
-        return ModelProcess(subject, self._requests, self.goal, self._bound, checks=version is None)
+            subject = replace(subject, path=self.variants[version], version=version)
+        bound = self.bound or (_GPU_BOUND if self.requests.is_on_gpu else None)
+        return ModelProcess(subject, self.requests, self.goal, bound, checks=version is None)
 
 
 class ModelProcess:
