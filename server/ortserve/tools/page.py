@@ -34,14 +34,13 @@ def _template() -> jinja2.Template:
     return environment.from_string((Path(__file__).parent / "page.html.j2").read_text(encoding="utf-8"))
 
 
-def chart(draw: Callable[["Axes"], object], *, name: str, width: float = 8.0, height: float = 3.6) -> str:
+def chart(draw: Callable[["Axes"], object], *, name: str, height: float = 3.6) -> str:
     """Draw a chart and return its SVG, which is the same for the same data.
 
     Args:
         draw: Draws on the axes.
         name: Distinct on the page; the beginning of all ids in the SVG.
-        width: In inches of 72 points.
-        height: Likewise.
+        height: In inches of 72 points; the width is 8.
     """
     import matplotlib as mpl  # imported here: it takes half a second, and only pages need it
 
@@ -56,7 +55,7 @@ def chart(draw: Callable[["Axes"], object], *, name: str, width: float = 8.0, he
         "axes.spines.right": False,
     }
     with mpl.rc_context(settings):
-        figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+        figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
         draw(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

@@ -99,7 +99,7 @@ class _Part:
         end_ns = max(one.end_ns for one in seen.finished)
         self.seconds = (end_ns - begin_ns) / 1e9
         self.latencies_s = samples.latencies_s(from_schedule=is_open)
-        self.rate = estimate_rate((samples.done_ns[samples.is_answered] - begin_ns) / 1e9, 0.0, self.seconds)
+        self.rate = estimate_rate((samples.done_ns[samples.is_answered] - begin_ns) / 1e9, self.seconds)
         self.due = sum(len(samples.due_ns) if one.due is None else one.due for one in seen.finished)
         self.cpu_share = max(one.cpu_ns for one in seen.finished) / 1e9 / self.seconds
         self.waited_ns = sum(one.waited_ns for one in seen.finished)

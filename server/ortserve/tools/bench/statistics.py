@@ -90,14 +90,14 @@ def _spread(is_above: np.ndarray, share: float) -> float:
     return widest
 
 
-def estimate_rate(times_s: np.ndarray, begin_s: float, end_s: float) -> Estimate:
-    """Events per second between two times, with an interval from 20 parts of the time."""
+def estimate_rate(times_s: np.ndarray, seconds: float) -> Estimate:
+    """Events per second from time 0 on, with an interval from 20 parts of the time."""
     blocks = _BLOCKS[-1]
-    counts, _ = np.histogram(times_s, blocks, (begin_s, end_s))
-    rate = float(counts.sum()) / (end_s - begin_s)
+    counts, _ = np.histogram(times_s, blocks, (0, seconds))
+    rate = float(counts.sum()) / seconds
     if counts.sum() < blocks:
         return Estimate(rate)
-    reach = student(blocks - 1) * float(counts.std(ddof=1)) * math.sqrt(blocks) / (end_s - begin_s)
+    reach = student(blocks - 1) * float(counts.std(ddof=1)) * math.sqrt(blocks) / seconds
     return Estimate(rate, max(0.0, rate - reach), rate + reach)
 
 

@@ -99,7 +99,7 @@ def test_no_samples_are_an_error() -> None:
 
 def test_interval_of_a_rate_covers_it() -> None:
     random = np.random.default_rng(4)
-    found = [estimate_rate(np.cumsum(random.exponential(1 / 100, 2000)), 0, 10) for _ in range(TRIALS)]
+    found = [estimate_rate(np.cumsum(random.exponential(1 / 100, 2000)), 10) for _ in range(TRIALS)]
 
     covered = np.mean([one.low <= 100 <= one.high for one in found if one.low is not None and one.high is not None])
     assert 0.91 <= covered <= 0.99
