@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from ortserve.clock import Clock
 from ortserve.config.ensemble import LATEST
+from ortserve.errors import ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.dependents import dependents_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
@@ -83,12 +84,19 @@ class Reconciler:
 
     def missing_members(self, ensemble: ModelSource) -> list[str]:
         """The members of an ensemble that do not serve in the versions that it needs."""
-        missing: list[str] = []
-        for member in members_of(ensemble):
-            ready = [record.version for record in self._catalog.ready(member)]
-            if not ready or any(version not in (LATEST, *ready) for version in required_versions(ensemble, member)):
-                missing.append(member)
-        return missing
+        return [
+            member
+            for member in members_of(ensemble)
+            if not all(self._serves(member, version) for version in required_versions(ensemble, member))
+        ]
+
+    def _serves(self, name: str, version: int) -> bool:
+        """Whether requests are answered by a version of a model; LATEST for the one that answers those without one."""
+        try:
+            self._catalog.find(name, "" if version == LATEST else str(version))
+        except ServeError:
+            return False
+        return True
 
     async def apply_all(self, sources: Iterable[ModelSource], *, forced: Collection[str]) -> None:
         """Apply the sources of different models side by side, but an ensemble after its members.

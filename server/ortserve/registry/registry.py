@@ -329,7 +329,9 @@ class Registry:
         return config is not None or await self._reader.read(name) not in (None, self._sources.get(name))
 
     def _is_served(self, source: ModelSource) -> bool:
-        return bool(self.ready_versions(source.name)) and self._sources.get(source.name) == source
+        records = self._catalog.of(source.name).values()
+        is_whole = bool(self.ready_versions(source.name)) and not any(record.is_on_demand for record in records)
+        return is_whole and self._sources.get(source.name) == source
 
     async def _unload(self, name: str, *, with_members: bool = False) -> None:
         self._versions.cancel_loads(name, "the model is unloaded")

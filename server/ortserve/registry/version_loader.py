@@ -12,7 +12,7 @@ from ortserve.clock import Clock
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
-from ortserve.errors import invalid_input
+from ortserve.errors import NotInMemoryError, invalid_input
 from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.ensemble.members import find_members
 from ortserve.registry.ensemble.plan import make_plan
@@ -158,11 +158,10 @@ class VersionLoader:
         options = source.configuration.options
         labels = await asyncio.to_thread(read_labels, options, source.folder)
         plan = make_plan(record.model, options)
-        for member in dict.fromkeys(step.model for step in plan.steps):
-            known = self._catalog.of(member).values()
-            if not self._catalog.ready(member) and any(one.is_on_demand for one in known):
-                raise NoRoomError(f"its member '{member}' is not in memory", is_lasting=False, retry_after_s=1)
-        members = find_members(record.model, plan, self._catalog)
+        try:
+            members = find_members(record.model, plan, self._catalog)
+        except NotInMemoryError as error:
+            raise NoRoomError(error.message, is_lasting=False, retry_after_s=1) from None
         served = self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
         try:
             if golden := await check_ensemble(served, source.path, source.folder, self._clock):

@@ -261,6 +261,50 @@ async def test_request_loads_a_version_that_got_no_room_with_the_others(tmp_path
     assert await ask(registry, "m", "2") == "2"
 
 
+@pytest.mark.parametrize("is_called", [False, True])
+async def test_ensemble_is_loaded_as_soon_as_the_stable_version_of_its_member_has_room(
+    tmp_path: Path, make: Make, is_called: bool
+) -> None:
+    put(tmp_path, "m", 2)
+    put(tmp_path, "m", 1, "{version_policy: {all: true}, load_policy: on_demand, labels: {stable: 2}}")
+    put(tmp_path, "other", options="load_policy: pinned")
+    add_pair(tmp_path, load_policy="on_demand")
+    registry = make(int(4.25 * MIB))
+    await registry.load_all()
+    for _ in range(2):
+        error = await refused(registry, "pair")
+        assert "too few" in error.message
+        assert error.retry_after_s == 1
+    assert registry.ready_versions("m") == [1]
+    await registry.unload("other")
+    if is_called:
+        await registry.load("pair")
+    assert await ask(registry, "pair") == "1"
+    assert registry.find("pair", "").properties["steps"] == "m/2, m/2"
+
+
+async def test_ensemble_does_not_fail_while_requests_wait_for_a_load_of_its_member(tmp_path: Path, make: Make) -> None:
+    """The member has left again since the ensemble began to load, and comes out of a pipe now."""
+    put(tmp_path, "m", options="load_policy: on_demand")
+    add_pair(tmp_path, load_policy="on_demand")
+    registry = make()
+    await registry.load_all()
+    file = tmp_path / "m" / "1" / "model.onnx"
+    content = file.read_bytes()
+    file.unlink()
+    os.mkfifo(file)
+    waiting = asyncio.ensure_future(registry.wait_for("m", ""))
+    writer = await asyncio.to_thread(file.open, "wb")  # when ONNX Runtime opens the file
+    with writer:
+        async with registry._reconciler.lock("pair"):
+            failures = await registry._reconciler.apply(registry._sources["pair"], is_forced=True)
+        assert failures == ["version 1: its member 'm' is not in memory"]
+        assert states(registry, "pair") == {1: (State.GONE, ON_DEMAND)}
+        await asyncio.to_thread(writer.write, content)
+    await asyncio.wait_for(waiting, 30)
+    assert await ask(registry, "pair") == "1"
+
+
 async def test_poll_offers_a_model_on_demand_again_that_failed(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
