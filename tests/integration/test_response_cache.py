@@ -1,17 +1,22 @@
 """Requests that equal earlier ones are answered without a run, on both protocols, and never by another load."""
 
+import math
+import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 
-from encodings_of_requests import Infer, grpc_raw, rest_binary
-from models import builders
+from encodings_of_requests import Infer, grpc_raw, rest_binary, triton_inputs
+from models import builders, members
 from servers import LONG_S, ServerProcess, add_model, json_input, read_metrics, rest_url, serving, triton_clients
 
 ROW = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64)
@@ -177,3 +182,88 @@ def test_no_answer_of_an_earlier_load_under_reloads(tmp_path: Path) -> None:
         found = [next(n for n, wanted in enumerate(expected) if np.array_equal(answer, wanted)) for answer in history]
         assert found == sorted(found)
         assert len(set(found)) > 1
+
+
+class Timeline:
+    """What held when, as a caller sees it: a change takes effect at some time during its call."""
+
+    def __init__(self, first: int) -> None:
+        self._changes = [(-math.inf, -math.inf, first)]
+
+    @contextmanager
+    def change(self, value: int) -> Iterator[None]:
+        began = time.monotonic()
+        self._changes.append((began, math.inf, value))
+        yield
+        self._changes[-1] = (began, time.monotonic(), value)
+
+    def during(self, began: float, ended: float) -> set[int]:
+        """The values that may have held at some time in between."""
+        replaced = [*(change[1] for change in self._changes[1:]), math.inf]
+        return {
+            value
+            for (since, _, value), until in zip(self._changes, replaced, strict=True)
+            if since <= ended and began <= until
+        }
+
+
+def test_answers_are_of_loads_that_may_answer_under_reloads_labels_and_rollouts(tmp_path: Path) -> None:
+    """The value of an answer says which load of which version computed it; callers repeat few requests."""
+    versions, rng = (1, 2, 3), random.Random(0)
+    for version in versions:
+        folder = add_model(tmp_path, "m", members.affine, version=version, offset=10 * version)
+    options = "{response_cache: true, warmup_s: 0, version_policy: {all: true}, labels: {stable: 1}}"
+    (folder / "model.yaml").write_text(options)
+    loads = {version: Timeline(10 * version) for version in versions}
+    stable, candidate = Timeline(1), Timeline(0)
+    ended = threading.Event()
+
+    def ask(server: ServerProcess, number: int) -> list[tuple[str, float, float, int, int]]:
+        answers = []
+        while not ended.is_set():
+            row, asked = np.full((1, 2), len(answers) % 2, np.float32), ("", "stable", "2")[len(answers) % 3]
+            began = time.monotonic()
+            if number % 2:
+                body = {"inputs": [json_input("a", row)]}
+                answer = httpx.post(rest_url(server, "m", asked), json=body, timeout=LONG_S).raise_for_status().json()
+                version, value = answer["model_version"], answer["outputs"][0]["data"][0]
+            else:
+                result = grpc.infer("m", triton_inputs(triton_grpc, {"a": row}), model_version=asked)
+                version, value = result.get_response().model_version, result.as_numpy("b")[0, 0]
+            answers.append((asked, began, time.monotonic(), int(version), round(value - row[0, 0])))
+        return answers
+
+    with (
+        serving(tmp_path, "--model-control-mode", "explicit", "--load-model", "m") as server,
+        triton_clients(server) as (_, grpc),
+        httpx.Client(base_url=server.url, timeout=LONG_S) as client,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        calls = [pool.submit(ask, server, number) for number in range(4)]
+        try:
+            for offset in range(40, 440, 10):
+                version = rng.choice(versions)
+                match rng.choice(("reload", "label", "canary", "end")):
+                    case "reload":
+                        with loads[version].change(offset):
+                            members.affine(tmp_path / "m" / str(version) / "model.onnx", offset=offset)
+                            client.post("/v2/repository/models/m/load").raise_for_status()
+                    case "label":
+                        with stable.change(version):
+                            client.put("/v2/models/m/labels", json={"labels": {"stable": version}}).raise_for_status()
+                    case "canary" if version not in stable.during(math.inf, math.inf):
+                        with candidate.change(version):
+                            rollout = {"candidate": version, "mode": "canary", "share": 0.5}
+                            client.put("/v2/models/m/rollout", json=rollout).raise_for_status()
+                    case "end" if candidate.during(math.inf, math.inf) != {0}:
+                        with candidate.change(0):
+                            client.delete("/v2/models/m/rollout").raise_for_status()
+        finally:
+            ended.set()
+        answers = [answer for call in calls for answer in call.result()]
+        assert read_metrics(server).by_labels("ortserve_response_cache_requests_total", "result")["hit"] > 0
+    for asked, began, until, version, offset in answers:
+        legal = {2} if asked == "2" else stable.during(began, until) | candidate.during(began, until)
+        assert version in legal, (asked, began, until)
+        assert offset in loads[version].during(began, until), (version, began, until)
+    assert len({version for _, _, _, version, _ in answers}) > 1
