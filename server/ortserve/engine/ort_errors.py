@@ -30,6 +30,8 @@ _REJECTIONS: Final = (
     ort_errors.NotImplemented,
 )
 _CODE: Final = re.compile(r"(?:\[ONNXRuntimeError\] : \d+ : \w+ : )?")
+_BOUND: Final = "Error in execution: "
+"""How the ``RuntimeError`` of a run on a binding begins, instead of with the code."""
 _NODE: Final = re.compile(
     r"Non-zero status code returned while running (\S+) node\. Name:'([^']*)'(?: Status Message: ?)?"
 )
@@ -76,11 +78,12 @@ def run_error(error: Exception) -> ServeError:
 
 def _rejecting_node(error: Exception, text: str) -> str | None:
     """The node that rejected the inputs; empty if ONNX Runtime did before any node ran; None for other failures."""
-    if not isinstance(error, _REJECTIONS) or OUT_OF_MEMORY.search(text) or _NOT_OF_INPUTS.search(text):
+    is_bound = isinstance(error, RuntimeError) and text.startswith(_BOUND)
+    if not (is_bound or isinstance(error, _REJECTIONS)) or OUT_OF_MEMORY.search(text) or _NOT_OF_INPUTS.search(text):
         return None
     found = None
     code = _CODE.match(text)
-    end = code.end() if code else 0
+    end = len(_BOUND) if is_bound else code.end() if code else 0
     while inner := _NODE.match(text, end):  # only at the beginning: a kernel's own text may quote values of a request
         found, end = inner, inner.end()
     if found is None:

@@ -101,6 +101,20 @@ def test_rejected_inputs_are_client_errors_that_name_the_node(content: bytes, x:
     assert error.node == node
 
 
+def test_rejection_of_a_run_on_a_binding_names_the_node() -> None:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model([GATHER], TensorProto.INT64), options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    binding.bind_cpu_input("x", NINE)
+    binding.bind_output("y")
+    with pytest.raises(RuntimeError) as caught:
+        session.run_with_iobinding(binding)
+    error = run_error(caught.value)
+    assert isinstance(error, ModelRejectionError)
+    assert error.node == "Gather 'lookup'"
+
+
 NODE = "Non-zero status code returned while running Expand node. Name:'' Status Message: "
 
 
@@ -116,6 +130,8 @@ NODE = "Non-zero status code returned while running Expand node. Name:'' Status 
         ort_errors.Fail(f"{NODE}Exiting due to terminate flag being set to true."),
         ort_errors.Fail("Exiting due to terminate flag being set to true."),
         ort_errors.RuntimeException("Non-zero status code: a node was not named"),
+        RuntimeError(f"Error in execution: {NODE}CUDA failure 9: invalid configuration argument"),
+        RuntimeError("Error in execution: Exiting due to terminate flag being set to true."),
         RuntimeError("Numpy_type 260 can't be converted to MLDataType."),
         ValueError("could not broadcast input array"),
     ],
