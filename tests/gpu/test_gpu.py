@@ -22,7 +22,7 @@ import pytest
 
 import gpu_models
 from device_models import SIZES, OnDevice, Place, batch_of, bucket_for, landed, loaded_on, on_device
-from device_sequences import one_sequence, serving_on, where
+from device_sequences import growing_sequence, history_sequence, one_sequence, serving_on, where
 from fakes.host_device import HostDevice, Pace
 from fakes.inflight import submit
 from models import builders, sequences
@@ -414,6 +414,24 @@ async def test_states_of_sequences_stay_on_the_gpu(gpu: Place, tmp_path: Path, s
         assert where(served) == "on cuda:0"
         for first in (1, 101):
             await asyncio.gather(*[one_sequence(served, first + each, 20, draw) for each in range(32)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("build", "live", "first"),
+    [(sequences.growing, growing_sequence, [0]), (sequences.history, history_sequence, [0, 4])],
+    ids=["kernels", "copies"],
+)
+@pytest.mark.parametrize("strategy", ["oldest", "direct"])
+async def test_growing_states_stay_on_the_gpu(
+    gpu: Place, tmp_path: Path, strategy: str, build: Any, live: Any, first: list[int]
+) -> None:
+    states = [{"input": "PAST", "output": "PRESENT", "initial_dims": first}]
+    chosen: dict[str, Any] = {"execution_providers": ["cuda"], "states": states, "controls": {}, "instances": 2}
+    draw = random.Random(0)
+    async with serving_on(None, build(tmp_path / "m.onnx"), strategy=strategy, **chosen) as served:
+        assert where(served) == "on cuda:0"
+        await asyncio.gather(*[live(served, name, draw.randint(1, 60), draw) for name in range(1, 33)])
 
 
 @pytest.mark.gpu

@@ -59,6 +59,7 @@ std::map<void *, std::shared_ptr<Recorded>> graphs;
 std::map<char *, Block> memory;
 std::map<char *, size_t> pinned;
 std::map<std::string, long> calls;
+std::map<int, long> copied;  // bytes, by kind
 std::map<int, cudaError_t> lost;
 StreamPtr legacy = std::make_shared<Stream>();
 int captures = 0, captures_to_break = 0;
@@ -160,6 +161,7 @@ bool is_pinned(const void *address) {
 
 Work copy(void *target, const void *source, size_t size, cudaMemcpyKind kind, int device) {
     return [=] {
+        if (!size) return;  // which CUDA allows with any addresses
         bool to = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
         bool from = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
         if ((to && !is_on_device(target, size)) || (from && !is_on_device(source, size))) {
@@ -167,6 +169,7 @@ Work copy(void *target, const void *source, size_t size, cudaMemcpyKind kind, in
             return;
         }
         memmove(target, source, size);
+        copied[kind] += static_cast<long>(size);
     };
 }
 
@@ -226,6 +229,10 @@ extern "C" {
 long host_cuda_calls(const char *name) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     return calls[name];
+}
+long host_cuda_copied(int kind) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    return copied[kind];
 }
 long host_cuda_handles() {
     std::lock_guard<std::recursive_mutex> guard(lock);

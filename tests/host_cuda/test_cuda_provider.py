@@ -1,7 +1,9 @@
 """Calls that ONNX Runtime's own CUDA provider makes of the CUDA runtime for the server's sessions and runs, counted."""
 
+import asyncio
 import ctypes
 import gc
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +17,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from device_models import SIZES, OnDevice, batch_of, landed, numbered, on_device, run_apart
-from models import builders
+from device_sequences import history_sequence, send_array, serving_on, where
+from models import builders, sequences
 from ortserve.config.model import ModelOptions
 from ortserve.device.cuda import CudaDevice
 from ortserve.device.devices import DeviceRuntime, OpenDevice
@@ -31,6 +34,7 @@ from servers import LONG_S
 
 _LIBRARY = ctypes.CDLL("libcudart.so.13")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+TO_DEVICE, TO_HOST = 1, 2
 ALLOCATES = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost")
 
 
@@ -306,6 +310,50 @@ def test_all_memory_is_released(tmp_path: Path, captures: bool) -> None:
             landed(made.start(batch_of((x,))))
         del made
     assert what_is_there() == before
+
+
+async def test_growing_states_are_not_copied_to_or_from_the_host(tmp_path: Path) -> None:
+    states = [{"input": "PAST", "output": "PRESENT", "initial_dims": [1000, 4]}]
+    chosen: dict[str, Any] = {"execution_providers": ["cuda"], "states": states, "controls": {}}
+    async with serving_on(None, sequences.history(tmp_path / "m.onnx"), **chosen) as served:
+        assert where(served) == "on cuda:0"
+        row = np.ones((1, 4), np.float32)
+        for step in range(1, 20):
+            before = [_LIBRARY.host_cuda_copied(kind) for kind in (TO_DEVICE, TO_HOST)]
+            (output,) = await send_array(served, row, 1, start=step == 1)
+            after = [_LIBRARY.host_cuda_copied(kind) for kind in (TO_DEVICE, TO_HOST)]
+            assert output.shape == (1, 1000 + step, 4)
+            assert [one - other for one, other in zip(after, before, strict=True)] == [row.nbytes, output.nbytes]
+
+
+@pytest.mark.parametrize("strategy", ["oldest", "direct"])
+async def test_growing_states_are_right_and_leave_nothing(tmp_path: Path, strategy: str) -> None:
+    states = [{"input": "PAST", "output": "PRESENT", "initial_dims": [0, 4]}]
+    chosen: dict[str, Any] = {"execution_providers": ["cuda"], "states": states, "controls": {}}
+    draw = random.Random(0)
+    path = sequences.history(tmp_path / "m.onnx")
+    before = what_is_there()
+    async with serving_on(None, path, strategy=strategy, **chosen) as served:
+        await asyncio.gather(*[history_sequence(served, name, draw.randint(1, 40), draw) for name in range(1, 20)])
+    del served
+    assert what_is_there() == before
+
+
+async def test_a_state_that_the_cpu_reads_is_complete_when_it_is_bound(tmp_path: Path) -> None:
+    """ONNX Runtime copies such an input when it is bound, behind the copies of states in the compute stream."""
+    (tmp_path / "initial_state").mkdir()
+    first = np.array([1, 2, 3, 4], np.float32)
+    (tmp_path / "initial_state" / "first").write_bytes(first.tobytes())
+    states = [{"input": "STATE", "output": "NEXT", "initial_file": "first"}]
+    chosen: dict[str, Any] = {"execution_providers": ["cuda", "cpu"], "states": states, "controls": {}}
+    async with serving_on(None, sequences.rotating(tmp_path / "m.onnx"), **chosen) as served:
+        assert where(served) == "on cuda:0"
+        x = np.ones((1, 2), np.float32)
+        for step in range(12):
+            names = [name for name in range(4) if name <= step]  # so that their states differ
+            sent = [send_array(served, x, 1 + name, start=name == step) for name in names]
+            for name, (output, _) in zip(names, await asyncio.gather(*sent), strict=True):
+                assert np.array_equal(output[0], np.roll(first, name - step))
 
 
 def test_out_of_memory_error_of_the_provider_reduces_batches(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics
 pytestmark = pytest.mark.timeout(600)  # the package may have to be installed
 
 TESTS: Final = Path(__file__).parents[1]
-OF_GPU: Final = "every_datatype or id_of_another_shape or overlapping or another_process or gpu_runs"
+OF_GPU: Final = (
+    "every_datatype or id_of_another_shape or overlapping or another_process or gpu_runs or (growing and copies)"
+)
 """The tests that need a GPU, but for those whose models compute by kernels."""
 DEVICES: Final = 2
 
@@ -50,6 +52,18 @@ SEQUENCES: Final[dict[str, dict[str, Any]]] = {
     }
     for strategy in ("oldest", "direct")
     for way in ("bound", "replayed")
+}
+GROWING: Final[dict[str, dict[str, Any]]] = {
+    strategy: {
+        "execution_providers": ["cuda"],
+        "max_rows": 4,
+        "sequences": {
+            "strategy": strategy,
+            "states": [{"input": "PAST", "output": "PRESENT", "initial_dims": [0, 4]}],
+            "max_idle_s": 60,
+        },
+    }
+    for strategy in ("oldest", "direct")
 }
 
 
@@ -82,7 +96,7 @@ def pytest_in(environment: Mapping[str, str], *arguments: str | Path) -> str:
 def test_gpu_tests_of_copying_models_pass_on_host_memory(pace: str) -> None:
     environment = host_cuda(pace=pace) | {"ORTSERVE_TEST_GPU": "1"}
     output = pytest_in(environment, "-m", "gpu", "-k", OF_GPU, TESTS / "gpu")
-    assert re.search(r"\b30 passed", output), output
+    assert re.search(r"\b32 passed", output), output
 
 
 @pytest.mark.parametrize("pace", ["late", "any"])
@@ -103,6 +117,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         (folder / "model.yaml").write_text(json.dumps(options))
     for name, options in SEQUENCES.items():
         folder = add_model(repository, name, sequences.delayed)
+        (folder / "model.yaml").write_text(json.dumps(options))
+    for name, options in GROWING.items():
+        folder = add_model(repository, f"growing_{name}", sequences.history)
         (folder / "model.yaml").write_text(json.dumps(options))
     explicit = ("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm")
     with serving(repository, *SHORT_WARMUP, *explicit, env=environment) as server:
@@ -150,6 +167,31 @@ def test_states_of_sequences_stay_on_the_device(server: ServerProcess, model: st
     assert samples.value("ortserve_sequence_state_bytes", model=model, version="1") == 0
     ledger = samples.by_labels("ortserve_device_ledger_bytes", "device", "owner", "purpose")
     assert ledger[f"cuda:0 {model}/1 states"] == 16 * 1024
+
+
+@pytest.mark.parametrize("strategy", GROWING)
+def test_growing_states_stay_on_the_device(server: ServerProcess, strategy: str) -> None:
+    model = f"growing_{strategy}"
+    assert properties(server, model)["sequence_states"] == "on cuda:0"
+    assert properties(server, model)["device_buffers"].startswith("none: ")
+    with triton_http.InferenceServerClient(server.http, concurrency=3) as client:
+        sent: dict[int, list[np.ndarray]] = {1: [], 2: [], 3: []}
+        for step in range(6):
+            waiting = {}
+            for sequence, values in sent.items():
+                if sequence == 3 and step in (1, 3):
+                    continue  # so that it is shorter than the others
+                values.append(rows(1) + 10 * step + 100 * sequence)
+                tensor = triton_http.InferInput("INPUT", (1, 4), "FP32")
+                tensor.set_data_from_numpy(values[-1])
+                ends = {"sequence_start": step == 0, "sequence_end": step == 5}
+                waiting[sequence] = client.async_infer(model, [tensor], sequence_id=sequence, **ends)
+            for sequence, answer in waiting.items():
+                assert np.array_equal(answer.get_result().as_numpy("OUTPUT")[0], np.concatenate(sent[sequence]))
+    samples = read_metrics(server)
+    assert samples.value("ortserve_sequence_state_bytes", model=model, version="1") == 0
+    ledger = samples.by_labels("ortserve_device_ledger_bytes", "device", "owner", "purpose")
+    assert ledger[f"cuda:0 {model}/1 states"] == 256 * 1024
 
 
 def test_metadata_describes_how_models_run(server: ServerProcess) -> None:

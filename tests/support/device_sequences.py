@@ -72,7 +72,13 @@ async def serving_on(
 
 
 async def send(served: ServedModel, value: int, name: int, *, start: bool = False, end: bool = False) -> Arrays:
-    request = InflightRequest(Timing(time.monotonic_ns()), (np.array([[value]], np.int32),))
+    return await send_array(served, np.array([[value]], np.int32), name, start=start, end=end)
+
+
+async def send_array(
+    served: ServedModel, array: np.ndarray, name: int, *, start: bool = False, end: bool = False
+) -> Arrays:
+    request = InflightRequest(Timing(time.monotonic_ns()), (array,))
     served.submit_part(request, NO_TERMS, SequencePart(name, start, end))
     return await request
 
@@ -96,4 +102,27 @@ async def one_sequence(
         assert (output.item(), seen.item(), identity.item()) == (total + value, total, name)
         total += value
         if draw.random() < 0.2:
+            await asyncio.sleep(0)
+
+
+async def growing_sequence(served: ServedModel, name: int, requests: int, draw: random.Random) -> None:
+    """A sequence of ``models.sequences.growing``: each answer is the number and the sum of the values before it."""
+    total = 0
+    for number in range(1, requests + 1):
+        value = draw.randint(1, 999)
+        total += value
+        array = np.array([[value]], np.float32)
+        outputs = await send_array(served, array, name, start=number == 1, end=number == requests)
+        assert [output.item() for output in outputs] == [number, total]
+        if draw.random() < 0.1:
+            await asyncio.sleep(0)
+
+
+async def history_sequence(served: ServedModel, name: int, requests: int, draw: random.Random) -> None:
+    """A sequence of ``models.sequences.history``: each answer is all rows before it."""
+    rows = np.array([[draw.randint(1, 999) for _ in range(4)] for _ in range(requests)], np.float32)
+    for number in range(1, requests + 1):
+        (output,) = await send_array(served, rows[number - 1 : number], name, start=number == 1, end=number == requests)
+        assert np.array_equal(output, rows[np.newaxis, :number])
+        if draw.random() < 0.1:
             await asyncio.sleep(0)

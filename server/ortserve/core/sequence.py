@@ -76,15 +76,15 @@ class StateTensor:
         self.output_index = output_index
         self.shape = shape
 
-    def check(self, array: np.ndarray) -> None:
-        """Check that the next run can take an output as its input.
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Check that the next run can take an output of this shape as its input.
 
         In a batch, an array of other rows would shift those of other sequences.
 
         Raises:
             ServeError: internal.
         """
-        expected, shape = self.shape, array.shape
+        expected = self.shape
         if expected is None or shape == expected:
             return
         is_right = len(shape) == len(expected)
@@ -144,10 +144,9 @@ class SequenceTensors:
         """The same tensors with states that are kept in other memory, such as a device's.
 
         An array of one element, an object that refers to the state, takes the place of each state. The length of the
-        object is the size of the state in bytes.
+        object is the size of the state in bytes, and its ``shape`` is that of the state.
         """
-        states = tuple([StateTensor(state.input, state.output, state.output_index, (1,)) for state in self.states])
-        return SequenceTensors(self.controls, self.initial, states, self.shown_outputs, first_states, padding)
+        return SequenceTensors(self.controls, self.initial, self.states, self.shown_outputs, first_states, padding)
 
     def id_array(self, sequence_id: SequenceId) -> np.ndarray | None:
         """The value of the control of kind ``id``: of integers the low bits. None without such a control."""
@@ -199,8 +198,9 @@ class SequenceTensors:
         states: list[np.ndarray] = []
         for state in self.states:
             output = outputs[state.output_index]
-            if output.shape != state.shape:
-                state.check(output)
+            shape: tuple[int, ...] = output[0].shape if self.are_elsewhere else output.shape
+            if shape != state.shape:
+                state.check(shape)
             states.append(output.copy())
         return tuple(states)
 

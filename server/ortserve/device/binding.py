@@ -115,8 +115,8 @@ class DeviceBinding:
         self._shrink_arenas = shrink_arenas
         self._input_layouts = input_layouts(signature)
         self._output_layouts = list(outputs)
-        self._inputs = [(spec.name, _element_type(spec.datatype)) for spec in signature.inputs]
-        self._outputs = [(spec.name, _element_type(spec.datatype)) for spec in signature.outputs]
+        self._inputs = [(spec.name, element_type(spec.datatype)) for spec in signature.inputs]
+        self._outputs = [(spec.name, element_type(spec.datatype)) for spec in signature.outputs]
         self._runs: dict[tuple[int, int], BoundRun] = {}
         answer_sets = max(_LEAST_ANSWER_SETS, min(MAX_SETS, _MAX_POOL_BYTES // max(1, set_nbytes(outputs, rows))))
         self._account = account
@@ -126,6 +126,7 @@ class DeviceBinding:
         )
         self._batches = 0
         self._states: DeviceStates | None = None
+        self._state_shapes: list[tuple[int, ...]] = []
         self.rows: Final = rows
         self.sets: Final[list[BufferSet]] = []
         self._timings: list[CopyTiming] = []
@@ -157,13 +158,10 @@ class DeviceBinding:
                 return f"output '{name}' has another shape or datatype than its state's input"
         return ""
 
-    def state_layouts(self, count: int) -> Sequence[RowLayout]:
-        """The layouts of a row of the last ``count`` inputs."""
-        return self._input_layouts[-count:]
-
     def keep_states(self, states: DeviceStates) -> None:
         """Let batches have slots of states in the place of their last inputs and outputs."""
         self._states = states
+        self._state_shapes = [(1, *layout.item) for layout in self._output_layouts[-states.count :]]
 
     def count_into(self, counts: DeviceCounts) -> None:
         """Count batches in ``counts`` from now on."""
@@ -257,7 +255,8 @@ class DeviceBinding:
             copied_out_bytes = sum([output.nbytes for output in outputs])
             if kept and self._states is not None:
                 addresses = buffers.outputs[-len(kept) :]
-                outputs = (*outputs, *self._states.write(addresses, batch.rows, streams.copy_out))
+                written = self._states.write(addresses, self._state_shapes, batch.rows, streams.copy_out)
+                outputs = (*outputs, *written)
             device.record(buffers.copied_out, streams.copy_out)
         except Exception:
             self._drain(buffers)
@@ -379,5 +378,6 @@ def _allocate_answers(device: Device, account: Account, nbytes: int) -> np.ndarr
     return block
 
 
-def _element_type(datatype: DataType) -> ElementType:
+def element_type(datatype: DataType) -> ElementType:
+    """The element type of a bound tensor."""
     return BFLOAT16 if datatype is DataType.BF16 else datatype.numpy.type  # numpy has no such type

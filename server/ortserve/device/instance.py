@@ -21,7 +21,8 @@ from ortserve.device.buffers import BufferSet, InstanceStreams
 from ortserve.device.graph_sessions import SETS, InstanceSessions, OpenForGraph
 from ortserve.device.preparation import MakeInputs, OnStep, Preparation, Prepared
 from ortserve.device.protocol import DEVICE_ERRORS, release_all
-from ortserve.device.states import DeviceStates, make_states
+from ortserve.device.state_runs import StateRuns, why_no_states
+from ortserve.device.states import DeviceStates
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.output_buffers import RowLayout, input_layouts
 from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
@@ -85,10 +86,12 @@ class DeviceInstance:
         run_options = run_options or graph_options(NO_GRAPH)
         self._termination = Termination(run_options)
         self._is_abandoned = False
+        self._run_options = run_options
         self._plain = PlainBatches(session, signature, padding, clock, run_options)
         self._row_elements = sum(int(np.prod(layout.item)) for layout in input_layouts(signature))
         self._binding: DeviceBinding | None = None
         self._states: DeviceStates | None = None
+        self._state_runs: StateRuns | None = None
         self._unbound = "not_prepared"
         self._free_sets: SimpleQueue[BufferSet] = SimpleQueue()
         self._work: SimpleQueue[tuple[Batch, BatchDone] | _Task | None] = SimpleQueue()
@@ -150,22 +153,27 @@ class DeviceInstance:
         self._unbound = "unbound"
         self.call(self._go_without_buffers)
 
-    def make_states(self, initial: Arrays) -> tuple[DeviceStates, Arrays, Arrays]:
-        """Make memory on the device for the states of sequences, for an instance with buffers. Blocks.
+    def make_states(self, initial: Arrays, samples: Sequence[Arrays]) -> DeviceStates:
+        """Make memory on the device for the states of sequences, and try runs with them. Blocks.
 
         Args:
             initial: The first states of a sequence, of one row; the last inputs of the model take them.
+            samples: Inputs that the model accepts, of 1 row, 2 rows and so on.
 
         Returns:
-            The memory, for ``keep_states``; the slots of ``initial``, and those of zeros.
+            The memory, for ``keep_states``.
 
         Raises:
             ServeError: The states cannot be kept on the device; the message gives the reason.
         """
-        return self.call(partial(self._make_states, initial))
+        return self.call(partial(self._make_states, initial, samples))
 
     def keep_states(self, states: DeviceStates) -> None:
-        """Let batches on buffers have slots in the place of their last inputs and outputs. Blocks."""
+        """Let batches have slots in the place of their last inputs and outputs. Blocks.
+
+        Raises:
+            ServeError: The device is lost or out of memory.
+        """
         self.call(partial(self._keep_states, states))
 
     @property
@@ -298,28 +306,51 @@ class DeviceInstance:
     def _run_plainly(self, batch: Batch) -> BatchResult:
         if self._termination.is_set:
             self._termination.allow_runs()
-        states = self._states
-        if states is None or not states.are_in(batch):
+        if self._states is None or self._state_runs is None or not self._states.are_in(batch):
             return self._plain.run(batch)[0]
-        return states.upload_result(self._plain.run(states.download(batch))[0])
+        return self._state_runs.run(batch)
 
-    def _make_states(self, initial: Arrays) -> tuple[DeviceStates, Arrays, Arrays]:
-        count = len(initial)
-        assert self._binding is not None, "the instance has buffers"
-        if problem := self._binding.why_no_states(count):
+    def _make_states(self, initial: Arrays, samples: Sequence[Arrays]) -> DeviceStates:
+        count, binding = len(initial), self._binding
+        problem = why_no_states(self._signature, self._padding, count)
+        if binding is not None:
+            problem = problem or binding.why_no_states(count)
+        if problem:
             raise ServeError(ErrorKind.UNSUPPORTED, problem)
-        layouts = self._binding.state_layouts(count)
+        make = partial(DeviceStates, self.streams.device, self._account, initial, is_fixed=binding is not None)
         try:
             with self._capture_lock.shared():
-                return make_states(self.streams.device, self._account, layouts, initial)
+                self._try_states(make(), samples)
+                return make()
         except DEVICE_ERRORS as error:
             raise self._failure(error) from error
 
+    def _try_states(self, states: DeviceStates, samples: Sequence[Arrays]) -> None:
+        """Raise if runs with states on the device fail, or differ from plain runs. Frees the memory of ``states``."""
+        try:
+            runs = self._make_state_runs(states)
+            try:
+                for rows, inputs in enumerate(samples, start=1):
+                    if problem := runs.why_wrong(inputs, rows):
+                        raise ServeError(ErrorKind.UNSUPPORTED, problem)
+            finally:
+                release_all(runs.close)
+        finally:
+            states.close()
+
     def _keep_states(self, states: DeviceStates) -> None:
-        assert self._binding is not None, "the instance has buffers"
+        try:
+            with self._capture_lock.shared():
+                self._state_runs = self._make_state_runs(states)
+        except DEVICE_ERRORS as error:
+            raise self._failure(error) from error
         states.begin_use()
         self._states = states
-        self._binding.keep_states(states)
+        if self._binding is not None:
+            self._binding.keep_states(states)
+
+    def _make_state_runs(self, states: DeviceStates) -> StateRuns:
+        return StateRuns(self._sessions, self._signature, self.streams, states, self._plain, self._run_options)
 
     def _go_without_buffers(self) -> None:
         self._sessions.complete()
@@ -410,6 +441,8 @@ class DeviceInstance:
         if binding is not None:
             binding.close()
         del binding
+        if self._state_runs is not None:
+            release_all(self._state_runs.close)
         if self._states is not None:
             self._states.end_use()
         sessions = self._sessions.close(is_lost=bool(self.lost))  # before their streams

@@ -4,7 +4,7 @@ In a plain run ONNX Runtime allocates the outputs; ``host_binding`` and ``ortser
 has no BF16, so bit patterns enter and leave runs as ``uint16``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -135,24 +135,30 @@ class PlainRun:
 
     def _with_bfloat16_values(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
         return {
-            name: _ort_value(array, is_bfloat16=True) if self._is_bfloat16_input[name] else array
+            name: ort_value(array, is_bfloat16=True) if self._is_bfloat16_input[name] else array
             for name, array in feeds.items()
         }
 
     def _run_on_ort_values(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        values = {name: _ort_value(array, is_bfloat16=self._is_bfloat16_input[name]) for name, array in feeds.items()}
+        values = {name: ort_value(array, is_bfloat16=self._is_bfloat16_input[name]) for name, array in feeds.items()}
         results = self._session.run_with_ort_values(self._output_names, values, self._run_options)
         return [
-            np.asarray(_Bits(value)) if is_bfloat16 else value.numpy()
+            as_array(value, is_bfloat16=is_bfloat16)
             for value, is_bfloat16 in zip(results, self._is_bfloat16_output, strict=True)
         ]
 
 
-def _ort_value(array: np.ndarray, *, is_bfloat16: bool) -> ort.OrtValue:
+def ort_value(array: np.ndarray, *, is_bfloat16: bool) -> ort.OrtValue:
     """A view of ``array``, which it keeps alive. The array must be aligned and contiguous."""
     if is_bfloat16:
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
     return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def as_array(value: ort.OrtValue, *, is_bfloat16: bool) -> np.ndarray:
+    """A view of an OrtValue on the host, which it keeps alive."""
+    array: np.ndarray = np.asarray(_Bits(value)) if is_bfloat16 else value.numpy()
+    return array
 
 
 class _Bits:
@@ -190,8 +196,14 @@ class PlainBatches:
         self._output_axes = axes if any(axis != 0 for axis in axes) else ()
         self._clock = clock
 
-    def run(self, batch: Batch) -> tuple[BatchResult, Sequence[np.ndarray]]:
+    def run(
+        self, batch: Batch, run_arrays: Callable[[Sequence[np.ndarray]], list[np.ndarray]] | None = None
+    ) -> tuple[BatchResult, Sequence[np.ndarray]]:
         """Run on the calling thread.
+
+        Args:
+            batch: Of the model.
+            run_arrays: Runs staged inputs in the place of this object's own ``run_arrays``.
 
         Returns:
             The result, and the whole outputs, with padding rows; rows on axis 0.
@@ -201,7 +213,7 @@ class PlainBatches:
         """
         staged = self.staging.stage(batch.parts, batch.bucket)
         staged_ns = self._clock()
-        whole = self.run_arrays(staged)
+        whole = self.run_arrays(staged) if run_arrays is None else run_arrays(staged)
         computed_ns = self._clock()
         if self._output_axes:
             whole = [

@@ -33,8 +33,16 @@ Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
 class ShapeClasses:
     """Finds the shape class of a request, for a model that has several. Any thread."""
 
-    def __init__(self, signature: ModelSignature, padding: Padding | None) -> None:
-        """``signature`` is the model's own; ``padding`` is None if no request is padded."""
+    def __init__(self, signature: ModelSignature, padding: Padding | None, *, states_elsewhere: int = 0) -> None:
+        """Find classes by shapes and values.
+
+        Args:
+            signature: The model's own.
+            padding: None if no request is padded.
+            states_elsewhere: The number of the last inputs for which requests have states in other memory
+                (``SequenceTensors.kept_elsewhere``). Such requests are not padded.
+        """
+        self._states_elsewhere = states_elsewhere
         self._is_batched = signature.is_batched
         self._padding = padding
         self._joined: frozenset[int] = frozenset() if signature.ragged is None else signature.ragged.joined
@@ -60,6 +68,8 @@ class ShapeClasses:
         """
         first = 1 if self._is_batched else 0
         shapes: Shapes = tuple([None if is_absent(array) else array.shape[first:] for array in inputs])
+        if kept := self._states_elsewhere:
+            shapes = (*shapes[:-kept], *[array[0].shape[first:] for array in inputs[-kept:]])
         if not self._is_batched:
             return shapes
         key: Hashable = shapes

@@ -5,6 +5,7 @@ and no others: if the code forgets an event, a late or random pace gives wrong r
 capture, not the given one, as ONNX Runtime does on CUDA.
 """
 
+import ctypes
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import onnxruntime as ort
@@ -91,6 +92,8 @@ class HostDevice:
         self._shared = 0
         self._capturing: set[int] = set()
         self._graphs: WeakKeyDictionary[ort.InferenceSession, dict[int, _Graph]] = WeakKeyDictionary()
+        self._computed: WeakSet[ort.IOBinding] = WeakSet()
+        """Bindings whose outputs may be in memory that ONNX Runtime has allocated, for as long as they exist."""
         self._handles = 0
 
     @property
@@ -224,7 +227,12 @@ class HostDevice:
 
     def run(self, bound: BoundRun, stream: int) -> None:
         binding = self._choose_binding(bound)
-        self._enqueue(stream, lambda: bound.session.run_with_iobinding(binding, bound.options))
+
+        def compute() -> None:
+            bound.session.run_with_iobinding(binding, bound.options)
+            self._computed.add(binding)
+
+        self._enqueue(stream, compute)
 
     def _choose_binding(self, bound: BoundRun) -> ort.IOBinding:
         number = bound.graph_id
@@ -245,6 +253,10 @@ class HostDevice:
             for start, block in self._memory.items():
                 if start <= address and address + nbytes <= start + block.nbytes:
                     return block[address - start : address - start + nbytes]
+            for value in [value for binding in self._computed for value in binding.get_outputs()]:
+                start = value.data_ptr()
+                if start <= address and address + nbytes <= start + value.tensor_size_in_bytes():
+                    return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
         raise RuntimeError(f"an illegal memory access: {nbytes} bytes at {address:#x}")
 
     def _enqueue(self, stream: int, work: Callable[[], None]) -> None:

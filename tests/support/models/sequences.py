@@ -91,22 +91,121 @@ def two_states(path: Path) -> Path:
     )
 
 
-def growing(path: Path) -> Path:
-    """A state that grows by one element with each request: LENGTH and TOTAL of all values since the start."""
+def growing(path: Path, rows: str = "batch") -> Path:
+    """A state that grows by one element with each request: LENGTH and TOTAL of all values since the start.
+
+    ``rows`` is 1 for a model without a batch axis.
+    """
     return _write(
         path,
-        """growing (float[batch,1] INPUT, float[batch,past] PAST)
-        => (int64[batch,1] LENGTH, float[batch,1] TOTAL, float[batch,present] PRESENT) {
+        f"""growing (float[{rows},1] INPUT, float[{rows},past] PAST)
+        => (int64[{rows},1] LENGTH, float[{rows},1] TOTAL, float[{rows},present] PRESENT) {{
             PRESENT = Concat <axis = 1> (PAST, INPUT)
             TOTAL = ReduceSum <keepdims = 1> (PRESENT, axes)
             ones = Mul (PRESENT, nothing)
             same = Add (ones, one)
             length = ReduceSum <keepdims = 1> (same, axes)
             LENGTH = Cast <to = 7> (length)
-        }""",
+        }}""",
         axes=[1],
         nothing=[0.0],
         one=[1.0],
+    )
+
+
+def history(path: Path) -> Path:
+    """Returns all INPUTs since the start, by copies only: a state that grows by one row of 4 with each request."""
+    return _write(
+        path,
+        """history (float[batch,4] INPUT, float[batch,past,4] PAST)
+        => (float[batch,present,4] OUTPUT, float[batch,present,4] PRESENT) {
+            row = Unsqueeze (INPUT, axes)
+            parts = SequenceConstruct (PAST, row)
+            OUTPUT = ConcatFromSequence <axis = 1> (parts)
+            PRESENT = Identity (OUTPUT)
+        }""",
+        axes=[1],
+    )
+
+
+def growing_halves(path: Path) -> Path:
+    """As ``growing``, with a state of BF16."""
+    return _write(
+        path,
+        """halves (float[batch,1] INPUT, bfloat16[batch,past] PAST)
+        => (float[batch,1] TOTAL, bfloat16[batch,present] PRESENT) {
+            half = Cast <to = 16> (INPUT)
+            PRESENT = Concat <axis = 1> (PAST, half)
+            values = Cast <to = 1> (PRESENT)
+            TOTAL = ReduceSum <keepdims = 1> (values, axes)
+        }""",
+        axes=[1],
+    )
+
+
+def totals(path: Path) -> Path:
+    """TOTAL of all values since the start, any number of which may be in a request: a state of one size."""
+    return _write(
+        path,
+        """totals (float[batch,count] INPUT, float[batch,1] STATE) => (float[batch,1] TOTAL, float[batch,1] NEXT) {
+            sum = ReduceSum <keepdims = 1> (INPUT, axes)
+            NEXT = Add (sum, STATE)
+            TOTAL = Identity (NEXT)
+        }""",
+        axes=[1],
+    )
+
+
+def turned(path: Path) -> Path:
+    """A state of 2 columns, followed by one of 2 rows: only a square one is a next state."""
+    return _write(
+        path,
+        """turned (float[batch,1] INPUT, float[batch,rows,2] STATE)
+        => (float[batch,1] OUTPUT, float[batch,a,b] NEXT) {
+            OUTPUT = Identity (INPUT)
+            NEXT = Transpose <perm = [0, 2, 1]> (STATE)
+        }""",
+    )
+
+
+def columns(path: Path) -> Path:
+    """A growing state whose rows are on axis 1."""
+    return _write(
+        path,
+        """columns (float[batch,1] INPUT, float[past,batch] PAST)
+        => (float[batch,1] OUTPUT, float[present,batch] PRESENT) {
+            row = Transpose <perm = [1, 0]> (INPUT)
+            PRESENT = Concat <axis = 0> (PAST, row)
+            OUTPUT = Identity (INPUT)
+        }""",
+    )
+
+
+def rotating(path: Path) -> Path:
+    """Returns its state, and rotates it by one element, in a node that only the CPU provider supports."""
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21, "ai.onnx.ml" : 3]>
+        rotating (float[batch,count] INPUT, float[batch,4] STATE)
+        => (float[batch,4] OUTPUT, float[batch,count] ECHO, float[batch,4] NEXT) {
+            OUTPUT = ai.onnx.ml.ArrayFeatureExtractor (STATE, as_it_is)
+            NEXT = ai.onnx.ml.ArrayFeatureExtractor (STATE, rotated)
+            ECHO = Identity (INPUT)
+        }"""
+    )
+    for name, order in (("as_it_is", [0, 1, 2, 3]), ("rotated", [1, 2, 3, 0])):
+        model.graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [4], order))
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def random_state(path: Path) -> Path:
+    """A state that differs in each run on the same inputs."""
+    return _write(
+        path,
+        """noisy (float[batch,1] INPUT, float[batch,past] STATE) => (float[batch,1] OUTPUT, float[batch,past] NEXT) {
+            OUTPUT = Identity (INPUT)
+            NEXT = RandomNormalLike (STATE)
+        }""",
     )
 
 

@@ -136,18 +136,23 @@ async def test_rows_without_a_request_have_states_of_zeros(tmp_path: Path) -> No
         assert [array.item() for array in outputs[:2]] == [2, 1]
 
 
-async def test_a_batch_without_buffers_takes_its_states_to_the_host_and_back(tmp_path: Path) -> None:
-    device = HostDevice()
+async def test_a_batch_without_buffers_leaves_its_states_on_the_device(tmp_path: Path) -> None:
     path = sequences.accumulate(tmp_path / "m.onnx")
-    async with serving_on(lambda number: device, path, strategy="direct", buckets=[2]) as served:
+    async with serving_on(lambda number: HostDevice(pace=Pace.LATE), path, strategy="direct", buckets=[2]) as served:
         (instance,) = served.loaded.instances
         assert isinstance(instance, DeviceInstance)
         assert instance.binding is not None
-        instance.binding._runs.clear()  # as if no size had been prepared
-        first = await send(served, 1, 1, start=True)
-        second = await send(served, 2, 1)
-        assert (first[0].item(), second[0].item()) == (1, 3)
-        assert instance.counts.plain["no_bucket"] == 2
+        names = (1, 2)
+        for step in (1, 2, 3):
+            answers = await asyncio.gather(*[send(served, name, name, start=step == 1) for name in names])
+            assert [outputs[0].item() for outputs in answers] == [step, 2 * step]
+            if step == 1:
+                instance.binding._runs.clear()  # as if no size had been prepared
+        assert instance.counts.plain["no_bucket"] >= 2
+        with pytest.raises(ServeError) as caught:
+            await send(served, 1000, 1)
+        assert caught.value.kind is ErrorKind.REJECTED_BY_MODEL
+        assert (await send(served, 1, 1))[0].item() == 4
 
 
 async def test_several_instances_share_the_states_of_their_device(tmp_path: Path) -> None:
@@ -162,26 +167,25 @@ async def test_several_instances_share_the_states_of_their_device(tmp_path: Path
 
 async def test_states_stay_on_the_host_for_a_stated_reason(tmp_path: Path) -> None:
     path = sequences.accumulate(tmp_path / "m.onnx")
-    growing = sequences.growing(tmp_path / "growing.onnx")
-    grows = [{"input": "PAST", "output": "PRESENT", "dims": [-1], "initial_dims": [0]}]
-    cases: list[tuple[Path, dict[str, Any], str]] = [
-        (path, {"device_buffers": False}, ""),
-        (path, {"record": {"share": 0.5}}, "in host memory: record writes requests with their states"),
-        (path, {"served_outputs": ["OUTPUT", "NEXT"]}, "in host memory: requests may ask for output 'NEXT' of a state"),
-        (growing, {"states": grows, "controls": {}}, "in host memory: the model does not run in buffers on the device"),
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"device_buffers": False}, ""),
+        ({"record": {"share": 0.5}}, "in host memory: record writes requests with their states"),
+        ({"served_outputs": ["OUTPUT", "NEXT"]}, "in host memory: requests may ask for output 'NEXT' of a state"),
     ]
-    for model, chosen, expected in cases:
-        async with serving_on(HostDevice, model, **chosen) as served:
+    for chosen, expected in cases:
+        async with serving_on(HostDevice, path, **chosen) as served:
             assert where(served) == expected
     made = [HostDevice(0), HostDevice(1)]
     async with serving_on(lambda _: made[0], path) as one, serving_on(lambda _: made[1], path) as other:
         tensors = one.loaded.interface.sequences
         assert tensors is not None
-        _, reason = keep_states((*one.loaded.instances, *other.loaded.instances), tensors, is_recorded=False)
+        found = one.loaded.warm_up
+        _, reason = keep_states((*one.loaded.instances, *other.loaded.instances), tensors, found, is_recorded=False)
         assert reason == "in host memory: the instances use several devices: host:0, host:1"
     async with serving_on(HostDevice, path) as one, serving_on(HostDevice, path, device_buffers=False) as other:
-        _, reason = keep_states((*one.loaded.instances, *other.loaded.instances), tensors, is_recorded=False)
-        assert reason == "in host memory: the model does not run in buffers on the device"
+        found = one.loaded.warm_up
+        _, reason = keep_states((*one.loaded.instances, *other.loaded.instances), tensors, found, is_recorded=False)
+        assert reason == "in host memory: not all instances run on the device"
 
 
 class FullDevice(HostDevice):

@@ -181,7 +181,10 @@ class Assembly:
         )
         runs = SequenceRuns(metrics.name, tensors, table, limits, self._loop, self._clock)
         signature = loaded.signature
-        shapes = None if signature.has_one_shape_class else ShapeClasses(signature, padding_of_requests(loaded.padding))
+        shapes = None
+        if not signature.has_one_shape_class:
+            elsewhere = len(tensors.states) if tensors.are_elsewhere else 0
+            shapes = ShapeClasses(signature, padding_of_requests(loaded.padding), states_elsewhere=elsewhere)
         if is_direct:
             runs.strategy = DirectRuns(
                 runs,

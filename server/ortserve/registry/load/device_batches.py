@@ -122,13 +122,14 @@ def time_on_buffers(
 
 
 def keep_states(
-    instances: Sequence[Instance | DeviceInstance], tensors: SequenceTensors, *, is_recorded: bool
+    instances: Sequence[Instance | DeviceInstance], tensors: SequenceTensors, found: WarmUp, *, is_recorded: bool
 ) -> tuple[SequenceTensors, str]:
     """Keep the states of sequences on the device of the instances. Blocks.
 
     Args:
         instances: Prepared.
         tensors: Of the sequences, with all states on the host.
+        found: The results of warm-up.
         is_recorded: Whether requests are recorded, which includes their states.
 
     Returns:
@@ -144,17 +145,20 @@ def keep_states(
     devices = {instance.streams.device.name for instance in on_devices}
     shown = [state.output for state in tensors.states if state.output_index < tensors.shown_outputs]
     problem = ""
-    if len(on_devices) < len(instances) or not all(instance.has_buffers for instance in on_devices):
-        problem = "the model does not run in buffers on the device"
+    if len(on_devices) < len(instances):
+        problem = "not all instances run on the device"
     elif len(devices) > 1:
         problem = f"the instances use several devices: {', '.join(sorted(devices))}"
     elif is_recorded:
         problem = "record writes requests with their states"
     elif shown:
         problem = f"requests may ask for output '{shown[0]}' of a state"
+    elif found.inputs is None:
+        problem = "the model was not warmed up"
     else:
+        tried = (1, 2) if found.inputs.signature.is_batched and found.max_rows > 1 else (1,)
         try:
-            states, initial, zeros = first.make_states(tensors.initial)
+            states = first.make_states(tensors.initial, [found.inputs.generate(rows, rows) for rows in tried])
             for instance in on_devices:
                 instance.keep_states(states)
         except DeviceLostError:
@@ -163,7 +167,7 @@ def keep_states(
             problem = error.message
     if problem:
         return tensors, f"in host memory: {problem}"
-    return tensors.kept_elsewhere(initial, zeros), f"on {first.streams.device.name}"
+    return tensors.kept_elsewhere(states.first, states.padding), f"on {first.streams.device.name}"
 
 
 def doubling(max_rows: int) -> list[int]:

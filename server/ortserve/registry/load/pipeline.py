@@ -395,7 +395,8 @@ class _Load:
                 run_samples(instance, samples, self.progress, self.bounds)
             tensors = loaded.interface.sequences
             if tensors is not None:
-                kept, where = keep_states(loaded.instances, tensors, is_recorded=options.record.share > 0)
+                is_recorded = options.record.share > 0
+                kept, where = keep_states(loaded.instances, tensors, loaded.warm_up, is_recorded=is_recorded)
                 loaded = replace(
                     loaded,
                     interface=replace(loaded.interface, sequences=kept),
