@@ -58,6 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         (add_model(folder, name, build) / "config.pbtxt").write_text(EXAMPLE % batching)
     for name, steps in (("slow", 50_000), ("slower", 200_000)):
         (add_model(folder, name, sequences.slow, steps=steps) / "model.yaml").write_text(SUM)
+    (add_model(folder, "full", sequences.slow, steps=200_000) / "model.yaml").write_text(SUM + "max_queue_rows: 1\n")
     (add_model(folder, "recorded", sequences.two_states) / "model.yaml").write_text(
         "record: {share: 1}\nsequences: {states: [{input: a_in, output: z_out}, {input: b_in, output: a_out}]}\n"
     )
@@ -225,6 +226,40 @@ def test_a_cancelled_queued_call_ends_the_sequence_and_a_running_one_does_not(se
         send(client, 1, "last")
         _, error = outcomes.get(timeout=LONG_S)
         assert "must specify the START flag" in str(error)
+
+
+def test_a_rejected_request_can_be_sent_again_by_a_client_that_awaits_each_answer(server: ServerProcess) -> None:
+    name = next(IDS)
+    assert total(ask(server, "full", 1, sequence_id=name, sequence_start=True)) == 1
+    with ThreadPoolExecutor(2) as pool:
+        calls = []
+        for _ in range(2):  # one runs, one fills the queue
+            calls.append(pool.submit(ask, server, "full", 1, sequence_id=next(IDS), sequence_start=True))
+            time.sleep(0.03)
+        wait_for_waiting(server, "full", 1)
+        assert ask(server, "full", 10, sequence_id=name).status_code == 429
+        assert [total(call.result()) for call in calls] == [1, 1]
+    assert total(ask(server, "full", 10, sequence_id=name)) == 11
+    assert total(ask(server, "full", 100, sequence_id=name)) == 111
+
+
+def test_no_request_runs_without_a_rejected_one_that_was_sent_ahead_of_an_answer(server: ServerProcess) -> None:
+    name = next(IDS)
+    answers: Queue[Any] = Queue()
+    with triton_grpc.InferenceServerClient(server.grpc) as client:
+        client.start_stream(callback=lambda result, error: answers.put(error or result))
+
+        def send(value: int) -> None:
+            client.async_stream_infer("full", tensors(triton_grpc, value), sequence_id=name, sequence_start=value == 1)
+
+        for value in (1, 10, 100):  # the first runs, the second waits, the third finds the queue full
+            send(value)
+        first = answers.get(timeout=LONG_S)
+        send(1000)  # sent before the rejection was read
+        second, rejected, following = (answers.get(timeout=LONG_S) for _ in range(3))
+    assert [int(answer.as_numpy("TOTAL")[0, 0]) for answer in (first, second)] == [1, 11]
+    assert "must specify the START flag" in str(following)
+    assert f"sequence {name} ends with its earlier requests" in str(rejected)
 
 
 def test_requests_are_recorded_with_the_tensors_that_the_server_adds(

@@ -30,18 +30,18 @@ cancelled a request before it ran, the first request failed or one was dropped, 
 model was unloaded."""
 
 
-def ends_sequence(kind: ErrorKind, *, is_followed: bool) -> bool:
+def ends_sequence(kind: ErrorKind, *, is_pipelined: bool) -> bool:
     """Whether a sequence ends with a request that failed before any of it ran, so that no later one runs without it.
 
-    A rejected request can be sent again, unless others wait behind it. A caller whose deadline has passed, or that has
-    cancelled, does not learn whether its request ran.
+    A rejected request can be sent again by a client that awaits each answer: no later one waits or is on its way. A
+    caller whose deadline has passed, or that has cancelled, does not learn whether its request ran.
 
     Args:
         kind: Of the error.
-        is_followed: Whether later requests of the sequence wait.
+        is_pipelined: Whether the client has sent a request of the sequence before the answer of an earlier one.
     """
     is_rejected = kind in (ErrorKind.OVERLOADED, ErrorKind.NOT_READY)
-    return kind in (ErrorKind.CANCELLED, ErrorKind.DEADLINE) or (is_rejected and is_followed)
+    return kind in (ErrorKind.CANCELLED, ErrorKind.DEADLINE) or (is_rejected and is_pipelined)
 
 
 class Turn:
@@ -80,6 +80,7 @@ class Sequence:
         waiting: Requests whose turn has not come.
         running: The request whose turn it is.
         is_open: Whether it accepts further requests: its end was not seen.
+        is_pipelined: Whether a request of it came before an earlier one was answered.
         ended_because: For metrics.
     """
 
@@ -88,6 +89,7 @@ class Sequence:
         "id",
         "id_array",
         "is_open",
+        "is_pipelined",
         "running",
         "slot",
         "state_bytes",
@@ -104,6 +106,7 @@ class Sequence:
         self.waiting: deque[Turn] = deque()
         self.running: Turn | None = None
         self.is_open = True
+        self.is_pipelined = False
         self.ended_because = ENDED
 
     @property

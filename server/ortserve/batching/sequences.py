@@ -143,6 +143,8 @@ class SequenceRuns:
         if sequence is None:
             sequence = self._begin(part)
         turn = Turn(request, sequence, part, terms, now_ns)
+        if part.is_ahead or not sequence.is_idle:
+            sequence.is_pipelined = True
         may_run = sequence.slot != NO_SLOT and sequence.running is None and not sequence.waiting
         if not may_run:
             self._wait(turn)
@@ -164,6 +166,11 @@ class SequenceRuns:
         self._end(sequence, FAILED, self._not_started(sequence))
         if is_over:
             self._remove(sequence)
+
+    def is_pipelined(self, sequence_id: SequenceId) -> bool:
+        """Whether the client of a sequence has sent a request of it before the answer of an earlier one."""
+        sequence = self._table.find(sequence_id)
+        return sequence is not None and sequence.is_pipelined
 
     def begin_drain(self) -> None:
         """Accept no new sequences; the present ones may end."""
@@ -232,13 +239,13 @@ class SequenceRuns:
         """Fail the request. Called by the strategy.
 
         The states stay as they were, so that the request can be repeated. A sequence whose first request failed ends,
-        and one whose request was dropped without a run, if the following ones would run without it.
+        and one whose request was dropped without a run, if later ones would run without it.
         """
         sequence = turn.sequence
         sequence.running = None
         is_over = turn.is_start
         if isinstance(error, ServeError) and not turn.request.timing.taken_ns:
-            is_over = is_over or ends_sequence(error.kind, is_followed=bool(sequence.waiting))
+            is_over = is_over or ends_sequence(error.kind, is_pipelined=sequence.is_pipelined)
         if is_over:
             self._end(sequence, FAILED, self._not_started(sequence))
         self._after(sequence)
@@ -308,21 +315,25 @@ class SequenceRuns:
         """Queue a request behind others.
 
         Raises:
-            ServeError: overloaded, if too many wait.
+            ServeError: overloaded, if too many wait. The sequence ends after its earlier requests: later ones, which
+                may be on their way, must not run without this one.
         """
         sequence, limits = turn.sequence, self._limits
         turn.nbytes = max(1, tensor_bytes(turn.inputs))
         if self._waiting_rows and (
             self._waiting_rows >= limits.queue_rows or self._waiting_bytes + turn.nbytes > limits.queue_bytes
         ):
+            self._table.close(sequence)
+            sequence.ended_because = FAILED
+            ending = f"; sequence {sequence.id} ends with its earlier requests"
             if sequence.is_idle:  # it has just begun
-                self._end(sequence, FAILED, self._not_started(sequence))
                 self._remove(sequence)
+                ending = ""
             raise ServeError(
                 ErrorKind.OVERLOADED,
                 f"Exceeds maximum queue size: {self._waiting_rows} requests of {self._waiting_bytes} bytes wait for "
                 f"their sequences, at most max_queue_rows {limits.queue_rows} and max_queue_bytes "
-                f"{limits.queue_bytes} may",
+                f"{limits.queue_bytes} may{ending}",
                 retry_after_s=1,
             )
         self._waiting_rows += 1

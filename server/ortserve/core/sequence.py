@@ -23,16 +23,27 @@ _OBJECT_BYTES: Final = 64
 
 @dataclass(slots=True, init=False)
 class SequencePart:
-    """The part of a request in its sequence. The id 0 or ``""`` is that of no sequence."""
+    """The part of a request in its sequence. The id 0 or ``""`` is that of no sequence.
+
+    ``is_ahead`` says that an ensemble got the request before it had answered an earlier one of the sequence.
+    """
 
     id: Final[SequenceId]
     is_start: Final[bool]
     is_end: Final[bool]
+    is_ahead: Final[bool]
 
-    def __init__(self, id: SequenceId, is_start: bool = False, is_end: bool = False) -> None:  # noqa: A002
+    def __init__(
+        self,
+        id: SequenceId,  # noqa: A002
+        is_start: bool = False,
+        is_end: bool = False,
+        is_ahead: bool = False,
+    ) -> None:
         self.id = id
         self.is_start = is_start
         self.is_end = is_end
+        self.is_ahead = is_ahead
 
 
 @dataclass(slots=True, init=False)

@@ -149,6 +149,10 @@ class ServedVersion(ABC):
         if self.sequences is not None:
             self.sequences.end(sequence_id)
 
+    def is_pipelined(self, sequence_id: SequenceId) -> bool:
+        """Whether a client has sent a request of a sequence before the answer of an earlier one."""
+        return self.sequences is not None and self.sequences.is_pipelined(sequence_id)
+
     @abstractmethod
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """Convert the outputs of a request to the form of clients.

@@ -86,9 +86,9 @@ class Stage:
         request.withdraw = self.queue.remove
 
     def submit(self, name: int | str, value: int = 1, flags: str = "", terms: Terms = NO_TERMS) -> InflightRequest:
-        """``flags`` contains S for the start and E for the end."""
+        """``flags`` contains S for the start, E for the end, and A if an ensemble says that it was sent ahead."""
         request = InflightRequest(Timing(self.clock()), (one(value),), 1)
-        self.runs.submit(request, terms, SequencePart(name, "S" in flags, "E" in flags))
+        self.runs.submit(request, terms, SequencePart(name, "S" in flags, "E" in flags, "A" in flags))
         return request
 
     def take(self) -> InflightRequest:
@@ -198,7 +198,7 @@ async def test_a_request_that_misses_its_deadline_in_the_queue_ends_the_sequence
 
 
 @virtual()
-async def test_a_request_rejected_in_its_turn_can_be_sent_again_unless_others_wait_behind_it(stage: Stage) -> None:
+async def test_a_rejected_request_can_be_sent_again_if_its_client_awaits_each_answer(stage: Stage) -> None:
     for sequence, kind in enumerate((ErrorKind.OVERLOADED, ErrorKind.NOT_READY), 1):
         stage.submit(sequence, 5, "S")
         await stage.answer()
@@ -216,6 +216,37 @@ async def test_a_request_rejected_in_its_turn_can_be_sent_again_unless_others_wa
                 assert total(again) == 6
     assert len(stage.table) == 0
     assert stage.runs.reading().ended["failed"] == 2
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+@pytest.mark.parametrize("by_ensemble", [True, False])
+def test_a_rejection_ends_a_sequence_whose_client_has_sent_ahead(is_ahead: bool, by_ensemble: bool) -> None:
+    """Its next request may be on its way, and would run without the rejected one."""
+
+    @virtual()
+    async def run(stage: Stage) -> None:
+        stage.submit(1, 5, "S")
+        if is_ahead and not by_ensemble:
+            stage.submit(1, 1)
+        await stage.answer()
+        if by_ensemble:
+            stage.submit(1, 1, "A" * is_ahead)
+        if is_ahead or by_ensemble:
+            await stage.answer()
+        assert stage.runs.is_pipelined(1) is is_ahead
+        stage.rejects = ServeError(ErrorKind.OVERLOADED, "full")
+        rejected = stage.submit(1, 1)
+        await asyncio.sleep(0)
+        stage.rejects = None
+        assert error(rejected).message == "full"
+        if is_ahead:
+            with pytest.raises(ServeError, match="must specify the START flag"):
+                stage.submit(1, 2)
+            assert len(stage.table) == 0
+        else:
+            stage.submit(1, 2)
+
+    run()
 
 
 @virtual()
@@ -344,11 +375,16 @@ async def test_sequences_and_waiting_requests_are_bounded(stage: Stage) -> None:
     stage.submit(2, 1, "S")
     with pytest.raises(ServeError, match="max_sequences"):
         stage.submit(3, 1, "S")
-    for _ in range(3):
-        stage.submit(1)
-    with pytest.raises(ServeError, match="max_queue_rows") as caught:
+    waiting = [stage.submit(1) for _ in range(3)]
+    with pytest.raises(ServeError, match=r"max_queue_rows .* sequence 2 ends with its earlier") as caught:
         stage.submit(2)
     assert caught.value.kind is ErrorKind.OVERLOADED
+    with pytest.raises(ServeError, match="START flag"):
+        stage.submit(2)
+    for _ in range(5):
+        await stage.answer()
+    assert total(waiting[-1]) == 4
+    assert len(stage.table) == 1
 
 
 @virtual(slots=1, limits=SequenceLimits(9, 10_000, 1, 1_000_000))

@@ -121,7 +121,7 @@ class EnsembleRun:
                 self._end(_kind_of(error))
                 raise
 
-    def members_to_end(self, why: ErrorKind, *, is_followed: bool) -> list[ServedVersion]:
+    def members_to_end(self, why: ErrorKind, *, is_pipelined: bool) -> list[ServedVersion]:
         """The members whose sequence ends with this request, which has failed or was cancelled.
 
         Otherwise a later request would find a state that lacks this one or, sent again, has it twice. A cancelled
@@ -129,12 +129,12 @@ class EnsembleRun:
 
         Args:
             why: The kind of the error.
-            is_followed: Whether later requests of the sequence wait.
+            is_pipelined: Whether the client is known to send requests before the answers of earlier ones.
         """
         numbers: set[int] = set()
         if why is not ErrorKind.CANCELLED and self._reached:
             numbers = self._reached | self._unreached
-        elif ends_sequence(why, is_followed=is_followed):
+        elif self._part is not None and ends_sequence(why, is_pipelined=is_pipelined or self._part.is_ahead):
             numbers = self._unreached
         return [self._route.steps[number].member for number in sorted(numbers)]
 

@@ -161,6 +161,11 @@ class ServedEnsemble(ServedVersion):
         for member in self.members:
             member.end_sequence(sequence_id)
 
+    def is_pipelined(self, sequence_id: SequenceId) -> bool:
+        """As ``ServedVersion.is_pipelined``: a request waits for its turn, or one that has waited came to a member."""
+        is_followed = self._turns.is_followed(sequence_id)
+        return is_followed or any(member.is_pipelined(sequence_id) for member in self.members)
+
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """The outputs themselves: the steps' outputs have the form of clients."""
         return outputs
@@ -206,12 +211,14 @@ class ServedEnsemble(ServedVersion):
 
     def _on_turn_ended(self, sequence_id: SequenceId, run: EnsembleRun, why: ErrorKind | None) -> None:
         if why is not None:
-            for member in run.members_to_end(why, is_followed=self._turns.is_followed(sequence_id)):
+            for member in run.members_to_end(why, is_pipelined=self.is_pipelined(sequence_id)):
                 member.end_sequence(sequence_id)
         self._leave_turn(sequence_id)
 
     def _leave_turn(self, sequence_id: SequenceId) -> None:
         following = self._turns.leave(sequence_id)
+        if following is None and self._turns.take_rejection(sequence_id):
+            self.end_sequence(sequence_id)
         self._on_end()
         if following is not None:
             # Not in this turn: many requests that all fail at once would nest their calls.

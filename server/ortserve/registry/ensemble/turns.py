@@ -37,7 +37,7 @@ class EnsembleTurn:
         self.owner: Final[TurnOwner] = owner
         self.request: Final[InflightRequest] = request
         self.terms: Final[EnsembleTerms] = terms
-        self.part: Final[SequencePart] = part
+        self.part = part
 
 
 class SequenceTurns:
@@ -48,25 +48,29 @@ class SequenceTurns:
 
     def __init__(self) -> None:
         self._waiting: dict[SequenceId, deque[EnsembleTurn]] = {}
+        self._rejected: set[SequenceId] = set()
+        """Sequences under way that end after the requests that wait, because one behind those was rejected."""
         self._count = 0
 
     def enter(self, turn: EnsembleTurn) -> bool:
         """Whether a request may run at once. Otherwise it waits until ``leave`` returns it.
 
         Raises:
-            ServeError: overloaded, if too many wait.
+            ServeError: overloaded, if too many wait, or an earlier request was rejected for that.
         """
         waiting = self._waiting.get(turn.part.id)
         if waiting is None:
             self._waiting[turn.part.id] = deque()
             return True
-        if self._count >= MOST_WAITING:
+        if self._count >= MOST_WAITING or turn.part.id in self._rejected:
+            self._rejected.add(turn.part.id)
             raise ServeError(
                 ErrorKind.OVERLOADED,
                 f"Exceeds maximum queue size: {self._count} requests wait for earlier ones of their sequences",
                 retry_after_s=1,
             )
         self._count += 1
+        turn.part = SequencePart(turn.part.id, turn.part.is_start, turn.part.is_end, is_ahead=True)
         waiting.append(turn)
         return False
 
@@ -79,9 +83,15 @@ class SequenceTurns:
         self._count -= 1
         return waiting.popleft()
 
+    def take_rejection(self, sequence_id: SequenceId) -> bool:
+        """Whether a request was rejected while earlier ones ran. All of those have ended, and so must the sequence."""
+        is_rejected = sequence_id in self._rejected
+        self._rejected.discard(sequence_id)
+        return is_rejected
+
     def is_followed(self, sequence_id: SequenceId) -> bool:
-        """Whether requests wait for the one that runs."""
-        return bool(self._waiting[sequence_id])
+        """Whether requests wait for the one that runs, or were rejected meanwhile."""
+        return bool(self._waiting.get(sequence_id)) or sequence_id in self._rejected
 
     def withdraw(self, turn: EnsembleTurn) -> list[EnsembleTurn]:
         """Remove the requests behind a cancelled one, the last one first, and itself behind another cancelled one.

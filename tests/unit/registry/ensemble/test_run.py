@@ -69,6 +69,7 @@ class FakeMember(ServedVersion):
         self.ended: list[int | str] = []
         self.asked: list[tuple[int, int | None, int, int | None]] = []
         self.rejection: ServeError | None = None
+        self.has_pipelined = False
 
     @property
     def platform(self) -> str:
@@ -99,6 +100,9 @@ class FakeMember(ServedVersion):
 
     def end_sequence(self, sequence_id: int | str) -> None:
         self.ended.append(sequence_id)
+
+    def is_pipelined(self, sequence_id: int | str) -> bool:
+        return self.has_pipelined
 
     def answer(self, *outputs: np.ndarray) -> None:
         request = self.requests.pop(0)
@@ -384,9 +388,6 @@ async def test_a_first_step_that_is_rejected_after_its_deadline_ends_the_sequenc
 async def test_a_rejected_request_does_not_hold_up_its_sequence(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = SequenceStage(clock)
     first, second, third = (stage.submit(value) for value in (1, 2, 3))
-    monkeypatch.setattr("ortserve.registry.ensemble.turns.MOST_WAITING", 2)
-    with pytest.raises(ServeError, match="2 requests wait for earlier ones of their sequences"):
-        stage.submit(4)
     stage.plain.rejection = ServeError(ErrorKind.OVERLOADED, "full")
     await stage.answer()
     await asyncio.sleep(0)
@@ -396,6 +397,52 @@ async def test_a_rejected_request_does_not_hold_up_its_sequence(clock: Clock, mo
         with pytest.raises(ServeError, match="full"):
             request.take_outputs()
     await asyncio.wait_for(stage.served.close(), 1)
+
+
+async def test_a_sequence_ends_after_the_requests_that_wait_if_one_behind_them_is_rejected(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = SequenceStage(clock)
+    requests = [stage.submit(value) for value in (1, 2, 3)]
+    monkeypatch.setattr("ortserve.registry.ensemble.turns.MOST_WAITING", 2)
+    for _ in range(2):  # the second time, there is room
+        with pytest.raises(ServeError, match="requests wait for earlier ones of their sequences"):
+            stage.submit(4)
+        await stage.answer()
+    assert stage.follows.ended == []
+    await stage.answer()
+    assert [request.take_outputs()[0][0, 0] for request in requests] == [1, 2, 3]
+    assert stage.follows.ended == [5]
+    stage.submit(5)
+    await stage.answer()
+    assert stage.follows.ended == [5]
+    await asyncio.wait_for(stage.served.close(), 1)
+
+
+@pytest.mark.parametrize("has_pipelined", [True, False])
+async def test_a_request_rejected_before_its_model_ends_the_sequence_of_a_client_that_has_sent_ahead(
+    clock: Clock, has_pipelined: bool
+) -> None:
+    stage = SequenceStage(clock)
+    stage.follows.has_pipelined = has_pipelined
+    stage.plain.rejection = ServeError(ErrorKind.OVERLOADED, "full")
+    with pytest.raises(ServeError, match="full"):
+        stage.submit(1)
+    assert stage.follows.ended == [5] * has_pipelined
+
+
+async def test_a_model_learns_that_a_request_has_waited_for_an_earlier_one(clock: Clock) -> None:
+    stage = SequenceStage(clock)
+    stage.submit(1)
+    stage.submit(2)
+    await stage.answer()
+    stage.plain.rejection = ServeError(ErrorKind.OVERLOADED, "full")
+    third = stage.submit(3)
+    await stage.answer()
+    assert [part.is_ahead for part in stage.follows.parts] == [False, True]
+    await asyncio.sleep(0)
+    assert third.is_settled
+    assert stage.follows.ended == [5], "nothing waits behind it, but more may be on the way"
 
 
 def test_tensors_are_dropped_after_their_last_reader(members: dict[str, FakeMember], clock: Clock) -> None:
