@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -12,10 +13,14 @@ import pytest
 from onnx import numpy_helper
 from sklearn.datasets import load_digits
 
-from models import builders
+from models import builders, members, sequences
+from models.members import add_ensemble
 from ortserve.cli.main import main
 from ortserve.tools.compare import measure
+from ortserve.tools.ensemble import open_ensemble
+from ortserve.tools.subject import find_version
 from pages import DOCS, commands
+from servers import add_model, json_input, rest_url, serving
 
 EXAMPLE = Path(__file__).parents[2] / "server" / "ortserve" / "example" / "repository"
 CORPUS = Path(__file__).parents[1] / "rows" / "corpus"
@@ -153,6 +158,83 @@ def test_what_cannot_be_compared_is_refused_with_one_line(
     problem = refused(capsys, DIGITS, noisy, "--inputs", data, "--labels", tmp_path / "few.npy")
     assert "expected 301 integers or texts, one per sample, got int64 [3]" in problem
     assert "numpy.save" in refused(capsys, DIGITS, noisy, "--inputs", data, "--labels", tmp_path / "none.npy")
+
+
+@pytest.fixture
+def ensembles(tmp_path: Path) -> Path:
+    """A repository: ``whole`` computes y = 2 (2 x + 1) + 1 and z = y - x by an ensemble in it, in three steps."""
+    repository = tmp_path / "models"
+    add_model(repository, "plus", members.affine, scale=2, offset=1)
+    add_model(repository, "plus", members.affine, version=2, scale=9)
+    (repository / "plus" / "model.yaml").write_text("version_policy: {all: true}\nlabels: {stable: 1}\n")
+    add_model(repository, "both", members.sums)
+    text = "inputs: {b: {}, a: {}}\nserved_outputs: [difference]\nmax_rows: 3\n"
+    (repository / "both" / "model.yaml").write_text(text)
+    add_model(repository, "flat", members.affine, scale=4, offset=3, shape=("batch", 2, 1))
+    (repository / "flat" / "model.yaml").write_text(
+        "inputs: {a: {dims: [2], reshape: [2, 1]}}\noutputs: {b: {dims: [2], reshape: [2, 1]}}\n"
+    )
+    add_model(repository, "one", members.affine, shape=(2,))
+    twice = [("plus", {"a": "x"}, {"b": "t"}), ("plus", {"a": "t"}, {"b": "y"})]
+    add_ensemble(repository, "twice", ["x"], ["y"], twice)
+    steps = [("twice", {"x": "x"}, {"y": "y"}), ("both", {"a": "y", "b": "x"}, {"difference": "z"})]
+    add_ensemble(repository, "whole", ["x"], ["y", "z"], steps)
+    steps = [("flat", {"a": "x"}, {"b": "y"}), ("both", {"a": "y", "b": "x"}, {"difference": "z"})]
+    add_ensemble(repository, "other", ["x"], ["y", "z"], steps)
+    steps = [("flat", {"a": "x"}, {"b": "t"}), ("one", {"a": "t"}, {"b": "y"})]
+    add_ensemble(repository, "alone", ["x"], ["y"], steps, batched="true")
+    return repository
+
+
+def test_ensembles_are_compared_with_each_other_and_with_models(
+    ensembles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = compared(capsys, ensembles / "whole", ensembles / "other", "--max-error", "0")
+    assert result["rows"] == 3
+    assert [output["name"] for output in result["agreement"]["outputs"]] == ["y", "z"]
+    files = [(ensembles / name / "1" / "model.onnx") for name in ("plus", "both")]
+    assert result["reference"]["nbytes"] == sum(file.stat().st_size for file in files)
+    x = np.arange(10, dtype=np.float32).reshape(5, 2)
+    np.savez(tmp_path / "x.npz", a=x)
+    add_ensemble(ensembles, "fits", ["a"], ["b"], [("plus", {"a": "a"}, {"b": "t"}), ("plus", {"a": "t"}, {"b": "b"})])
+    result = compared(capsys, ensembles / "fits", ensembles / "plus" / "1", "--inputs", tmp_path / "x.npz")
+    assert result["agreement"]["samples"] == 5
+    assert result["agreement"]["outputs"][0]["max"] == np.max((4 * x + 3) - (2 * x + 1))
+    assert compared(capsys, ensembles / "alone", ensembles / "twice", "--max-error", "0")["rows"] == 1
+
+
+def test_an_open_ensemble_answers_as_a_server_does(ensembles: Path) -> None:
+    x = np.array([[1, 2]], np.float32)
+    with serving(ensembles) as server:
+        for name in ("whole", "other", "alone"):
+            opened = open_ensemble(find_version(str(ensembles / name)))
+            answer = httpx.post(rest_url(server, name), json={"inputs": [json_input("x", x)]}, timeout=30).json()
+            wanted = {output["name"]: (output["shape"], output["data"]) for output in answer["outputs"]}
+            for spec, array in zip(opened.signature.outputs, opened.run([x]), strict=True):
+                assert (list(array.shape), array.ravel().tolist()) == wanted[spec.name], name
+
+
+def test_the_speed_of_ensembles_is_compared(
+    ensembles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ortserve.tools.speed._PROCESSES", 2)
+    result = compared(capsys, ensembles / "whole", ensembles / "other", seconds="0.2")
+    assert result["speed"]["median_ms"] > 0
+
+
+def test_ensembles_that_cannot_be_compared_are_refused_with_one_line(
+    ensembles: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_model(ensembles, "sum", sequences.slow)
+    (ensembles / "sum" / "model.yaml").write_text("sequences: {states: [{input: STATE, output: NEXT}]}\n")
+    add_ensemble(ensembles, "sums", ["x"], ["y"], [("sum", {"INPUT": "x"}, {"TOTAL": "y"})])
+    problem = refused(capsys, ensembles / "sums", ensembles / "sums")
+    assert "ensemble 'sums': expected members that answer requests alone, and 'sum' has sequences" in problem
+    for name, other in (("ring", "loop"), ("loop", "ring")):
+        add_ensemble(ensembles, name, ["x"], ["y"], [(other, {"x": "x"}, {"y": "y"})])
+    assert "between ensembles: ring -> loop -> ring" in refused(capsys, ensembles / "ring", ensembles / "twice")
+    add_ensemble(ensembles, "lost", ["x"], ["y"], [("gone", {"a": "x"}, {"b": "y"})])
+    assert "gone: expected a model file or REPOSITORY" in refused(capsys, ensembles / "lost", ensembles / "twice")
 
 
 @pytest.mark.usefixtures("compared_apart")

@@ -5,6 +5,7 @@ __all__ = [
     "dependents",
     "draining",
     "effective_config",
+    "ensemble",
     "load",
     "recording",
     "registry",

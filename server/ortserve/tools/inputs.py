@@ -18,7 +18,7 @@ from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.inputs import InputGenerator
 from ortserve.registry.sample_files import as_samples, fits
-from ortserve.tools.opening import OpenModel
+from ortserve.tools.ensemble import Opened
 
 MAX_FOLDER_BYTES: Final = 2**31
 """Of all files of a folder, which are read into memory."""
@@ -136,7 +136,7 @@ def _batch_order(counts: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
     return [(index, batch) for _, index, batch in sorted(spread)]
 
 
-def choose_inputs(model: OpenModel, file: Path | None = None) -> Inputs:
+def choose_inputs(model: Opened, file: Path | None = None) -> Inputs:
     """The samples of a file, or synthetic inputs of the first kind that the model accepts.
 
     Raises:

@@ -50,6 +50,11 @@ class OpenModel:
     threads: int
     opening_s: float
 
+    @property
+    def models(self) -> "tuple[OpenModel, ...]":
+        """The model itself; an ensemble has several."""
+        return (self,)
+
     def runner(self) -> PlainRun:
         """Runs of the session on arrays that ``for_model`` has prepared."""
         return PlainRun(self.session, self.signature, run_options(self.subject.options.session))
@@ -60,28 +65,34 @@ class OpenModel:
         The axes that are found for two such models may differ: in a quantized model rows may meet, and then they are
         taken to be on axis 0. It still has them where its source has them.
         """
-        axes = {spec.name: spec.batch_axis for spec in (*reference.inputs, *reference.outputs)}
-        inputs, outputs = (
-            tuple(replace(spec, batch_axis=axes.get(spec.name)) for spec in specs)
-            for specs in (self.signature.inputs, self.signature.outputs)
-        )
-        signature = replace(
-            self.signature, inputs=inputs, outputs=outputs, unbatched_because=reference.unbatched_because
-        )
-        return replace(self, signature=signature)
+        return replace(self, signature=rows_as(self.signature, reference))
 
     def for_model(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Arrays with their rows on axis 0 in the model's own form: contiguous, with the rows where it has them."""
-        is_batched = self.signature.is_batched
+        return arrays_for(self.signature, arrays)
 
-        def move(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
-            if is_absent(array) or not spec.batch_axis:
-                is_whole = is_batched and spec.batch_axis is None and not is_absent(array)
-                return array[0] if is_whole else array  # the same for all rows
-            return np.moveaxis(array, 0, spec.batch_axis)
 
-        moved = (move(*pair) for pair in zip(self.signature.inputs, arrays, strict=True))
-        return [np.ascontiguousarray(array) if array.ndim else array for array in moved]
+def rows_as(signature: ModelSignature, reference: ModelSignature) -> ModelSignature:
+    """A signature with its rows where a reference has them."""
+    axes = {spec.name: spec.batch_axis for spec in (*reference.inputs, *reference.outputs)}
+    inputs, outputs = (
+        tuple(replace(spec, batch_axis=axes.get(spec.name)) for spec in specs)
+        for specs in (signature.inputs, signature.outputs)
+    )
+    return replace(signature, inputs=inputs, outputs=outputs, unbatched_because=reference.unbatched_because)
+
+
+def arrays_for(signature: ModelSignature, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Inputs with their rows on axis 0 in the form of a signature: contiguous, with the rows where it has them."""
+
+    def move(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
+        if is_absent(array) or not spec.batch_axis:
+            is_whole = signature.is_batched and spec.batch_axis is None and not is_absent(array)
+            return array[0] if is_whole else array  # the same for all rows
+        return np.moveaxis(array, 0, spec.batch_axis)
+
+    moved = (move(*pair) for pair in zip(signature.inputs, arrays, strict=True))
+    return [np.ascontiguousarray(array) if array.ndim else array for array in moved]
 
 
 def read_graph(path: Path) -> Model:

@@ -20,6 +20,7 @@ from ortserve.errors import invalid_input
 from ortserve.tools.apart import ObjectApart
 from ortserve.tools.bench.statistics import Estimate, estimate_ratio
 from ortserve.tools.console import progress
+from ortserve.tools.ensemble import Opened, open_ensemble
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import Subject
 
@@ -62,6 +63,12 @@ class Timed:
             settings=self.settings,
             profile_prefix=profile_prefix,
         )
+
+    def open_with_members(self) -> Opened:
+        """As ``open``, also for an ensemble."""
+        if self.subject.options.ensemble is None:
+            return self.open()
+        return open_ensemble(self.subject, provider=self.provider, threads=self.threads, settings=self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +185,7 @@ class _Runner:
         """``reference`` is the signature of the first model, as ``OpenModel.with_rows_of`` takes it."""
         self._process: Final = psutil.Process()
         self._before: Final = self._process.memory_info().rss
-        opened = model.open()
+        opened = model.open_with_members()
         if reference is not None:
             opened = opened.with_rows_of(reference)
         self._signature: Final = opened.signature

@@ -43,8 +43,8 @@ def find_model(text: str) -> Subject:
     if subject.options.ensemble is not None:
         members = ", ".join(dict.fromkeys(step.model for step in subject.options.ensemble.steps))
         raise invalid_input(
-            f"{text}: expected a model with a file of its own, got an ensemble: take its members ({members}), or, for "
-            "bench, the address of a server that serves it"
+            f"{text}: expected a model with a file of its own, got an ensemble: take its members ({members}), "
+            f"'ortserve compare' for its outputs, or 'ortserve bench URL --model {subject.name}' on a server"
         )
     return subject
 

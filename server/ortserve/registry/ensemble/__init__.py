@@ -5,4 +5,4 @@
 request through them, ``turns`` keeps the order of sequences, and ``served`` is the version that answers.
 """
 
-__all__ = ["interface", "members", "plan", "served", "turns"]
+__all__ = ["interface", "members", "plan", "run", "served", "turns"]

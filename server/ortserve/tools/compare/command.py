@@ -14,7 +14,7 @@ from ortserve.tools.compare.presentation import present
 from ortserve.tools.provenance import speed_text
 from ortserve.tools.report import number_text
 from ortserve.tools.speed import Speed, Timed
-from ortserve.tools.subject import find_model
+from ortserve.tools.subject import find_version
 
 
 def build_parser() -> ToolParser:
@@ -26,7 +26,7 @@ def build_parser() -> ToolParser:
         epilog="Exit status: 0 within all bounds, 1 a bound is missed or a failure, 2 wrong arguments or input files.",
     )
     add = parser.add_argument
-    text = "model.onnx, or REPOSITORY/name[/version]"
+    text = "model.onnx, or REPOSITORY/name[/version] of a model or an ensemble"
     add("reference", metavar="FIRST", help=f"{text}: the model to compare with")
     add("candidate", metavar="SECOND", help=text)
     add("--inputs", type=Path, metavar="DATA.npz", help="Samples; without them, inputs are synthetic.")
@@ -63,7 +63,7 @@ def compare(arguments: argparse.Namespace) -> Outcome:
     if arguments.min_speedup is not None and not arguments.seconds:
         raise invalid_input("--min-speedup: expected --seconds above 0")
     reference, candidate = (
-        Timed(find_model(text), arguments.provider, arguments.threads)
+        Timed(find_version(text), arguments.provider, arguments.threads)
         for text in (arguments.reference, arguments.candidate)
     )
     result = compare_models(

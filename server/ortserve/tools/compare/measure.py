@@ -1,5 +1,6 @@
 """Compares two models: their outputs for the same inputs, in one process, and then their speed, each in its own."""
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,8 +16,8 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.apart import call_apart
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.console import progress
+from ortserve.tools.ensemble import Opened
 from ortserve.tools.inputs import FileInputs, Inputs, choose_inputs, take_inputs
-from ortserve.tools.opening import OpenModel
 from ortserve.tools.provenance import describe_model, read_provenance
 from ortserve.tools.signatures import signature_differences
 from ortserve.tools.speed import Feeds, Timed, compare_speed
@@ -74,7 +75,7 @@ def _compare_outputs(
     reference: Timed, candidate: Timed, file: Path | None, labels_file: Path | None, batch: int
 ) -> tuple[CompareResult, Sequence[Feeds]]:
     """The result without speed, and inputs for the measurement of that."""
-    first, second = reference.open(), candidate.open()
+    first, second = reference.open_with_members(), candidate.open_with_members()
     if differences := signature_differences(first.signature, second.signature, may_narrow=True):
         raise invalid_input(f"{second.subject.path}: its interface is not that of the first model: {differences[0]}")
     rows = common_rows(first, second, batch)
@@ -95,7 +96,7 @@ def _compare_outputs(
     return result, feeds
 
 
-def common_rows(reference: OpenModel, candidate: OpenModel, batch: int) -> int:
+def common_rows(reference: Opened, candidate: Opened, batch: int) -> int:
     """Rows of a run: ``batch``, or the most that a configuration allows; 1 if one of the models is not batched."""
     models = (reference, candidate)
     if not all(model.signature.is_batched for model in models):
@@ -104,8 +105,8 @@ def common_rows(reference: OpenModel, candidate: OpenModel, batch: int) -> int:
 
 
 def measure_agreement(
-    reference: OpenModel,
-    candidate: OpenModel,
+    reference: Opened,
+    candidate: Opened,
     inputs: Inputs,
     samples: int = SYNTHETIC_SAMPLES,
     labels: np.ndarray | None = None,
@@ -176,17 +177,20 @@ def _rows_first(array: np.ndarray, axis: int | None) -> np.ndarray:
     return array if axis in (None, 0) else np.moveaxis(array, axis, 0)
 
 
-def _describe(model: OpenModel) -> ComparedModel:
-    subject = model.subject
-    found, provenance = describe_model(subject.path, subject.name, subject.version), read_provenance(subject.path)
+def _describe(opened: Opened) -> ComparedModel:
+    subject, models = opened.subject, opened.models
+    found = [describe_model(model.subject.path, model.subject.name, model.subject.version) for model in models]
+    digests = [one.digest for one in found]
+    is_ensemble = subject.options.ensemble is not None
+    provenance = None if is_ensemble else read_provenance(subject.path)
     return ComparedModel(
         name=subject.name,
         version=subject.version,
         path=str(subject.path),
-        digest=found.digest,
-        nbytes=found.nbytes,
-        nodes=len(model.graph.graph.nodes),
-        execution_provider=model.choice.name,
-        threads=model.threads,
+        digest=hashlib.sha256("".join(digests).encode()).hexdigest() if is_ensemble else digests[0],
+        nbytes=sum(one.nbytes for one in found),
+        nodes=sum(len(model.graph.graph.nodes) for model in models),
+        execution_provider=", ".join(dict.fromkeys(model.choice.name for model in models)),
+        threads=max(model.threads for model in models),
         provenance=None if provenance is None else provenance.summary,
     )

@@ -13,12 +13,12 @@ class ComparedModel:
     Attributes:
         name: Of the model.
         version: Of the model; null for a file that is in no repository.
-        path: Of the file.
-        digest: SHA-256 over the file and its external data.
-        nbytes: Size of the file and its external data.
-        nodes: Of the graph as it is in the file.
-        execution_provider: That ran it.
-        threads: Of a run.
+        path: Of the file; of an ensemble, the folder of its version.
+        digest: SHA-256 over the file and its external data; of an ensemble, over the digests of its members.
+        nbytes: Size of the file and its external data; of an ensemble, those of its members together.
+        nodes: Of the graph as it is in the file; of an ensemble, those of its members together.
+        execution_provider: That ran it; of an ensemble, all of them.
+        threads: Of a run; of an ensemble, the most of a member.
         provenance: Where it came from, if it has a provenance.
     """
 
