@@ -45,6 +45,7 @@ COMPILED: Final = (
     "frontends/tls/record_budget.py",
     "frontends/tls/transport.py",
     "registry/catalog.py",
+    "registry/ensemble/limits.py",
     "registry/ensemble/route.py",
     "registry/ensemble/run.py",
     "registry/ensemble/served.py",

@@ -188,6 +188,15 @@ def test_metadata_configuration_and_statistics_are_those_of_an_ensemble(server: 
     assert statistics(server, "plus")["inference_count"] == member["inference_count"] + 3
 
 
+LIMITED = """platform: "ensemble" max_batch_size: 1
+input { name: "x" data_type: TYPE_FP32 dims: 4 }
+output [ { name: "y" data_type: TYPE_FP32 dims: 4 }, { name: "z" data_type: TYPE_FP32 dims: 4 } ]
+ensemble_scheduling { max_inflight_requests: 2
+  step { model_name: "beside" model_version: -1 input_map { key: "x" value: "x" } output_map { key: "y" value: "z" } }
+  step { model_name: "slow" model_version: -1 input_map { key: "x" value: "z" } output_map { key: "y" value: "y" } }
+}"""
+
+
 @pytest.fixture(scope="module")
 def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """An ensemble whose first step takes about 200 ms, and accepts two queued requests."""
@@ -198,6 +207,9 @@ def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
     add_model(folder, "beside", builders.identity)
     steps = [("slow", {"x": "x"}, {"y": "t"}), ("after", {"x": "t"}, {"y": "y"}), ("beside", {"x": "x"}, {"y": "z"})]
     add_ensemble(folder, "e", ["x"], ["y", "z"], steps)
+    limited = add_ensemble(folder, "limited", ["x"], ["y", "z"], steps)
+    (limited / "model.yaml").unlink()
+    (limited / "config.pbtxt").write_text(LIMITED)
     with serving(folder, *SHORT_WARMUP) as server:
         yield server
 
@@ -213,6 +225,16 @@ def test_a_full_queue_of_a_member_rejects_and_nothing_hangs(slow_server: ServerP
     assert 0 < len(rejected) < 8
     assert all("in ensemble 'e', " in error and "'slow'" in error for error in rejected)
     assert {answer.status_code for answer in answers} <= {200, 503, 429}
+
+
+def test_requests_wait_before_the_queue_of_a_member_is_full_if_the_ensemble_limits_them(
+    slow_server: ServerProcess,
+) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        url = rest_url(slow_server, "limited")
+        answers = list(pool.map(lambda _: httpx.post(url, json=FOUR, timeout=LONG_S), range(8)))
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert get(slow_server, "limited/config")["ensemble_scheduling"]["max_inflight_requests"] == 2
     assert httpx.post(rest_url(slow_server, "e"), json=FOUR, timeout=LONG_S).status_code == 200
 
 

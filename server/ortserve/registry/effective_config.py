@@ -48,6 +48,7 @@ def _describe_ensemble(served: ServedEnsemble) -> pb.ModelConfig:
     config.model_transaction_policy.decoupled = False
     if not config.HasField("ensemble_scheduling"):
         assert options.ensemble is not None
+        config.ensemble_scheduling.max_inflight_requests = options.ensemble.max_inflight_requests
         for step in options.ensemble.steps:
             described = config.ensemble_scheduling.step.add(model_name=step.model, model_version=step.version)
             described.input_map.update(step.inputs)

@@ -17,6 +17,7 @@ from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import absent, is_absent, why_not_stacked
 from ortserve.core.timing import EndedStep, Timing
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
+from ortserve.registry.ensemble.limits import StepLimits
 from ortserve.registry.ensemble.plan import of_ensemble
 from ortserve.registry.ensemble.route import BoundStep, EnsembleTerms, Route
 from ortserve.registry.request_shapes import shape_error, unequal_rows_error
@@ -35,6 +36,7 @@ class EnsembleRun:
         "_clock",
         "_is_over",
         "_left",
+        "_limits",
         "_on_end",
         "_part",
         "_queue_ns",
@@ -59,6 +61,7 @@ class EnsembleRun:
         times: StepTimes,
         clock: Clock,
         on_end: Callable[["EnsembleRun", ErrorKind | None], object],
+        limits: StepLimits | None = None,
     ) -> None:
         """Hold the inputs.
 
@@ -70,6 +73,7 @@ class EnsembleRun:
             times: Where the phases of the steps are added up.
             clock: Monotonic nanoseconds.
             on_end: Called once, with the kind of the error, None without one, when the request is settled or rejected.
+            limits: Of the requests that each step has under way; None for none.
         """
         selection = route.selection
         self._route = route
@@ -79,6 +83,7 @@ class EnsembleRun:
         self._times = times
         self._clock = clock
         self._on_end = on_end
+        self._limits = limits
         self._tensors: list[np.ndarray | None] = [None] * len(selection.readers)
         self._readers = list(selection.readers)
         self._waits = list(selection.waits)
@@ -98,28 +103,45 @@ class EnsembleRun:
                 self._tensors[tensor] = array
 
     def start(self) -> None:
-        """Start the steps that wait for nothing.
+        """Start the steps that wait for nothing, now or, if a step of the ensemble is full, later.
 
         Raises:
-            ServeError: A step was rejected; the others are cancelled.
+            ServeError: A step was rejected, and the others are cancelled; overloaded, if too many requests wait.
         """
-        request = self._request
-        timing, now_ns = request.timing, self._clock()
-        if timing.queued_ns:  # it has waited for earlier requests of its sequence
-            self._queue_ns = now_ns - timing.queued_ns
-        else:
-            timing.queued_ns = now_ns
+        request, now_ns = self._request, self._clock()
+        if not request.timing.queued_ns:  # otherwise it has waited for earlier requests of its sequence
+            request.timing.queued_ns = now_ns
         request.state = RUNNING
         request.withdraw = self._cancel
+        try:
+            if self._limits is None or self._limits.may_begin(self):
+                self._begin(now_ns)
+        except BaseException as error:
+            request.withdraw = None
+            self._end(_kind_of(error))
+            raise
+
+    def begin_late(self) -> None:
+        """As ``LimitedRun.begin_late``."""
+        try:
+            self._begin(self._clock())
+        except Exception as error:  # noqa: BLE001 - the request is settled with it
+            self._fail(error)
+
+    def start_late(self, number: int, since_ns: int) -> None:
+        """As ``LimitedRun.start_late``."""
+        self._queue_ns += self._clock() - since_ns
+        try:
+            self._submit_step(number)
+        except Exception as error:  # noqa: BLE001 - the request is settled with it
+            self._fail(error)
+
+    def _begin(self, now_ns: int) -> None:
+        self._queue_ns = now_ns - self._request.timing.queued_ns
         for number in self._route.selection.first:
             if self._is_over:
                 return
-            try:
-                self._start_step(number)
-            except BaseException as error:
-                request.withdraw = None
-                self._end(_kind_of(error))
-                raise
+            self._start_step(number)
 
     def members_to_end(self, why: ErrorKind, *, is_pipelined: bool) -> list[ServedVersion]:
         """The members whose sequence ends with this request, which has failed or was cancelled.
@@ -139,7 +161,12 @@ class EnsembleRun:
         return [self._route.steps[number].member for number in sorted(numbers)]
 
     def _start_step(self, number: int) -> None:
-        """Submit a step whose inputs exist. Raises ServeError, as the caller of the ensemble sees it."""
+        """Submit a step whose inputs exist, once there is room. Raises ServeError, as ``_submit_step``."""
+        if self._limits is None or self._limits.enter(number, self, self._clock()):
+            self._submit_step(number)
+
+    def _submit_step(self, number: int) -> None:
+        """Submit a step that has room. Raises ServeError, as the caller of the ensemble sees it."""
         step = self._route.steps[number]
         member, terms = step.member, self._terms
         now_ns = self._clock()
@@ -159,10 +186,14 @@ class EnsembleRun:
                     self._reached.add(number)
                 member.submit_part(child, own_terms, self._part)
         except ServeError as error:
+            self._leave_step(number)
             self._reached.discard(number)
             self._children.pop(number, None)
             self._count_failure(member, timing, self._clock(), error.kind, rows)
             raise of_ensemble(error, self._route.name, member.name) from None
+        except BaseException:
+            self._leave_step(number)
+            raise
 
     def _gather(self, step: BoundStep) -> tuple[Arrays, int]:
         """The inputs of a step, without copies, and their rows.
@@ -208,7 +239,12 @@ class EnsembleRun:
         if not self._readers[tensor]:
             self._tensors[tensor] = None
 
+    def _leave_step(self, number: int) -> None:
+        if self._limits is not None:
+            self._limits.leave(number)
+
     def _on_settled(self, number: int, child: InflightRequest) -> None:
+        self._leave_step(number)
         try:
             self._take(number, child)
         except asyncio.CancelledError:
@@ -318,6 +354,8 @@ class EnsembleRun:
         for child in children:
             child.cancel()
         self._tensors.clear()
+        if self._limits is not None:
+            self._limits.forget(self)
         self._on_end(self, why)
 
 

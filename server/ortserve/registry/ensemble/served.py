@@ -17,6 +17,7 @@ from ortserve.core.sequence import SequenceId, SequencePart
 from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import NO_SCHEDULING, Scheduling, Terms
 from ortserve.errors import ErrorKind, SequenceError, ServeError, invalid_input
+from ortserve.registry.ensemble.limits import StepLimits
 from ortserve.registry.ensemble.plan import Plan
 from ortserve.registry.ensemble.route import EnsembleTerms, Route, make_route
 from ortserve.registry.ensemble.run import EnsembleRun
@@ -80,6 +81,9 @@ class ServedEnsemble(ServedVersion):
         self._whole = make_route(self.name, signature, plan, members, ())
         self._routes: OrderedDict[tuple[str, ...], Route] = OrderedDict()
         self._turns = turns
+        assert self.options.ensemble is not None
+        most = self.options.ensemble.max_inflight_requests
+        self._limits = StepLimits(most, [not member.takes_sequences for member in members]) if most else None
         self._running = 0
         """Requests, with those that wait for their turn."""
         self._idle: asyncio.Event | None = None
@@ -201,7 +205,7 @@ class ServedEnsemble(ServedVersion):
         route = self._whole if not outputs else self._routes.get(outputs) or self._add_route(outputs)
         self._running += 1
         on_end = self._on_run_ended if part is None or not part.id else partial(self._on_turn_ended, part.id)
-        EnsembleRun(route, request, terms, part, self._times, self._clock, on_end).start()
+        EnsembleRun(route, request, terms, part, self._times, self._clock, on_end, self._limits).start()
 
     def _run_turn(self, turn: EnsembleTurn) -> None:
         self._run(turn.terms, turn.part, turn.request)

@@ -160,7 +160,8 @@ def _signature(config: pb.ModelConfig) -> dict[str, Any]:
 
 def _ensemble(config: pb.ModelConfig) -> tuple[dict[str, Any], list[str]]:
     given = _signature(config) | _version_policy(config.version_policy)
-    given["ensemble"] = {"steps": ensemble_steps(config)}
+    most = config.ensemble_scheduling.max_inflight_requests
+    given["ensemble"] = {"steps": ensemble_steps(config), "max_inflight_requests": most}
     given["metric_tags"] = dict(config.metric_tags)
     given["batched"] = config.max_batch_size > 0
     if config.response_cache.enable:

@@ -80,7 +80,7 @@ FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "sequence_batching.iterative_sequence": (Support.REFUSED, "the client sends each request of a sequence"),
     "ensemble_scheduling": (Support.HONOURED, "ensemble"),
     "ensemble_scheduling.step.model_namespace": (Support.REPORTED, "models have one namespace"),
-    "ensemble_scheduling.max_inflight_requests": (Support.REPORTED, "the queues of the models bound the requests"),
+    "ensemble_scheduling.max_inflight_requests": (Support.HONOURED, "ensemble.max_inflight_requests"),
     "instance_group.name": (Support.HONOURED, "shown to clients"),
     "instance_group.count": (Support.HONOURED, "instances"),
     "instance_group.gpus": (Support.HONOURED, "gpus"),

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ class FakeMember(ServedVersion):
         self.parts: list[SequencePart] = []
         self.ended: list[int | str] = []
         self.asked: list[tuple[int, int | None, int, int | None]] = []
-        self.rejection: ServeError | None = None
+        self.rejection: Exception | None = None
         self.has_pipelined = False
 
     @property
@@ -134,12 +135,14 @@ def serve(
     steps: Steps,
     clock: Clock,
     turns: SequenceTurns | None = None,
+    most: int = 0,
 ) -> ServedEnsemble:
-    given = {
+    given: dict[str, Any] = {
         "inputs": {"x": {}},
         "outputs": {name: {} for name in outputs},
         "ensemble": {"steps": [{"model": model, "inputs": read, "outputs": made} for model, read, made in steps]},
     }
+    given["ensemble"]["max_inflight_requests"] = most
     configuration = Configuration(make_model_options(given, LoadOptions(), "e"))
     plan = make_plan("e", configuration.options)
     chosen = tuple(members[step.model] for step in plan.steps)
@@ -443,6 +446,98 @@ async def test_a_model_learns_that_a_request_has_waited_for_an_earlier_one(clock
     await asyncio.sleep(0)
     assert third.is_settled
     assert stage.follows.ended == [5], "nothing waits behind it, but more may be on the way"
+
+
+CHAIN: Steps = [("l", {"a": "x"}, {"b": "p"}), ("r", {"a": "p"}, {"b": "y"})]
+
+
+async def answer_one(member: FakeMember) -> None:
+    """Answer the first request of a member with its input, and let what waited go on."""
+    member.answer(*member.requests[0].inputs)
+    await asyncio.sleep(0)
+
+
+async def test_a_step_has_at_most_so_many_requests_under_way(members: dict[str, FakeMember], clock: Clock) -> None:
+    served = serve(members, ["y"], CHAIN, clock, most=2)
+    first, second = members["l"], members["r"]
+    answered: list[int] = []
+    for number in range(20):
+        submit(served, clock).on_settled = lambda _, number=number: answered.append(number)
+    most_between = 0
+    while len(answered) < 20:
+        assert len(first.requests) <= 2
+        assert len(second.requests) <= 2
+        begun = len(first.asked)
+        most_between = max(most_between, begun - len(answered) - len(first.requests) - len(second.requests))
+        await answer_one(first if first.requests else second)
+    assert answered == list(range(20)), "in the order of arrival"
+    assert most_between == 3, "as many as were under way, and one that has not started"
+    await asyncio.wait_for(served.close(), 1)
+
+
+async def test_requests_that_wait_for_a_step_can_be_cancelled_and_rejected(
+    members: dict[str, FakeMember], clock: Clock
+) -> None:
+    served = serve(members, ["y"], CHAIN, clock, most=1)
+    first, second = members["l"], members["r"]
+    requests = [submit(served, clock)]
+    await answer_one(first)
+    requests.append(submit(served, clock))
+    await answer_one(first)
+    requests += [submit(served, clock) for _ in range(4)]
+    assert [len(member.asked) for member in (first, second)] == [2, 1], "the second waits between, no other begins"
+    requests[1].cancel()
+    requests[2].cancel()
+    await asyncio.sleep(0)
+    assert len(first.requests) == 1, "the next request may begin"
+    first.rejection = ServeError(ErrorKind.OVERLOADED, "full")
+    await answer_one(first)
+    await answer_one(second)
+    with pytest.raises(ServeError, match="in ensemble 'e', full"):
+        requests[4].take_outputs()
+    second.rejection = ValueError("odd")
+    first.rejection = None
+    await answer_one(second)
+    requests.append(submit(served, clock))
+    await answer_one(first)
+    second.rejection = None
+    with pytest.raises(ValueError, match="odd"):
+        requests[-1].take_outputs()
+    requests.append(submit(served, clock))
+    await answer_one(first)
+    await answer_one(second)
+    requests[-1].take_outputs()
+    await asyncio.wait_for(served.close(), 1)
+
+
+async def test_the_wait_for_a_step_counts_as_queue_and_is_bounded(
+    members: dict[str, FakeMember], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ortserve.registry.ensemble.limits.MOST_WAITING", 1)
+    served = serve(members, ["y"], CHAIN, clock, most=1)
+    requests = [submit(served, clock) for _ in range(3)]
+    with pytest.raises(ServeError, match="1 requests wait for steps with max_inflight_requests 1") as error:
+        submit(served, clock)
+    assert error.value.kind is ErrorKind.OVERLOADED
+    clock.now_ns = 5000
+    for member in (members["l"], members["r"]) * 3:
+        await answer_one(member)
+    waits_ns = [request.timing.taken_ns - request.timing.queued_ns for request in requests]
+    assert waits_ns == [2, 4000, 4000], "2: 1 ns in the queue of each member"
+    await asyncio.wait_for(served.close(), 1)
+
+
+async def test_a_step_with_sequences_has_no_limit(clock: Clock) -> None:
+    """One of its requests may wait for the end of another sequence, whose requests come through the same step."""
+    members = {"plain": FakeMember("plain"), "follows": FakeMember("follows", takes_sequences=True)}
+    steps: Steps = [("plain", {"a": "x"}, {"b": "p"}), ("follows", {"a": "p"}, {"b": "y"})]
+    served = serve(members, ["y"], steps, clock, most=1)
+    for number in range(1, 4):
+        request = InflightRequest(Timing(clock()), (X,), 1)
+        served.submit_part(request, served.terms(clock()), SequencePart(number))
+    for _ in range(3):
+        await answer_one(members["plain"])
+    assert len(members["follows"].requests) == 3
 
 
 def test_tensors_are_dropped_after_their_last_reader(members: dict[str, FakeMember], clock: Clock) -> None:

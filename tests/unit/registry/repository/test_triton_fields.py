@@ -55,7 +55,6 @@ REPORTED = {
     ),
     "sequence_batching.state.use_growable_memory": "sequence_batching { state { use_growable_memory: true } }",
     "ensemble_scheduling.step.model_namespace": 'ensemble_scheduling { step { model_namespace: "n" } }',
-    "ensemble_scheduling.max_inflight_requests": "ensemble_scheduling { max_inflight_requests: 1 }",
     "instance_group.rate_limiter": "instance_group { rate_limiter { priority: 1 } }",
     "instance_group.host_policy": 'instance_group { host_policy: "p" }',
     "model_metrics": 'model_metrics { metric_control { metric_identifier { family: "f" } } }',
