@@ -1,6 +1,7 @@
 """Models in memory under a budget, and models that the first request loads, over both protocols."""
 
 import os
+import platform
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,10 @@ from servers import (
 MIB = 1024 * 1024
 ON_DEMAND = "not in memory: the next request loads it"
 ROW = {"x": np.ones((1, 4), np.float32)}
-PLAIN = ("env",)
-"""A server that is not forked from another process, whose memory would be shared with it."""
+GLIBC = tuple(map(int, platform.libc_ver()[1].split(".")))
+PLAIN = ("env",) if GLIBC < (2, 43) else ("env", "GLIBC_TUNABLES=glibc.malloc.hugetlb=0")
+"""A server that is not forked from another process, whose memory would be shared with it. Newer heaps grow by huge
+pages, so that each session of these small models would hold some MiB more than its weights."""
 
 
 def write_options(folder: Path, text: str) -> None:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "server" / "ortserve"
 
 # A room may import rooms of lower levels; rooms of one level do not import each other.
 LEVELS = (
-    ("errors", "clock"),
+    ("errors", "clock", "paths"),
     ("core", "listening", "model_file"),
     ("telemetry", "config"),
     ("_pb",),

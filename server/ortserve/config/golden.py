@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ortserve.config.expectation import describe_problems
 from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
+from ortserve.paths import exists
 
 
 class Tolerance(BaseModel):
@@ -44,7 +45,7 @@ def load_golden_file(path: Path) -> GoldenFile:
     Raises:
         ServeError: invalid_input, with the file's name, the key, what is expected and the value.
     """
-    if not path.exists():
+    if not exists(path):
         return GoldenFile()
     try:
         given = read_yaml(path)

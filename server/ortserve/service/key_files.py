@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.errors import ServeError, invalid_input
+from ortserve.paths import is_file, is_folder
 from ortserve.service.access import Access, Group, Keyring, digest_of
 from ortserve.service.followed_files import FollowedFiles
 from ortserve.telemetry.logs import log_event
@@ -56,11 +57,11 @@ def read_keys(path: Path) -> frozenset[bytes]:
 
 def _files(path: Path) -> Iterator[tuple[Path, str]]:
     """The files to read, each with its name in messages."""
-    if not path.is_dir():
+    if not is_folder(path):
         yield path, ""
         return
     for file in sorted(path.iterdir()):
-        if not file.name.startswith(".") and file.is_file():
+        if not file.name.startswith(".") and is_file(file):
             yield file, f"file '{file.name}', "
 
 

@@ -18,6 +18,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import TOLERANCES, absent
 from ortserve.errors import ServeError, invalid_input
+from ortserve.paths import is_folder
 from ortserve.registry.sample_files import as_samples, read_arrays
 
 GOLDEN_FOLDER: Final = "golden"
@@ -104,10 +105,8 @@ def read_golden(folder: Path | None, signature: ModelSignature) -> GoldenSamples
     Raises:
         ServeError: invalid_input, naming the file and the array, what is expected and what the file has.
     """
-    if folder is None or not folder.is_dir():
-        return None
     try:
-        return _read(folder, signature)
+        return None if folder is None or not is_folder(folder) else _read(folder, signature)
     except ServeError as error:
         raise ServeError(error.kind, f"{GOLDEN_FOLDER}: {error.message}") from None
     except OSError as error:

@@ -25,6 +25,7 @@ from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.thread_priority import own_nice
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
+from ortserve.paths import is_folder
 from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model
 from ortserve.registry.load.batch_sizes import RunBounds
 from ortserve.registry.load.capture_trial import CaptureTrials
@@ -419,7 +420,7 @@ class _Load:
         """
         options = self.options
         folder = golden_folder(self.model.path, self.model.folder, options)
-        if (folder is None or not folder.is_dir()) and not options.golden_required:
+        if (folder is None or not is_folder(folder)) and not options.golden_required:
             return loaded
         try:
             self.progress.begin("checking golden samples")

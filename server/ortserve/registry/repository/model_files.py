@@ -14,6 +14,7 @@ from typing import Final
 from ortserve.config.model import ModelOptions
 from ortserve.config.session import EXTENSIONS
 from ortserve.errors import invalid_input
+from ortserve.paths import exists, is_file, is_folder
 
 MODEL_FILE: Final = "model.onnx"
 OPTIONS_FILE: Final = "model.yaml"
@@ -63,9 +64,9 @@ class ModelFiles:
         if self.folder is None:
             return found
         file = found.with_name(options.model_file)
-        if file.is_dir():  # As in Triton, for models whose weights are in files beside them.
+        if is_folder(file):  # As in Triton, for models whose weights are in files beside them.
             file /= MODEL_FILE
-        if not file.is_file():
+        if not is_file(file):
             present = _list_names(entry.name for entry in found.parent.iterdir())
             raise invalid_input(f"version folder {version} has no file {options.model_file}: it has {present}")
         return file
@@ -180,13 +181,13 @@ def _read_repository(root: Path) -> list[ModelFiles]:
 
 
 def _read_entry(entry: Path) -> ModelFiles | None:
-    is_folder = entry.is_dir()
-    if not is_folder and entry.suffix != ".onnx":
+    is_model_folder = is_folder(entry)
+    if not is_model_folder and entry.suffix != ".onnx":
         return None
-    name = entry.name if is_folder else entry.stem
+    name = entry.name if is_model_folder else entry.stem
     if (printable := _printable(name)) != name:
         return ModelFiles(printable, problem="its name has characters that cannot be printed or are not UTF-8")
-    return _read_model(entry) if is_folder else ModelFiles(name, {1: entry})
+    return _read_model(entry) if is_model_folder else ModelFiles(name, {1: entry})
 
 
 def _printable(name: str) -> str:
@@ -199,7 +200,7 @@ def _read_model(folder: Path) -> ModelFiles:
     entries = sorted(folder.iterdir())
     options_files = tuple(entry for entry in entries if entry.name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
     versions = {
-        int(entry.name): entry / MODEL_FILE for entry in entries if VERSION.fullmatch(entry.name) and entry.is_dir()
+        int(entry.name): entry / MODEL_FILE for entry in entries if VERSION.fullmatch(entry.name) and is_folder(entry)
     }
     problem = ""
     if len(options_files) > 1:
@@ -211,15 +212,15 @@ def _read_model(folder: Path) -> ModelFiles:
         problem = f"{NO_VERSIONS} with a file {MODEL_FILE}: it has {present}"
         if any(_has_versions(entry) for entry in entries):
             problem = f"expected the folder of a model, got a repository, a folder of models: it has {present}"
-        if VERSION.fullmatch(name) and (folder / MODEL_FILE).exists():
+        if VERSION.fullmatch(name) and exists(folder / MODEL_FILE):
             problem += f"; a repository is a folder of models, but '{folder.parent.name}' seems to be a model itself"
     return ModelFiles(name, versions, options_files, problem, folder)
 
 
 def _has_versions(entry: Path) -> bool:
     """Whether an entry of a folder is itself the folder of a model."""
-    return entry.is_dir() and any(
-        VERSION.fullmatch(inner.name) and (inner / MODEL_FILE).exists() for inner in entry.iterdir()
+    return is_folder(entry) and any(
+        VERSION.fullmatch(inner.name) and exists(inner / MODEL_FILE) for inner in entry.iterdir()
     )
 
 
@@ -229,7 +230,7 @@ def _misnamed(entry: Path) -> str:
     Ignoring it would serve the model differently from what its owner expects.
     """
     name = entry.name
-    if VERSION.fullmatch(name) and (entry / OPTIONS_FILE).exists():
+    if VERSION.fullmatch(name) and exists(entry / OPTIONS_FILE):
         return f"found {name}/{OPTIONS_FILE}: expected it beside the version folders"
     expected = OPTIONS_FILE if _LIKE_OPTIONS.fullmatch(name) else TRITON_OPTIONS_FILE
     is_like = _LIKE_OPTIONS.fullmatch(name) or _LIKE_TRITON_OPTIONS.fullmatch(name)

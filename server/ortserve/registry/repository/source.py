@@ -23,6 +23,7 @@ from ortserve.config.model import (
 from ortserve.config.rollout import RolloutOptions
 from ortserve.config.session import Scalar, option_text, provider_parts
 from ortserve.errors import ServeError, invalid_input
+from ortserve.paths import is_folder
 from ortserve.registry.repository.configuration import Configuration, read_configuration
 from ortserve.registry.repository.model_files import ModelFiles, read_repositories
 
@@ -242,7 +243,7 @@ def _files(folder: Path, version: str, left_out: set[Path]) -> Iterator[Path]:
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(".") or entry in left_out:
             continue
-        if not entry.is_dir():
+        if not is_folder(entry):
             yield entry
         elif entry.name == version or not entry.name.isdigit():
             yield from _files_below(entry, left_out)

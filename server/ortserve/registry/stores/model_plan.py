@@ -7,6 +7,7 @@ from typing import Final
 
 from ortserve.config.model import LoadOptions
 from ortserve.errors import ServeError
+from ortserve.paths import is_file
 from ortserve.registry.repository.configuration import read_configuration
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE, VERSION
 from ortserve.registry.repository.source import versions_to_serve
@@ -54,7 +55,7 @@ def wanted_versions(
     Returns:
         None for an invalid configuration, which the repository reports; it needs no version.
     """
-    options = [file for name in (OPTIONS_FILE, TRITON_OPTIONS_FILE) if (file := folder / name).is_file()]
+    options = [file for name in (OPTIONS_FILE, TRITON_OPTIONS_FILE) if is_file(file := folder / name)]
     if len(options) > 1:
         return None
     try:

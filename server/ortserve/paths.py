@@ -1,0 +1,34 @@
+"""What a path leads to. All functions raise OSError if that cannot be told.
+
+From Python 3.14 on, ``Path.is_dir`` and the like return False then, so that the models of a network file system that
+fails for a moment would look as if they had been removed.
+"""
+
+import errno
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Final
+
+_MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+def is_folder(path: Path) -> bool:
+    return S_ISDIR(_mode(path))
+
+
+def is_file(path: Path) -> bool:
+    return S_ISREG(_mode(path))
+
+
+def exists(path: Path) -> bool:
+    return _mode(path) != 0
+
+
+def _mode(path: Path) -> int:
+    """The mode of a file or folder; 0 if nothing is there."""
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno in _MISSING:
+            return 0
+        raise
