@@ -152,15 +152,19 @@ def test_a_sequence_keeps_its_order_during_changes(tmp_path: Path, changed: str)
     options = ("--model-control-mode", "explicit", "--load-model", "*", "--warmup-s", "0.05")
     with serving(tmp_path, *options) as server, triton_grpc.InferenceServerClient(server.grpc) as client:
 
-        def send(value: int) -> None:
+        def send(value: int, model: str = "through") -> None:
             tensor = triton_grpc.InferInput("x", [1, 1], "INT32")
             tensor.set_data_from_numpy(np.array([[value]], np.int32))
             flags = {"sequence_start": value == 1, "sequence_end": value == 70}
-            client.async_stream_infer("through", [tensor], sequence_id=1, **flags)
+            client.async_stream_infer(model, [tensor], sequence_id=1, **flags)
 
         client.start_stream(callback=lambda result, error: answers.put((result, error)))
         for value in range(1, 61):  # they wait in the ensemble while it follows the load
             send(value)
+        send(0, "no model")  # answered at once: then the server has all that were sent before
+        found: list[tuple[Any, Any]] = []
+        while (one := answers.get(timeout=LONG_S))[1] is None:
+            found.append(one)
         if changed == "the ensemble":
             with (tmp_path / "through" / "model.yaml").open("a") as configuration:
                 configuration.write("max_rows: 7\n")
@@ -177,7 +181,8 @@ def test_a_sequence_keeps_its_order_during_changes(tmp_path: Path, changed: str)
         assert change(server, "through" if changed in ("the ensemble", "its version") else "passes").status_code == 200
         for value in range(61, 71):
             send(value)
-        found = [answers.get(timeout=LONG_S) for _ in range(70)]
+        found += [answers.get(timeout=LONG_S) for _ in range(70 - len(found))]
+    assert "no model" in str(one[1])
     assert {error for _, error in found} == {None}
     assert [int(result.as_numpy("total")[0, 0]) for result, _ in found] == np.cumsum(range(1, 71)).tolist()
 
