@@ -54,9 +54,11 @@ def run_apart(
     """
     waiting = list(items)
     while waiting:
-        for result in _run_child(work, tuple(waiting), limit_s, [] if children is None else children):
-            waiting.pop(0)
-            yield result
+        # Closed here: Python 3.12 keeps the iterators of a closed one until it is freed itself.
+        with closing(_run_child(work, tuple(waiting), limit_s, [] if children is None else children)) as results:
+            for result in results:
+                waiting.pop(0)
+                yield result
 
 
 def run_side_by_side(
