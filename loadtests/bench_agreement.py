@@ -4,7 +4,8 @@ Level: server. The same load on the same server by ``ortserve bench``, wrk, h2lo
 other in each round:
 
 - an open loop at a moderate rate, and a closed loop on a model that computes for some milliseconds, where the generator
-  has a small part of the work. Expected: the same figures within the spread of the rounds.
+  has a small part of the work. Expected: the same figures within the spread of the rounds. h2load sends the requests of
+  10 ms one right after the other, so bench also sends its own at the very moments of h2load, and that is compared.
 - a closed loop on a small model, where generator and server take processors from each other. Expected: less throughput
   than generators in C find, by about the part of the processor time that bench says it takes; bench says so itself.
 
@@ -46,6 +47,8 @@ from perf_analyzer import PerfAnalyzer, find_perf_analyzer  # noqa: E402
 
 PORT = 18500
 BENCH = "ortserve bench"
+REPLAY = "ortserve bench, at the moments of h2load"
+WARM_UP_S = 0.5
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 HEAVY_STEPS = 60
 """Of a row of the model that computes: some 5 ms on one thread."""
@@ -79,10 +82,15 @@ class Seen:
     own: Mapping[str, Any] | None = None
 
 
-def by_bench(url: str, load: Load, protocol: str) -> Seen:
-    command = [sys.executable, "-m", "ortserve", "bench", url, "--model", load.model, "--json", "--warmup", "0.5"]
-    how = f"--rate={load.rate}" if load.rate else f"--concurrency={load.callers}"
-    options = [how, f"--seconds={load.seconds}", f"--protocol={protocol}"]
+def by_bench(url: str, load: Load, protocol: str, arrivals: Path | None = None) -> Seen:
+    """``arrivals`` has the times in seconds at which to send."""
+    command = [sys.executable, "-m", "ortserve", "bench", url, "--model", load.model, "--json", f"--warmup={WARM_UP_S}"]
+    how, seconds = f"--concurrency={load.callers}", load.seconds
+    if arrivals is not None:
+        how, seconds = f"--arrivals={arrivals}", load.seconds - WARM_UP_S
+    elif load.rate:
+        how = f"--rate={load.rate}"
+    options = [how, f"--seconds={seconds}", f"--protocol={protocol}"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=120)
     (point,) = json.loads(done.stdout)["points"]
     if point["failures"] or not point["outputs"]["checked"]:
@@ -101,7 +109,10 @@ def by_wrk(url: str, load: Load, folder: Path, pid: int) -> Seen:
 
 
 def by_h2load(url: str, load: Load, folder: Path, *, is_grpc: bool) -> Seen:
-    """Open loops have one connection, as all clients of h2load would send at the same moments."""
+    """Open loops have one connection, as all clients of h2load would send at the same moments.
+
+    The moments at which it sends are then in the file ``moments`` of the protocol.
+    """
     log = folder / "log"
     log.unlink(missing_ok=True)
     message = encode_grpc(load.model, "", [load.tensor]).body
@@ -117,9 +128,14 @@ def by_h2load(url: str, load: Load, folder: Path, *, is_grpc: bool) -> Seen:
     found = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", output)
     if found is None or int(found[2]) or int(found[3]):
         raise RuntimeError(output)
-    took_us = [int(line.split("\t")[2]) for line in log.read_text().splitlines()]
+    began_us, _, took_us = np.loadtxt(log, np.int64, delimiter="\t", unpack=True)
+    np.savetxt(moments(folder, is_grpc=is_grpc), np.sort(began_us - began_us.min()) / 1e6, "%.6f")
     p50, p99 = (float(value) / 1e3 for value in np.percentile(took_us, [50, 99]))
     return Seen(int(found[1]) / round(load.seconds), p50, p99)
+
+
+def moments(folder: Path, *, is_grpc: bool) -> Path:
+    return folder / ("grpc" if is_grpc else "rest")
 
 
 def by_perf_analyzer(program: PerfAnalyzer, address: str, load: Load) -> Seen:
@@ -231,12 +247,16 @@ def measure_load(load: Load, rounds: int, program: PerfAnalyzer | None, folder: 
         ("gRPC", BENCH): lambda: by_bench(f"grpc://{grpc}", load, "grpc"),
         ("gRPC", "h2load"): lambda: by_h2load(f"http://{grpc}", load, folder, is_grpc=True),
     }
-    if not load.rate:
+    if load.rate:
+        arms["REST", REPLAY] = lambda: by_bench(rest, load, "rest", moments(folder, is_grpc=False))
+        arms["gRPC", REPLAY] = lambda: by_bench(f"grpc://{grpc}", load, "grpc", moments(folder, is_grpc=True))
+    else:
         arms["REST", "wrk"] = lambda: by_wrk(rest, load, folder, pid)
     if program is not None:
         found = program
         arms["gRPC", "perf_analyzer"] = lambda: by_perf_analyzer(found, grpc, load)
-    arms["REST", "h2load"]()  # warm-up
+    for protocol in ("REST", "gRPC"):
+        arms[protocol, "h2load"]()  # warm-up, and the moments for the first replay
     results: dict[tuple[str, str], list[Seen]] = {key: [] for key in arms}
     for number in range(rounds):
         for key in arms if number % 2 == 0 else reversed(arms):
@@ -245,20 +265,20 @@ def measure_load(load: Load, rounds: int, program: PerfAnalyzer | None, folder: 
     rows = []
     for (protocol, name), seen in sorted(results.items()):
         values = [[one.per_s for one in seen], [one.p50_ms for one in seen], [one.p99_ms for one in seen]]
-        own = results[protocol, BENCH]
+        own = results[protocol, REPLAY if load.rate and name == "h2load" else BENCH]
         ratios = [
             [mine.per_s / one.per_s for mine, one in zip(own, seen, strict=True)],
             [mine.p50_ms / one.p50_ms for mine, one in zip(own, seen, strict=True)],
             [mine.p99_ms / one.p99_ms for mine, one in zip(own, seen, strict=True)],
         ]
         said = ""
-        if name == BENCH:
+        if name in (BENCH, REPLAY):
             accounts = [one.own for one in seen if one.own]
             part, waited = ([account[key] for account in accounts] for key in ("part", "waited_us"))
             refused = sum(bool(account["too_slow_because"]) for account in accounts)
             said = f"{statistics.median(part):.0%} of its and the server's CPU, answers waited "
             said += f"{statistics.median(waited):.0f} µs, {refused} of {rounds} runs without a verdict"
-        cells = ["", "", ""] if name == BENCH else map(spread, ratios)
+        cells = ["", "", ""] if name in (BENCH, REPLAY) else map(spread, ratios)
         rows.append([load.title, protocol, name, *map(spread, values), *cells, said])
     return rows
 
@@ -284,9 +304,10 @@ def main() -> None:
     rows, clients = measure(loads, options.rounds, program)
     setting = (
         f"One row a request, {options.rounds} interleaved rounds of {seconds:g} s for each load; medians and ranges "
-        "over the rounds. Ratios are bench / the other generator, round by round. Generators and server share the "
-        "processors: in the last load bench, whose client takes more CPU than those in C, takes it from the server. "
-        "The last column is bench's own account of itself."
+        "over the rounds. Ratios are bench / the other generator, round by round; for the open loop of h2load, which "
+        "sends the requests of 10 ms one right after the other, bench sends at the same moments. Generators and server "
+        "share the processors: in the last load bench, whose client takes more CPU than those in C, takes it from the "
+        "server. The last column is bench's own account of itself."
     )
     columns = ["load", "protocol", "generator", "answers/s", "p50 ms", "p99 ms"]
     columns += ["ratio of answers/s", "ratio of p50", "ratio of p99", "what bench says of itself"]
