@@ -4,8 +4,8 @@ Level: server. The same load on the same server by ``ortserve bench``, wrk, h2lo
 other in each round:
 
 - an open loop at a moderate rate, and a closed loop on a model that computes for some milliseconds, where the generator
-  has a small part of the work. Expected: the same figures within the spread of the rounds. h2load sends the requests of
-  10 ms one right after the other, so bench also sends its own at the very moments of h2load, and that is compared.
+  has a small part of the work. Expected: the same figures within the spread of the rounds. In the open loop h2load follows
+  a script of times and is late by up to a millisecond, so bench also sends at the very moments at which h2load did.
 - a closed loop on a small model, where generator and server take processors from each other. Expected: less throughput
   than generators in C find, by about the part of the processor time that bench says it takes; bench says so itself.
 
@@ -87,7 +87,7 @@ def by_bench(url: str, load: Load, protocol: str, arrivals: Path | None = None) 
     command = [sys.executable, "-m", "ortserve", "bench", url, "--model", load.model, "--json", f"--warmup={WARM_UP_S}"]
     how, seconds = f"--concurrency={load.callers}", load.seconds
     if arrivals is not None:
-        how, seconds = f"--arrivals={arrivals}", load.seconds - WARM_UP_S
+        how, seconds = f"--arrivals={arrivals}", float(np.loadtxt(arrivals)[-1]) - WARM_UP_S
     elif load.rate:
         how = f"--rate={load.rate}"
     options = [how, f"--seconds={seconds}", f"--protocol={protocol}"]
@@ -111,7 +111,8 @@ def by_wrk(url: str, load: Load, folder: Path, pid: int) -> Seen:
 def by_h2load(url: str, load: Load, folder: Path, *, is_grpc: bool) -> Seen:
     """Open loops have one connection, as all clients of h2load would send at the same moments.
 
-    The moments at which it sends are then in the file ``moments`` of the protocol.
+    They follow a script, as with ``--rps`` h2load sends the requests of 10 ms one right after the other. The moments at
+    which it did send are then in the file ``moments`` of the protocol.
     """
     log = folder / "log"
     log.unlink(missing_ok=True)
@@ -119,19 +120,24 @@ def by_h2load(url: str, load: Load, folder: Path, *, is_grpc: bool) -> Seen:
     prefix = b"\0" + len(message).to_bytes(4, "big")
     body = prefix + message if is_grpc else encode_rest([load.tensor], is_binary=False).body
     (folder / "request").write_bytes(body)
-    how = ["-c1", f"--rps={load.rate}", f"-m{8 if is_grpc else 1}"] if load.rate else [f"-c{load.callers}", "-m1"]
     headers = ["-H", "content-type: application/grpc", "-H", "te: trailers"] if is_grpc else ["--h1"]
     path = METHOD if is_grpc else f"/v2/models/{load.model}/infer"
-    command = ["h2load", *how, f"-D{round(load.seconds)}", "-d", str(folder / "request"), *headers]
-    command += [f"--log-file={log}", f"{url}{path}"]
+    command = ["h2load", *headers, "-d", str(folder / "request"), f"--log-file={log}"]
+    if load.rate:
+        count, script = round(load.rate * load.seconds), folder / "script"
+        script.write_text("".join(f"{number * 1000 / load.rate:.3f}\t{path}\n" for number in range(count)))
+        command += ["-c1", f"-m{8 if is_grpc else 1}", f"-n{count}", f"--timing-script-file={script}", f"-B{url}"]
+    else:
+        command += [f"-c{load.callers}", "-m1", f"-D{round(load.seconds)}", f"{url}{path}"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=load.seconds + 60).stdout
     found = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", output)
     if found is None or int(found[2]) or int(found[3]):
         raise RuntimeError(output)
     began_us, _, took_us = np.loadtxt(log, np.int64, delimiter="\t", unpack=True)
-    np.savetxt(moments(folder, is_grpc=is_grpc), np.sort(began_us - began_us.min()) / 1e6, "%.6f")
+    sent_s = np.sort(began_us - began_us.min()) / 1e6
+    np.savetxt(moments(folder, is_grpc=is_grpc), sent_s, "%.6f")
     p50, p99 = (float(value) / 1e3 for value in np.percentile(took_us, [50, 99]))
-    return Seen(int(found[1]) / round(load.seconds), p50, p99)
+    return Seen(int(found[1]) / (sent_s[-1] if load.rate else round(load.seconds)), p50, p99)
 
 
 def moments(folder: Path, *, is_grpc: bool) -> Path:
@@ -305,7 +311,7 @@ def main() -> None:
     setting = (
         f"One row a request, {options.rounds} interleaved rounds of {seconds:g} s for each load; medians and ranges "
         "over the rounds. Ratios are bench / the other generator, round by round; for the open loop of h2load, which "
-        "sends the requests of 10 ms one right after the other, bench sends at the same moments. Generators and server "
+        "is late by up to a millisecond, bench sends at the same moments. Generators and server "
         "share the processors: in the last load bench, whose client takes more CPU than those in C, takes it from the "
         "server. The last column is bench's own account of itself."
     )
