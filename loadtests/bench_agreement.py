@@ -4,8 +4,8 @@ Level: server. The same load on the same server by ``ortserve bench``, wrk, h2lo
 other in each round:
 
 - an open loop at a moderate rate, and a closed loop on a model that computes for some milliseconds, where the generator
-  has a small part of the work. Expected: the same figures within the spread of the rounds. In the open loop h2load follows
-  a script of times and is late by up to a millisecond, so bench also sends at the very moments at which h2load did.
+  has a small part of the work. Expected: the same figures within the spread of the rounds. In the open loop h2load
+  follows a script of times, late by up to a millisecond, so bench also sends at the very moments at which h2load did.
 - a closed loop on a small model, where generator and server take processors from each other. Expected: less throughput
   than generators in C find, by about the part of the processor time that bench says it takes; bench says so itself.
 
@@ -311,9 +311,9 @@ def main() -> None:
     setting = (
         f"One row a request, {options.rounds} interleaved rounds of {seconds:g} s for each load; medians and ranges "
         "over the rounds. Ratios are bench / the other generator, round by round; for the open loop of h2load, which "
-        "is late by up to a millisecond, bench sends at the same moments. Generators and server "
-        "share the processors: in the last load bench, whose client takes more CPU than those in C, takes it from the "
-        "server. The last column is bench's own account of itself."
+        "is late by up to a millisecond, bench sends at the same moments. Generators and server share the processors: "
+        "in the last load bench, whose client takes more CPU than those in C, takes it from the server. The last "
+        "column is bench's own account of itself."
     )
     columns = ["load", "protocol", "generator", "answers/s", "p50 ms", "p99 ms"]
     columns += ["ratio of answers/s", "ratio of p50", "ratio of p99", "what bench says of itself"]
