@@ -18,6 +18,10 @@ LINGER_S: Final = 5.0
 """How long the rest of a rejected body is dropped before the connection is closed (nginx: ``lingering_close``).
 Closing a socket with unread bytes resets the connection, and a caller that still sends would not see the response."""
 
+ARRIVAL_S: Final = 0.2
+"""How long a draining server waits for a request that is on its way: on a connection that had none yet, or whose head
+has arrived in part."""
+
 LINGER_BYTES: Final = 8 * 2**20
 """How much of the rest is dropped at most. A caller that sends more gets a reset."""
 

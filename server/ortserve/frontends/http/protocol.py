@@ -16,6 +16,7 @@ from ortserve.frontends.http.asgi_exchange import AsgiEndpoint, AsgiExchange
 from ortserve.frontends.http.connection import Connection, ConnectionContext, Exchange
 from ortserve.frontends.http.infer_exchange import InferEndpoint, InferExchange
 from ortserve.frontends.http.limits import (
+    ARRIVAL_S,
     Due,
     InvalidHeadError,
     Stage,
@@ -171,8 +172,11 @@ class HttpProtocol(asyncio.Protocol):
         self.connection.resume_writing()
 
     def shutdown(self) -> None:
-        """Begin to drain."""
-        self.connection.shutdown()
+        """Begin to drain. A request that is on its way has a moment to arrive, and the response to it closes."""
+        if self.connection.newest is None or self._stage is _HEADERS:
+            self._loop.call_later(ARRIVAL_S, self.connection.shutdown)
+        else:
+            self.connection.shutdown()
 
     # Events of the parser
 

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import uvicorn
@@ -13,6 +15,7 @@ from uvicorn.server import ServerState
 from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
 from ortserve.frontends.http.connection import ConnectionContext
 from ortserve.frontends.http.infer_exchange import InferEndpoint
+from ortserve.frontends.http.limits import ARRIVAL_S
 from ortserve.frontends.http.protocol import HttpProtocol
 from ortserve.frontends.tls.transport import TlsPort
 from ortserve.listening import open_listener
@@ -20,8 +23,8 @@ from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_CLOSE_S: Final = 0.1
-"""Added to the grace time: idle connections close in the next turns of the event loop."""
+_CLOSE_S: Final = ARRIVAL_S + 0.1
+"""Added to the grace time: idle connections close in the next turns of the event loop, unused ones after a moment."""
 
 
 class HttpServer:
@@ -71,9 +74,10 @@ class HttpServer:
             ServeError: conflict, naming the option, if the server cannot listen on the address.
         """
         listener = open_listener("http_port", self._host, self._port)
+        make_protocol = self._tls.wrap(self._make_protocol) if self._tls else self._make_protocol
         config = uvicorn.Config(
             self._asgi.app,
-            http=self._tls.wrap(self._connect) if self._tls else self._connect,  # type: ignore[arg-type]  # is called
+            http=make_protocol,  # type: ignore[arg-type]  # is called
             ws="none",
             lifespan="off",
             log_config=None,
@@ -81,12 +85,12 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,  # the server does not use the address of the client
         )
-        self._server = _Server(config, self._context, self._tls)
+        self._server = _Server(config, make_protocol, self._context, self._tls)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
         await self._server.is_up.wait()
         return int(listener.getsockname()[1])
 
-    def _connect(self, *, server_state: ServerState, app_state: dict[str, Any], **_: object) -> HttpProtocol:
+    def _make_protocol(self, *, server_state: ServerState, app_state: dict[str, Any], **_: object) -> HttpProtocol:
         """Called by uvicorn for each connection, with these arguments by name and some that are not used."""
         return HttpProtocol(self._context, self._infer, self._asgi, server_state, app_state)
 
@@ -113,8 +117,15 @@ class _Server(uvicorn.Server):
 
     grace_s = 0.0
 
-    def __init__(self, config: uvicorn.Config, context: ConnectionContext, tls: TlsPort | None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        make_protocol: Callable[..., asyncio.Protocol],
+        context: ConnectionContext,
+        tls: TlsPort | None,
+    ) -> None:
         super().__init__(config)
+        self._make_protocol = make_protocol
         self._context = context
         self._tls = tls
         self.is_up = asyncio.Event()
@@ -129,8 +140,11 @@ class _Server(uvicorn.Server):
         self.is_up.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        accepted = list(islice(_accept_waiting(sockets or ()), self.config.backlog))
         for server in self.servers:
             server.close()
+        for connected in accepted:
+            await self._connect(connected)
         if self._tls is not None:
             self._tls.close()
         state = self.server_state
@@ -142,6 +156,12 @@ class _Server(uvicorn.Server):
         except TimeoutError:
             self._cut_off()
         await super().shutdown(sockets)
+
+    async def _connect(self, connected: socket.socket) -> None:
+        """Serve a connection as uvicorn does."""
+        make = partial(self._make_protocol, server_state=self.server_state, app_state=self.lifespan.state)
+        with contextlib.suppress(OSError):  # the client has left
+            await asyncio.get_running_loop().connect_accepted_socket(make, connected)
 
     def _cut_off(self) -> None:
         connections, tasks = list(self.server_state.connections), list(self.server_state.tasks)
@@ -157,3 +177,13 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
         for task in tasks:
             task.cancel()
+
+
+def _accept_waiting(listeners: Iterable[socket.socket]) -> Iterator[socket.socket]:
+    """Accept the connections that wait for that, which a closed listener would reset."""
+    for listener in listeners:
+        with contextlib.suppress(OSError):  # BlockingIOError: no more wait
+            while True:
+                connected, _ = listener.accept()
+                connected.setblocking(False)
+                yield connected
