@@ -9,11 +9,15 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+
+from ortserve.config.yaml_file import MOST_LEVELS
+
+_Declared = TypeVar("_Declared", bound=BaseModel)
 
 _TYPE_WORDS: Final = {
     bool: "true or false",
@@ -58,6 +62,47 @@ def describe_default(field: FieldInfo) -> str:
     if isinstance(default, BaseModel):
         return json.dumps(default.model_dump()).replace('"', "")
     return "" if default is None else str(default)
+
+
+class InvalidValuesError(Exception):
+    """Values that do not match a declaration. ``problems`` has one phrase per invalid key."""
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{name}: {problem}" for name, problem in problems.items()))
+        self.problems: Final = problems
+
+
+def validate(
+    declared: type[_Declared], given: Mapping[str, object], inherited: Mapping[str, object] | None = None
+) -> _Declared:
+    """Validate ``given`` values; keys that it lacks are taken from ``inherited``.
+
+    Raises:
+        InvalidValuesError: See there.
+    """
+    if deep := [name for name, value in given.items() if _is_deep(value)]:
+        raise InvalidValuesError(dict.fromkeys(deep, f"nested too deep: expected at most {MOST_LEVELS} levels"))
+    # Through JSON: strict validation then accepts a list for a tuple, but no text or boolean for a number.
+    text = json.dumps({**(inherited or {}), **given}, default=str)
+    try:
+        return declared.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        raise InvalidValuesError(describe_problems(error, declared.model_fields, given)) from None
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inner(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def describe_problems(

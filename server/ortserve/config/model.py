@@ -4,16 +4,15 @@
 ``ServerOptions`` as the defaults of every model.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from ortserve.config.ensemble import EnsembleOptions
-from ortserve.config.expectation import describe_problems
+from ortserve.config.expectation import InvalidValuesError, validate
 from ortserve.config.rollout import RolloutOptions
 from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
@@ -370,12 +369,9 @@ def make_model_options(given: Mapping[str, object], defaults: LoadOptions, sourc
     """
     inherited = {name: getattr(defaults, name) for name in LoadOptions.model_fields}
     try:
-        # Through JSON: strict validation then accepts a list for a tuple, but no text or boolean for a number.
-        options = ModelOptions.model_validate_json(json.dumps(inherited | dict(given), default=str), strict=True)
-    except ValidationError as error:
-        problems = describe_problems(error, ModelOptions.model_fields, given)
-        text = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        raise invalid_input(f"{source}: {text}") from None
+        options = validate(ModelOptions, given, inherited)
+    except InvalidValuesError as error:
+        raise invalid_input(f"{source}: {error}") from None
     if problem := "; ".join([*_priority_problems(options), *_sequence_problems(options), *_ragged_problems(options)]):
         raise invalid_input(f"{source}: {problem}")
     return ModelOptions.model_construct(set(given), **dict(options))

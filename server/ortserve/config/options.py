@@ -3,7 +3,6 @@
 Constructing ``ServerOptions`` itself reads nothing: the result depends on the arguments alone.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from ortserve.config.expectation import describe_problems, did_you_mean
+from ortserve.config.expectation import InvalidValuesError, describe_problems, did_you_mean, validate
 from ortserve.config.model import LoadOptions
 from ortserve.config.option_groups import (
     AccessOptions,
@@ -313,8 +312,7 @@ def _read_file(path: Path) -> dict[str, object]:
     except ValueError as error:
         raise OptionsError(f"{path}: {error}") from None
     try:
-        ServerOptions.model_validate_json(json.dumps(given, default=str), strict=True)
-    except ValidationError as error:
-        problems = describe_problems(error, ServerOptions.model_fields, given)
-        raise OptionsError(*(f"{path}: {name}: {problem}" for name, problem in problems.items())) from None
+        validate(ServerOptions, given)
+    except InvalidValuesError as error:
+        raise OptionsError(*(f"{path}: {name}: {problem}" for name, problem in error.problems.items())) from None
     return given

@@ -1,12 +1,11 @@
 """Options of a rollout: which version is tried in the place of ``stable``, how, and by which rules it is judged."""
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from ortserve.config.expectation import describe_problems
+from ortserve.config.expectation import InvalidValuesError, validate
 from ortserve.core.version_names import STABLE
 from ortserve.errors import invalid_input
 
@@ -89,8 +88,6 @@ def make_rollout_options(given: Mapping[str, object], source: str) -> RolloutOpt
         ServeError: invalid_input, with ``source`` and every invalid key.
     """
     try:
-        return RolloutOptions.model_validate_json(json.dumps(dict(given)), strict=True)
-    except ValidationError as error:
-        problems = describe_problems(error, RolloutOptions.model_fields, given)
-        text = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        raise invalid_input(f"{source}: {text}") from None
+        return validate(RolloutOptions, given)
+    except InvalidValuesError as error:
+        raise invalid_input(f"{source}: {error}") from None

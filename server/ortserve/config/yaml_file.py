@@ -9,7 +9,7 @@ from typing import Final
 
 import yaml
 
-_DEEPEST: Final = 64
+MOST_LEVELS: Final = 64
 """Maximum nesting of mappings and lists; options need at most seven levels."""
 _MOST_VALUES: Final = 100_000
 """Maximum number of values, counting an anchored value at each use: a few hundred bytes of anchors can expand to any
@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> dict[str, object]:
         where = f" in line {mark.line + 1}" if mark else ""
         raise ValueError(f"is not YAML: {getattr(error, 'problem', None) or 'unreadable character'}{where}") from None
     except RecursionError:  # raised by the parser, before the check below
-        raise ValueError(f"nested too deep: expected at most {_DEEPEST} levels, got hundreds") from None
+        raise ValueError(f"nested too deep: expected at most {MOST_LEVELS} levels, got hundreds") from None
     assert isinstance(content, dict)
     return content
 
@@ -67,8 +67,8 @@ class _Check:
         self._values += 1
         if self._values > _MOST_VALUES:
             raise _bad(node, f"expected at most {_MOST_VALUES} values, got more")
-        if depth > _DEEPEST:  # a recursive value has no end
-            raise _bad(node, f"nested too deep: expected at most {_DEEPEST} levels, got more")
+        if depth > MOST_LEVELS:  # a recursive value has no end
+            raise _bad(node, f"nested too deep: expected at most {MOST_LEVELS} levels, got more")
         if isinstance(node, yaml.MappingNode):
             self._check_mapping(node, depth)
         elif isinstance(node, yaml.SequenceNode):

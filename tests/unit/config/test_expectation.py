@@ -1,0 +1,28 @@
+"""Values that match a declaration, or do not, as JSON brings them."""
+
+import pytest
+
+from ortserve.config.expectation import InvalidValuesError, validate
+from ortserve.config.rollout import RolloutOptions
+from ortserve.config.yaml_file import MOST_LEVELS
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for number in range(levels):
+        value = [value] if number % 2 else {"a": value}
+    return value
+
+
+def test_lists_count_as_tuples_but_texts_not_as_numbers() -> None:
+    assert validate(RolloutOptions, {"candidate": 2}).candidate == 2
+    with pytest.raises(InvalidValuesError, match=r"^candidate: expected integer, got '2'$"):
+        validate(RolloutOptions, {"candidate": "2"})
+
+
+@pytest.mark.parametrize("levels", [MOST_LEVELS + 1, 300, 3000])
+def test_key_with_a_deeply_nested_value_is_named(levels: int) -> None:
+    with pytest.raises(InvalidValuesError, match=r"^share: nested too deep: expected at most 64 levels$"):
+        validate(RolloutOptions, {"candidate": 2, "share": nested(levels)})
+    with pytest.raises(InvalidValuesError, match=r"^share: expected number, 0 to 1, got "):
+        validate(RolloutOptions, {"candidate": 2, "share": nested(MOST_LEVELS - 1)})
