@@ -1,4 +1,4 @@
-"""A declaration in words: the values of a field, its unit, its default, and the error for a rejected value.
+"""A declaration in words: the values of a field, its unit, its default; and the validation of values against it.
 
 ``--help``, error messages and the reference page all use these functions, so they cannot disagree.
 """
