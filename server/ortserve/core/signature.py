@@ -1,7 +1,8 @@
 """The inputs and outputs of a model: names, datatypes, shapes and batch axes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.ragged import RaggedTensors
@@ -32,6 +33,9 @@ class TensorSpec:
     has_any_shape: bool = False
     is_sequence: bool = False
     is_image: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _pickled(self)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -90,6 +94,9 @@ class ModelSignature:
     inputs_by_name: Mapping[str, TensorSpec] = field(init=False, repr=False, compare=False)
     output_index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _pickled(self)
+
     def __post_init__(self) -> None:
         if self.unbatched_because:
             for role in ("inputs", "outputs"):
@@ -129,3 +136,8 @@ class ModelSignature:
         whole = {spec.name: why for spec in self.inputs if spec.is_optional and spec.batch_axis is None}
         inputs = tuple(spec for spec in self.inputs if spec.name not in whole)
         return replace(self, inputs=inputs, unserved_inputs={**self.unserved_inputs, **whole})
+
+
+def _pickled(value: TensorSpec | ModelSignature) -> tuple[Any, ...]:
+    """Pickle by the constructor: classes that mypyc compiles lack the methods that ``slots=True`` adds for it."""
+    return type(value), tuple([getattr(value, one.name) for one in fields(value) if one.init])

@@ -1,5 +1,7 @@
 """What a signature says of its model."""
 
+import pickle
+
 import pytest
 
 from ortserve.core.dtypes import DataType
@@ -61,3 +63,12 @@ def test_inputs_that_are_the_same_for_all_rows_can_be_taken_out() -> None:
 @pytest.mark.parametrize(("shape", "text"), [((), "[]"), ((-1,), "[-1]"), ((-1, 16, 0), "[-1,16,0]")])
 def test_shape_is_spelled_as_clients_know_it(shape: tuple[int, ...], text: str) -> None:
     assert format_shape(shape) == text
+
+
+def test_signature_can_be_sent_to_another_process() -> None:
+    x = TensorSpec("x", DataType.FP32, (-1, 4), dim_names=("batch", ""), is_optional=True)
+    signature = ModelSignature((x,), (TensorSpec("y", DataType.INT64, (-1,)),), "", unserved_outputs={"z": "a map"})
+    copied = pickle.loads(pickle.dumps(signature))
+    assert copied == signature
+    assert copied.inputs_by_name["x"].dim_names == ("batch", "")
+    assert copied.has_optional_inputs

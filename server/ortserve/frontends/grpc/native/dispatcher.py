@@ -196,9 +196,9 @@ class NativeContext:
             with self._open_hold() as hold:
                 hold.count(len(message))
                 return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
-        except RejectedMessageError as error:
-            self._sending.end(stream, error.code, error.text, is_prompt=True)
-        except ServeError as error:
+        except RejectedMessageError as rejection:
+            self._sending.end(stream, rejection.code, rejection.text, is_prompt=True)
+        except ServeError as error:  # another name: in a coroutine mypyc gives a name one type
             self._sending.end(stream, *status_of(error), is_prompt=True)
         return grpc.aio.EOF
 
