@@ -1,7 +1,7 @@
-"""What a path leads to. All functions raise OSError if that cannot be told.
+"""Tells what a path leads to. Each function raises OSError if the system does not say.
 
-From Python 3.14 on, ``Path.is_dir`` and the like return False then, so that the models of a network file system that
-fails for a moment would look as if they had been removed.
+From Python 3.14 on, ``Path.is_dir``, ``is_file`` and ``exists`` return False in that case: the models of a network file
+system that fails for a moment would look as if they had been removed.
 """
 
 import errno
@@ -13,14 +13,17 @@ _MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def is_folder(path: Path) -> bool:
+    """Whether a folder, or a link to one, is there."""
     return S_ISDIR(_mode(path))
 
 
 def is_file(path: Path) -> bool:
+    """Whether a regular file, or a link to one, is there."""
     return S_ISREG(_mode(path))
 
 
 def exists(path: Path) -> bool:
+    """Whether anything is there. A broken link leads to nothing."""
     return _mode(path) != 0
 
 

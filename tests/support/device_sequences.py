@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from fakes.host_device import HostDevice
+from fakes.host_device import HostDevice, LosableDevice
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
@@ -126,3 +126,18 @@ async def history_sequence(served: ServedModel, name: int, requests: int, draw: 
         assert np.array_equal(output, rows[np.newaxis, :number])
         if draw.random() < 0.1:
             await asyncio.sleep(0)
+
+
+async def check_loss(path: Path, array: np.ndarray, **chosen: Any) -> None:
+    """Lose the device in the middle of sequences with this input: all of them end, and nothing is left on it."""
+    device = LosableDevice()
+    async with serving_on(lambda number: device, path, **chosen) as served:
+        await asyncio.gather(*[send_array(served, array, name, start=True) for name in range(1, 20)])
+        device.is_lost = True
+        sent = [send_array(served, array, name) for name in range(1, 20)]
+        outcomes = await asyncio.gather(*sent, return_exceptions=True)
+        assert all(isinstance(outcome, ServeError) for outcome in outcomes)
+        assert "host:0 is lost" in str(outcomes[0])
+    assert served.sequences is not None
+    assert served.sequences.is_empty
+    assert (device.allocated_bytes, device.handles) == (0, 0)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from ortserve.config.expectation import describe_problems
+from ortserve.config.expectation import InvalidValuesError, validate
 from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
 from ortserve.paths import exists
@@ -52,7 +52,6 @@ def load_golden_file(path: Path) -> GoldenFile:
     except ValueError as error:
         raise invalid_input(f"{path.name}: {error}") from None
     try:
-        return GoldenFile.model_validate(given)
-    except ValidationError as error:
-        problems = describe_problems(error, GoldenFile.model_fields, given)
-        raise invalid_input(f"{path.name}: " + "; ".join(f"{key}: {text}" for key, text in problems.items())) from None
+        return validate(GoldenFile, given)
+    except InvalidValuesError as error:
+        raise invalid_input(f"{path.name}: {error}") from None

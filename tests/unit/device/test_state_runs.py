@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from device_sequences import growing_sequence, send_array, serving_on, where
-from fakes.host_device import HostDevice, LosableDevice, Pace
+from device_sequences import check_loss, growing_sequence, send_array, serving_on, where
+from fakes.host_device import HostDevice, Pace
 from models import sequences
 from ortserve.device.accounting import Ledger
 from ortserve.device.instance import DeviceInstance
@@ -182,17 +182,7 @@ async def test_a_state_beyond_its_limit_ends_the_sequence(tmp_path: Path) -> Non
 
 
 async def test_a_lost_device_ends_its_sequences_and_leaves_nothing(tmp_path: Path) -> None:
-    device = LosableDevice()
-    path = sequences.growing(tmp_path / "m.onnx")
-    async with serving_on(lambda number: device, path, **GROWS) as served:
-        await asyncio.gather(*[add(served, 1, name, start=True) for name in range(1, 20)])
-        device.is_lost = True
-        outcomes = await asyncio.gather(*[add(served, 1, name) for name in range(1, 20)], return_exceptions=True)
-        assert all(isinstance(outcome, ServeError) for outcome in outcomes)
-        assert "host:0 is lost" in str(outcomes[0])
-    assert served.sequences is not None
-    assert served.sequences.is_empty
-    assert (device.allocated_bytes, device.handles) == (0, 0)
+    await check_loss(sequences.growing(tmp_path / "m.onnx"), one(1), **GROWS)
 
 
 async def test_several_instances_share_growing_states(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from device_sequences import one_sequence, send, serving_on, where
-from fakes.host_device import HostDevice, LosableDevice, Pace
+from device_sequences import check_loss, one_sequence, send, serving_on, where
+from fakes.host_device import HostDevice, Pace
 from models import sequences
 from ortserve.core.batch import Batch
 from ortserve.device.instance import DeviceInstance
@@ -222,18 +222,7 @@ async def test_a_full_device_fails_the_request_and_not_the_sequence(tmp_path: Pa
 
 
 async def test_a_lost_device_ends_its_sequences_and_leaves_nothing(tmp_path: Path) -> None:
-    device = LosableDevice()
-    path = sequences.accumulate(tmp_path / "m.onnx")
-    async with serving_on(lambda number: device, path) as served:
-        await asyncio.gather(*[send(served, 1, name, start=True) for name in range(1, 20)])
-        device.is_lost = True
-        sent = [send(served, 1, name) for name in range(1, 20)]
-        outcomes = await asyncio.gather(*sent, return_exceptions=True)
-        assert all(isinstance(outcome, ServeError) for outcome in outcomes)
-        assert "host:0 is lost" in str(outcomes[0])
-    assert served.sequences is not None
-    assert served.sequences.is_empty
-    assert (device.allocated_bytes, device.handles) == (0, 0)
+    await check_loss(sequences.accumulate(tmp_path / "m.onnx"), np.array([[1]], np.int32))
 
 
 async def test_batches_with_states_on_a_device_are_not_shown_to_profiles(tmp_path: Path) -> None:

@@ -160,8 +160,10 @@ class _Server(uvicorn.Server):
     async def _connect(self, connected: socket.socket) -> None:
         """Serve a connection as uvicorn does."""
         make = partial(self._make_protocol, server_state=self.server_state, app_state=self.lifespan.state)
-        with contextlib.suppress(OSError):  # the client has left
+        try:
             await asyncio.get_running_loop().connect_accepted_socket(make, connected)
+        except OSError:  # the client has left
+            connected.close()
 
     def _cut_off(self) -> None:
         connections, tasks = list(self.server_state.connections), list(self.server_state.tasks)
