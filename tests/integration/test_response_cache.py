@@ -219,7 +219,7 @@ def test_answers_are_of_loads_that_may_answer_under_reloads_labels_and_rollouts(
     ended = threading.Event()
 
     def ask(server: ServerProcess, number: int) -> list[tuple[str, float, float, int, int]]:
-        answers = []
+        answers: list[tuple[str, float, float, int, int]] = []
         while not ended.is_set():
             row, asked = np.full((1, 2), len(answers) % 2, np.float32), ("", "stable", "2")[len(answers) % 3]
             began = time.monotonic()
