@@ -226,7 +226,7 @@ def test_wrong_outputs_are_seen(way: str) -> None:
 def test_slow_generator_is_refused() -> None:
     """No generator in Python keeps up with so many requests a second: it is late, or its processor is full."""
     with small_server() as quick:
-        ran = bench(quick.url, "--model", "m", "--rate", "80000", "--seconds", "0.2", "--timeout", "3", "--json")
+        ran = bench(quick.url, "--model", "m", "--rate", "500000", "--seconds", "0.2", "--timeout", "3", "--json")
 
     assert ran.status == 1
     assert ran.point["generator"]["too_slow_because"]

@@ -163,9 +163,11 @@ def _generator(
     requests = len(late_us)
     p50 = p99 = None
     sent_share = 1.0
-    if callers is None and requests:
-        p50, p99 = (float(value) for value in np.percentile(late_us, [50, 99]))
-        sent_share = min(1.0, requests / max(1, sum(part.due for part in parts)))
+    if callers is None:
+        if requests:
+            p50, p99 = (float(value) for value in np.percentile(late_us, [50, 99]))
+        if due := sum(part.due for part in parts):
+            sent_share = min(1.0, requests / due)
     waited_us = sum(part.waited_ns for part in parts) / 1e3 / max(1, requests)
     reasons: list[str] = []
     if subject.server:  # in this process it is the model that keeps the generator busy

@@ -64,14 +64,15 @@ def test_figures_of_a_point() -> None:
     assert not found.is_overloaded
 
 
-def test_requests_that_were_never_sent_are_missed() -> None:
-    seen = seen_of(np.full(1000, 0.001))
+@pytest.mark.parametrize(("sent", "share", "percent"), [(1000, 0.5, "50.0%"), (0, 0.0, "0.0%")])
+def test_requests_that_were_never_sent_are_missed(sent: int, share: float, percent: str) -> None:
+    seen = seen_of(np.full(sent, 0.001))
     seen.finished = [Finished(0, seen.finished[0].end_ns, 0, 2000, {})]
 
     generator = point(seen).generator
 
-    assert generator.sent_share == 0.5
-    assert any("only 50.0% of the requests" in reason for reason in generator.too_slow_because)
+    assert generator.sent_share == share
+    assert any(f"only {percent} of the requests" in reason for reason in generator.too_slow_because)
 
 
 def test_rounds_are_joined() -> None:
