@@ -69,6 +69,10 @@ class StepLimits:
         self._under_way[number] += 1
         return True
 
+    def holds(self, run: LimitedRun) -> bool:
+        """Whether a request waits, to begin or for a step."""
+        return run in self._beginning or any(run in waiting for waiting in self._waiting)
+
     def leave(self, number: int) -> None:
         """A step has ended that was under way."""
         self._under_way[number] -= 1

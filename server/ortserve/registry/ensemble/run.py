@@ -47,6 +47,7 @@ class EnsembleRun:
         "_stage_ns",
         "_tensors",
         "_terms",
+        "_timer",
         "_times",
         "_unreached",
         "_waits",
@@ -89,6 +90,8 @@ class EnsembleRun:
         self._waits = list(selection.waits)
         self._left = len(selection.steps)
         self._children: dict[int, InflightRequest] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        """Fires at the deadline of a request that has waited because of the limits."""
         self._unreached: set[int] = set()
         """Steps that have sequences and did not get the part."""
         self._reached: set[int] = set()
@@ -116,6 +119,8 @@ class EnsembleRun:
         try:
             if self._limits is None or self._limits.may_begin(self):
                 self._begin(now_ns)
+            else:
+                self._set_timer(now_ns)
         except BaseException as error:
             request.withdraw = None
             self._end(_kind_of(error))
@@ -135,6 +140,19 @@ class EnsembleRun:
             self._submit_step(number)
         except Exception as error:  # noqa: BLE001 - the request is settled with it
             self._fail(error)
+
+    def _set_timer(self, now_ns: int) -> None:
+        by_ns = self._terms.finish_by_ns
+        if self._timer is None and by_ns is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0, by_ns - now_ns) / 1e9, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        """Fail the request if it waits because of the limits. The models of steps under way know its deadline."""
+        self._timer = None
+        if self._limits is not None and self._limits.holds(self):
+            why = "Request timeout expired: its deadline passed while it waited because of max_inflight_requests"
+            self._fail(ServeError(ErrorKind.DEADLINE, f"in ensemble '{self._route.name}', {why}"))
 
     def _begin(self, now_ns: int) -> None:
         self._queue_ns = now_ns - self._request.timing.queued_ns
@@ -162,8 +180,11 @@ class EnsembleRun:
 
     def _start_step(self, number: int) -> None:
         """Submit a step whose inputs exist, once there is room. Raises ServeError, as ``_submit_step``."""
-        if self._limits is None or self._limits.enter(number, self, self._clock()):
+        now_ns = self._clock()
+        if self._limits is None or self._limits.enter(number, self, now_ns):
             self._submit_step(number)
+        else:
+            self._set_timer(now_ns)
 
     def _submit_step(self, number: int) -> None:
         """Submit a step that has room. Raises ServeError, as the caller of the ensemble sees it."""
@@ -354,6 +375,8 @@ class EnsembleRun:
         for child in children:
             child.cancel()
         self._tensors.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._limits is not None:
             self._limits.forget(self)
         self._on_end(self, why)

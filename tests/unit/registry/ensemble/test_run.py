@@ -527,6 +527,47 @@ async def test_the_wait_for_a_step_counts_as_queue_and_is_bounded(
     await asyncio.wait_for(served.close(), 1)
 
 
+async def test_requests_that_wait_fail_at_their_deadlines(members: dict[str, FakeMember], clock: Clock) -> None:
+    """One waits to begin, one for its second step. One that is under way in a step is the business of its model."""
+    served = serve(members, ["y"], CHAIN, clock, most=1)
+    first, second = members["l"], members["r"]
+    deadline_ns = 20_000_000
+    in_step, between = submit(served, clock), submit(served, clock, timeout_ns=deadline_ns)
+    await answer_one(first)
+    await answer_one(first)
+    to_begin = submit(served, clock, timeout_ns=deadline_ns)
+    patient = submit(served, clock)
+    assert not between.is_settled
+    await asyncio.sleep(0.1)
+    for late in (between, to_begin):
+        with pytest.raises(ServeError, match=r"^in ensemble 'e', Request timeout expired: .* max_inflight") as error:
+            late.take_outputs()
+        assert error.value.kind is ErrorKind.DEADLINE
+    assert not in_step.is_settled
+    for member in (second, first, second):
+        await answer_one(member)
+    assert in_step.is_settled
+    patient.take_outputs()
+    await asyncio.wait_for(served.close(), 1)
+
+
+async def test_a_step_that_is_under_way_keeps_its_request_past_the_deadline(
+    members: dict[str, FakeMember], clock: Clock
+) -> None:
+    """Its model decides; the request had waited before, so that its deadline was watched."""
+    served = serve(members, ["y"], CHAIN, clock, most=1)
+    submit(served, clock)
+    request = submit(served, clock, timeout_ns=20_000_000)
+    await answer_one(members["l"])
+    await answer_one(members["r"])
+    await answer_one(members["l"])
+    assert len(members["r"].requests) == 1
+    await asyncio.sleep(0.1)
+    await answer_one(members["r"])
+    request.take_outputs()
+    await asyncio.wait_for(served.close(), 1)
+
+
 async def test_a_step_with_sequences_has_no_limit(clock: Clock) -> None:
     """One of its requests may wait for the end of another sequence, whose requests come through the same step."""
     members = {"plain": FakeMember("plain"), "follows": FakeMember("follows", takes_sequences=True)}
