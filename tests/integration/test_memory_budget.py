@@ -15,6 +15,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
+from http_wire import wait_until
 from models import builders, costly, members
 from servers import (
     LONG_S,
@@ -111,7 +112,7 @@ def held(samples: Samples) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Three models of 4 MB of which two have room, one pinned; one that never has room; an ensemble on demand."""
+    """Three models of 4 MB of which two have room, one pinned; one that never has room; two ensembles on demand."""
     repository = tmp_path_factory.mktemp("crowded")
     for name in ("a", "b", "c"):
         add_model(repository, name, costly.weighty, width=1000, layers=1)
@@ -120,6 +121,8 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
     write_options(add_model(repository, "double", members.affine, scale=2), "load_policy: on_demand")
     steps = [("double", {"a": "x"}, {"b": "half"}), ("double", {"a": "half"}, {"b": "y"})]
     members.add_ensemble(repository, "fourfold", ["x"], ["y"], steps, load_policy="on_demand")
+    steps = [(name, {"x": "x"}, {"y": f"of_{name}"}) for name in ("b", "c")]
+    members.add_ensemble(repository, "apart", ["x"], ["of_b", "of_c"], steps, load_policy="on_demand")
     with serving(repository, "--memory-budget-bytes", str(12 * MIB), "--warmup-s", "0.1", through=PLAIN) as server:
         yield server
 
@@ -128,6 +131,7 @@ def test_least_recently_used_model_leaves_and_comes_back(crowded: ServerProcess)
     wide = {"x": np.linspace(-1, 1, 1000, dtype=np.float32)[None]}
     assert {name: state for name, (state, _) in states(crowded).items()} == {
         "a": "READY",
+        "apart": "UNAVAILABLE",
         "b": "READY",
         "c": "UNAVAILABLE",
         "double": "UNAVAILABLE",
@@ -170,6 +174,29 @@ def test_ensemble_on_demand_loads_its_members_and_leaves_with_them(crowded: Serv
         np.testing.assert_array_equal(answer.as_numpy("y"), np.full((1, 2), 4))
     now = states(crowded)
     assert (now["fourfold"], now["double"]) == (("READY", ""), ("READY", ""))
+
+
+def test_ensemble_whose_members_do_not_fit_together_fails_and_evicts_nothing_more(crowded: ServerProcess) -> None:
+    wide = {"x": np.ones((1, 1000), np.float32)}
+    pattern = (
+        r"the members of 'apart' need about \d\.\d MiB together, memory_budget_bytes is 12\.0 MiB, "
+        r"of which pinned models hold \d\.\d MiB: \d\.\d MiB too few"
+    )
+
+    def refusal() -> str:
+        with pytest.raises(InferenceServerException) as caught:
+            http.infer("apart", triton_inputs(triton_http, wide))
+        return str(caught.value)
+
+    with triton_clients(crowded) as (http, _):
+        wait_until(lambda: bool(re.search(pattern, refusal())))  # both members have been loaded by then
+        evictions = read_metrics(crowded).by_labels("ortserve_model_evictions_total", "model")
+        for _ in range(3):
+            assert re.search(pattern, refusal())
+    assert read_metrics(crowded).by_labels("ortserve_model_evictions_total", "model") == evictions
+    state, reason = states(crowded)["apart"]
+    assert state == "UNAVAILABLE"
+    assert re.search(pattern, reason)
 
 
 def private_bytes(server: ServerProcess) -> int:

@@ -17,14 +17,14 @@ def members_of(source: ModelSource | None) -> tuple[str, ...]:
 
 
 def closure_of(names: Iterable[str], found: Mapping[str, ModelSource]) -> list[str]:
-    """The names, and those of all models that the ensembles among them contain, however deep."""
+    """The names in order, each followed by the models that it contains, however deep, in the order of its steps."""
     wanted: dict[str, None] = {}
     pending = list(names)[::-1]
     while pending:
         name = pending.pop()
         if name not in wanted:
             wanted[name] = None
-            pending += [member for member in members_of(found.get(name)) if member in found]
+            pending += [member for member in members_of(found.get(name))[::-1] if member in found]
     return list(wanted)
 
 

@@ -15,6 +15,7 @@ from ortserve.engine.providers import full_name
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.draining import Draining
+from ortserve.registry.ensemble.plan import member_names
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.load.coordination import MAX_LOADS
 from ortserve.registry.repository.source import ModelSource, VersionSource
@@ -51,6 +52,11 @@ class _Budget:
     need: int
     nbytes: int
     used: int
+
+    @property
+    def where(self) -> str:
+        """Names the device in a message; empty for the host."""
+        return f" on {self.device}" if self.device else ""
 
     def held_by(self, resident: Resident) -> int:
         """Bytes of this memory that a model holds."""
@@ -134,6 +140,8 @@ class MemoryRoom:
         """
         options = source.configuration.options
         if options.ensemble is not None:
+            if self._has_budget:
+                self._check_members(record.model, options)
             return 0
         cost = self._expect(record.model, record.version, source)
         if self._has_budget and (due_ns := self._make_room(record, cost)):
@@ -246,6 +254,47 @@ class MemoryRoom:
             self._draining.evict(name)
         return 0
 
+    def _check_members(self, ensemble: str, options: ModelOptions) -> None:
+        """Check that the members of an ensemble fit in memory together, if loads have shown what each takes.
+
+        Without this each load of one evicts another, and requests for the ensemble cause loads without end.
+
+        Raises:
+            NoRoomError: They never do, with the models that are pinned.
+        """
+        names = self._all_members(options)
+        costs = [
+            self._expect(one.model, one.version, one.source)
+            for name in names
+            for one in self._catalog.of(name).values()
+            if one.source is not None and one.state is not State.FAILED and not member_names(_options(one.source))
+        ]
+        if not all(cost.is_measured for cost in costs):
+            return
+        residents = self._residents(ensemble)
+        pinned = [one for one in residents if one.is_pinned and one.name not in names]
+        total = LoadCost(sum(cost.nbytes for cost in costs), 0, sum_bytes(cost.on_devices for cost in costs))
+        for budget in self._budgets(total, residents):
+            held = sum(budget.held_by(one) for one in pinned)
+            if (missing := budget.need + held - budget.nbytes) > 0:
+                self._counts.count_refusal("budget")
+                raise NoRoomError(
+                    f"the members of '{ensemble}' need about {format_bytes(budget.need)} together{budget.where}, "
+                    f"{budget.option} is {format_bytes(budget.nbytes)}, of which pinned models hold "
+                    f"{format_bytes(held)}: {format_bytes(missing)} too few",
+                    is_lasting=True,
+                )
+
+    def _all_members(self, options: ModelOptions) -> set[str]:
+        """The models of an ensemble, and those of the ensembles among them."""
+        found: set[str] = set()
+        pending = [options]
+        while pending:
+            new = set(member_names(pending.pop())) - found
+            found |= new
+            pending += [_options(one.source) for name in new for one in self._catalog.of(name).values() if one.source]
+        return found
+
     def _residents(self, loading: str) -> list[Resident]:
         names = {record.model for record in self._catalog.records() if record.state is State.READY}
         return [self._resident(name, self._catalog.ready(name), loading) for name in names]
@@ -257,21 +306,23 @@ class MemoryRoom:
             sum(record.account.nbytes for record in records if record.account is not None),
             max(max(record.used_ns, record.metrics.last_done_ns) for record in records),
             max(record.stays_until_ns for record in records),
-            is_kept=name == loading
-            or self._is_changing(name)
-            or any(one.options.is_pinned or one.has_sequences for one in served),
+            is_kept=name == loading or self._is_changing(name) or any(one.has_sequences for one in served),
+            is_pinned=any(one.options.is_pinned for one in served),
             is_busy=any(one.is_busy for one in served),
             members=tuple({member.name for one in served if isinstance(one, ServedEnsemble) for member in one.members}),
             on_devices=sum_bytes(one.device_bytes() for one in served),
         )
 
 
+def _options(source: VersionSource) -> ModelOptions:
+    return source.configuration.options
+
+
 def _no_room(model: str, budget: _Budget, missing: int) -> NoRoomError:
-    where = f" on {budget.device}" if budget.device else ""
     is_lasting = budget.need > budget.nbytes
     return NoRoomError(
-        f"'{model}' needs about {format_bytes(budget.need)}{where}, {budget.option} is {format_bytes(budget.nbytes)}, "
-        "of which models that cannot be evicted now hold "
+        f"'{model}' needs about {format_bytes(budget.need)}{budget.where}, "
+        f"{budget.option} is {format_bytes(budget.nbytes)}, of which models that cannot be evicted now hold "
         f"{format_bytes(budget.nbytes + missing - budget.need)}: {format_bytes(missing)} too few",
         is_lasting=is_lasting,
         retry_after_s=None if is_lasting else 1,

@@ -18,7 +18,8 @@ class Resident:
         nbytes: Of all its versions; 0 for an ensemble, whose members count.
         used_ns: When it last answered a request, or was loaded (monotonic).
         stays_until_ns: It does not leave before (monotonic).
-        is_kept: Whether it never leaves, or not now: it is pinned, changing, or has live sequences.
+        is_kept: Whether it does not leave now: it is changing, or has live sequences.
+        is_pinned: Whether it never leaves.
         is_busy: Whether it has admitted requests.
         members: Models that it holds open while it is in memory.
         on_devices: Bytes of all its versions by device.
@@ -29,6 +30,7 @@ class Resident:
     used_ns: int
     stays_until_ns: int = 0
     is_kept: bool = False
+    is_pinned: bool = False
     is_busy: bool = False
     members: tuple[str, ...] = ()
     on_devices: Mapping[str, int] = field(default_factory=dict)
@@ -121,7 +123,7 @@ def _holders(residents: Sequence[Resident]) -> dict[str, list[Resident]]:
 def _kept(residents: Sequence[Resident]) -> set[str]:
     """The models that do not leave: those that are kept, and the members of ensembles that are kept."""
     members = {one.name: one.members for one in residents}
-    kept = {one.name for one in residents if one.is_kept}
+    kept = {one.name for one in residents if one.is_kept or one.is_pinned}
     pending = list(kept)
     while pending:
         new = set(members.get(pending.pop(), ())) - kept
