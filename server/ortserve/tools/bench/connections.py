@@ -18,6 +18,8 @@ class Connection(asyncio.Protocol):
         self.owner: Final = owner
         self.transport: asyncio.Transport
         self.ticket: Ticket | None = None
+        self.came_ns = 0
+        """When the last bytes came. They are parsed afterwards, which is no part of the latency."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit it
@@ -26,13 +28,11 @@ class Connection(asyncio.Protocol):
     def send(self, ticket: Ticket) -> None:
         """Send a request, while no other is under way."""
 
-    def answered(
-        self, done_ns: int, nbytes: int, timing: bytes | None, body: object, *, is_usable: bool = True
-    ) -> None:
+    def answered(self, nbytes: int, timing: bytes | None, body: object, *, is_usable: bool = True) -> None:
         """The request was answered, and the connection can be used again or not."""
         ticket = self._release(is_usable=is_usable)
         if ticket is not None:
-            self.owner.sink.answered(ticket, done_ns, nbytes, timing, body)
+            self.owner.sink.answered(ticket, self.came_ns, nbytes, timing, body)
 
     def failed(self, kind: str, example: str, *, is_usable: bool = False) -> None:
         """The request, if there is one, has failed."""

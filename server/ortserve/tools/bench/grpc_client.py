@@ -80,6 +80,7 @@ class GrpcConnection(Connection):
         return b"".join(frames)
 
     def data_received(self, data: bytes) -> None:
+        self.came_ns = monotonic_ns()
         received = self._received
         received += data
         position = 0
@@ -150,7 +151,7 @@ class GrpcConnection(Connection):
             self.failed("grpc_stream_error", message[2:300].decode(errors="replace"), is_usable=True)
         elif self.ticket is not None:
             body = _content(message) if self.ticket.wants_body else None
-            self.answered(monotonic_ns(), len(message), None, body)
+            self.answered(len(message), None, body)
 
     def _on_end(self) -> None:
         """The stream has ended: a unary call is answered, other streams have failed."""
@@ -163,7 +164,7 @@ class GrpcConnection(Connection):
         if status == "0" and nbytes >= 5 and not self._is_stream:
             timing = fields.get("server-timing")
             body = bytes(self._body[5:]) if ticket.wants_body else None
-            self.answered(monotonic_ns(), nbytes - 5, timing.encode() if timing else None, body)
+            self.answered(nbytes - 5, timing.encode() if timing else None, body)
             return
         number = int(status) if status.isdigit() and int(status) < len(_STATUSES) else 2
         kind = "timeout" if number == 4 else f"grpc_{_STATUSES[number]}"

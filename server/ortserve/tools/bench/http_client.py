@@ -36,6 +36,7 @@ class HttpConnection(Connection):
         self.transport.write(self._requests[ticket.request])
 
     def data_received(self, data: bytes) -> None:
+        self.came_ns = monotonic_ns()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -63,4 +64,4 @@ class HttpConnection(Connection):
             self.failed(f"http_{status}", content[:300].decode(errors="replace"), is_usable=is_usable)
             return
         body = (content, self._json_size) if self.ticket.wants_body else None
-        self.answered(monotonic_ns(), self._nbytes, self._timing, body, is_usable=is_usable)
+        self.answered(self._nbytes, self._timing, body, is_usable=is_usable)
