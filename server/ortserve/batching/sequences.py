@@ -25,6 +25,7 @@ from ortserve.batching.sequence_table import (
     Turn,
     ends_sequence,
 )
+from ortserve.batching.sequence_timers import ENDED_AT_ONCE, SequenceTimers
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
@@ -39,10 +40,6 @@ logger: Final = logging.getLogger(__name__)
 
 _STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _TIMED_OUT: Final = "timeout of the corresponding sequence has been expired"
-_ENDED_AT_ONCE: Final = 1000
-"""Sequences that end in one turn of the event loop, about 5 ms; the others in the next ones."""
-_LATE_TIMER_S: Final = 0.001
-"""The idle timer wakes this much late, so that at least one sequence has expired by then."""
 
 
 class SequenceLimits:
@@ -107,8 +104,7 @@ class SequenceRuns:
         self._waiting_rows = 0
         self._waiting_bytes = 0
         self._ends = dict.fromkeys(END_REASONS, 0)
-        self._timer: asyncio.TimerHandle | None = None
-        self._backlog_timers: dict[Sequence, tuple[int, asyncio.TimerHandle]] = {}
+        self._timers = SequenceTimers(table, loop, clock, self._remove_expired, self._on_waited)
         self._empty: asyncio.Event | None = None
 
     @property
@@ -200,11 +196,10 @@ class SequenceRuns:
                 sequence.ended_because = UNLOADED
                 if sequence.is_idle:
                     self._remove(sequence)
-            if len(remaining) % _ENDED_AT_ONCE == 0:
+            if len(remaining) % ENDED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         await self.wait_until_empty()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timers.close()
 
     def on_computed(self, turn: Turn, outputs: Arrays) -> None:
         """Keep the states and answer the request. Called by the strategy, with all outputs of the model for one row."""
@@ -340,7 +335,7 @@ class SequenceRuns:
         self._waiting_bytes += turn.nbytes
         sequence.waiting.append(turn)
         if sequence.slot == NO_SLOT and turn.terms.start_by_ns is not None:
-            self._limit_wait(sequence, turn.terms.start_by_ns, turn.arrived_ns)
+            self._timers.limit_wait(sequence, turn.terms.start_by_ns, turn.arrived_ns)
 
     def _leave(self, turn: Turn) -> None:
         """A request waits no more."""
@@ -373,7 +368,7 @@ class SequenceRuns:
             self._remove(sequence)
         else:
             self._table.rest(sequence, self._clock())
-            self._set_timer()
+            self._timers.watch_idle()
 
     def _remove(self, sequence: Sequence) -> None:
         """A sequence has ended; its slot goes to the next one that waits."""
@@ -381,10 +376,10 @@ class SequenceRuns:
         sequence.state_bytes = 0
         sequence.states = ()
         self._ends[sequence.ended_because] += 1
-        self._stop_limit(sequence)
+        self._timers.stop_limit(sequence)
         following = self._table.remove(sequence)
         if following is not None:
-            self._stop_limit(following)
+            self._timers.stop_limit(following)
             # Not in this turn: a backlog of sequences that all fail at once would nest their calls.
             self._loop.call_soon(self._advance, following)
         if not len(self._table) and self._empty is not None:
@@ -427,37 +422,7 @@ class SequenceRuns:
         sequence.ended_because = EXPIRED
         self._remove(sequence)
 
-    def _set_timer(self) -> None:
-        """Wake when the next sequence expires. A timer that is set stays: it wakes earlier than a later one would."""
-        if self._timer is not None:
-            return
-        due_ns = self._table.next_expiry_ns()
-        if due_ns is not None:
-            delay_s = max(0.0, (due_ns - self._clock()) / 1e9) + _LATE_TIMER_S
-            self._timer = self._loop.call_later(delay_s, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        for sequence in self._table.expired(self._clock(), _ENDED_AT_ONCE):
-            self._remove_expired(sequence)
-        self._set_timer()
-
-    def _limit_wait(self, sequence: Sequence, by_ns: int, now_ns: int) -> None:
-        """End a sequence that still waits for a slot at ``by_ns``, or at an earlier limit that was set before."""
-        known = self._backlog_timers.get(sequence)
-        if known is not None:
-            if known[0] <= by_ns:
-                return
-            known[1].cancel()
-        handle = self._loop.call_later(max(0.0, (by_ns - now_ns) / 1e9), self._on_waited, sequence)
-        self._backlog_timers[sequence] = (by_ns, handle)
-
-    def _stop_limit(self, sequence: Sequence) -> None:
-        known = self._backlog_timers.pop(sequence, None)
-        if known is not None:
-            known[1].cancel()
-
     def _on_waited(self, sequence: Sequence) -> None:
-        self._backlog_timers.pop(sequence, None)
+        """A sequence has waited too long for a slot."""
         self._end(sequence, TIMED_OUT, SequenceError(ErrorKind.NOT_READY, _TIMED_OUT))
         self._remove(sequence)
