@@ -181,7 +181,11 @@ class Reconciler:
             for version in sorted(kept):
                 log_event(logger, logging.WARNING, "version is kept for its label", model=name, version=version)
             for version in set(changes.retire) - kept:
-                self._draining.drain(self._catalog.of(name)[version], UNLOADED)
+                record = self._catalog.of(name)[version]
+                if record.state is State.READY:
+                    self._draining.drain(record, UNLOADED)
+                else:  # it has failed during the loads, and would be loaded again
+                    self._versions.forget([record])
         if self._catalog.ready(name) != serving:
             await self._follow(name, applied)
         return failures

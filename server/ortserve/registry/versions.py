@@ -287,11 +287,11 @@ class Versions:
             return reason
         self._metrics.loaded(record.model, is_ok=False)
         shown = self._catalog.of(record.model).get(record.version, record)
-        if shown is record:
-            _log_failure("model cannot be served", record, reason)
-        else:
-            shown.reason = reason
+        shown.reason = reason
+        if shown.state is State.READY:
             _log_failure("model reload failed, the previous load keeps serving", record, reason)
+        else:
+            _log_failure("model cannot be served", record, reason)
         return reason
 
     def _show(self, record: VersionRecord) -> VersionRecord | None:

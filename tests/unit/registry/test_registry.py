@@ -806,6 +806,40 @@ async def test_version_replacements_are_limited(load: Load, tmp_path: Path) -> N
     assert "4 runs of the model did not end: restart the server" in refusal(registry, "long").message
 
 
+async def test_version_that_fails_while_its_successor_loads_is_not_loaded_again(load: Load, tmp_path: Path) -> None:
+    """The labels of the successor come out of a pipe, so that its load is under way for as long as the test wants."""
+    put(tmp_path, builders.identity, "m")
+    registry = await load(warmup_s=0)
+    (record,) = registry.records()
+    put(tmp_path, builders.unnamed_dims, "m", 2, options="outputs: {y: {labels: labels.txt}}")
+    os.mkfifo(tmp_path / "m" / "labels.txt")
+    loading = asyncio.ensure_future(registry.load("m"))
+    with await asyncio.to_thread((tmp_path / "m" / "labels.txt").open, "w"):  # when the load opens the file
+        registry._versions._on_abandoned(record, _Stuck(), "its run did not end", True)
+    await asyncio.wait_for(loading, 30)
+    while registry.is_changing:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0.01)
+    assert state_of(registry, "m") == {2: (State.READY, "")}
+
+
+async def test_reload_that_fails_after_the_serving_load_did_is_not_logged_as_if_that_still_served(
+    load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, builders.identity, "m")
+    registry = await load(warmup_s=0)
+    (record,) = registry.records()
+    (tmp_path / "m" / "model.yaml").write_text("outputs: {y: {labels: labels.txt}}")
+    os.mkfifo(tmp_path / "m" / "labels.txt")
+    loading = asyncio.ensure_future(registry.load("m"))
+    with await asyncio.to_thread((tmp_path / "m" / "labels.txt").open, "wb") as labels:
+        registry._versions._on_abandoned(record, _Stuck(), "its run did not end", True)
+        labels.write(b"\xff")
+    with pytest.raises(ServeError, match="expected text in UTF-8"):
+        await asyncio.wait_for(loading, 30)
+    assert "model cannot be served" in caplog.messages
+    await ready_again(registry, "m", instead_of=record.served)
+
+
 class _Stuck:
     """A runner with a run that does not end."""
 
