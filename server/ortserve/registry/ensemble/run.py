@@ -206,15 +206,14 @@ class EnsembleRun:
                     self._unreached.remove(number)
                     self._reached.add(number)
                 member.submit_part(child, own_terms, self._part)
-        except ServeError as error:
+        except BaseException as error:
             self._leave_step(number)
-            self._reached.discard(number)
             self._children.pop(number, None)
+            if not isinstance(error, ServeError):
+                raise
+            self._reached.discard(number)
             self._count_failure(member, timing, self._clock(), error.kind, rows)
             raise of_ensemble(error, self._route.name, member.name) from None
-        except BaseException:
-            self._leave_step(number)
-            raise
 
     def _gather(self, step: BoundStep) -> tuple[Arrays, int]:
         """The inputs of a step, without copies, and their rows.

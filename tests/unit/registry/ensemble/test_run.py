@@ -695,3 +695,15 @@ def test_lists_of_the_same_outputs_share_a_route_and_few_are_remembered(clock: C
     for _ in range(2):
         submit(served, clock, outputs=("f", "f", "a"))
     assert served._routes["f", "f", "a"] is served._routes["a", "f"]
+
+
+async def test_step_that_fails_unexpectedly_makes_room_for_one_other(clock: Clock) -> None:
+    member = FakeMember("m")
+    served = serve({"m": member}, ["y"], [("m", {"a": "x"}, {"b": "y"})], clock, most=1)
+    member.rejection = MemoryError()
+    with pytest.raises(MemoryError):
+        submit(served, clock)
+    member.rejection = None
+    for _ in range(3):
+        submit(served, clock)
+    assert len(member.requests) == 1
