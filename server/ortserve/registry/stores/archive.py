@@ -64,9 +64,10 @@ class ArchiveStore:
                     raise StoreError("it changed while it was fetched")
                 self._unpack(size, tag)
             file = self._files.get(found.path)
-        if file is None:
-            raise StoreError("the archive has no such file any more")
-        with file.open("rb") as stream:
+            if file is None:
+                raise StoreError("the archive has no such file any more")
+            stream = file.open("rb")  # under the lock, because ``settle`` of another thread removes the file
+        with stream:
             while piece := stream.read(_PIECE_BYTES):
                 yield piece
 

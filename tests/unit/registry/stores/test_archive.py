@@ -1,8 +1,10 @@
 """Archives behind HTTP: what is taken from them, and what fails them."""
 
 import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,25 @@ def test_the_last_member_of_a_name_is_the_file_as_tar_extracts_it(site: tuple[Pa
     store = store_of(address, write_archive(folder / "models.tar.gz", members), tmp_path)
 
     assert {found.path: b"".join(store.read(found)) for found in store.list({})} == dict(members)
+
+
+def test_file_can_be_read_while_another_sync_ends(site: tuple[Path, str], tmp_path: Path) -> None:
+    folder, address = site
+    digest = write_archive(folder / "models.tar.gz", [("m/1/model.onnx", b"model")])
+
+    class UnpackedFile(type(tmp_path)):  # type: ignore[misc]
+        """Lets another thread end its sync just before the file is opened to be read."""
+
+        def open(self, mode: str = "r", *arguments: Any) -> Any:
+            if mode == "rb":
+                settling = threading.Thread(target=store.settle)
+                settling.start()
+                settling.join(0.2)
+            return super().open(mode, *arguments)
+
+    store = store_of(address, digest, UnpackedFile(tmp_path))
+    (found,) = store.list({})
+    assert b"".join(store.read(found)) == b"model"
 
 
 @pytest.mark.parametrize(
