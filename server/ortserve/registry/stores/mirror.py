@@ -179,22 +179,26 @@ class Mirror:
                 raise
             self._use_last_listing(error)
             is_offline = True
-        entries = self._state.entries
-        chosen = [entry for entry in entries if names is None or model_name(entry) in names]
-        due = [entry for entry in chosen if self._is_due(entry, with_all_versions, is_retry=names is not None)]
+        due = [
+            (entry, objects)
+            for entry, objects in self._state.entries.items()
+            if (names is None or model_name(entry) in names)
+            and self._is_due(entry, objects, with_all_versions, is_retry=names is not None)
+        ]
         try:
             if len(due) == 1:
-                self._try_to_place(due[0], entries[due[0]], with_all_versions, is_offline)
+                self._try_to_place(*due[0], with_all_versions, is_offline)
             elif due:
                 with ThreadPoolExecutor(_MODELS_SIDE_BY_SIDE, thread_name_prefix="store-models") as threads:
-                    for entry in due:
-                        threads.submit(self._try_to_place, entry, entries[entry], with_all_versions, is_offline)
+                    for entry, objects in due:
+                        threads.submit(self._try_to_place, entry, objects, with_all_versions, is_offline)
         finally:
             self._store.settle()
-        gone = {entry for entry in self._state.placed if names is None or model_name(entry) in names} - entries.keys()
-        self._remove(gone)
+        present = self._state.entries.keys()  # of the latest listing, which may be that of another thread
+        placed = {entry for entry in list(self._state.placed) if names is None or model_name(entry) in names}
+        self._remove(placed - present)
         with self._lock:
-            for entry in self._state.failures.keys() - entries.keys():
+            for entry in self._state.failures.keys() - present:
                 self._state.failures.pop(entry, None)
         if due and not is_offline:
             others = self._cache.read_listing(self.url)  # with the digests of files that other processes fetched
@@ -244,8 +248,8 @@ class Mirror:
         message = "using the models of the cache, as the store was listed last"
         log_event(logger, logging.WARNING, message, repository=self.url)
 
-    def _is_due(self, entry: str, with_all_versions: bool, *, is_retry: bool) -> bool:
-        signature = self._sign(entry, self._state.entries[entry], with_all_versions)
+    def _is_due(self, entry: str, objects: Objects, with_all_versions: bool, *, is_retry: bool) -> bool:
+        signature = self._sign(entry, objects, with_all_versions)
         if self._state.placed.get(entry) == signature:
             with self._lock:
                 self._state.failures.pop(entry, None)  # of objects that are not there any more

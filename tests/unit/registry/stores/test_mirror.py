@@ -189,3 +189,31 @@ def test_digests_that_another_process_wrote_are_kept(tmp_path: Path, files: Exec
     store.reads.clear()
     Lab(tmp_path, files, store).mirror.sync()
     assert store.reads == []
+
+
+def test_model_that_a_load_fetches_during_a_sync_stays(tmp_path: Path, files: Executor) -> None:
+    """The sync has an older listing, and is not finished when another thread loads a model that is new."""
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
+
+    def load_b() -> None:
+        lab.store.settle = lambda: None
+        lab.store.files["b/1/model.onnx"] = b"other"
+        lab.mirror.sync(["b"])
+
+    lab.store.settle = load_b
+    lab.mirror.sync()
+    assert (lab.content("a"), lab.content("b")) == (b"first", b"other")
+
+
+def test_model_that_leaves_the_store_during_another_sync_leaves_the_folder(tmp_path: Path, files: Executor) -> None:
+    lab = Lab(tmp_path, files, StoreInMemory(a=b"first", b=b"other"))
+    lab.mirror.sync()
+
+    def named_versions(model: str) -> tuple[int, ...]:
+        if lab.store.files.pop("b/1/model.onnx", None) is not None:
+            lab.mirror.sync(["a"])  # as a load does on another thread, when the sync has its listing
+        return ()
+
+    lab.mirror.named_versions = named_versions
+    lab.mirror.sync()
+    assert [path.name for path in lab.mirror.folder.iterdir()] == ["a"]
