@@ -6,14 +6,17 @@ from types import TracebackType
 from typing import Final
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS
+from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionUse
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.gate import BodyGate
 from ortserve.service.shared_memory import SharedMemory
 
-_INLINE_BYTES: Final = 2 * 1024 * 1024
-"""Largest copy on the event loop, which takes about 0.15 ms; a thread makes larger ones."""
+_INLINE_COPY_BYTES: Final = 2 * 1024 * 1024
+"""Largest copy on the event loop, which takes about 0.15 ms; a thread makes larger ones, and decodes and encodes many
+texts."""
 
 
 class RegionTransfer:
@@ -50,9 +53,9 @@ class RegionTransfer:
             ServeError: invalid_input, if bytes are invalid for their tensor or were removed.
         """
         fetched: list[Tensor] = []
-        await self._copy(
-            self._input_bytes, lambda: fetched.extend(self._read(given, model) for given in self._use.inputs)
-        )
+        text_bytes = sum(given.span.byte_size for given in self._use.inputs if given.datatype is DataType.BYTES)
+        is_long = self._input_bytes > _INLINE_COPY_BYTES or text_bytes > INLINE_BYTES
+        await self._copy(lambda: fetched.extend(self._read(given, model) for given in self._use.inputs), is_long)
         return fetched
 
     async def place(self, outputs: Sequence[Tensor]) -> None:
@@ -63,8 +66,10 @@ class RegionTransfer:
                 memory was removed.
         """
         placed = [tensor for tensor in outputs if tensor.name in self._use.outputs]
+        texts = sum(tensor.array.size for tensor in placed if tensor.datatype is DataType.BYTES)
+        is_long = sum(tensor.array.nbytes for tensor in placed) > _INLINE_COPY_BYTES or texts > INLINE_ELEMENTS
         if placed:
-            await self._copy(sum(tensor.array.nbytes for tensor in placed), lambda: self._write(placed))
+            await self._copy(lambda: self._write(placed), is_long)
 
     def __enter__(self) -> "RegionTransfer":
         return self
@@ -77,8 +82,8 @@ class RegionTransfer:
         else:  # the call was cancelled during a copy
             self._copying.add_done_callback(self._release_after)
 
-    async def _copy(self, byte_size: int, copy: Callable[[], None]) -> None:
-        if byte_size <= _INLINE_BYTES and not self._leases.may_wait:
+    async def _copy(self, copy: Callable[[], None], is_long: bool) -> None:
+        if not is_long and not self._leases.may_wait:
             copy()
             return
         # A thread cannot be stopped: after a cancellation its copy continues, on memory that must stay open.

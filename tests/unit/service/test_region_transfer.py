@@ -11,6 +11,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
+from ortserve.codecs.bounds import INLINE_ELEMENTS
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.tensor import Tensor
@@ -132,6 +133,31 @@ async def test_large_tensors_are_copied_on_a_thread_while_the_loop_goes_on(
         assert threading.get_ident() not in copied_on
         await transfer.place([Tensor("y", DataType.UINT8, x.array + 1)])
     assert owned.content() == b"\1" * LARGE
+
+
+async def test_many_texts_are_decoded_and_encoded_on_a_thread(owned: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take some hundred times as long as a copy of as many bytes."""
+    count = INLINE_ELEMENTS + 1
+    content = b"\4\0\0\0text" * count
+    owned.fill(content)
+    regions = SharedMemory(is_allowed=True)
+    regions.register("r", owned.path.name, 0, len(content))
+    worked_on: list[int] = []
+
+    def note(*_: object) -> None:
+        worked_on.append(threading.get_ident())
+
+    for name in ("read", "write"):
+        method = getattr(SharedObject, name)
+        monkeypatch.setattr(SharedObject, name, lambda *given, method=method: (note(), method(*given))[1])
+    span = RegionSpan("r", 0, len(content))
+    use = RegionUse([RegionInput("x", DataType.BYTES, (count,), span)], {"y": span})
+    with RegionTransfer(regions, use, BodyGate(len(content))) as transfer:
+        (x,) = await transfer.fetch("m")
+        await transfer.place([Tensor("y", DataType.BYTES, x.array)])
+    assert len(worked_on) == 2
+    assert threading.get_ident() not in worked_on
+    assert owned.content() == content
 
 
 async def test_region_stays_open_during_the_copy_of_a_cancelled_call(
