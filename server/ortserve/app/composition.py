@@ -1,7 +1,6 @@
 """The composition root: creates each object once from the options, and passes it to its users."""
 
 import asyncio
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,8 +60,6 @@ from ortserve.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from ortserve.frontends.tls.certificate import ServerCertificate
-
-logger: Final = logging.getLogger(__name__)
 
 _BODIES_SHARE: Final = 4
 """One part in this many of the memory is for request bodies; models, runs and answers need the rest."""
@@ -166,7 +163,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
         strict_readiness=options.strict_readiness,
         extensions=_extensions(options),
     )
-    accounts = (SamplingRecorder if recordings else Recorder)(
+    recorder = (SamplingRecorder if recordings else Recorder)(
         metrics,
         monotonic_ns,
         trace_writer=TraceWriter(traces, monotonic_ns) if files else None,
@@ -177,7 +174,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     codec_threads = CodecThreads(min(_MAX_CODEC_THREADS, max(2, cpu_budget())), memory)
     inference = InferenceService(
         registry,
-        accounts,
+        recorder,
         monotonic_ns,
         max_inflight_bytes=max_inflight_bytes,
         max_json_bytes=options.max_json_bytes,

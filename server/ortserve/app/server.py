@@ -25,7 +25,6 @@ logger: Final = logging.getLogger(__name__)
 _MIN_CLOSING_S: Final = 1.0
 """Minimum time for closing models, whose last runs may outlast their callers."""
 
-
 _FLUSH_S: Final = 5.0
 """Time limit for writing the recorded requests that still wait."""
 

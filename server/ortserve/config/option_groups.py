@@ -1,4 +1,4 @@
-"""Groups of the server's options: keys, TLS, HTTP, gRPC, trace files and OpenTelemetry.
+"""Groups of the server's options: keys, TLS, HTTP, gRPC, trace files, stores and OpenTelemetry.
 
 Each class declares one group; ``options`` joins them. The TLS options are named like those of Kubernetes' and etcd's
 servers. The gRPC connection options are gRPC's channel arguments (github.com/grpc/grpc, doc/keepalive.md) with their

@@ -1,4 +1,4 @@
-"""Where each of the server's options was set: the console and ``ServerDetails`` show it."""
+"""Where each of the server's options was set, for the console."""
 
 import os
 from collections.abc import Mapping

@@ -57,7 +57,7 @@ def parse_repository(given: object) -> Path | RepositoryUrl:
 
 def _parse_url(text: str) -> RepositoryUrl:
     scheme, _, rest = text.partition("://")
-    if any(sign in rest for sign in "?") or (scheme != "hf" and "@" in rest.partition("/")[0]):
+    if "?" in rest or (scheme != "hf" and "@" in rest.partition("/")[0]):
         # Not shown: these parts may hold a password or the signature of a URL.
         raise ValueError(f"expected a URL without user, password or query, got one with them ({scheme}://…)")
     if not text.isprintable() or len(text) > 2000 or any(part == ".." for part in rest.split("/")):

@@ -38,8 +38,6 @@ class TensorOptions(BaseModel):
 class InputOptions(TensorOptions):
     """An input as clients see it."""
 
-    model_config = _CONFIG
-
     optional: bool = False
     """Whether requests may omit the input. The model must allow that."""
     ragged: bool = False
@@ -71,8 +69,6 @@ class BatchInputOptions(BaseModel):
 
 class OutputOptions(TensorOptions):
     """An output as clients see it."""
-
-    model_config = _CONFIG
 
     labels: str | tuple[str, ...] | None = None
     """Labels of the elements, for classification: a list, or a file in the model's folder with one label per line."""

@@ -61,7 +61,7 @@ async def check_speed(
         return
     found = loaded.warm_up
     if not isinstance(serving, ServedModel) or serving.takes_sequences or options.sequences is not None:
-        reason = "max_slowdown: models with sequences are not compared"
+        reason = "max_slowdown: ensembles and models with sequences are not compared"
         log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
         return
     before = serving.loaded.warm_up

@@ -126,14 +126,14 @@ class Registry:
             self._catalog, self._versions, self._draining, self._labels, self._sources, clock, self._on_versions
         )
         self._changes: set[asyncio.Task[Any]] = set()
-        self.on_change: Callable[[], None] = _ignore
+        self.on_change: Callable[[], None] = lambda: None
         """Called after the state of a version has changed, and when initial loading is over."""
         self.find: Final = self._catalog.find
         self.labels: Final = self._catalog.labels
         self.state_of: Final = self._labels.state_of
         self.rollout: Final = self._labels.rollout
         self.roll_out: Final = self._catalog.roll_out
-        self.on_versions: Callable[[str], None] = _ignore_name
+        self.on_versions: Callable[[str], None] = lambda name: None
         """Called with a model whose versions, configuration, labels or rollout may have changed."""
         self.names_in_repositories: Final = self._reader.names
         self.knows: Final = self._catalog.knows
@@ -408,13 +408,5 @@ class Registry:
         self._start(self._reconciler.load_again(record))
 
 
-def _ignore_name(_: str) -> None:
-    pass
-
-
 def _not_loaded(name: str, reason: str) -> ServeError:
     return ServeError(ErrorKind.NOT_READY, f"failed to load '{name}', {reason}", retry_after_s=1)
-
-
-def _ignore() -> None:
-    pass

@@ -52,7 +52,7 @@ class RowTrial:
         samples: Configured requests, which are tried first.
         max_rows: Rows of the largest set, if there is time: as many as will run together.
         row_ns: Duration of a run of one row; measured again during the trial.
-        is_coarse: As in ``core.closeness``.
+        is_coarse: As in ``core.tensor.agree``.
         stop_ns: No further set of inputs begins after this time (monotonic).
         ends_ns: A set that decides whether rows run together begins only if it is predicted to end before.
         clock: Monotonic nanoseconds.
@@ -114,8 +114,6 @@ class RowTrial:
         # If data decide how many rows an output has, random inputs may by chance give as many as they have.
         try:
             zeros = self._run(self.inputs.generate(rows, 0, ZEROS), rows)
-        except OutOfMemoryError:
-            raise
         except _RejectedError:  # Some models reject zeros.
             return ""
         return why_no_rows(self._signature, zeros, rows)
@@ -223,7 +221,7 @@ def why_rows_depend(
         signature: Of the model, with rows on axis 0.
         together: Outputs of one run of ``len(alone)`` rows.
         alone: Outputs of a run of each of these rows by itself.
-        is_coarse: As in ``core.closeness``.
+        is_coarse: As in ``core.tensor.agree``.
 
     Returns:
         How the outputs show that rows depend on each other; empty if they do not.

@@ -98,7 +98,7 @@ def warm_up(
             have no more rows than the largest bucket that finds memory.
         padding: Of the runner. Inputs are as long as it makes them.
         progress: Receives the steps; None if it is not observed.
-        is_coarse: As in ``core.closeness``.
+        is_coarse: As in ``core.tensor.agree``.
         rows_depend: How rows depend on each other, empty if they do not. If None, a trial runs rows alone and together.
         always_batches: Whether batches are measured even if rows depend on each other.
         samples: Configured requests, which the trial runs first.

@@ -1,7 +1,6 @@
 """All mirrors of a server, as the registry uses them: kept up to date on threads of their own."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,8 +17,6 @@ from ortserve.registry.stores.cache import StoreCache, default_cache_dir
 from ortserve.registry.stores.mirror import Mirror
 from ortserve.registry.stores.objects import Store, StoreError
 from ortserve.telemetry.readings import StoreReading, StoresReading
-
-logger: Final = logging.getLogger(__name__)
 
 _FILES_SIDE_BY_SIDE: Final = 8
 """Of all models together. One connection to a store gives about 100 MB/s."""

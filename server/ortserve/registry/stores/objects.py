@@ -79,7 +79,7 @@ class Store(Protocol):
 
 
 def model_name(entry: str) -> str:
-    """The model that an entry of a repository belongs to; empty for files that are none."""
+    """The name of the model that an entry of a repository is: a folder, or a file ``<name>.onnx``."""
     return entry.removesuffix(".onnx")
 
 

@@ -225,7 +225,7 @@ class RolloutService:
                 share=options.share,
             )
 
-    def _what_is_compared(self, model: str, candidate: int) -> "_Compared":
+    def _what_is_compared(self, model: str, candidate: int) -> _Compared:
         stable = self._registry.labels(model).get(STABLE)
         sources = {record.version: record.source for record in self._registry.models().get(model, ())}
         return _Compared(stable, None if stable is None else sources.get(stable), sources.get(candidate))

@@ -168,7 +168,7 @@ class LiveRollout(Rollout):
             if stable.queued_rows or candidate.queued_rows:
                 raise ServeError(ErrorKind.OVERLOADED, "requests of callers are waiting")
             now_ns = self._clock()
-            terms = candidate.terms(now_ns, scheduling=Scheduling(max(1, candidate.options.priority_levels)))
+            terms = candidate.terms(now_ns, scheduling=Scheduling(candidate.options.priority_levels))
             inputs, rows = check_request(request, candidate.signature, candidate.name)
             run = InflightRequest(Timing(now_ns), inputs, rows)
             run.on_settled = partial(self._on_settled, _Copy(request, outputs, stable, rows, run_ns, nbytes), candidate)
