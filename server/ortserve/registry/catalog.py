@@ -80,7 +80,7 @@ class VersionRecord:
         """Ends the wait of its load for a slot and for room; None while it does not wait."""
         self.asked_ns = 0
         """When its load first asked for room and had to wait (monotonic)."""
-        self.used_ns = 0
+        self.ready_ns = 0
         """When it became READY (monotonic)."""
         self.stays_until_ns = 0
         """It is not evicted before (monotonic)."""

@@ -88,7 +88,7 @@ class Registry:
             self._draining,
             clock,
             metrics.residency,
-            is_changing=self._must_stay,
+            must_stay=self._must_stay,
             budget_bytes=memory_budget_bytes,
             gpu_budget_bytes=gpu_memory_budget_bytes,
             devices=runtime.devices if runtime is not None else None,

@@ -74,7 +74,7 @@ class MemoryRoom:
         clock: Clock,
         counts: ResidencyCounts,
         *,
-        is_changing: Callable[[str], bool] = lambda name: False,
+        must_stay: Callable[[str], bool] = lambda name: False,
         budget_bytes: int | None = None,
         gpu_budget_bytes: int | None = None,
         devices: Devices | None = None,
@@ -88,7 +88,7 @@ class MemoryRoom:
             draining: Evicts models.
             clock: Monotonic nanoseconds.
             counts: Counts evictions and refusals.
-            is_changing: Whether a model is being loaded or unloaded; such models are not evicted.
+            must_stay: Whether a model must not be evicted now.
             budget_bytes: Private memory of the host that all models may hold; None for no limit.
             gpu_budget_bytes: Memory of each GPU that all models may hold; None for no limit.
             devices: Of the process, with what models hold of them; None if there are none.
@@ -100,7 +100,7 @@ class MemoryRoom:
         self._clock = clock
         self._counts = counts
         self._wait_ns: Final = round(wait_s * 1e9)
-        self._is_changing = is_changing
+        self._must_stay = must_stay
         self._budget_bytes = budget_bytes
         self._gpu_budget_bytes = gpu_budget_bytes
         self._devices: Final = devices or Devices({})
@@ -159,7 +159,7 @@ class MemoryRoom:
     def note_loaded(self, record: VersionRecord) -> None:
         """Remember what a load took, and how long the version stays at least."""
         now_ns = self._clock()
-        record.used_ns = now_ns
+        record.ready_ns = now_ns
         record.stays_until_ns = now_ns + STAY_LOADS * record.metrics.load_ns
         if record.account is not None and record.source is not None:
             nbytes = record.account.measured_bytes
@@ -304,9 +304,9 @@ class MemoryRoom:
         return Resident(
             name,
             sum(record.account.nbytes for record in records if record.account is not None),
-            max(max(record.used_ns, record.metrics.last_done_ns) for record in records),
+            max(max(record.ready_ns, record.metrics.last_done_ns) for record in records),
             max(record.stays_until_ns for record in records),
-            is_kept=name == loading or self._is_changing(name) or any(one.has_sequences for one in served),
+            is_kept=name == loading or self._must_stay(name) or any(one.has_sequences for one in served),
             is_pinned=any(one.options.is_pinned for one in served),
             is_busy=any(one.is_busy for one in served),
             members=tuple({member.name for one in served if isinstance(one, ServedEnsemble) for member in one.members}),

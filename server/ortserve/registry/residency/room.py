@@ -18,7 +18,7 @@ class Resident:
         nbytes: Of all its versions; 0 for an ensemble, whose members count.
         used_ns: When it last answered a request, or was loaded (monotonic).
         stays_until_ns: It does not leave before (monotonic).
-        is_kept: Whether it does not leave now: it is changing, or has live sequences.
+        is_kept: Whether it does not leave now: it is changing, cannot be loaded again, or has live sequences.
         is_pinned: Whether it never leaves.
         is_busy: Whether it has admitted requests.
         members: Models that it holds open while it is in memory.

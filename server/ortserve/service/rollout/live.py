@@ -34,7 +34,7 @@ MOST_COPIES: Final = 4
 """Copies of requests that may be under way: each holds the tensors of its request."""
 MOST_COPIED_BYTES: Final = 64 * 1024 * 1024
 """Of the tensors of all copies of one model."""
-INLINE_ELEMENTS: Final = 1024
+MOST_COMPARED_INLINE: Final = 1024
 """Outputs of at most so many elements are compared on the event loop; larger ones by a thread."""
 
 _JUDGED_EVERY: Final = 16
@@ -186,7 +186,7 @@ class LiveRollout(Rollout):
             self._stable_times.add(copy.run_ns)
             self._candidate_times.add(run.timing.computed_ns - run.timing.taken_ns)
         compare = partial(errors_of, copy.outputs, copy.stable.signature, found, candidate.signature, copy.rows)
-        if sum(array.size for array in (*copy.outputs, *found)) <= INLINE_ELEMENTS:
+        if sum(array.size for array in (*copy.outputs, *found)) <= MOST_COMPARED_INLINE:
             self._loop.call_soon(self._compare, compare, copy.nbytes)  # not before the answers of the same batch
         else:
             comparing = self._loop.run_in_executor(self._threads, compare)

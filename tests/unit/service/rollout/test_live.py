@@ -23,7 +23,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.rollout import live
 from ortserve.service.rollout.decision import Decision
-from ortserve.service.rollout.live import INLINE_ELEMENTS, MOST_COPIED_BYTES, MOST_COPIES, LiveRollout
+from ortserve.service.rollout.live import MOST_COMPARED_INLINE, MOST_COPIED_BYTES, MOST_COPIES, LiveRollout
 
 SIGNATURE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("y", DataType.FP32, (-1, -1)),), "")
 
@@ -116,7 +116,7 @@ async def test_large_outputs_are_compared_by_a_thread() -> None:
     trial = Trial()
     may_compare = Event()
     trial.threads.submit(may_compare.wait, 30)
-    await trial.answer(columns=INLINE_ELEMENTS)
+    await trial.answer(columns=MOST_COMPARED_INLINE)
     await trial.settle(0, 1.0)
     assert trial.counts() == {}
     may_compare.set()
