@@ -18,7 +18,7 @@ from ortserve.config.sequences import SequenceOptions
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import BatchInputOptions, FileName, InputOptions, OutputOptions, WarmupSample
 from ortserve.config.yaml_file import read_yaml
-from ortserve.core.version_names import is_label
+from ortserve.core.version_names import LABEL_FORM, is_label
 from ortserve.errors import invalid_input
 
 MOST_INSTANCES: Final = 64
@@ -170,10 +170,7 @@ class SpecificVersions(BaseModel):
 
 def _label(name: str) -> str:
     if not is_label(name):
-        raise ValueError(
-            f"expected names of at most 63 letters, digits, '_', '.' and '-' that begin with a letter or '_', "
-            f"got '{name:.100}'"
-        )
+        raise ValueError(f"expected names of {LABEL_FORM}, got '{name:.100}'")
     return name
 
 

@@ -142,6 +142,11 @@ def describe_difference(one: np.ndarray, other: np.ndarray, datatype: DataType) 
     return f"{count} of {one.size} values differ, by {most:.1e} at most"
 
 
+def zeros(shape: tuple[int, ...], datatype: DataType) -> np.ndarray:
+    """A tensor of zeros, or of empty texts."""
+    return np.full(shape, "", object) if datatype is DataType.BYTES else np.zeros(shape, datatype.numpy)
+
+
 def as_float64(array: np.ndarray, datatype: DataType) -> np.ndarray:
     """The values of a tensor of floats, as FP64."""
     return (widen(array) if datatype is DataType.BF16 else array).astype(np.float64)

@@ -9,6 +9,9 @@ STABLE: Final = "stable"
 LABEL_PATTERN: Final = "[A-Za-z_][A-Za-z0-9_.-]{0,62}"
 """A label is never a number, and needs no escaping in a URL."""
 
+LABEL_FORM: Final = "at most 63 letters, digits, '_', '.' and '-' that begin with a letter or '_'"
+"""The pattern in words, for errors."""
+
 VERSION_PATTERN: Final = f"^([0-9]+|{LABEL_PATTERN})$"
 
 _LABEL: Final = re.compile(LABEL_PATTERN)

@@ -7,7 +7,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from ortserve.config.model import MOST_LABELS
-from ortserve.core.version_names import STABLE, is_label
+from ortserve.core.version_names import LABEL_FORM, STABLE, is_label
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.catalog import State
 from ortserve.registry.registry import Registry
@@ -80,8 +80,7 @@ class LabelService:
         """
         for label in changes:
             if not is_label(label):
-                expected = "at most 63 letters, digits, '_', '.' and '-', beginning with a letter or '_'"
-                raise invalid_input(f"label '{label:.100}': expected {expected}")
+                raise invalid_input(f"label '{label:.100}': expected {LABEL_FORM}")
         async with self.lock(model):
             self._states(model)
             state = self._registry.state_of(model)

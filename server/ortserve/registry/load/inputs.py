@@ -21,7 +21,7 @@ from ortserve.core.conversion import repeated
 from ortserve.core.dtypes import DataType, narrow
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import absent
+from ortserve.core.tensor import absent, zeros
 from ortserve.errors import OutOfMemoryError, ServeError, invalid_input
 from ortserve.registry.load.interface import Interface
 from ortserve.registry.repository.model_files import read_model_file
@@ -280,7 +280,4 @@ def _fill(
         return _black_image()
     if declared.data == "random":
         return _draw(generator, spec.datatype, shape)
-    zeros = np.zeros(shape, spec.datatype.numpy)
-    if zeros.dtype.hasobject:
-        zeros.fill("")
-    return zeros
+    return zeros(shape, spec.datatype)

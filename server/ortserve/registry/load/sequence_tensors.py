@@ -13,7 +13,7 @@ from ortserve.config.sequences import FLAG_DATATYPES, ID_DATATYPES, SequenceCont
 from ortserve.core.dtypes import DataType
 from ortserve.core.sequence import ControlTensor, SequenceTensors, StateTensor
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import format_shape
+from ortserve.core.tensor import format_shape, zeros
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import read_model_file
 
@@ -140,9 +140,7 @@ def _control(spec: TensorSpec, control: SequenceControl) -> ControlTensor:
         )
     shape = (1,) * len(spec.shape)
     if control.kind == "id":
-        off = np.zeros(shape, spec.datatype.numpy)
-        if spec.datatype is DataType.BYTES:
-            off.fill("")
+        off = zeros(shape, spec.datatype)
         return ControlTensor(control.kind, spec.datatype, off, off)
     off, on = (np.full(shape, value, spec.datatype.numpy) for value in control.values)
     return ControlTensor(control.kind, spec.datatype, off, on)
@@ -214,10 +212,7 @@ def _first_state(
         )
     if state.initial_file is not None:
         return _read_state(state, state.initial_file, spec, shape, folder)
-    zeros = np.zeros(shape, spec.datatype.numpy)
-    if zeros.dtype.hasobject:
-        zeros.fill("")
-    return zeros
+    return zeros(shape, spec.datatype)
 
 
 def _read_state(

@@ -13,7 +13,7 @@ from ortserve.registry.ensemble.plan import make_plan
 from ortserve.registry.repository.model_files import OPTIONS_FILE, TRITON_OPTIONS_FILE
 from ortserve.registry.repository.triton_ensemble import check_ensemble_fields, ensemble_steps
 from ortserve.registry.repository.triton_execution import choose_providers, read_parameters
-from ortserve.registry.repository.triton_fields import check_fields, value_name
+from ortserve.registry.repository.triton_fields import check_fields, datatype_name, value_name
 from ortserve.registry.repository.triton_ragged import read_ragged
 from ortserve.registry.repository.triton_sequences import read_sequences
 
@@ -226,7 +226,7 @@ def _options(config: pb.ModelConfig, name: str, defaults: LoadOptions) -> tuple[
 def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if tensor.data_type:
-        options["datatype"] = _datatype_name(tensor.data_type, f"data_type of '{tensor.name}'")
+        options["datatype"] = datatype_name(tensor.data_type, f"data_type of '{tensor.name}'")
     if any(dim < 1 and dim != -1 for dim in tensor.dims):
         raise invalid_input(f"dims of '{tensor.name}': expected sizes of at least 1, or -1, got {list(tensor.dims)}")
     if tensor.dims:
@@ -234,12 +234,6 @@ def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
     if tensor.HasField("reshape"):
         options["reshape"] = list(tensor.reshape.shape)
     return options
-
-
-def _datatype_name(datatype: int, path: str) -> str:
-    """The protocol's name of a configured datatype."""
-    name = value_name(pb.DataType, datatype, path).removeprefix("TYPE_")
-    return "BYTES" if name == "STRING" else name
 
 
 def _version_policy(policy: pb.ModelVersionPolicy) -> dict[str, Any]:
@@ -300,7 +294,7 @@ def _sample_inputs(sample: str, inputs: Mapping[str, pb.ModelWarmup.Input]) -> I
     for name, tensor in inputs.items():
         options: dict[str, Any] = {"dims": list(tensor.dims)}
         if tensor.data_type:
-            options["datatype"] = _datatype_name(tensor.data_type, f"model_warmup '{sample}': data_type of '{name}'")
+            options["datatype"] = datatype_name(tensor.data_type, f"model_warmup '{sample}': data_type of '{name}'")
         match tensor.WhichOneof("input_data_type"):
             case "zero_data":
                 options["data"] = "zeros"

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, Protocol
 
-from ortserve._pb.model_config_pb2 import ModelConfig
+from ortserve._pb import model_config_pb2 as pb
 from ortserve.codecs.model_config import set_fields
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
@@ -114,7 +114,7 @@ def support_of(path: str) -> tuple[str, Support, str] | None:
     return None
 
 
-def check_fields(config: ModelConfig) -> list[str]:
+def check_fields(config: pb.ModelConfig) -> list[str]:
     """Check that all fields are honoured or at least harmless.
 
     Returns:
@@ -152,6 +152,12 @@ def value_name(values: NamedNumbers, number: int, path: str) -> str:
         return values.Name(number)
     except ValueError:
         raise invalid_input(f"{path}: expected one of {', '.join(values.keys())}, got {number}") from None
+
+
+def datatype_name(number: int, path: str) -> str:
+    """The protocol's name of a configured datatype. Raises as ``value_name``."""
+    name = value_name(pb.DataType, number, path).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name
 
 
 PAGE: Final = Path(__file__).parents[4] / "docs" / "reference" / "config_pbtxt.md"

@@ -11,6 +11,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.sequences import ID_DATATYPES, SequenceControl, SequenceState
 from ortserve.core.dtypes import DataType
 from ortserve.errors import invalid_input
+from ortserve.registry.repository.triton_fields import datatype_name
 
 _Batching = pb.ModelSequenceBatching
 _KINDS: Final = {
@@ -117,7 +118,7 @@ def _id_control(control: pb.ModelSequenceBatching.Control, kind: str, name: str)
             "sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' for "
             f"{kind} for {name}"
         )
-    datatype = _datatype(control.data_type)
+    datatype = datatype_name(control.data_type, f"data_type of {kind}")
     if datatype not in {known.value for known in ID_DATATYPES}:
         raise invalid_input(
             f"unexpected data type for control {kind} for {name}. Allowed data types are TYPE_UINT64, TYPE_INT64, "
@@ -132,7 +133,7 @@ def _state(state: pb.ModelSequenceBatching.State, name: str) -> dict[str, Any]:
             raise invalid_input(f"sequence batching state must have '{field}' for {name}")
     given: dict[str, Any] = {"input": state.input_name, "output": state.output_name, "dims": list(state.dims)}
     if state.data_type:
-        given["datatype"] = _datatype(state.data_type)
+        given["datatype"] = datatype_name(state.data_type, f"data_type of state '{state.input_name}'")
     if any(dim < -1 for dim in state.dims):
         raise invalid_input(f"dims of state '{state.input_name}': expected sizes of 0 or more, or -1")
     of = f"for state input '{state.input_name}'"
@@ -180,14 +181,6 @@ def _initial(
         case _:
             raise invalid_input(f"initial_state setting expects state'{state.input_name}' to have state_data set")
     return given
-
-
-def _datatype(number: int) -> str:
-    try:
-        name: str = pb.DataType.Name(number).removeprefix("TYPE_")
-    except ValueError:
-        raise invalid_input(f"data_type: expected one of {', '.join(pb.DataType.keys())}, got {number}") from None
-    return "BYTES" if name == "STRING" else name
 
 
 def describe_sequences(
