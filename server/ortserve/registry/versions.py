@@ -17,7 +17,7 @@ from ortserve.registry.load.coordination import LoadCancelledError, LoadRank
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.registry.residency.memory_room import MemoryRoom, NoRoomError
 from ortserve.registry.version_loader import VersionLoader
-from ortserve.telemetry.logs import fit_fields, log_event
+from ortserve.telemetry.logs import fit_fields, log_event, log_fault
 from ortserve.telemetry.metrics import Metrics
 
 logger: Final = logging.getLogger(__name__)
@@ -166,9 +166,9 @@ class Versions:
             record.served = await self._loader.load(record, source, partial(self._on_lost, record), events)
         except NoRoomError as error:
             return await self._refuse(record, error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - its message is no answer to a caller
             if not isinstance(error, ServeError):
-                logger.error("loading failed unexpectedly", exc_info=error)
+                log_fault(logger, "a load failed unexpectedly", error, model=record.model, version=record.label)
             return await self._fail(record, error)
         record.metrics.load_ns = self._clock() - began_ns
         record.advance(State.READY)

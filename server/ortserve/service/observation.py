@@ -29,6 +29,7 @@ from ortserve.telemetry.history import (
     rates,
     read_counts,
 )
+from ortserve.telemetry.logs import log_fault
 
 logger: Final = logging.getLogger(__name__)
 
@@ -154,8 +155,8 @@ class Observation:
                 self._sample = int(passed_s // RING_INTERVAL_S)
             try:
                 await self._pass(is_sample=is_sample)
-            except Exception as error:  # a later pass may succeed
-                logger.error("the console could not read the models", exc_info=error)
+            except Exception as error:  # noqa: BLE001 - a later pass may succeed
+                log_fault(logger, "the console could not read the models", error)
 
     async def _is_visited_within(self, seconds: float) -> bool:
         """Whether a viewer comes in this time."""

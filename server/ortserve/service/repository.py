@@ -10,7 +10,7 @@ from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.registry import Registry
-from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.logs import log_event, log_fault
 
 logger: Final = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class RepositoryService:
                 if error.message != reported:  # once, not at every poll
                     reported = error.message
                     log_event(logger, logging.ERROR, "the repositories cannot be polled", reason=reported)
-            except Exception as error:
-                logger.error("the repositories could not be polled", exc_info=error)
+            except Exception as error:  # noqa: BLE001 - a later poll may succeed
+                log_fault(logger, "the repositories could not be polled", error)
 
     async def index(self, *, only_ready: bool = False) -> list[IndexEntry]:
         """Every version that the server knows, and every model that is in the repositories now, sorted by name."""

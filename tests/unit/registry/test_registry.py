@@ -559,7 +559,7 @@ async def test_load_continues_after_its_request_is_cancelled(tmp_path: Path, loa
 
 
 async def test_fault_after_loading_fails_the_version_and_frees_its_instances(
-    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no properties")
@@ -569,6 +569,8 @@ async def test_fault_after_loading_fails_the_version_and_frees_its_instances(
         patch.setattr("ortserve.registry.load.assembly.describe_properties", fail)
         registry = await load()
     assert state_of(registry, "m") == {1: (State.FAILED, "unexpected error")}
+    (fault,) = (record for record in caplog.records if record.exc_info)
+    assert vars(fault)["fields"] == {"model": "m", "version": "1"}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("run m/1")]
     await registry.load("m")
     assert state_of(registry, "m") == {1: (State.READY, "")}

@@ -26,6 +26,7 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.paths import is_folder
 from ortserve.registry.repository.configuration import Configuration, read_configuration
 from ortserve.registry.repository.model_files import ModelFiles, read_repositories
+from ortserve.telemetry.logs import log_fault
 
 logger: Final = logging.getLogger(__name__)
 
@@ -198,8 +199,8 @@ def _read_source(files: ModelFiles, defaults: LoadOptions, named: Collection[int
         problem = error.message
     except OSError as error:  # The folder is being changed.
         problem = f"its files cannot be read: {error.strerror}"
-    except Exception as error:  # A bug, here or in a parser, must not keep every other model from loading.
-        logger.error("configuration of '%s' cannot be read", files.name, exc_info=error)
+    except Exception as error:  # noqa: BLE001 - a bug must not keep the other models from loading
+        log_fault(logger, "the configuration of a model could not be read", error, model=files.name)
         problem = "its configuration cannot be read"
     is_required = any(map(says_required, files.options_files))
     return ModelSource(files.name, is_required=is_required, problem=problem, has_files=bool(files.versions))

@@ -37,7 +37,7 @@ from ortserve.registry.stores.objects import (
     model_name,
     path_problem,
 )
-from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.logs import log_event, log_fault
 
 logger: Final = logging.getLogger(__name__)
 
@@ -271,8 +271,8 @@ class Mirror:
             problem = f"its files cannot be fetched: {error.message}"
         except OSError as error:
             problem = f"its files cannot be fetched: the cache cannot be used: {error.strerror}"
-        except Exception as error:  # A bug must not keep every other model from loading.
-            logger.error("files of '%s' cannot be fetched", entry, exc_info=error)
+        except Exception as error:  # noqa: BLE001 - a bug must not keep the other models from loading
+            log_fault(logger, "the files of a model could not be fetched", error, model=model_name(entry))
             problem = "its files cannot be fetched"
         else:
             with self._lock:
