@@ -134,11 +134,6 @@ class Observation:
         self._rings = 0
         self._is_closed = False
 
-    @property
-    def viewers(self) -> int:
-        """Number of open streams."""
-        return len(self._viewers)
-
     async def run(self) -> None:
         """Take samples until cancelled."""
         began_ns = self._clock()
