@@ -143,6 +143,23 @@ def test_a_model_that_reads_rows_on_another_axis_is_compared_sample_by_sample(
     assert compared(capsys, tmp_path / "model.onnx", tmp_path / "model.onnx", "--batch", "5")["rows"] == 5
 
 
+def test_outputs_of_bfloat16_are_compared_by_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, factor in (("one", 1.0), ("other", 1.25)):
+        text = f"""<ir_version: 9, opset_import: ["": 17]>
+            g (float[n, 2] x) => (bfloat16[n, 2] y) {{
+                factor = Constant<value_float = {factor}>()
+                scaled = Mul(x, factor)
+                y = Cast<to = 16>(scaled)
+            }}"""
+        onnx.save(onnx.parser.parse_model(text), tmp_path / f"{name}.onnx")
+    np.savez(tmp_path / "data.npz", x=np.array([[1, -2], [0.5, 4]], np.float32))
+
+    result = compared(capsys, tmp_path / "one.onnx", tmp_path / "other.onnx", "--inputs", tmp_path / "data.npz")
+
+    (output,) = result["agreement"]["outputs"]
+    assert (output["max"], output["relative"], output["top1"]) == (1.0, 0.25, 0.0)
+
+
 def test_what_cannot_be_compared_is_refused_with_one_line(
     noisy: Path, samples: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

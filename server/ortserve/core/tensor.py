@@ -147,6 +147,11 @@ def zeros(shape: tuple[int, ...], datatype: DataType) -> np.ndarray:
     return np.full(shape, "", object) if datatype is DataType.BYTES else np.zeros(shape, datatype.numpy)
 
 
+def as_numbers(array: np.ndarray, datatype: DataType) -> np.ndarray:
+    """The elements of a tensor as numpy can compare them: BF16, whose arrays hold bits, as FP32."""
+    return widen(array) if datatype is DataType.BF16 else array
+
+
 def as_float64(array: np.ndarray, datatype: DataType) -> np.ndarray:
     """The values of a tensor of floats, as FP64."""
-    return (widen(array) if datatype is DataType.BF16 else array).astype(np.float64)
+    return as_numbers(array, datatype).astype(np.float64)

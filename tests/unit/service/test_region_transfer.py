@@ -3,8 +3,9 @@
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from uuid import uuid4
 
@@ -144,12 +145,12 @@ async def test_many_texts_are_decoded_and_encoded_on_a_thread(owned: Owned, monk
     regions.register("r", owned.path.name, 0, len(content))
     worked_on: list[int] = []
 
-    def note(*_: object) -> None:
+    def noted(shared: SharedObject, method: Callable[..., object], *given: object) -> object:
         worked_on.append(threading.get_ident())
+        return method(shared, *given)
 
     for name in ("read", "write"):
-        method = getattr(SharedObject, name)
-        monkeypatch.setattr(SharedObject, name, lambda *given, method=method: (note(), method(*given))[1])
+        monkeypatch.setattr(SharedObject, name, partialmethod(noted, getattr(SharedObject, name)))
     span = RegionSpan("r", 0, len(content))
     use = RegionUse([RegionInput("x", DataType.BYTES, (count,), span)], {"y": span})
     with RegionTransfer(regions, use, BodyGate(len(content))) as transfer:

@@ -13,10 +13,9 @@ import numpy as np
 
 from ortserve.core.agreement import AgreementMeter
 from ortserve.core.batch import Arrays, Batch
-from ortserve.core.dtypes import DataType
 from ortserve.core.padding import padding_of_requests
-from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import as_float64, is_absent
+from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import as_numbers, is_absent
 from ortserve.core.terms import Alone
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.errors import DeviceLostError, RunTimeoutError, ServeError, invalid_input
@@ -97,7 +96,7 @@ class _Compared:
         for index, (spec, expected) in enumerate(zip(self._specs, sample.outputs, strict=True)):
             if expected is None:
                 continue
-            pair = [_comparable(expected, spec)], [_comparable(outputs[index], spec)]
+            pair = [as_numbers(expected, spec.datatype)], [as_numbers(outputs[index], spec.datatype)]
             own = AgreementMeter([spec.name])
             for meter in (own, self._meters[index]):
                 meter.add(*pair, 1)
@@ -134,10 +133,6 @@ class _Compared:
                 errors = (f"{measure} {getattr(error, measure):.2g} of {most:g}" for measure, most in bounds)
                 texts.append(f"'{spec.name}' {', '.join(errors)}")
         return "; ".join(texts)
-
-
-def _comparable(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    return as_float64(array, spec.datatype) if spec.datatype is DataType.BF16 else array
 
 
 def as_sent(signature: ModelSignature, inputs: Arrays) -> Arrays:

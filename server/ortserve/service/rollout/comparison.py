@@ -3,13 +3,11 @@
 import math
 from collections.abc import Mapping
 
-import numpy as np
-
 from ortserve.config.rollout import Measure
 from ortserve.core.agreement import AgreementMeter
 from ortserve.core.batch import Arrays
-from ortserve.core.dtypes import DataType, widen
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import as_numbers
 
 MEASURES = ("max", "relative", "cosine", "top1")
 
@@ -31,7 +29,7 @@ def errors_of(
         index = candidate_signature.output_index.get(spec.name)
         if index is None or candidate_signature.outputs[index].datatype is not spec.datatype:
             return dict.fromkeys(MEASURES, math.inf)
-        pairs.append((_comparable(expected, spec.datatype), _comparable(candidate[index], spec.datatype)))
+        pairs.append((as_numbers(expected, spec.datatype), as_numbers(candidate[index], spec.datatype)))
     meter = AgreementMeter([spec.name for spec in signature.outputs])
     meter.add([expected for expected, _ in pairs], [found for _, found in pairs], rows)
     result = meter.result()
@@ -41,7 +39,3 @@ def errors_of(
 def disagrees(errors: Mapping[str, float], tolerance: Mapping[Measure, float]) -> bool:
     """Whether a request differs by more than its model tolerates."""
     return any(errors[measure] > most for measure, most in tolerance.items())
-
-
-def _comparable(array: np.ndarray, datatype: DataType) -> np.ndarray:
-    return widen(array) if datatype is DataType.BF16 else array

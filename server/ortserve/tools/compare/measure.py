@@ -11,6 +11,8 @@ import numpy as np
 
 from ortserve.core.agreement import Agreement, AgreementMeter
 from ortserve.core.batch import Arrays
+from ortserve.core.signature import TensorSpec
+from ortserve.core.tensor import as_numbers
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.apart import call_apart
@@ -138,10 +140,8 @@ def measure_agreement(
             got = second.run(candidate.for_model([arrays[index] for index in order]))
         except ORT_ERRORS as error:
             raise ServeError(ErrorKind.INVALID_INPUT, f"a run failed: {without_paths(str(error))}") from None
-        wanted = [_rows_first(expected[index], reference.signature.outputs[index].batch_axis) for index in chosen]
-        found = [
-            _rows_first(array, spec.batch_axis) for array, spec in zip(got, candidate.signature.outputs, strict=True)
-        ]
+        wanted = [_comparable(expected[index], reference.signature.outputs[index]) for index in chosen]
+        found = [_comparable(array, spec) for array, spec in zip(got, candidate.signature.outputs, strict=True)]
         meter.add(wanted, found, len(positions), None if labels is None else labels[positions])
     return meter.result()
 
@@ -173,8 +173,10 @@ def _batches(inputs: Inputs, rows: int, samples: int) -> Iterator[tuple[np.ndarr
             yield positions, inputs.take(len(positions), begin // rows)
 
 
-def _rows_first(array: np.ndarray, axis: int | None) -> np.ndarray:
-    return array if axis in (None, 0) else np.moveaxis(array, axis, 0)
+def _comparable(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """The numbers of an output, rows on axis 0."""
+    numbers = as_numbers(array, spec.datatype)
+    return numbers if spec.batch_axis in (None, 0) else np.moveaxis(numbers, spec.batch_axis, 0)
 
 
 def _describe(opened: Opened) -> ComparedModel:

@@ -13,7 +13,7 @@ import psutil
 from ortserve.core.agreement import AgreementMeter, ErrorBound
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.tensor import Tensor
+from ortserve.core.tensor import Tensor, as_numbers
 from ortserve.engine.provider_options import CPU
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.load.interface import resolve_interface
@@ -217,7 +217,12 @@ class ModelProcess:
             got: list[np.ndarray] = body
             if len(got) != len(expected):
                 return f"wrong outputs: expected {len(expected)}, got {len(got)}"
-            self._meter.add(list(expected.values()), got, requests.rows)
+            datatypes = list(requests.datatypes.values())
+            right, found = (
+                [as_numbers(array, datatype) for array, datatype in zip(arrays, datatypes, strict=True)]
+                for arrays in (expected.values(), got)
+            )
+            self._meter.add(right, found, requests.rows)
             if not self._checks:
                 continue
             if self._bound is not None:

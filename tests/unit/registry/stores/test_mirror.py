@@ -1,7 +1,7 @@
 """Mirrors and caches with a store in memory and virtual time: retries, eviction, damaged and offline caches."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,7 @@ class StoreInMemory:
         self.reads: list[str] = []
         self.is_up = True
         self.wrong: set[str] = set()
+        self.on_settle: Callable[[], object] = lambda: None
 
     def list(self, known: Mapping[str, StoredObject]) -> Iterable[StoredObject]:
         if not self.is_up:
@@ -33,7 +34,7 @@ class StoreInMemory:
         yield content[::-1] if found.path in self.wrong else content
 
     def settle(self) -> None:
-        pass
+        self.on_settle()
 
 
 class Lab:
@@ -196,11 +197,11 @@ def test_model_that_a_load_fetches_during_a_sync_stays(tmp_path: Path, files: Ex
     lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
 
     def load_b() -> None:
-        lab.store.settle = lambda: None
+        lab.store.on_settle = lambda: None
         lab.store.files["b/1/model.onnx"] = b"other"
         lab.mirror.sync(["b"])
 
-    lab.store.settle = load_b
+    lab.store.on_settle = load_b
     lab.mirror.sync()
     assert (lab.content("a"), lab.content("b")) == (b"first", b"other")
 
