@@ -73,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
     except SystemExit as left:  # argparse exits this way, also after --help
         return left.code if isinstance(left.code, int) else 2
-    problem = f"unknown command {command!r}" if command else "expected a command, got none"
+    problem = "expected a command, got none"
+    if command:
+        from ortserve.config.expectation import did_you_mean
+
+        problem = f"unknown command {command!r}{did_you_mean(command, ('serve', 'health', 'version', *_TOOLS))}"
     sys.stderr.write(f"ortserve: {problem}\n\n{_USAGE}")
     return 2
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ortserve.config.expectation import describe_default, describe_unit, describe_values, did_you_mean
+from ortserve.config.expectation import describe_default, describe_unit, describe_values, with_suggestions
 from ortserve.config.options import (
     OPTION_GROUPS,
     OptionsError,
@@ -77,11 +77,7 @@ class _Parser(argparse.ArgumentParser):
     """Suggests similar flags for unknown ones."""
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments:"):
-            flags = [flag_name(name) for name in ServerOptions.model_fields]
-            unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-            message += "".join(did_you_mean(flag, flags) for flag in unknown)
-        super().error(message)
+        super().error(with_suggestions(message, self._option_string_actions))
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:

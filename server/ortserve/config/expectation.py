@@ -217,6 +217,14 @@ def _describe_type(annotation: Any) -> str:
     return _TYPE_WORDS[annotation]
 
 
+def with_suggestions(message: str, flags: Iterable[str]) -> str:
+    """A message of argparse, which suggests similar flags for unknown ones."""
+    known = list(flags)
+    is_about_flags = message.startswith("unrecognized arguments:")
+    unknown = [word.partition("=")[0] for word in message.split() if is_about_flags and word.startswith("--")]
+    return message + "".join(did_you_mean(flag, known) for flag in unknown)
+
+
 def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:
     """The end of a message: ``; did you mean 'x'?``, or nothing if no known name is similar.
 

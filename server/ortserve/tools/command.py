@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import orjson
 from pydantic import TypeAdapter
 
+from ortserve.config.expectation import with_suggestions
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.console import print_report, printable
 from ortserve.tools.page import render_page
@@ -64,6 +65,10 @@ class ToolParser(argparse.ArgumentParser):
         output.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
         text = "Also write a page for browsers."
         output.add_argument(*page_flags, dest="page", type=Path, metavar="PAGE.html", help=text)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the message, and with suggestions for unknown flags."""
+        super().error(with_suggestions(message, self._option_string_actions))
 
 
 def number(kind: type[_Number], least: float, most: float = 999_999) -> Callable[[str], _Number]:

@@ -130,6 +130,21 @@ def test_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> 
     assert "unrecognized arguments: --http-prt=9000; did you mean '--http-port'?" in capsys.readouterr().err
 
 
+def test_misspelt_flag_of_a_tool_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "digits", "--concurency", "4"]) == 2
+    assert "unrecognized arguments: --concurency 4; did you mean '--concurrency'?" in capsys.readouterr().err
+
+
+def test_misspelt_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimise", "digits"]) == 2
+    assert capsys.readouterr().err.startswith("ortserve: unknown command 'optimise'; did you mean 'optimize'?\n")
+
+
+def test_optional_arguments_of_a_tool_are_not_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 2
+    assert capsys.readouterr().err.endswith("the following arguments are required: ACTION\n")
+
+
 def test_serve_help_shows_every_option_with_its_bounds_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help"]) == 0
     help_text = " ".join(capsys.readouterr().out.split())

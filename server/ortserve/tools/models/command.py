@@ -44,6 +44,7 @@ def build_parser() -> ToolParser:
     add(
         "changes",
         nargs="*",
+        default=[],  # without it, argparse calls CHANGE required
         metavar="CHANGE",
         help="labels: NAME=VERSION; rollout: KEY=VALUE, rules.KEY=VALUE or stop; promote: the version",
     )
