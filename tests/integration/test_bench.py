@@ -256,7 +256,7 @@ def test_server_of_another_kind(server: ServerProcess) -> None:
         status, line = fails(other.url, "--model", "m")
     assert (status, "expected a server of the Open Inference Protocol v2" in line) == (1, True)
     status, line = fails(f"http://{server.grpc}", "--model", "digits")
-    assert (status, "Open Inference Protocol" in line) == (1, True)
+    assert (status, line.endswith("Open Inference Protocol v2, its answer is no HTTP; is it a gRPC port?")) == (1, True)
 
 
 def test_wrong_model_names_those_that_there_are(server: ServerProcess) -> None:
@@ -267,6 +267,35 @@ def test_wrong_model_names_those_that_there_are(server: ServerProcess) -> None:
     assert "digits" in line
     status, line = fails(f"grpc://{server.grpc}", "--model", "digit")
     assert (status, "digit" in line) == (1, True)
+
+
+def test_wrong_version_names_the_ready_ones_of_its_model(server: ServerProcess) -> None:
+    for url in (server.url, f"grpc://{server.grpc}"):
+        status, line = fails(url, "--model", "digits/9")
+        assert (status, line.endswith("'digits' version 9 is not found; its ready versions: 1")) == (1, True)
+
+
+def test_server_without_a_scheme_is_told_how_to_write_one(server: ServerProcess) -> None:
+    status, line = fails(server.http, "--model", "digits")
+    assert (status, line.endswith("found neither; the URL of a server begins with http:// or grpc://")) == (2, True)
+
+
+def test_model_that_cannot_have_lone_synthetic_requests_says_what_it_needs(tmp_path: Path) -> None:
+    add_model(tmp_path, "picky", builders.refuses_synthetic)
+    (add_model(tmp_path, "sums", sequences.accumulate) / "model.yaml").write_text(SEQUENCES)
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        for url in (server.url, f"grpc://{server.grpc}"):
+            status, line = fails(url, "--model", "picky")
+            assert (status, f"so give real ones by --inputs: {url}: " in line) == (2, True), line
+            status, line = fails(url, "--model", "sums")
+            assert (status, line) == (
+                2,
+                "--sequences: expected the requests of each sequence, as 'sums' has sequences, got none",
+            )
+        with redirect_stderr(StringIO()) as written:
+            assert main(["doctor", server.url, "--model", "sums"]) == 2
+        expected = "--model: expected a model without sequences, got 'sums': ortserve bench measures it"
+        assert written.getvalue() == f"ortserve doctor: {expected}\n"
 
 
 @pytest.mark.parametrize(

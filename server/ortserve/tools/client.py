@@ -120,7 +120,7 @@ class Client:
             problem = f"its certificate is not trusted: {error.verify_message} (--ca gives others to trust)"
             raise ServeError(ErrorKind.NOT_READY, f"{self.address.url}: {problem}") from None
         except httptools.HttpParserError:
-            raise another_kind(self.address, "its answer is no HTTP") from None
+            raise another_kind(self.address, "its answer is no HTTP; is it a gRPC port?") from None
         except OSError as error:
             raise self._unreachable(error) from None
         finally:

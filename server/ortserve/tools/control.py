@@ -65,6 +65,13 @@ class Control:
         except (LookupError, TypeError, ValueError) as error:
             raise another_kind(self.address, f"the metadata of its model cannot be read: {error!r}") from None
 
+    def has_sequences(self) -> bool:
+        """Whether the requests of the model belong to sequences; False for servers that do not say."""
+        with suppress(ServeError, LookupError, TypeError):
+            config = self._ask("GET", f"{self.path}/config", management_pb2, "ModelConfig", self._model)
+            return "sequence_batching" in (config["config"] if self.address.is_grpc else config)
+        return False
+
     def batches(self) -> dict[int, int]:
         """How many batches of each size have run so far; empty for servers that do not say."""
         counts: dict[int, int] = {}
@@ -95,10 +102,15 @@ class Control:
         self._ask("POST", path, shared_memory_pb2, "SystemSharedMemoryUnregister", {"name": region})
 
     def _known(self) -> str:
+        """The models of the server; of a model that it has, the versions that are ready."""
         try:
             index = self._ask("POST", "/v2/repository/index", management_pb2, "RepositoryIndex")
             models = index["models"] if isinstance(index, dict) else index
-            return f"; the server has {', '.join(dict.fromkeys(str(one['name']) for one in models))}"
+            names = dict.fromkeys(str(one["name"]) for one in models)
+            if self.model not in names:
+                return f"; the server has {', '.join(names)}"
+            ready = [one["version"] for one in models if (one["name"], one.get("state")) == (self.model, "READY")]
+            return f"; its ready versions: {', '.join(map(str, ready))}" if ready else ""
         except (ServeError, LookupError, TypeError):
             return ""
 

@@ -167,10 +167,10 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
                 raise  # it is the server that runs it
             problem = problem or error.message
         except ORT_ERRORS as error:
-            problem = problem or str(error)
+            problem = problem or without_paths(str(error))
         else:
             return SyntheticInputs(variant)
-    raise invalid_input(f"the model rejects synthetic inputs, so give real ones by --inputs: {without_paths(problem)}")
+    raise invalid_input(f"the model rejects synthetic inputs, so give real ones by --inputs: {problem}")
 
 
 def take_inputs(inputs: Inputs, rows: int, most: int = 16, most_nbytes: int = 64 * 2**20) -> tuple[Arrays, ...]:

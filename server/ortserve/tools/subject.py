@@ -1,12 +1,16 @@
 """The model that a tool looks at: a file, or a model of a repository with its configuration."""
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 from ortserve.config.model import LoadOptions, ModelOptions, SpecificVersions
 from ortserve.errors import invalid_input
 from ortserve.registry.repository.model_files import read_repositories
 from ortserve.registry.repository.source import ModelSource, VersionSource, make_source, read_source
+
+_IS_HOST_AND_PORT: Final = re.compile(r"[\w.-]*:\d+").fullmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,8 @@ def find_version(text: str) -> Subject:
         folder, version = path.parent, int(path.name)
     source = read_source(folder.name, [folder.parent], LoadOptions()) if folder.parent.is_dir() else None
     if source is None:
-        raise invalid_input(f"{text}: expected a model file or REPOSITORY/name[/version], found neither")
+        hint = "; the URL of a server begins with http:// or grpc://" if _IS_HOST_AND_PORT(text) else ""
+        raise invalid_input(f"{text}: expected a model file or REPOSITORY/name[/version], found neither{hint}")
     if source.problem:
         raise invalid_input(f"{text}: {source.problem}")
     if not source.versions:

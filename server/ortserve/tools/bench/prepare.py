@@ -197,6 +197,10 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
     model, _, version = settings.model.partition("/")
     control = Control(address, model, version, settings.timeout_s)
     server, signature = control.describe()
+    if settings.sequences is None and control.has_sequences():
+        raise invalid_input(
+            f"--sequences: expected the requests of each sequence, as '{model}' has sequences, got none"
+        )
 
     base = int.from_bytes(os.urandom(5)) << 20  # so that ids differ from those of other measurements
 

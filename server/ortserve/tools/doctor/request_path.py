@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from ortserve.core.timing import PHASES
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.bench.encoding import encode_rest, tensors_of
 from ortserve.tools.client import Answer, Client, read_timing
 from ortserve.tools.console import progress
@@ -33,9 +33,11 @@ def follow_requests(client: Client, model: str, bare: OpenModel | None, requests
         requests: How many.
 
     Raises:
-        ServeError: The server or the model rejects the requests, or tells no times.
+        ServeError: The model has sequences; the server or the model rejects the requests, or tells no times.
     """
     control = Control(client.address, model)
+    if control.has_sequences():
+        raise invalid_input(f"--model: expected a model without sequences, got '{model}': ortserve bench measures it")
     signature = bare.signature if bare else control.describe()[1]
 
     def prepare(arrays: Sequence[np.ndarray]) -> bytes:
