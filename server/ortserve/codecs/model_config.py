@@ -1,14 +1,18 @@
 """Triton's model configuration in its three forms: the message, proto3 JSON, and text (``config.pbtxt``)."""
 
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from ortserve._pb.model_config_pb2 import ModelConfig
+from ortserve.config.expectation import did_you_mean
 from ortserve.errors import invalid_input
+
+_UNKNOWN_FIELD: Final = re.compile(r'Message type "(?P<message>[\w.]+)" has no field named "(?P<field>\w+)"')
 
 
 def config_json(message: Message) -> dict[str, Any]:
@@ -38,7 +42,7 @@ def parse_config_json(text: str | bytes) -> ModelConfig:
     # protobuf raises the last two for invalid UTF-8, and for nesting beyond the interpreter's stack.
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         reason, _, _ = str(error).partition(" Available Fields")
-        raise invalid_input(f"config: {' '.join(reason.split())}") from None
+        raise invalid_input(f"config: {' '.join(_with_suggestion(reason).split())}") from None
 
 
 def _value(field: FieldDescriptor, value: Any) -> Any:
@@ -71,7 +75,17 @@ def parse_config_text(content: bytes) -> ModelConfig:
         raise invalid_input("is not valid UTF-8") from None
     except text_format.ParseError as error:
         # The package name of the messages means nothing to the author of the file.
-        raise invalid_input(" ".join(str(error).replace("inference.", "").split())) from None
+        raise invalid_input(" ".join(_with_suggestion(str(error)).replace("inference.", "").split())) from None
+
+
+def _with_suggestion(problem: str) -> str:
+    """A problem that protobuf found; behind an unknown field, a similar one of its message."""
+    unknown = _UNKNOWN_FIELD.search(problem)
+    if unknown is None:
+        return problem
+    known = ModelConfig.DESCRIPTOR.file.pool.FindMessageTypeByName(unknown["message"]).fields_by_name
+    suggestion = did_you_mean(unknown["field"], known)
+    return problem.strip().removesuffix(".") + suggestion if suggestion else problem
 
 
 def set_fields(message: Message, prefix: str = "") -> Iterator[str]:

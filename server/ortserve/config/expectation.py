@@ -28,6 +28,8 @@ _TYPE_WORDS: Final = {
 }
 _LONGEST_VALUE: Final = 200
 """Maximum number of characters of a value in an error, which logs and answers contain."""
+_MOST_KEYS: Final = 8
+"""Maximum number of known keys in an error about an unknown one that none is similar to."""
 _UNITS: Final = {"_s": "seconds", "_bytes": "bytes", "_rows": "rows"}
 
 
@@ -133,13 +135,14 @@ def _shown(value: object) -> str:
 
 
 def _suggestion(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:
-    """Suggest a known key for an unknown one, on the level of the declaration or of a mapping in it."""
+    """Suggest a known key for an unknown one, or all if they are few, on its level of the declaration."""
     *outer, key = [part for part in loc if isinstance(part, str)]
     known: Mapping[str, FieldInfo] | None = fields
     for name in outer:
         field = (known or {}).get(name)
         known = None if field is None else nested_fields(field)
-    return did_you_mean(key, known or ())
+    keys = list(known or ())
+    return did_you_mean(key, keys) or (f"; expected one of {', '.join(keys)}" if 0 < len(keys) <= _MOST_KEYS else "")
 
 
 def nested_fields(field: FieldInfo) -> Mapping[str, FieldInfo] | None:

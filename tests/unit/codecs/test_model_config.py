@@ -87,7 +87,7 @@ def test_shown_configuration_can_be_read_again() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"max_batch": 1}', 'no field named "max_batch"'),
+        ('{"max_batch": 1}', 'no field named "max_batch" at "ModelConfig"; did you mean'),
         ('{"max_batch_size": 1.5}', "max_batch_size"),
         ('{"max_batch_size": 3000000000}', "max_batch_size"),
         ('{"input": [{"data_type": "TYPE_FOO"}]}', "data_type"),
@@ -122,7 +122,15 @@ def test_empty_file_holds_nothing() -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"\nmax_batch: 3", '2:1 : Message type "ModelConfig" has no field named "max_batch".'),
+        (
+            b"\nmax_batch: 3",
+            '2:1 : Message type "ModelConfig" has no field named "max_batch"; did you mean \'max_batch_size\'?',
+        ),
+        (
+            b"optimization { graph { levels: 1 } }",
+            'Message type "ModelOptimizationPolicy.Graph" has no field named "levels"; did you mean \'level\'?',
+        ),
+        (b"x: 3", '1:1 : Message type "ModelConfig" has no field named "x".'),
         (b'max_batch_size: "a"', "Couldn't parse integer"),
         (b"input [ { data_type: TYPE_FOO } ]", 'Enum type "DataType" has no value named TYPE_FOO.'),
         (b"input [ {", 'Expected "}"'),

@@ -176,6 +176,7 @@ def test_bad_padding_is_rejected_with_the_expected_form(file: Path, entry: str) 
             "session.shrink_arenas: expected list of arenas such as cpu:0, got ['foo']",
         ),
         ("inputs: {x: {dims: [a]}}", "inputs.x.dims: expected list of integers, got ['a']"),
+        ("warmup_samples: [{x: [1]}]", "warmup_samples[0].x: unknown key; expected one of name, rows, count, inputs"),
         ("warmup_samples: [{}, {rows: 0}]", "warmup_samples[1].rows: expected integer, 1 to 65536, got 0"),
         (
             "priority_queue_policies: {1: {timeout_s: 0}}",

@@ -265,7 +265,11 @@ def test_both_file_formats_yield_the_same_options(tmp_path: Path, pbtxt: str, ya
             "model_warmup 'w': input 'x' needs zero_data, random_data or input_data_file",
         ),
         ('default_model_filename: "../net.onnx"', ErrorKind.INVALID_INPUT, "model_file: expected name of a file"),
-        ("max_batch: 1", ErrorKind.INVALID_INPUT, '1:1 : Message type "ModelConfig" has no field named "max_batch"'),
+        (
+            "max_batch: 1",
+            ErrorKind.INVALID_INPUT,
+            '1:1 : Message type "ModelConfig" has no field named "max_batch"; did you mean',
+        ),
         (
             'instance_group { kind: KIND_GPU } cc_model_filenames { key: "9.0" value: "m90.onnx" }',
             ErrorKind.UNSUPPORTED,
