@@ -37,8 +37,8 @@ PROGRAMS: Final = {
 ``apt-get``, which needs root.
 """
 
-FLAGS_OF_OTHERS: Final = {"--config", "--init", "--live", "--strict", "--ulimit"}
-"""Of ``ortserve health``, of Docker and of mypy; ``--config`` is no option of its own."""
+FLAGS_OF_OTHERS: Final = {"--config", "--foreground", "--init", "--live", "--strict", "--ulimit"}
+"""Of ``ortserve health``, of Docker, of ``timeout`` and of mypy; ``--config`` is no option of its own."""
 VARIABLES_OF_BUILDS: Final = {"ORTSERVE_COMPILE"}
 TESTS: Final = {
     name
