@@ -25,6 +25,7 @@ from ortserve.engine.runtime import Offer, Runtime, missing_library, plugin_name
 from ortserve.errors import invalid_input
 
 _SHORT_NAMES: Final = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
+_EXPECTED_NAMES: Final = f"{', '.join(_SHORT_NAMES)} or a full name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,8 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
             problem = "" if provider.devices else f"has no device {_device_wish(provider)}"
         if problem:
             if not usable:
-                missing.append(f"{provider.name} {problem}")
+                hint = "" if _is_known(provider.name) else f" (expected {_EXPECTED_NAMES})"
+                missing.append(f"{provider.name} {problem}{hint}")
         else:
             usable.append(provider)
     if not usable:
@@ -151,15 +153,23 @@ def check_names(wishes: Sequence[ProviderWish], option: str) -> None:
     Raises:
         ServeError: invalid_input, for the first unknown name.
     """
-    known = {*ort.get_all_providers(), *_offered()}
-    for wish in wishes:
-        name = full_name(wish)
-        # A plug-in may have several EPs, such as OpenVINOExecutionProvider.AUTO.
-        if name not in known and name.partition(".")[0] not in {*known, *plugin_names()}:
+    for name in map(full_name, wishes):
+        if not _is_known(name):
+            known = [*_SHORT_NAMES, *sorted(_known_names())]
             raise invalid_input(
-                f"{option}: expected {', '.join(_SHORT_NAMES)} or a full name such as {', '.join(_offered())}, "
-                f"got '{name}'{did_you_mean(name, [*_SHORT_NAMES, *sorted(known)])}"
+                f"{option}: expected {_EXPECTED_NAMES} such as {', '.join(_offered())}, "
+                f"got '{name}'{did_you_mean(name, known)}"
             )
+
+
+def _known_names() -> set[str]:
+    return {*ort.get_all_providers(), *_offered()}
+
+
+def _is_known(name: str) -> bool:
+    known = _known_names()
+    # A plug-in may have several EPs, such as OpenVINOExecutionProvider.AUTO.
+    return name in known or name.partition(".")[0] in {*known, *plugin_names()}
 
 
 def full_name(wish: ProviderWish) -> str:

@@ -71,7 +71,8 @@ def test_unavailable_wishes_are_an_error_that_names_wishes_reasons_and_offer() -
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message.startswith(
         "execution_providers: none of tensorrt, gpu can be used: TensorrtExecutionProvider is not offered by this ONNX "
-        "Runtime; gpu is not offered by this ONNX Runtime; this ONNX Runtime offers "
+        "Runtime; gpu is not offered by this ONNX Runtime (expected cpu, cuda, tensorrt, openvino or a full name); "
+        "this ONNX Runtime offers "
     )
     assert CPU in caught.value.message
 
