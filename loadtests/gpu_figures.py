@@ -462,6 +462,7 @@ def checks(bench: Bench) -> Iterator[str]:
     # The repository's own settings require plugins that a GPU machine may lack; these tests need none of them.
     settings = ["-c", os.devnull, "--rootdir", str(root), "--import-mode=importlib", "-o", "markers=gpu"]
     settings += ["-o", "faulthandler_timeout=60"]  # then all threads say where they stand
+    settings += ["--confcutdir", str(root / "tests" / "gpu")]  # that of all tests imports what no test of a GPU needs
     settings += ["-p", "no:cacheprovider", "-p", "no:asyncio"]
     arguments = ["-m", "pytest", "-v", "-rfEs", "--tb=short", *settings, *which, str(root / "tests" / "gpu")]
     yield "```text"

@@ -7,8 +7,13 @@ from functools import cache
 import grpc
 import pytest
 from httpx._transports import default
+from hypothesis import HealthCheck, settings
 
 import ortserve  # noqa: F401
+
+# Other work on the machine makes examples slow; that is no failure.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

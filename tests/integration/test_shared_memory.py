@@ -477,7 +477,7 @@ KEYS: Final = st.one_of(
 SIZES: Final = st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 100))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(name=st.text(min_size=1, max_size=10), key=KEYS, offset=SIZES, byte_size=SIZES, is_real=st.booleans())
 def test_any_registration_is_accepted_or_rejected_cleanly(
     object_of_64_bytes: str,

@@ -630,7 +630,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(STEPS, st.sampled_from(["oldest", "direct"]), st.integers(1, 3), st.integers(1, 2))
 def test_no_state_ever_reaches_another_sequence(steps: list[Any], strategy: str, slots: int, groups: int) -> None:
     """Every value is another power of two, so that an output shows which requests it is the sum of."""

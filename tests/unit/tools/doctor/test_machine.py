@@ -157,7 +157,7 @@ LINES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=st.dictionaries(st.sampled_from(sorted(HEALTHY)), CONTENT, min_size=1), cgroup=LINES)
 def test_no_content_of_any_file_is_an_error(
     files: dict[str, bytes], cgroup: list[str], tmp_path_factory: pytest.TempPathFactory
@@ -174,13 +174,11 @@ def test_no_content_of_any_file_is_an_error(
     assert memory.free_bytes >= 0
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="0123456789-, \nmax:[]abc.=", max_size=40))
 def test_any_text_is_a_list(text: str) -> None:
     assert list(parse_list(text)) == sorted(set(parse_list(text)))
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 5000), min_size=1, max_size=40))
 def test_lists_are_read_in_the_form_of_the_kernel(numbers: set[int]) -> None:
     groups: list[list[int]] = []

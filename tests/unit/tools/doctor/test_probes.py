@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from models import builders
@@ -349,7 +349,6 @@ def test_times_of_the_server_are_read_as_it_writes_them() -> None:
     assert request_path.parse_timing("") == []
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(1, 1e5), min_size=5, max_size=5), min_size=1, max_size=30), st.floats(0, 1e4))
 def test_stages_and_the_rest_are_the_whole(phases: list[list[float]], outside: float) -> None:
     total = [int((sum(each) + outside) * 1e3) for each in phases]
@@ -391,7 +390,6 @@ def test_metrics_are_added_up() -> None:
     }
 
 
-@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_may_come_from_a_metrics_port(text: str) -> None:
     sum_metrics(text)

@@ -69,7 +69,7 @@ def test_large_message_is_received_mostly_in_place(path: str, size: int, most_co
 
 
 @given(st.data())
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(suppress_health_check=[HealthCheck.data_too_large])
 def test_interleaved_large_messages_are_received(data: st.DataObject) -> None:
     """In frames of any size, cut anywhere, with padding, small calls and the ends of streams between."""
 

@@ -68,7 +68,7 @@ blocks = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(blocks)
 def test_cached_decoder_equals_a_plain_decoder(sent: list[bytes]) -> None:
     reader = HeaderReader()

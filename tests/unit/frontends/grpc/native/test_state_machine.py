@@ -31,9 +31,7 @@ def schedules(count: int, *, steps: int) -> settings:
     count = int(os.environ.get("ORTSERVE_TEST_SCHEDULES", count))
     health = list(HealthCheck)
     phases = [Phase.generate]
-    return settings(
-        max_examples=count, stateful_step_count=steps, deadline=None, suppress_health_check=health, phases=phases
-    )
+    return settings(max_examples=count, stateful_step_count=steps, suppress_health_check=health, phases=phases)
 
 
 class Call:
