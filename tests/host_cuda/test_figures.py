@@ -1,5 +1,6 @@
 """The script of the figures on ONNX Runtime's CUDA provider: it measures; its numbers are not checked."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from onnx import helper, numpy_helper
 
 import gpu_figures
 import gpu_models
+import gpu_server
 
 
 def multiplying(path: Path, *_: Any, dtype: type[np.floating] = np.float32, **__: Any) -> Path:
@@ -33,3 +35,22 @@ def test_every_section_measures_all_models(
     _, _, *lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) == rows
     assert not [line for line in lines if "Error" in line]
+
+
+def test_server_is_asked_over_both_protocols_and_by_gpu_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the driver says of the memory is a constant of the library in its place."""
+    monkeypatch.setattr(gpu_models, "encoder", multiplying)
+    (tmp_path / "digits" / "1").mkdir(parents=True)
+    multiplying(tmp_path / "digits" / "1" / "model.onnx")
+    monkeypatch.setattr(gpu_server, "repository_path", lambda: tmp_path)
+    assert gpu_figures.run_section("server", "cuda", "tiny") == 0
+    memory, *answers, shared = capsys.readouterr().out.splitlines()
+    assert re.match(
+        r"- memory of the large model: (?!0\.00)\d+\.\d\d MB in the ledger, 0\.00 MB by the driver, ", memory
+    )
+    assert [line.partition(": 3 answers right")[0] for line in answers] == [
+        f"- {model}, {protocol}" for model in ("digits", "large") for protocol in ("REST", "gRPC")
+    ]
+    assert shared.startswith("- CUDA shared memory: ")

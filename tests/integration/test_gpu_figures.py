@@ -39,7 +39,7 @@ def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
 
 def test_every_section_runs_on_host_memory_and_shows_goals(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
-    for module in ("httpx", "tritonclient", "fastapi"):  # a machine with a GPU may lack what other tests need
+    for module in ("httpx", "tritonclient"):  # a machine with a GPU may lack what other tests need
         (tmp_path / f"{module}.py").write_text(f"raise ImportError('no {module} here')")
     run = run_script("--device", "host", "--out", str(out), path=str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
@@ -83,12 +83,12 @@ def test_failed_section_shows_its_reason_and_later_ones_are_written(tmp_path: Pa
     out = tmp_path / "figures.md"
     run = run_script("--device", "cuda", "--out", str(out))
     assert run.returncode == 1
-    head, checks, *others = out.read_text().split("\n## ")
+    head, checks, server, *others = out.read_text().split("\n## ")
     assert "a GPU without properties from cupy" in head
     assert "\nFAILED: RuntimeError: pytest ended with 1\n" in checks, "no test may be skipped there"
     assert len(others) == 3
-    for section in others:
-        assert "FAILED: ServeError: execution_providers: none of cuda can be used" in section
+    for section in (server, *others):
+        assert "execution_providers: none of cuda can be used" in section.partition("FAILED: ")[2]
     assert others[0].count("| FAILED: ") == 4
     assert "| encoder of 1 layers, FP16 | FAILED: " in others[0], "a model that fails leaves the others their turns"
 
@@ -97,4 +97,4 @@ def test_sections_stay_within_the_time_budget(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
     run = run_script("--device", "host", "--budget-s", "0.2", "--out", str(out))
     assert run.returncode == 1
-    assert len(re.findall(r"\n## [^\n]+\n\n(?:```text\n)?\nFAILED: its time of \d s was over\n", out.read_text())) == 4
+    assert len(re.findall(r"\n## [^\n]+\n\n(?:```text\n)?\nFAILED: its time of \d s was over\n", out.read_text())) == 5
