@@ -88,7 +88,7 @@ def arrays_for(signature: ModelSignature, arrays: Sequence[np.ndarray]) -> list[
     def move(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
         if is_absent(array) or not spec.batch_axis:
             is_whole = signature.is_batched and spec.batch_axis is None and not is_absent(array)
-            return array[0] if is_whole else array  # the same for all rows
+            return array[0, ...] if is_whole else array  # the same for all rows; without axes, still an array
         return np.moveaxis(array, 0, spec.batch_axis)
 
     moved = (move(*pair) for pair in zip(signature.inputs, arrays, strict=True))
