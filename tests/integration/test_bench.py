@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from certificates import Secret
-from models import builders, sequences
+from models import builders, interfaces, sequences
 from ortserve.cli.main import main
 from ortserve.tools.bench.comparison import read_result
 from pages import DOCS, Command, commands
@@ -565,6 +565,19 @@ def test_models_in_this_process(name: str) -> None:
         assert point["answers"] > 20
         assert point["outputs"]["different"] == 0
         assert bool(point["batches"]) == (point["way"] == "batcher")
+
+
+def test_inputs_that_requests_may_omit_are_not_bound(tmp_path: Path) -> None:
+    ran = bench(interfaces.optional_bias(tmp_path / "optional.onnx"), "--way", "bound", *SHORT, "--json")
+
+    assert (ran.status, ran.result["problems"]) == (0, [])
+    assert ran.point["outputs"]["checked"] > 0
+
+
+def test_sequences_cannot_be_bound(tmp_path: Path) -> None:
+    """A run would append to the sequence of the run before."""
+    status, line = fails(builders.sequence_output(tmp_path / "sequence.onnx"), "--way", "bound", *SHORT)
+    assert (status, "sequences cannot be bound" in line) == (2, True), line
 
 
 def test_open_loop_on_a_model_in_this_process() -> None:

@@ -11,6 +11,7 @@ import onnxruntime as ort
 from ortserve.clock import monotonic_ns
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import InflightRequest
+from ortserve.core.tensor import is_absent
 from ortserve.core.terms import NO_TERMS
 from ortserve.core.timing import Timing
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
@@ -40,8 +41,9 @@ class BareRuns:
         self._is_bound = plan.way == "bound"
         signature = self._model.signature
         unbound = {DataType.BYTES, DataType.BF16} & {one.datatype for one in (*signature.inputs, *signature.outputs)}
-        if self._is_bound and unbound:
-            raise invalid_input(f"{plan.model}: strings and BF16 cannot be bound, so measure it without --way bound")
+        if self._is_bound and (unbound or signature.has_sequences):  # a run appends to a sequence that is bound
+            kinds = "strings, BF16 and sequences"
+            raise invalid_input(f"{plan.model}: {kinds} cannot be bound, so measure it without --way bound")
 
     def caller(self) -> Caller:
         """The runs of one thread. They raise ServeError: rejected_by_model, as ONNX Runtime says."""
@@ -64,14 +66,14 @@ class BareRuns:
         for arrays in self._inputs:
             binding = session.io_binding()
             for spec, array in zip(signature.inputs, arrays, strict=True):
-                binding.bind_ortvalue_input(spec.name, ort.OrtValue.ortvalue_from_numpy(array, device, index))
+                if not is_absent(array):
+                    binding.bind_ortvalue_input(spec.name, ort.OrtValue.ortvalue_from_numpy(array, device, index))
             for spec in signature.outputs:
                 binding.bind_output(spec.name, device, index)
             session.run_with_iobinding(binding)
-            if all(value.is_tensor() for value in binding.get_outputs()):
-                # From now on, outputs are written to the memory that the first run allocated.
-                for spec, value in zip(signature.outputs, binding.get_outputs(), strict=True):
-                    binding.bind_ortvalue_output(spec.name, value)
+            # From now on, outputs are written to the memory that the first run allocated.
+            for spec, value in zip(signature.outputs, binding.get_outputs(), strict=True):
+                binding.bind_ortvalue_output(spec.name, value)
             bindings.append(binding)
 
         def run(number: int) -> Callable[[], list[np.ndarray]]:
