@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 from models import builders
 from ortserve.cli.main import main
 from servers import SHORT_WARMUP, ServerProcess, add_model, serving
+from small_server import small_server
 
 
 @pytest.fixture(scope="module")
@@ -103,4 +108,31 @@ def test_each_error_is_one_line_that_says_what_to_do(
     assert "expected nothing after the model, got 'x'" in refused(capsys, 2, "unload", "m", "x", *url)
     assert "--watch: expected list, status or rollout" in refused(capsys, 2, "load", "m", "--watch", *url)
     assert "expected KEY=VALUE or stop, got 'go'" in refused(capsys, 2, "rollout", "m", "go", *url)
+    long = "9" * 20
+    assert f"got 'a={long}'" in refused(capsys, 2, "labels", "m", f"a={long}", *url)
+    assert f"expected the number of one version, got '{long}'" in refused(capsys, 2, "promote", "m", long, *url)
+    both = refused(capsys, 2, "rollout", "m", "rules=1", "rules.max_error_rate=0.5", *url)
+    assert "expected a value of rules or of keys within it, got both" in both
     assert "HTTP port" in refused(capsys, 2, "list", "--url", f"grpc://{controlled.grpc}")
+
+
+def test_versions_of_other_servers_may_be_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with small_server(version="v0.1") as server:
+        assert main(["models", "list", "--url", server.url, "--json"]) == 0
+    (version,) = json.loads(capsys.readouterr().out)["versions"]
+    assert (version["version"], version["is_default"]) == ("v0.1", None)
+
+
+def test_interruption_ends_a_load_that_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-c", "from ortserve.cli.main import main; raise SystemExit(main())"]
+        with subprocess.Popen([*command, "models", "load", "m", "--url", url], stderr=subprocess.PIPE) as loading:
+            try:
+                silent.settimeout(60)
+                with silent.accept()[0]:
+                    loading.send_signal(signal.SIGINT)
+                    _, said = loading.communicate(timeout=60)
+            finally:
+                loading.kill()
+    assert (loading.returncode, said) == (130, b"ortserve models: interrupted\n")

@@ -26,6 +26,7 @@ class SmallServer:
     stall_s: float = 0.0
     every_s: float = 1.0
     is_protocol: bool = True
+    version: str = "1"
     port: int = 0
     requests: int = 0
     served_s: list[float] = field(default_factory=list)
@@ -68,7 +69,7 @@ class SmallServer:
         if path == "/v2":
             return _http(200, {"name": "small", "version": "1", "extensions": []})
         if path == "/v2/repository/index":
-            return _http(200, [{"name": "m", "version": "1", "state": "READY"}])
+            return _http(200, [{"name": "m", "version": self.version, "state": "READY"}])
         if path == "/v2/models/m":
             tensors = [{"name": name, "datatype": "FP32", "shape": [-1, 2]} for name in ("x", "y")]
             return _http(200, {"name": "m", "inputs": tensors[:1], "outputs": tensors[1:]})

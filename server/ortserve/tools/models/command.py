@@ -1,6 +1,7 @@
 """``ortserve models``: show and change the models of a running server."""
 
 import argparse
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -24,10 +25,10 @@ _ACTIONS: Final = {
     "promote": "make the candidate of the rollout, or a version, stable in one step",
     "rollback": "end the rollout, or make the version stable again that was before the last promotion",
 }
-
-
 _WATCH_S: Final = 1.0
 """Between two readings."""
+_VERSION: Final = re.compile("[0-9]{1,18}")
+"""Longer numbers may not be written as JSON."""
 
 
 def build_parser() -> ToolParser:
@@ -194,7 +195,10 @@ def _options(changes: Sequence[str]) -> dict[str, Any]:
         group, dot, key = path.rpartition(".")
         if not equals or not key:
             raise invalid_input(f"rollout: expected KEY=VALUE or stop, got '{change}'")
-        (options.setdefault(group, {}) if dot else options)[key] = json_or_text(text)
+        place = options.setdefault(group, {}) if dot else options
+        if not isinstance(place, dict):
+            raise invalid_input(f"rollout: expected a value of {group} or of keys within it, got both")
+        place[key] = json_or_text(text)
     return options
 
 
@@ -203,7 +207,7 @@ def _labels(changes: Sequence[str]) -> dict[str, int | None]:
     labels: dict[str, int | None] = {}
     for change in changes:
         name, equals, version = change.partition("=")
-        if not equals or not name or not ((version.isascii() and version.isdigit()) or not version):
+        if not equals or not name or (version and not _VERSION.fullmatch(version)):
             raise invalid_input(f"labels: expected NAME=VERSION or NAME=, got '{change}'")
         labels[name] = int(version) if version else None
     return labels
@@ -213,6 +217,6 @@ def _version(changes: Sequence[str]) -> dict[str, int]:
     """The version to promote; empty for the candidate. Raises ServeError: invalid_input."""
     if not changes:
         return {}
-    if len(changes) != 1 or not (changes[0].isascii() and changes[0].isdigit()):
+    if len(changes) != 1 or not _VERSION.fullmatch(changes[0]):
         raise invalid_input(f"promote: expected the number of one version, got '{' '.join(changes)}'")
     return {"version": int(changes[0])}

@@ -1,9 +1,8 @@
 """The calls of ``ortserve models`` to a server, over HTTP. Each raises ServeError as ``Client`` does."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
-from contextlib import closing
+from contextlib import closing, suppress
+from threading import Event, Thread
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -73,14 +72,26 @@ class ModelServer:
             client.checked(client.exchange(client.prepare(path, orjson.dumps(body), method=method)))
 
     def change_watched(self, path: str, model: str, step: Callable[[float, str], None]) -> None:
-        """A POST about a model during which ``step`` gets what the server is doing."""
-        with ThreadPoolExecutor(1) as thread:
-            changing = thread.submit(self.change, "POST", path, {})
-            while not wait_for((changing,), _PROGRESS_S).done:
-                doing = [e for e in self.index() if e["name"] == model and e.get("state") in ("LOADING", "UNLOADING")]
-                for entry in doing:
-                    step(0, f"version {entry['version']}: {entry.get('reason') or entry['state'].lower()}")
-            changing.result()
+        """A POST about a model during which ``step`` gets what the server is doing, from another thread.
+
+        The calling thread waits for the answer, so that Ctrl-C ends the call.
+        """
+        is_over = Event()
+
+        def watch() -> None:
+            while not is_over.wait(_PROGRESS_S):
+                with suppress(ServeError, LookupError):  # progress is no part of the result
+                    for entry in self.index():
+                        if entry["name"] == model and entry["state"] in ("LOADING", "UNLOADING"):
+                            step(0, f"version {entry['version']}: {entry.get('reason') or entry['state'].lower()}")
+
+        watching = Thread(target=watch)
+        watching.start()
+        try:
+            self.change("POST", path, {})
+        finally:
+            is_over.set()
+            watching.join()
 
     def _counts(self, model: str) -> dict[str, dict[str, Any]]:
         stats = self._read(f"{path_of(model)}/stats", None, dict)
@@ -116,7 +127,8 @@ def _status(
     entry: Mapping[str, str], labels: Mapping[str, str] | None, ready: list[str], counts: Mapping[str, Any]
 ) -> VersionStatus:
     version, is_ready = entry.get("version", ""), entry.get("state") == "READY"
-    default = (labels or {}).get(_LATEST_LABEL, max(ready, key=int, default=""))
+    # Only a server with labels is known to number its versions.
+    default = None if labels is None else labels.get(_LATEST_LABEL, max(ready, key=int, default=""))
     success, failed = (counts.get("inference_stats", {}).get(name, {}) for name in ("success", "fail"))
     requests = success.get("count")
     return VersionStatus(
