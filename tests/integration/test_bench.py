@@ -308,6 +308,7 @@ def test_model_that_cannot_have_lone_synthetic_requests_says_what_it_needs(tmp_p
             ["URL", "--model", "digits", "--arrivals", "sometimes"],
             "expected constant, poisson, bursts:N or a file of times",
         ),
+        (["URL", "--model", "digits", "--arrivals", "poisson"], "--arrivals: expected --rate or --find-capacity, too"),
         (
             ["URL", "--model", "digits", "--rate", "5", "--arrivals", __file__],
             "--arrivals: expected constant, poisson or bursts:N beside --rate, or a file without --rate",

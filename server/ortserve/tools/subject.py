@@ -7,7 +7,7 @@ from typing import Final
 
 from ortserve.config.model import LoadOptions, ModelOptions, SpecificVersions
 from ortserve.errors import invalid_input
-from ortserve.registry.repository.model_files import read_repositories
+from ortserve.registry.repository.model_files import VERSION, read_repositories
 from ortserve.registry.repository.source import ModelSource, VersionSource, make_source, read_source
 
 _IS_HOST_AND_PORT: Final = re.compile(r"[\w.-]*:\d+").fullmatch
@@ -66,7 +66,7 @@ def find_version(text: str) -> Subject:
     if path.is_file():
         return Subject(path.stem, path)
     folder, version = path, None
-    if path.name.isdigit() and path.parent.is_dir() and not (path.parent / f"{path.name}.onnx").is_file():
+    if VERSION.fullmatch(path.name) and path.parent.is_dir() and not (path.parent / f"{path.name}.onnx").is_file():
         folder, version = path.parent, int(path.name)
     source = read_source(folder.name, [folder.parent], LoadOptions()) if folder.parent.is_dir() else None
     if source is None:

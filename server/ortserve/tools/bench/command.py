@@ -157,6 +157,8 @@ def _loads(given: argparse.Namespace) -> list[Load]:
     if is_file and given.rate:
         expected = "expected constant, poisson or bursts:N beside --rate, or a file without --rate"
         raise invalid_input(f"--arrivals: {expected}, got --rate and '{given.arrivals}'")
+    if given.arrivals != "constant" and not (is_file or given.rate or given.find_capacity):
+        raise invalid_input(f"--arrivals: expected --rate or --find-capacity, too, got '{given.arrivals}' alone")
     if is_file or given.rate:
         return [Load(None, rate, given.arrivals) for rate in ([0.0] if is_file else given.rate)]
     return [Load(concurrency) for concurrency in given.concurrency or [1]]

@@ -1,5 +1,6 @@
 """The load that a measurement offers: callers that wait for their answers, or arrivals at given times. Pure."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -60,7 +61,7 @@ def arrival_times(load: Load, seconds: float, seed: int) -> np.ndarray:
         )
         times = np.cumsum(gaps)
     elif kind == "bursts":
-        if not size.isdigit() or not int(size):
+        if not re.fullmatch("[1-9][0-9]{0,6}", size):
             raise invalid_input(f"--arrivals: expected bursts:N with the requests of a burst, got '{load.arrivals}'")
         bursts = np.arange(int(rate * seconds / int(size)) + 1)
         times = np.repeat(bursts * (int(size) / rate), int(size))

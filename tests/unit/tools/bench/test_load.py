@@ -49,6 +49,8 @@ def test_times_of_a_file_begin_with_the_first_and_end_with_the_measurement(tmp_p
     [
         (Load(None, 10.0, "bursts:x"), "bursts:N"),
         (Load(None, 10.0, "bursts:0"), "bursts:N"),
+        (Load(None, 10.0, "bursts:²"), "bursts:N"),
+        (Load(None, 10.0, f"bursts:{1 << 64}"), "bursts:N"),
         (Load(None, 10.0, "sine"), "expected constant, poisson"),
         (Load(None, 1e7), "at most 20,000,000"),
         (Load(None, 0.0, "/nowhere/times"), "expected constant, poisson, bursts:N or a file of times"),
