@@ -81,11 +81,11 @@ def profile_of(runs: Runs) -> Profile:
 def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
     """The sums of all nodes, and their self times and gaps of shape (nodes, runs)."""
     trace = runs.trace
-    of_node: dict[NodeKey, list[int]] = defaultdict(list)
-    for index, traced in enumerate(trace.nodes):
-        of_node[traced.key].append(index)
-    rows = {index: row for row, indices in enumerate(of_node.values()) for index in indices}
     calls = Counter(call.node for run in trace.runs for call in run.calls)
+    of_node: dict[NodeKey, list[int]] = defaultdict(list)
+    for index in sorted(calls):  # without what only the warm-up ran
+        of_node[trace.nodes[index].key].append(index)
+    rows = {index: row for row, indices in enumerate(of_node.values()) for index in indices}
     times_us = np.zeros((5, len(of_node), len(trace.runs)))
     for number, run in enumerate(trace.runs):
         for call in run.calls:

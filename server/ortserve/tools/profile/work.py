@@ -117,7 +117,14 @@ def _recurrent(gates: int) -> _Count:
 
 
 def _attention(read: Sequence[_Dims], made: _Dims, _: Mapping[str, Attribute]) -> int:
-    """``Attention`` of com.microsoft: three projections by one weight, then scores and their sum of values."""
+    """``Attention`` of com.microsoft: three projections by one weight, then scores and their sum of values.
+
+    That of ONNX gets keys in place of the weight, and has no projections.
+    """
+    if len(read[1]) > 2:
+        if len(read) > 4:
+            raise ValueError("past keys, whose number is not known")
+        return 2 * (prod(read[0]) + prod(made)) * read[1][-2]
     batch, length, width = read[0]
     return 2 * batch * length * width * read[1][-1] + 4 * batch * length * length * made[-1]
 

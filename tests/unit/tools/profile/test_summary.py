@@ -104,6 +104,15 @@ def test_shares_and_operators_add_up() -> None:
     assert held.operators[0].mean_us == pytest.approx(700)
 
 
+def test_nodes_that_only_the_warm_up_ran_are_left_out() -> None:
+    held = runs([RunTime(90_000, 90_000)], [RunTime(95_000, 95_000)], *flat_run(0, 10, 20), *flat_run(1000, 30))
+    del held.trace.runs[:1]
+
+    found = profile_of(held)
+
+    assert [(node.name, node.calls, node.self_ms) for node in found.nodes] == [("n0", 1, 0.03)]
+
+
 def test_gaps_are_those_of_the_trace() -> None:
     lines = [line for number in range(4) for line in flat_run(number * 10_000, 100, 100, gap_us=400)]
     held = profile_of(runs([RunTime(1_000_000, 990_000)] * 4, [RunTime(1_010_000, 1_000_000)] * 4, *lines))

@@ -86,3 +86,18 @@ def test_unknown_work_is_none() -> None:
     assert find_work(unknown, None, {}).operations is None
     assert find_work(unknown, None, {}).nbytes is None
     assert operations("Conv", [(1, 3, 8, 8)], [(1, 4, 8, 8)]) is None
+
+
+def test_attention_of_onnx_has_no_projections_and_that_of_microsoft_has_three() -> None:
+    batch, queries, keys, width = 2, 3, 5, 4
+    scores = sum(2 for _ in itertools.product(range(batch), range(queries), range(keys), range(width)))
+    apart = [(batch, queries, width), (batch, keys, width), (batch, keys, width)]
+    heads = [(batch, 2, queries, width // 2), (batch, 2, keys, width // 2), (batch, 2, keys, width // 2)]
+    weight = [(batch, queries, width), (width, 3 * width), (3 * width,)]
+
+    assert operations("Attention", apart, [apart[0]]) == 2 * scores
+    assert operations("Attention", heads, [heads[0]]) == 2 * scores
+    assert operations("Attention", [*apart, (queries, keys), *heads[1:]], [apart[0]]) is None
+    projections = 3 * sum(2 for _ in itertools.product(range(batch * queries), range(width), range(width)))
+    own = sum(2 for _ in itertools.product(range(batch), range(queries), range(queries), range(width)))
+    assert operations("Attention", weight, [apart[0]]) == projections + 2 * own
