@@ -35,10 +35,10 @@ def restart_with_huge_pages() -> None:
 def _has_tunable() -> bool:
     try:
         library, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+        major, minor = map(int, version.split(".")[:2])  # versions in development have a third number
     except (AttributeError, ValueError):  # not a Unix, or not glibc
         return False
-    major, _, minor = version.partition(".")
-    return library == "glibc" and (int(major), int(minor)) >= (2, 35)
+    return library == "glibc" and (major, minor) >= (2, 35)
 
 
 def _is_on_request() -> bool:

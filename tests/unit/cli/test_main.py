@@ -1,5 +1,6 @@
 """Commands, and the options that the command line passes to the server."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from ortserve import __version__
+from ortserve.cli import huge_pages
 from ortserve.cli.main import main
 from ortserve.config.options import ServerOptions, flag_name
 from ortserve.core.compiled import IS_COMPILED
@@ -181,3 +183,11 @@ def test_tools_refuse_arguments_that_are_no_text_with_one_line(capsys: pytest.Ca
     assert capsys.readouterr().err == (
         "ortserve inspect: expected arguments in the encoding of the locale, got 'model-\\udcff.onnx'\n"
     )
+
+
+@pytest.mark.parametrize(("version", "has_it"), [("glibc 2.38.9000", True), ("glibc 2.34", False), ("", False)])
+def test_malloc_of_glibc_2_35_requests_huge_pages(version: str, has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions in development have three numbers, as in Fedora Rawhide."""
+    monkeypatch.setattr(os, "confstr", lambda name: version)
+
+    assert huge_pages._has_tunable() is has_it
