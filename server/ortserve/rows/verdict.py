@@ -45,7 +45,7 @@ class Request:
 
 
 _NAME: Final = re.compile(r"\w")
-_SUM: Final = re.compile(r"[A-Za-z_][\w.\-]*(?: *\+ *(?:[A-Za-z_][\w.\-]*|\d+))+")
+_SUM: Final = re.compile(r"[A-Za-z_][\w.\-]*(?: *\+ *(?:[A-Za-z_][\w.\-]*|\d{1,18}))+")
 
 
 def sum_terms(name: str) -> tuple[str | int, ...]:

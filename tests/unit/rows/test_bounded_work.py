@@ -65,6 +65,15 @@ def test_rounds_of_loops_in_loops_are_counted() -> None:
         prove_axes(model, {"x": 0}, budget=Budget(100))
 
 
+def test_a_name_with_a_number_that_is_too_long_is_no_sum(tmp_path: Path) -> None:
+    model = chain(1)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[1].dim_param = f"past + {'9' * 5000}"
+    file = tmp_path / "model.onnx"
+    file.write_bytes(model.SerializeToString())
+    assert prove_rows(file).outcome is Outcome.PROVEN
+
+
 def chain(length: int) -> onnx.ModelProto:
     nodes = " ".join(f"t{i + 1} = Relu (t{i})" for i in range(length)).replace("t0", "x", 1)
     return model_of(f"{nodes} y = Identity (t{length})")
