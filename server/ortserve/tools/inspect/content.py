@@ -60,7 +60,8 @@ def count_weights(model: Model) -> list[Weights]:
     found = []
     for dtype, counts in sizes.items():
         name, bits = _ELEMENTS.get(dtype, (f"type {dtype}", 0))
-        found.append(Weights(name, len(counts), sum(counts), -(-sum(counts) * bits // 8)))
+        nbytes = sum(-(-count * bits // 8) for count in counts)  # each tensor begins with a byte of its own
+        found.append(Weights(name, len(counts), sum(counts), nbytes))
     return sorted(found, key=lambda one: one.nbytes, reverse=True)
 
 

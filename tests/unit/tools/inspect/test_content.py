@@ -10,7 +10,7 @@ from onnx import helper
 
 from models import builders, patterns
 from ortserve.tools.inspect.content import describe_content
-from ortserve.tools.inspect.result import Content
+from ortserve.tools.inspect.result import Content, Weights
 from ortserve.tools.opening import open_model
 from ortserve.tools.subject import find_model
 
@@ -49,6 +49,20 @@ def test_counts_are_those_of_the_package_onnx(name: str) -> None:
     assert sum(one.parameters for one in content.weights if one.datatype != "string") == sum(
         math.prod(one.dims) for one in numbers
     )
+
+
+def test_each_tensor_of_few_bits_takes_whole_bytes(tmp_path: Path) -> None:
+    names = ("a", "b", "c")
+    weights = [helper.make_tensor(name, onnx.TensorProto.INT4, [3], [1, 2, 3]) for name in names]
+    nodes = [helper.make_node("DequantizeLinear", [name, "scale"], [f"{name}_float"]) for name in names]
+    nodes.append(helper.make_node("Sum", ["x", *(f"{name}_float" for name in names)], ["y"]))
+    scale = helper.make_tensor("scale", onnx.TensorProto.FLOAT, [], [1.0])
+    x, y = patterns.value("x", "batch", 3), patterns.value("y", "batch", 3)
+    graph = helper.make_graph(nodes, "m", [x], [y], [*weights, scale])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+
+    assert content_of(path).weights[0] == Weights("int4", 3, 9, sum(len(one.int32_data) for one in weights))
 
 
 def test_initializers_of_an_old_format_are_constants_although_they_are_inputs(tmp_path: Path) -> None:
