@@ -7,7 +7,6 @@ by ``generators``.
 import asyncio
 import gc
 import itertools
-import signal
 import sys
 import threading
 import time
@@ -342,7 +341,8 @@ async def _serve(pipe: Connection) -> None:
             channel.send(ServeError(ErrorKind.NOT_READY, f"no server answers: {error.strerror or error}"))
             continue
         channel.send(READY)
-        start_ns = await channel.receive()
+        if (start_ns := await channel.receive()) is None:
+            break
         if not isinstance(start_ns, int):  # another generator could not open its target
             continue
         gc.collect()
@@ -357,7 +357,6 @@ async def _serve(pipe: Connection) -> None:
 
 def main() -> None:
     """Serve the pipe that the measuring process has opened."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the measuring process's, which keeps what was measured
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)  # collections in the middle of a measurement would make requests late
     with Connection(int(sys.argv[1])) as pipe, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

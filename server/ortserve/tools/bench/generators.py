@@ -1,6 +1,7 @@
 """The generators of a measurement: processes that offer the load together."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -53,15 +54,20 @@ class Generators:
         self._open_limit_s = open_limit_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        for _ in range(count):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
-                process = subprocess.Popen(  # noqa: S603 - ours
-                    command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=errors
-                )
-                self._processes.append(process)
-            self._pipes.append(Connection(ours.detach()))
+        # Ctrl-C is this process's, which keeps what was measured: the others inherit the mask.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            for _ in range(count):
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
+                    process = subprocess.Popen(  # noqa: S603 - ours
+                        command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=errors
+                    )
+                    self._processes.append(process)
+                self._pipes.append(Connection(ours.detach()))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     @property
     def pids(self) -> list[int]:

@@ -1,0 +1,31 @@
+"""The processes that offer a load."""
+
+import os
+import signal
+import socket
+
+from ortserve.tools.address import Address
+from ortserve.tools.bench.generator import READY, Work
+from ortserve.tools.bench.generators import Generators
+from ortserve.tools.bench.target import ServerPlan
+
+
+def test_a_generator_that_waits_for_the_start_ends_with_its_pipe() -> None:
+    """The measuring process may be interrupted at that moment."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        address = Address(f"http://127.0.0.1:{port}", "127.0.0.1", port, is_tls=False, is_grpc=False, headers={})
+        plan = ServerPlan(address, (b"request",), is_stream=False, most_connections=1)
+        with Generators(1) as generators:
+            (pipe,), (process,) = generators._pipes, generators._processes
+            pipe.send(Work("key", plan, 1, None, warmup_s=0, seconds=1, timeout_s=1))
+            assert pipe.recv() == READY
+
+    assert process.returncode == 0, "it had to be killed"
+
+
+def test_an_interruption_is_left_to_the_measuring_process_from_the_start_on() -> None:
+    with Generators(1) as generators:
+        os.kill(generators.pids[0], signal.SIGINT)
+
+    assert generators._processes[0].returncode == 0
