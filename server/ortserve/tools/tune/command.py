@@ -113,6 +113,10 @@ def tune(given: argparse.Namespace) -> Outcome:
     if bound is not None and bound.measure == "accuracy":
         raise invalid_input("--max-error accuracy: tune has no labels; ortserve compare has")
     subject = find_model(given.model)
+    if subject.options.sequences is not None or subject.options.is_ragged:
+        what = "sequences" if subject.options.sequences is not None else "ragged batches"
+        expected = f"{given.model}: expected a model that answers requests alone, it has {what}"
+        raise invalid_input(f"{expected}: measure its options on a server, by ortserve bench")
     variants = _find_variants(subject) if given.variants else {}
     with progress("preparing inputs") as step:
         requests = call_apart(_PREPARE_LIMIT_S, prepare_requests, subject, given.inputs, given.rows)

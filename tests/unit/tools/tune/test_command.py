@@ -228,3 +228,9 @@ def test_the_commands_of_the_page_run(
     assert (
         edit_text("max_rows: 1\n", {"max_rows": 32}, {"max_rows": example[1].partition("# ")[2].strip()}) == example[1]
     )
+
+
+def test_models_whose_requests_belong_together_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "model.yaml").write_text("sequences: {controls: {START: {kind: start}}}\n")
+    status, said = run(capsys, str(model), *GOAL)
+    assert (status, "expected a model that answers requests alone, it has sequences" in said) == (2, True), said
