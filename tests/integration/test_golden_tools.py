@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from models import builders, members
+from models import builders, members, sequences
 from ortserve.cli.main import main
 from ortserve.config.golden import load_golden_file
 from ortserve.config.model import ModelOptions
@@ -88,6 +88,24 @@ def test_recorded_samples_are_what_the_version_computes_and_are_checked(
     builders.mlp(repository / "mlp" / "1" / "model.onnx", seed=1)
     problem = refused(capsys, "golden", "check", repository / "mlp", status=1)
     assert "golden samples: output 'y': relative error at most 0.001 expected, got " in problem
+
+
+def test_samples_of_a_model_with_sequences_are_those_of_new_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = add_model(tmp_path, "sum", sequences.accumulate)
+    controls = {"START": {"kind": "start"}, "READY": {"kind": "ready"}, "END": {"kind": "end"}}
+    controls["CORRID"] = {"kind": "id", "datatype": "UINT64"}
+    options = {"sequences": {"controls": controls, "states": [{"input": "STATE", "output": "NEXT"}]}}
+    (model / "model.yaml").write_text(json.dumps(options))
+
+    result = golden(capsys, "record", model, "--samples", "3")
+
+    with np.load(model / "1" / "golden" / "samples-1.npz") as recorded:
+        outputs = {f"output.{name}" for name in ("OUTPUT", "STATE_SEEN", "ID_SEEN", "FLAGS_SEEN")}
+        assert {*recorded} == {"input.INPUT"} | outputs
+        np.testing.assert_array_equal(recorded["output.OUTPUT"], recorded["input.INPUT"])
+    assert golden(capsys, "check", model)["agreement"] == result["agreement"]
 
 
 def test_outputs_of_another_model_are_expected_within_the_given_tolerances(

@@ -85,7 +85,8 @@ def record_samples(
             raise invalid_input("the model rejects synthetic inputs, so give real ones by --inputs")
         samples = list(_take(given, signature, count))
         if source is None:
-            samples = [replace(sample, outputs=runs.run([sample])[0]) for sample in samples]
+            count = len(signature.outputs)  # without the states of sequences
+            samples = [replace(sample, outputs=runs.run([sample])[0][:count]) for sample in samples]
         elif isinstance(source, Subject):
             samples = _run_source(source, signature, samples)
         else:
