@@ -16,6 +16,7 @@ from ortserve.engine.ort_errors import without_paths
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.graph import all_nodes
 from ortserve.model_file.reading import read_model
+from ortserve.registry.recording import write_arrays
 from ortserve.tools.apart import call_apart
 from ortserve.tools.console import Step as Progress
 from ortserve.tools.optimize.checking import Checked, Kind, Look, check
@@ -231,5 +232,5 @@ def keep_arrays(inputs: Path, names: Collection[str], folder: Path) -> Path:
         place = target / file.name if inputs.is_dir() else target
         place.parent.mkdir(parents=True, exist_ok=True)
         with np.load(file, allow_pickle=False) as archive, place.open("wb") as copy:
-            np.savez(copy, **{name: archive[name] for name in archive.files if name in names})
+            write_arrays(copy, {name: archive[name] for name in archive.files if name in names})
     return target

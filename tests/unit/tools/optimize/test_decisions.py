@@ -2,7 +2,9 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from zipfile import ZipFile
 
+import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
@@ -12,7 +14,7 @@ from ortserve.model_file.reading import read_model
 from ortserve.tools.compare.result import ComparedModel, CompareResult
 from ortserve.tools.optimize.checking import Checked, Look
 from ortserve.tools.optimize.findings import find
-from ortserve.tools.optimize.pipeline import Step, Work, judge
+from ortserve.tools.optimize.pipeline import Step, Work, judge, keep_arrays
 from ortserve.tools.optimize.precision import search
 from ortserve.tools.optimize.recognition import almost_fused, fused_operators
 from ortserve.tools.optimize.result import Shape
@@ -136,3 +138,15 @@ def test_scaled_queries_are_the_first_difference(tmp_path: Path) -> None:
     path.write_bytes(helper.make_model(helper.make_graph(nodes, "g", inputs, outputs)).SerializeToString())
     (left,) = almost_fused(read_model(path), read_model(path))
     assert left.difference == "queries: MatMul 'product' reads Mul 'scale_queries', expected Transpose"
+
+
+def test_samples_keep_the_arrays_of_inputs_with_any_names(tmp_path: Path) -> None:
+    samples = tmp_path / "samples.npz"
+    with ZipFile(samples, "w") as archive:
+        for name in ("file", "other"):
+            with archive.open(f"{name}.npy", "w") as member:
+                np.save(member, np.ones((2, 3), np.float32))
+
+    with np.load(keep_arrays(samples, ["file"], tmp_path)) as kept:
+        assert kept.files == ["file"]
+        assert kept["file"].tolist() == [[1.0] * 3] * 2
