@@ -352,6 +352,11 @@ def test_wrong_models(tmp_path: Path) -> None:
     assert (status, "'picture' is no input" in line) == (2, True)
 
 
+def test_problems_beside_json_have_no_control_characters_of_names(tmp_path: Path) -> None:
+    ran = bench(builders.mlp(tmp_path / "a\x1b]0;title\x07.onnx"), "--slo", "0.000001", *SHORT, "--json")
+    assert (ran.status, "]0;title" in ran.err, "\x1b" in ran.err) == (1, True, False)
+
+
 def test_targets_are_needed() -> None:
     ran = bench()
     assert (ran.status, "expected a target" in ran.err) == (2, True)

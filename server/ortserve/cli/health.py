@@ -96,7 +96,8 @@ def _ask(host: str, port: int, question: str, timeout_s: float, *, has_tls: bool
     try:
         connection.request("GET", f"/v2/health/{question}")
         answer = connection.getresponse()
-        body = answer.read(1000).decode(errors="replace").strip()
+        text = answer.read(1000).decode(errors="replace")
+        body = "".join(letter if letter.isprintable() else " " for letter in text).strip()  # it may be another server
     except TimeoutError:
         return f"{address} did not answer within {timeout_s:g} s"
     except (ConnectionResetError, http.client.BadStatusLine):  # the result of plain text on a TLS port

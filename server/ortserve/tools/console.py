@@ -50,10 +50,10 @@ def progress(doing: str, total: float | None = None) -> Iterator[Step]:
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task(doing, total=total)
+        bar = bars.add_task(printable(doing), total=total)
 
         def step(done: float, now: str) -> None:
-            bars.update(bar, completed=done, description=now or doing)
+            bars.update(bar, completed=done, description=printable(now or doing))
 
         yield step
 

@@ -64,6 +64,14 @@ def test_status_is_0_only_for_a_ready_server(capsys: pytest.CaptureFixture[str])
         assert capsys.readouterr().out == "ready\n"
 
 
+def test_answer_of_another_server_stays_one_line_without_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with answering({"/v2/health/ready": (404, "no\n\x1b]0;title\x07")}) as port:
+        assert main(["health", "--metrics-port", str(port)]) == 1
+    assert capsys.readouterr().err == f"ortserve health: not ready: 127.0.0.1:{port} answered 404 no  ]0;title\n"
+
+
 def test_server_is_found_by_its_own_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

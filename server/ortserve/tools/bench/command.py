@@ -24,7 +24,7 @@ from ortserve.tools.bench.presentation import present, present_comparison
 from ortserve.tools.bench.result import BenchResult, Capacity, Point
 from ortserve.tools.bench.target import WAYS
 from ortserve.tools.command import FAILED, INTERRUPTED, OK, Outcome, ToolParser, number, run_tool, several
-from ortserve.tools.console import progress
+from ortserve.tools.console import printable, progress
 from ortserve.tools.subject import is_url
 
 _DESCRIPTION: Final = """\
@@ -138,7 +138,7 @@ def _measure(given: argparse.Namespace) -> Outcome:
         problems=tuple(problems),
     )
     if given.json:  # the report shows them, too
-        sys.stderr.writelines(f"ortserve bench: {problem}\n" for problem in problems)
+        sys.stderr.writelines(f"ortserve bench: {printable(problem)}\n" for problem in problems)
     status = INTERRUPTED if result.is_interrupted else FAILED if problems else OK
     return Outcome(result, present(result, has_pictures=given.page is not None), status)
 
