@@ -23,9 +23,11 @@ _ELEMENTS: Final = {
 def describe_content(opened: OpenModel) -> Content:
     """The content of a model's file."""
     path, model, session = opened.subject.path, opened.graph, opened.session
+    external = {name: path.parent / name for name in sorted(model.external_files)}
     return Content(
         file_nbytes=path.stat().st_size,
-        external_nbytes={name: (path.parent / name).stat().st_size for name in sorted(model.external_files)},
+        # One that only unused weights refer to need not exist.
+        external_nbytes={name: file.stat().st_size for name, file in external.items() if file.is_file()},
         producer=session.get_modelmeta().producer_name,
         opsets={domain or "ai.onnx": version for domain, version in model.opsets.items()},
         operators=count_operators(model),

@@ -65,6 +65,17 @@ def test_each_tensor_of_few_bits_takes_whole_bytes(tmp_path: Path) -> None:
     assert content_of(path).weights[0] == Weights("int4", 3, 9, sum(len(one.int32_data) for one in weights))
 
 
+def test_a_file_that_only_unused_weights_refer_to_may_be_missing(tmp_path: Path) -> None:
+    path = patterns.dense(tmp_path / "m.onnx")
+    model = onnx.load(path)
+    unused = onnx.TensorProto(name="unused", data_type=onnx.TensorProto.FLOAT, dims=[300], data_location="EXTERNAL")
+    unused.external_data.add(key="location", value="gone.bin")
+    model.graph.initializer.append(unused)
+    path.write_bytes(model.SerializeToString())
+
+    assert content_of(path).external_nbytes == {}
+
+
 def test_initializers_of_an_old_format_are_constants_although_they_are_inputs(tmp_path: Path) -> None:
     path = patterns.dense(tmp_path / "m.onnx", is_input=True)
     assert content_of(path).initializers_as_inputs == ["w"]
