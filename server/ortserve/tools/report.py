@@ -166,7 +166,7 @@ def _cell(name: str, value: Any) -> Cell:
 
 
 def number_text(value: float) -> str:
-    """A number with three significant digits, never as a power of ten below a million: ``12,300``, ``1.23``."""
+    """A number with three significant digits, as a power of ten only from a million on and below 0.0001: ``12,300``."""
     if value != value:
         return NOTHING
     if value == 0:
