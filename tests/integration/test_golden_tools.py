@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from models import builders, members, sequences
+from models import builders, members, ragged, sequences
 from ortserve.cli.main import main
 from ortserve.config.golden import load_golden_file
 from ortserve.config.model import ModelOptions
@@ -144,6 +144,17 @@ def test_what_cannot_be_recorded_or_checked_is_refused(
     action, name, *flags = arguments
 
     assert problem in refused(capsys, "golden", action, repository / name, *flags)
+
+
+def test_samples_of_a_model_with_ragged_batches_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = add_model(tmp_path, "double", ragged.double)
+    (model / "model.yaml").write_text(
+        "batched: true\nmax_rows: 8\ninputs: {X: {ragged: true}}\nbatch_outputs: {Y: X}\n"
+    )
+
+    assert "double: expected a model without ragged batches, whose samples share outputs" in refused(
+        capsys, "golden", "record", model
+    )
 
 
 def test_publish_refuses_what_disagrees_and_copies_the_samples(

@@ -95,6 +95,8 @@ def _check(subject: Subject, folder: Path) -> str:
 
 
 def _record(arguments: argparse.Namespace, subject: Subject, folder: Path) -> Recorded:
+    if subject.options.is_ragged:
+        raise invalid_input(f"{subject.name}: expected a model without ragged batches, whose samples share outputs")
     if folder.exists() and not arguments.replace:
         raise invalid_input(f"{folder}: expected no golden samples yet: --replace replaces them")
     tolerances = _tolerances(arguments.tolerance) or kept_tolerances(folder)
