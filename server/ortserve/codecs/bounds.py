@@ -32,7 +32,7 @@ INLINE_ELEMENTS: Final = 16 * 1024
 """Maximum number of elements of an answer that are encoded on the event loop as JSON or texts, in about 1 ms."""
 
 INLINE_BINARY_BYTES: Final = 1024 * 1024
-"""Maximum size of binary outputs that are joined on the event loop, in 0.1 to 1 ms."""
+"""Maximum size of binary outputs and of texts that are encoded and joined on the event loop, in 0.1 to 1 ms."""
 
 JSON_GROWTH: Final = 32
 """Memory that parsing may take per byte of JSON: orjson reserves 12 bytes, and ``[],`` becomes 64."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH
+from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
 from ortserve.core.encoded import Reading
@@ -123,7 +123,8 @@ class GenerateEncoder:
         self._is_stream = is_stream
 
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
-        return any(tensor.array.size > INLINE_ELEMENTS for tensor in response.outputs)
+        elements = sum([tensor.array.size for tensor in response.outputs])
+        return elements > INLINE_ELEMENTS or response.output_bytes() > INLINE_BINARY_BYTES
 
     def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> bytes:
         return encode_generate_event(response) if self._is_stream else encode_generate_response(response)

@@ -57,10 +57,11 @@ class GrpcEncoder:
     """An ``AnswerEncoder``."""
 
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
+        texts = 0
         for tensor in response.outputs:
-            if tensor.datatype is DataType.BYTES and tensor.array.size > INLINE_ELEMENTS:
-                return True
-        return sum([tensor.array.nbytes for tensor in response.outputs]) > INLINE_BINARY_BYTES
+            if tensor.datatype is DataType.BYTES:
+                texts += tensor.array.size
+        return texts > INLINE_ELEMENTS or response.output_bytes() > INLINE_BINARY_BYTES
 
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None

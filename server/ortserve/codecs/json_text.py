@@ -13,9 +13,10 @@ import json
 import math
 import struct
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 from typing import Any, Final, TypeAlias
 
@@ -23,7 +24,7 @@ import numpy as np
 import orjson
 
 from ortserve.codecs.binary_tensor import check_text_count, object_array
-from ortserve.codecs.bounds import INLINE_ELEMENTS, MAX_DIMS
+from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_ELEMENTS, MAX_DIMS
 from ortserve.core.dtypes import DataType, narrow, widen
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.tensor import Tensor, format_shape
@@ -35,6 +36,8 @@ _TOKENS: Final = np.array([b"NaN", b"Infinity", b"-Infinity"], object)
 _PLACE: Final = b"\1"
 _STEP: Final = 4096
 """Elements that are encoded at a time, in about 0.2 ms."""
+_STEP_CHARACTERS: Final = 1024 * 1024
+"""Characters of texts after which a step ends; encoding them takes about 0.5 ms."""
 
 
 def parse_json(text: bytes | memoryview) -> Any:
@@ -88,8 +91,12 @@ def write_json(
 def write_array(elements: np.ndarray | list[str]) -> LongArray:
     """Encode a long array of numbers or texts in steps, and release the interpreter lock after each."""
     pieces: list[bytes] = []
-    for begin in range(0, len(elements), _STEP):
+    begin = 0
+    while begin < len(elements):
         step = elements[begin : begin + _STEP]
+        if isinstance(step, list):
+            step = step[: bisect_left(list(accumulate(map(len, step))), _STEP_CHARACTERS) + 1]
+        begin += len(step)
         text = orjson.dumps(step, option=orjson.OPT_SERIALIZE_NUMPY)
         if isinstance(step, np.ndarray) and b"null" in text:
             text = _spell_with_tokens(step, text)
@@ -182,7 +189,10 @@ def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list
     """A flat list or array that orjson and json can encode. Long arrays are encoded here, in steps."""
     flat = array.ravel()
     elements = flat.tolist() if datatype is DataType.BYTES else widen(flat) if datatype is DataType.BF16 else flat
-    return write_array(elements) if array.size > INLINE_ELEMENTS else elements
+    is_long = array.size > INLINE_ELEMENTS
+    if isinstance(elements, list) and array.size > 1:  # a single text cannot be divided
+        is_long = is_long or sum(map(len, elements)) > INLINE_BINARY_BYTES
+    return write_array(elements) if is_long else elements
 
 
 def _flatten(data: list[Any], shape: tuple[int, ...], name: str) -> tuple[list[Any], set[type]]:

@@ -133,11 +133,12 @@ class RestEncoder:
     """An ``AnswerEncoder``."""
 
     def is_long(self, request: InferRequest, response: InferResponse) -> bool:
+        elements = 0
         for index, tensor in enumerate(response.outputs):
             is_binary = request.outputs[index].binary if request.outputs else request.binary_output
-            if tensor.array.size > INLINE_ELEMENTS and (tensor.datatype is DataType.BYTES or not is_binary):
-                return True
-        return sum([tensor.array.nbytes for tensor in response.outputs]) > INLINE_BINARY_BYTES
+            if tensor.datatype is DataType.BYTES or not is_binary:
+                elements += tensor.array.size
+        return elements > INLINE_ELEMENTS or response.output_bytes() > INLINE_BINARY_BYTES
 
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None

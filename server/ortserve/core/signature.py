@@ -91,6 +91,7 @@ class ModelSignature:
     ragged: RaggedTensors | None = field(default=None, compare=False)
     has_optional_inputs: bool = field(init=False, repr=False, compare=False)
     has_sequences: bool = field(init=False, repr=False, compare=False)
+    has_text_outputs: bool = field(init=False, repr=False, compare=False)
     inputs_by_name: Mapping[str, TensorSpec] = field(init=False, repr=False, compare=False)
     output_index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
@@ -104,6 +105,8 @@ class ModelSignature:
                 object.__setattr__(self, role, specs)
         object.__setattr__(self, "has_optional_inputs", any(spec.is_optional for spec in self.inputs))
         object.__setattr__(self, "has_sequences", any(spec.is_sequence for spec in self.outputs))
+        has_texts = any(spec.datatype is DataType.BYTES for spec in self.outputs)
+        object.__setattr__(self, "has_text_outputs", has_texts)
         object.__setattr__(self, "inputs_by_name", {spec.name: spec for spec in self.inputs})
         object.__setattr__(self, "output_index", {spec.name: i for i, spec in enumerate(self.outputs)})
 

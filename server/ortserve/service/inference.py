@@ -302,12 +302,13 @@ class InferenceService:
                 self._encode_on_thread(call, partial(_classify_and_encode, request, served, outputs, encoder))
                 return None
             response = build_response(request, served, outputs)
+        elements = 0
         for array in outputs:
-            if array.size > INLINE_ELEMENTS:
-                if encoder.is_long(request, response):
-                    self._encode_on_thread(call, partial(encoder.encode, request, response, self.gate.memory))
-                    return None
-                break
+            elements += array.size
+        may_be_long = elements > INLINE_ELEMENTS or served.signature.has_text_outputs
+        if may_be_long and encoder.is_long(request, response):
+            self._encode_on_thread(call, partial(encoder.encode, request, response, self.gate.memory))
+            return None
         return encoder.encode(request, response)
 
     def _encode_on_thread(self, call: Call, work: Callable[[], Any]) -> None:

@@ -97,6 +97,12 @@ def test_long_arrays_are_joined_in_a_lent_buffer() -> None:
     assert bytes(text) == write_json({"data": write_array(array), "more": write_array(array[:5000])}, [tensor])
 
 
+def test_few_long_texts_are_written_in_steps() -> None:
+    texts = np.array(["", "ä" * 700_000, 'a "quote"' * 100_000, "\x01", "x" * 3_000_000, "last"], object)
+    text = write_json({"data": encode_json_data(texts, DataType.BYTES)}, [])
+    assert json.loads(bytes(text)) == {"data": texts.tolist()}
+
+
 INTEGERS = [datatype for datatype in DataType if datatype.numpy.kind in "iu" and datatype is not DataType.BF16]
 FLOATS = [DataType.FP16, DataType.BF16, DataType.FP32, DataType.FP64]
 

@@ -21,11 +21,15 @@ from fakes.encoded import AS_IS, EncodedBy, Given
 from models import builders
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS
+from ortserve.codecs.generate import GenerateEncoder
+from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
+from ortserve.codecs.rest import RestEncoder
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
-from ortserve.core.encoded import Reading
+from ortserve.core.encoded import AnswerEncoder, Reading
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -391,6 +395,35 @@ async def test_long_answer_is_encoded_on_a_thread(stage: Stage) -> None:
     with pytest.raises(ServeError, match="internal error"):
         await stage.service.serve(stage.service.receive("http"), asked, EncodedBy(fail, takes_long=True))
     assert stage.counts() == {("two", "1", "http", "ok"): 1, ("two", "1", "http", "internal"): 1}
+
+
+class ThreadOf:
+    """An encoder that answers with the thread on which another one would be called."""
+
+    def __init__(self, encoder: AnswerEncoder[Any]) -> None:
+        self.is_long = encoder.is_long
+
+    def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> int:
+        return threading.get_ident()
+
+
+@pytest.mark.parametrize("encoder", [RestEncoder(), GenerateEncoder(is_stream=False), GrpcEncoder()], ids=type)
+async def test_few_long_texts_and_many_short_outputs_are_encoded_on_a_thread(
+    stage: Stage, encoder: AnswerEncoder[Any]
+) -> None:
+    async def is_on_loop(asked: InferRequest) -> bool:
+        call = stage.service.receive("http")
+        return await stage.service.serve(call, Given(lambda: asked), ThreadOf(encoder)) == threading.get_ident()
+
+    def texts(text: str) -> InferRequest:
+        return request("text", np.array([[text]], object), datatype=DataType.BYTES)
+
+    assert await is_on_loop(texts("short"))
+    assert not await is_on_loop(texts("ä" * 2**20))
+    assert await is_on_loop(request("two"))
+    rows = np.ones((INLINE_ELEMENTS // 4, 4), np.float32)
+    # Two outputs, each as long as one may be. Binary outputs count by their size.
+    assert await is_on_loop(request("two", rows)) == isinstance(encoder, GrpcEncoder)
 
 
 async def test_error_in_encoding_keeps_its_kind(stage: Stage) -> None:
