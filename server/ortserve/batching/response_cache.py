@@ -18,6 +18,7 @@ import numpy as np
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
+from ortserve.core.sequence import arrays_bytes
 from ortserve.core.tensor import is_absent
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
@@ -34,8 +35,6 @@ _INLINE_BYTES: Final = 256 * 1024
 _INLINE_TEXTS: Final = 1024
 _ENTRY_BYTES: Final = 512
 """Of an entry beside its elements."""
-_TEXT_BYTES: Final = 64
-"""Of a text beside its letters."""
 _FORGOTTEN_AT_ONCE: Final = 1000
 _MAX_LARGE: Final = 64
 """Requests whose outputs are copied on threads at a time. The outputs of others are not stored."""
@@ -106,7 +105,7 @@ class ResponseCache:
 
     def store(self, key: Key, outputs: Arrays, run_ns: int) -> None:
         """Keep outputs, which nothing changes any more; too large ones are not kept."""
-        nbytes = _ENTRY_BYTES + sum([_memory_bytes(output) for output in outputs])
+        nbytes = _ENTRY_BYTES + arrays_bytes(outputs)
         if nbytes > self.max_bytes or key in self._entries:
             return
         self._entries[key] = _Entry(outputs, nbytes, run_ns)
@@ -361,12 +360,5 @@ def _copies(outputs: Arrays) -> Arrays:
 
 def _is_large(arrays: Arrays) -> bool:
     """Whether digesting or copying the arrays takes long."""
-    return any(
-        array.nbytes > _INLINE_BYTES or (array.dtype == object and array.size > _INLINE_TEXTS) for array in arrays
-    )
-
-
-def _memory_bytes(array: np.ndarray) -> int:
-    if array.dtype != object:
-        return array.nbytes
-    return sum([len(text) + _TEXT_BYTES for text in array.flat])
+    has_many_texts = any(array.dtype == object and array.size > _INLINE_TEXTS for array in arrays)
+    return has_many_texts or arrays_bytes(arrays) > _INLINE_BYTES

@@ -172,6 +172,18 @@ def test_large_inputs_and_outputs_go_through_threads() -> None:
     run(test)
 
 
+def test_few_long_texts_are_digested_on_a_thread() -> None:
+    async def test() -> None:
+        stage = Stage()
+        stage.submit(np.array(["short"], object))
+        assert len(stage.queue) == 1
+        stage.submit(np.array(["x" * 2**20], object))
+        assert len(stage.queue) == 1, "the event loop has digested it"
+        await until(lambda: len(stage.queue) == 2)
+
+    run(test)
+
+
 def test_equal_requests_wait_for_a_run_under_way() -> None:
     async def test() -> None:
         stage = Stage()
