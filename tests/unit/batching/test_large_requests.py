@@ -42,6 +42,21 @@ def test_answer_larger_than_any_message_is_rejected_before_it_is_built() -> None
     assert caught.value.kind is ErrorKind.INVALID_INPUT
 
 
+@pytest.mark.parametrize("columns", [1, 2**20])
+async def test_large_outputs_of_pieces_are_joined_off_the_event_loop(columns: int) -> None:
+    def answer(piece: Arrays) -> InflightRequest:
+        request = inflight(piece, len(piece[0]), Timing(0))
+        request.complete((piece[0].repeat(columns).reshape(-1, columns),))
+        return request
+
+    task = asyncio.create_task(run_in_pieces((np.arange(4),), 4, 2, answer))
+    await asyncio.sleep(0)
+    assert task.done() == (columns == 1)
+    (joined,) = await task
+    assert joined.shape == (4, columns)
+    assert joined[:, -1].tolist() == [0, 1, 2, 3]
+
+
 async def test_piece_that_cannot_be_enqueued_fails_the_request_and_cancels_the_others() -> None:
     queued: list[InflightRequest] = []
 
