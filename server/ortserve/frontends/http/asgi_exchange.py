@@ -56,11 +56,7 @@ class AsgiEndpoint:
 
 
 class AsgiExchange(Exchange):
-    """One request to the application.
-
-    Attributes:
-        cancels_with_caller: Whether the application's task is cancelled when the caller leaves.
-    """
+    """One request to the application."""
 
     def __init__(
         self,
@@ -77,7 +73,7 @@ class AsgiExchange(Exchange):
         expects_continue: bool,
     ) -> None:
         super().__init__(connection, keep_alive=keep_alive, more_body=True)
-        self.cancels_with_caller = False
+        self._cancels_with_caller = False
         self._endpoint: Final = endpoint
         self._method: Final = method
         self._raw_path: Final = raw_path
@@ -148,8 +144,13 @@ class AsgiExchange(Exchange):
         self._is_disconnected = True
         self._arrival.set()
         self._writable.set()
-        if self._task is not None and self.cancels_with_caller and self.connection.has_left:
-            self._task.cancel()
+        if self._cancels_with_caller:
+            self._cancel_if_left()
+
+    def cancel_with_caller(self) -> None:
+        """Cancel the application's task when the caller leaves; at once if it has left already."""
+        self._cancels_with_caller = True
+        self._cancel_if_left()
 
     async def receive(self) -> Message:
         """The next part of the body, as ASGI defines it."""
@@ -196,6 +197,10 @@ class AsgiExchange(Exchange):
         else:
             self.keep_alive = False
             self._respond(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
+
+    def _cancel_if_left(self) -> None:
+        if self._task is not None and self.connection.has_left:
+            self._task.cancel()
 
     def _scope(self, path: str) -> Scope:
         info = self.connection.transport.get_extra_info

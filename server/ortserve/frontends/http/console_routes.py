@@ -56,7 +56,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as ASGI defines it."""
-        exchange_of(scope).cancels_with_caller = True
+        exchange_of(scope).cancel_with_caller()
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while scope["method"] != "HEAD" and (event := await self._viewer.next()) is not None:

@@ -121,7 +121,7 @@ class _Generation:
             ServeError: The request failed before the response began.
         """
         received_ns = self._clock()
-        exchange_of(request.scope).cancels_with_caller = True
+        exchange_of(request.scope).cancel_with_caller()
         inference, admission = self._inference, self._admission
         trace: Trace | None = None
         if self._traces is not None:

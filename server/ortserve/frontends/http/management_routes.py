@@ -162,7 +162,7 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
     router = APIRouter(prefix="/v2/models/{model}", tags=["operation"])
 
     async def answer(model: str, version: str, request: Request) -> Response:
-        exchange_of(request.scope).cancels_with_caller = True
+        exchange_of(request.scope).cancel_with_caller()
         document = await read_json_object(request.receive)
         requests, timeout_s = _unsigned(document, "requests", 100), document.get("timeout_s", 30)
         if type(timeout_s) not in (int, float):

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Scope
 
-from fakes.http import HttpSide
+from fakes.http import HttpSide, turns
 from interpreted import interpreted_only
+from ortserve.frontends.http.console_routes import EventStream
 from ortserve.frontends.http.control_app import make_control_app
+from ortserve.service.observation import Viewer
 
 pytestmark = interpreted_only
 
@@ -163,4 +165,23 @@ async def test_application_awaiting_a_body_is_notified_of_a_disconnect() -> None
     await asyncio.wait_for(is_over.wait(), 10)
     assert (written, seen) == (b"", ["http.disconnect"])
     await asyncio.sleep(0)  # the task of the application ends, and is forgotten in the next turn
+    assert side.state.tasks == set()
+
+
+async def test_stream_whose_caller_left_before_it_began_ends() -> None:
+    may_begin, viewer, left = asyncio.Event(), Viewer(None), []
+    observation: Any = SimpleNamespace(leave=left.append)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await may_begin.wait()
+        await EventStream(observation, viewer)(scope, receive, send)
+
+    side = HttpSide(app)
+    protocol, _ = side.connect(bytearray())
+    protocol.data_received(get("/v2/console/stream"))
+    await turns()
+    protocol.connection_lost(None)
+    may_begin.set()
+    await turns()
+    assert left == [viewer]
     assert side.state.tasks == set()
