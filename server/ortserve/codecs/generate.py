@@ -9,7 +9,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH
+from ortserve.codecs.bounds import (
+    INLINE_BINARY_BYTES,
+    INLINE_BYTES,
+    INLINE_ELEMENTS,
+    JSON_GROWTH,
+    MAX_ID_LENGTH,
+    too_many,
+)
 from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
 from ortserve.core.encoded import Reading
@@ -55,6 +62,8 @@ def decode_generate_request(
     request_id = document.pop("id", "")
     if type(request_id) is not str:
         raise invalid_input("Unable to parse 'id': expected a string")
+    if len(request_id) > MAX_ID_LENGTH:
+        raise too_many("characters of id", MAX_ID_LENGTH, len(request_id))
     nested = document.pop("parameters", {})
     if type(nested) is not dict:
         raise invalid_input("Unable to parse 'parameters': expected an object")

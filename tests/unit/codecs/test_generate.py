@@ -106,6 +106,7 @@ def test_stream_parameter_is_accepted_only_where_supported() -> None:
         ({"parameters": {"txet": None}}, "Unable to parse 'txet': expected a string, number or boolean parameter"),
         ({"text": "hi", "triton_x": 1}, "parameter keys starting with 'triton_' are reserved for Triton usage"),
         ({"id": 5}, "Unable to parse 'id': expected a string"),
+        ({"id": "a" * 65_537}, "request: expected at most 65536 characters of id, got 65537"),
         ({"parameters": 5}, "Unable to parse 'parameters': expected an object"),
         ({"priority": [1]}, "Unable to parse 'priority': expected a string, number or boolean"),
         ({"row": [[[1, 2, 3, 4]]]}, "unexpected shape for input 'row' for model 'm'. Expected [-1,4], got [1,1,4]"),
