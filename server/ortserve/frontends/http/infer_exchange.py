@@ -10,7 +10,7 @@ from typing import Final
 from ortserve.clock import Clock
 from ortserve.codecs.compression import Encoding
 from ortserve.codecs.rest import EncodedResponse, RestEncoder, RestRequest
-from ortserve.errors import ErrorKind, ServeError, out_of_memory
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.connection import Connection, Exchange
 from ortserve.frontends.http.request_body import IncomingBody, inflate
 from ortserve.frontends.http.request_head import HeadCache, InferHead, InferHeaders
@@ -234,8 +234,7 @@ class InferExchange(Exchange):
         assert incoming is not None
         try:
             return incoming.take()
-        except MemoryError:
-            error = out_of_memory("receiving a request")
+        except ServeError as error:
             self._endpoint.admission.count(error, self._received_ns, self._trace)
             self._respond(failure(error))
             return None

@@ -7,7 +7,7 @@ from starlette.types import Receive
 
 from ortserve.codecs.compression import Encoding, Inflater
 from ortserve.codecs.json_text import parse_object
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, out_of_memory
 from ortserve.frontends.large_body import EARNEST_BYTES, LargeBody, begin_large, inflate_all
 from ortserve.service.gate import Hold, body_too_large
 
@@ -85,10 +85,13 @@ class IncomingBody:
             self._parts = []
 
     def take(self) -> bytes | memoryview:
-        """The whole body, now that it is complete."""
+        """The whole body, now that it is complete. Raises ServeError: overloaded, if no memory can hold it."""
         if self._large is not None:
             return self._large.content()
-        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        try:
+            return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        except MemoryError:
+            raise out_of_memory("receiving a request") from None
 
     def drop(self) -> None:
         """Keep nothing of the body, including its rest."""
