@@ -70,7 +70,11 @@ class HelperProcess:
         connection = self._connection
         if connection is None or self._process is None or self._process.poll() is not None:
             self.close()
-            connection = self._start()
+            try:
+                connection = self._start()
+            except OSError as error:
+                text = f"the process that {self._task} cannot be started: {error.strerror}"
+                raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
         try:
             _send(connection, [pickle.dumps(arguments), content])
             return _receive(connection, self._memory)
@@ -91,6 +95,7 @@ class HelperProcess:
         return process.wait()
 
     def _start(self) -> socket.socket:
+        """Start the process. Raises OSError."""
         ours, theirs = socket.socketpair()
         # Limits of the system's calls, each of which moves a whole part without the interpreter lock. With a timeout of
         # Python's each would move only what a buffer of 200 KB holds.
@@ -104,10 +109,9 @@ class HelperProcess:
             self._process = subprocess.Popen(  # noqa: S603 - of this package
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
             )
-        except OSError as error:
+        except OSError:
             ours.close()
-            text = f"the process that {self._task} cannot be started: {error.strerror}"
-            raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
+            raise
         finally:
             theirs.close()
         self._connection = ours
