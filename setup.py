@@ -42,6 +42,7 @@ COMPILED: Final = (
     "frontends/http/responses.py",
     "frontends/large_body.py",
     "frontends/load_reports.py",
+    "frontends/long_reads.py",
     "frontends/tls/record_budget.py",
     "frontends/tls/transport.py",
     "registry/catalog.py",

@@ -1,18 +1,23 @@
 """A blocked event loop is reported; a loop with one waiting client polls for it."""
 
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import hpack
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
+from liveness import asking_for_liveness
 from models import builders
+from ortserve.frontends.grpc.native import frames
 from servers import (
     LONG_S,
     SHORT_WARMUP,
@@ -56,6 +61,45 @@ def test_stall_is_reported_while_it_lasts(tmp_path: Path) -> None:
         server.wait_until_delivered(signal.SIGTERM)
         server.send(signal.SIGTERM)
         assert server.wait() == -signal.SIGTERM
+
+
+CHUNKED: Final = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+CALL: Final = (
+    (":method", "POST"),
+    (":scheme", "http"),
+    (":path", "/inference.GRPCInferenceService/ModelInfer"),
+    ("content-type", "application/grpc"),
+    ("te", "trailers"),
+)
+PART: Final = b"0123456789abcdef0123"
+
+
+def chunks(count: int) -> bytes:
+    """An infer request over HTTP whose body comes in chunks of 20 bytes."""
+    return CHUNKED + b"14\r\n%b\r\n" % PART * count
+
+
+def data_frames(count: int) -> bytes:
+    """An infer request over gRPC whose message comes in frames of 20 bytes."""
+    head = frames.header_block(1, hpack.Encoder().encode(CALL), frames.MIN_FRAME_SIZE, is_end=False)
+    message = frames.frame(frames.DATA, 0, 1, b"\0" + (60_000_000).to_bytes(4, "big"))
+    return frames.PREFACE + frames.settings({}) + head + message + frames.frame(frames.DATA, 0, 1, PART) * count
+
+
+@pytest.mark.parametrize(("port", "make"), [("http", chunks), ("grpc", data_frames)], ids=["http", "grpc"])
+def test_request_in_tiny_parts_leaves_others_their_turns(
+    tmp_path: Path, port: str, make: Callable[[int], bytes]
+) -> None:
+    with serving(tmp_path, "--grpc-transport", "native") as server, asking_for_liveness(server.http) as liveness:
+        host, _, number = getattr(server, port).rpartition(":")
+        waits_s = []
+        for _ in range(3):  # another program may have the processor during one of them
+            liveness.longest_wait_s()
+            with socket.create_connection((host, int(number))) as connection:
+                connection.sendall(make(600_000))
+                time.sleep(0.2)
+            waits_s.append(liveness.longest_wait_s())
+    assert min(waits_s) < 0.15, waits_s
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ from ortserve.frontends.http.request_head import (
 )
 from ortserve.frontends.http.responses import CorkedTransport
 from ortserve.frontends.large_body import LargeBody, Receiver
+from ortserve.frontends.long_reads import LONG_READ_BYTES, pause_for_turn
 from ortserve.listening import draw_age_s
 from ortserve.service.gate import body_too_large
 
@@ -237,6 +238,8 @@ class HttpProtocol(asyncio.Protocol):
             if self._chunk_begin >= 0:
                 self._check_chunk(data)
             self._on_unfinished()
+        if len(data) >= LONG_READ_BYTES:
+            pause_for_turn(self.transport, connection.may_read)
 
     def _parse(self, data: bytes) -> None:
         pieces: list[bytes | memoryview] = [data]

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any, Final, cast
 
 from ortserve.clock import Clock, monotonic_ns
+from ortserve.frontends.long_reads import LONG_READ_BYTES, pause_for_turn
 from ortserve.frontends.tls.record_budget import RecordBudget
 from ortserve.telemetry.logs import log_event
 
@@ -35,9 +36,6 @@ _PIECE_BYTES: Final = 256 * 1024
 
 _SLICE_BYTES: Final = 32 * 1024
 """Decrypted between two checks of the record budget. Smaller slices would slow uploads."""
-
-_LONG_READ_BYTES: Final = 128 * 1024
-"""After a read of this size the next one waits for the next loop turn: libuv makes up to 32 reads in one turn."""
 
 _UNREAD_BYTES: Final = 64 * 1024
 """A peer with more unsent bytes than this does not read."""
@@ -131,8 +129,8 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
                     break
         if not self._is_closing:
             self._pass_on(parts)
-        if len(data) >= _LONG_READ_BYTES:
-            self._pause_for_turn()
+        if len(data) >= LONG_READ_BYTES and not self._is_closing:
+            pause_for_turn(self._socket, self.is_reading)
 
     def eof_received(self) -> bool | None:
         """Whether the socket stays open for responses, as the protocol decides once."""
@@ -342,16 +340,6 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self._protocol.data_received(parts[0] if len(parts) == 1 else b"".join(parts))
         if self._has_ended and not self._is_paused:
             self._end()
-
-    def _pause_for_turn(self) -> None:
-        """Read no more in this loop turn, so that other connections are served."""
-        if not self._is_closing:
-            self._socket.pause_reading()
-            asyncio.get_running_loop().call_soon(self._read_on)
-
-    def _read_on(self) -> None:
-        if not self._is_paused and not self.is_closing():
-            self._socket.resume_reading()
 
     def _end(self) -> None:
         """Handle close_notify like the end of the socket: earlier requests may still be answered."""

@@ -23,6 +23,7 @@ from ortserve.frontends.grpc.native.receiving import DRAIN_PING, Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LARGE_BYTES, Receiver
+from ortserve.frontends.long_reads import LONG_READ_BYTES, pause_for_turn
 
 logger: Final = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ class Connection(asyncio.Protocol):
         self.on_bytes(data)
         if self._reader.data_left >= LARGE_BYTES and self._receiving.placing() is not None:
             self._transport.set_protocol(MessageReceiver(self))
+        if len(data) >= LONG_READ_BYTES:
+            pause_for_turn(self._transport, self._writer.may_read)
 
     def eof_received(self) -> bool:
         """The peer sends nothing more. Complete requests are answered, then the connection closes.

@@ -32,7 +32,7 @@ class FrameWriter:
         self.flush_soon()
         if self.is_paused:
             self._paused_bytes += len(frame)
-            if self._paused_bytes > _MAX_PAUSED_BYTES:
+            if not self.may_read():
                 self._transport.pause_reading()  # a peer that reads no answers must not cause more of them
 
     def put(self, part: bytes | memoryview) -> None:
@@ -59,6 +59,10 @@ class FrameWriter:
                 self._written_bytes += sum(map(len, pending))
                 self._transport.writelines(pending)
 
+    def may_read(self) -> bool:
+        """Whether the peer may send more: it has not left too many answers to its frames unread."""
+        return self._paused_bytes <= _MAX_PAUSED_BYTES
+
     def pause(self) -> None:
         """The transport accepts no more."""
         self.is_paused = True
@@ -66,7 +70,7 @@ class FrameWriter:
     def resume(self) -> None:
         """The transport accepts more."""
         self.is_paused = False
-        if self._paused_bytes > _MAX_PAUSED_BYTES:
+        if not self.may_read():
             self._transport.resume_reading()
         self._paused_bytes = 0
 
