@@ -213,11 +213,7 @@ class UnfinishedInput:
             content = content_bytes - self._content_begin
             kept -= content
             allowed += _FRAMING_FACTOR * content
-        if kept > allowed:
-            return too_large_headers(kept, limits)
-        if len(headers) > limits.max_headers:
-            return too_many_headers(len(headers), limits)
-        return None
+        return too_large_headers(kept, limits) if kept > allowed else None
 
 
 class InvalidHeadError(Exception):
@@ -249,16 +245,14 @@ def parse_error(fault: httptools.HttpParserError, data: bytes | memoryview) -> S
     return invalid_input(f"malformed HTTP request: {reason[:1].lower()}{reason[1:]}")
 
 
-def check_head(version: str, headers: Sequence[tuple[bytes, bytes]], limits: HttpLimits) -> None:
-    """Check the version, the Host and the number of headers, whose names are in lower case.
+def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Check the version and the Host; the names of headers are in lower case.
 
     Raises:
         InvalidHeadError: The request must be rejected (RFC 9112, sections 2.5 and 3.2).
     """
     if version not in _VERSIONS:
         raise InvalidHeadError(HttpVersionError(f"HTTP/{version}"))
-    if len(headers) > limits.max_headers:
-        raise InvalidHeadError(too_many_headers(len(headers), limits))
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version == "1.1"):
         raise InvalidHeadError(invalid_input(f"header Host: expected 1, got {len(hosts)}"))
@@ -267,8 +261,8 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]], limits: Htt
         raise InvalidHeadError(invalid_input(text))
 
 
-def too_many_headers(count: int, limits: HttpLimits) -> ServeError:
-    text = f"http_max_headers: expected at most {limits.max_headers} headers, got {count} or more"
+def too_many_headers(limits: HttpLimits) -> ServeError:
+    text = f"http_max_headers: expected at most {limits.max_headers} headers, got more"
     return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
 
 

@@ -28,6 +28,7 @@ from ortserve.frontends.http.limits import (
     parse_error,
     too_large_headers,
     too_many_connections,
+    too_many_headers,
     too_slow_body,
     too_slow_headers,
 )
@@ -87,6 +88,8 @@ class HttpProtocol(asyncio.Protocol):
         self._stage = _REQUEST
         self._url = b""
         self._headers: list[Header] = []
+        self._n_headers = 0
+        """Of the request, including trailers."""
         self._expects_continue = False
         self._offers_upgrade = False
         """Whether the request offers another protocol. Its head is parsed a second time without the offer."""
@@ -186,11 +189,17 @@ class HttpProtocol(asyncio.Protocol):
         self._url = b""
         self._expects_continue = False
         self._headers = []
+        self._n_headers = 0
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._n_headers += 1
+        if self._n_headers > self._limits.max_headers:  # not after the head: one read may hold 40,000
+            raise InvalidHeadError(too_many_headers(self._limits))
+        if self._stage is _BODY:  # a trailer, which changes nothing (RFC 9110, section 6.5.1)
+            return
         name = name.lower()
         self._headers.append((name, value))
         if name == b"expect" and value.lower() == b"100-continue":
@@ -328,7 +337,7 @@ class HttpProtocol(asyncio.Protocol):
             InvalidHeadError: It exceeds a limit, or is not a request to this server.
         """
         parser, limits = self._parser, self._limits
-        check_head(parser.get_http_version(), self._headers, limits)
+        check_head(parser.get_http_version(), self._headers)
         self._offers_upgrade = parser.should_upgrade()
         if self._offers_upgrade and parser.get_method() == b"CONNECT":
             raise InvalidHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is no proxy"))

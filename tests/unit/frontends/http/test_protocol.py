@@ -9,6 +9,7 @@ import pytest
 from fakes.http import HttpSide, turns
 from interpreted import interpreted_only
 from ortserve.config.option_groups import HttpOptions
+from ortserve.errors import ErrorKind
 from ortserve.frontends.http.protocol import HttpProtocol
 from ortserve.frontends.http.request_head import MAX_CACHED_BYTES, MAX_CACHED_HEADS, HeadCache, InferHead
 from ortserve.service.call import Call
@@ -352,3 +353,24 @@ async def test_every_form_of_an_infer_url_is_routed(target: bytes) -> None:
     assert len(side.service.received) == 1
     refused, _ = await side.answer([request.replace(b"right", b"wrong")])
     assert refused.startswith(b"HTTP/1.1 401 ")
+
+
+async def test_parser_stops_at_the_first_header_over_the_limit() -> None:
+    side = HttpSide()
+    protocol, _ = side.connect(bytearray())
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 40_000)
+    assert side.rejected == [ErrorKind.HEADERS_TOO_LARGE]
+    assert len(protocol._headers) == side.context.limits.max_headers
+
+
+async def test_trailers_do_not_become_headers() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        seen.append(dict(scope["headers"]))
+
+    head = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    await HttpSide(app).answer([head + b"1\r\na\r\n0\r\nAuthorization: b\r\n\r\n"])
+    assert seen == [{b"host": b"x", b"transfer-encoding": b"chunked"}]
