@@ -1,8 +1,11 @@
 """Statistics of the models that serve."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -15,6 +18,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
 from ortserve.service.management import StatisticsService
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.series import ModelMetrics
 
 
 @pytest_asyncio.fixture
@@ -35,12 +39,12 @@ async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
 async def test_statistics_of_a_version_of_a_model_and_of_all_models(registry: Registry) -> None:
     service = StatisticsService(registry, time.monotonic_ns)
 
-    def named(name: str = "", version: str = "") -> list[tuple[str, str]]:
-        return [(one.version.name, one.version.version) for one in service.statistics(name, version)]
+    async def named(name: str = "", version: str = "") -> list[tuple[str, str]]:
+        return [(one.version.name, one.version.version) async for one in service.statistics(name, version)]
 
-    assert named() == [("a", "2"), ("a", "10"), ("b", "1")]
-    assert named("a") == [("a", "2"), ("a", "10")]
-    assert named("a", "10") == [("a", "10")]
+    assert await named() == [("a", "2"), ("a", "10"), ("b", "1")]
+    assert await named("a") == [("a", "2"), ("a", "10")]
+    assert await named("a", "10") == [("a", "10")]
 
 
 @pytest.mark.parametrize(
@@ -56,11 +60,30 @@ async def test_version_that_does_not_serve_has_no_statistics(
     registry: Registry, name: str, version: str, text: str
 ) -> None:
     with pytest.raises(ServeError) as caught:
-        StatisticsService(registry, time.monotonic_ns).statistics(name, version)
+        await anext(StatisticsService(registry, time.monotonic_ns).statistics(name, version))
     assert (caught.value.kind, caught.value.message) == (ErrorKind.INVALID_INPUT, text)
+
+
+async def test_statistics_of_many_versions_leave_the_loop_to_others() -> None:
+    served = SimpleNamespace(metrics=ModelMetrics("m", "1"))
+    names = [f"m{number}" for number in range(100)]
+    registry: Any = SimpleNamespace(models=lambda: names, ready_versions=lambda _: [1], find=lambda *_: served)
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    found = [one async for one in StatisticsService(registry, time.monotonic_ns).statistics()]
+    counting.cancel()
+    assert len(found) == 100
+    assert turns >= 4
 
 
 async def test_last_inference_has_the_time_of_the_wall_clock(registry: Registry) -> None:
     service = StatisticsService(registry, lambda: 5_000_000_000, lambda: 1_700_000_000_000_000_000)
     registry.find("b", "").metrics.observe_success("http", Timing(1, 2, 3, 4, 5, 2_000_000_000), 1)
-    assert [one.last_inference_ms for one in service.statistics()] == [0, 0, 1_700_000_000_000 - 3_000]
+    assert [one.last_inference_ms async for one in service.statistics()] == [0, 0, 1_700_000_000_000 - 3_000]

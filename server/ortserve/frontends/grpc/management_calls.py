@@ -34,7 +34,7 @@ class ManagementCalls:
             "RepositoryIndex": awaiting(self._index),
             "RepositoryModelLoad": awaiting(self._load),
             "RepositoryModelUnload": awaiting(self._unload),
-            "ModelStatistics": answering(self._model_statistics),
+            "ModelStatistics": awaiting(self._model_statistics),
             "TraceSetting": answering(self._trace_setting),
             "LogSettings": answering(self._log_settings),
         }
@@ -65,11 +65,13 @@ class ManagementCalls:
         await self._repository.unload(request.model_name, _parameters(request.parameters))
         return pb.RepositoryModelUnloadResponse()
 
-    def _model_statistics(self, data: bytes) -> Message:
+    async def _model_statistics(self, data: bytes) -> Message:
         request = parse_message(pb.ModelStatisticsRequest, data)
         require_version(request.version)
-        found = self._statistics.statistics(request.name, request.version)
-        return pb.ModelStatisticsResponse(model_stats=map(_model_statistics, found))
+        response = pb.ModelStatisticsResponse()
+        async for one in self._statistics.statistics(request.name, request.version):
+            response.model_stats.append(_model_statistics(one))
+        return response
 
     def _trace_setting(self, data: bytes) -> Message:
         request = parse_message(pb.TraceSettingRequest, data)

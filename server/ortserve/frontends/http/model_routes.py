@@ -5,10 +5,12 @@ certificate, or because callers have all its connections.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Final, Literal, Protocol
 
+import orjson
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
@@ -179,19 +181,19 @@ def statistics_routes(statistics: StatisticsService) -> APIRouter:
     router = APIRouter(prefix="/v2/models", tags=["statistics"])
 
     @router.get("/stats", response_model=StatisticsDocument)
-    async def all_statistics() -> JSONResponse:
+    async def all_statistics() -> Response:
         """Statistics of each serving version since it was loaded."""
-        return _statistics(statistics.statistics())
+        return await _statistics(statistics.statistics())
 
     @router.get("/{model}/stats", response_model=StatisticsDocument)
-    async def model_statistics(model: ModelName) -> JSONResponse:
+    async def model_statistics(model: ModelName) -> Response:
         """Statistics of the serving versions of the model since they were loaded."""
-        return _statistics(statistics.statistics(model))
+        return await _statistics(statistics.statistics(model))
 
     @router.get("/{model}/versions/{version}/stats", response_model=StatisticsDocument)
-    async def version_statistics(model: ModelName, version: ModelVersion) -> JSONResponse:
+    async def version_statistics(model: ModelName, version: ModelVersion) -> Response:
         """Statistics of this version of the model since it was loaded."""
-        return _statistics(statistics.statistics(model, version))
+        return await _statistics(statistics.statistics(model, version))
 
     return router
 
@@ -222,8 +224,9 @@ def _tensor(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype.value, "shape": list(spec.shape)}
 
 
-def _statistics(found: list[ModelStatistics]) -> JSONResponse:
-    return JSONResponse({"model_stats": [_version_statistics(one) for one in found]})
+async def _statistics(found: AsyncIterator[ModelStatistics]) -> Response:
+    document = {"model_stats": [_version_statistics(one) async for one in found]}
+    return Response(orjson.dumps(document), media_type="application/json")
 
 
 def _version_statistics(one: ModelStatistics) -> dict[str, Any]:
