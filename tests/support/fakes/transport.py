@@ -85,9 +85,6 @@ class FakeTransport(asyncio.Transport):
         if not self._protocol.eof_received():
             self.close()
 
-    def can_write_eof(self) -> bool:
-        return True
-
     def get_write_buffer_size(self) -> int:
         return len(self._buffer)
 

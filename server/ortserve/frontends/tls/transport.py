@@ -243,9 +243,6 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
     def get_write_buffer_limits(self) -> tuple[int, int]:
         return self._socket.get_write_buffer_limits()
 
-    def can_write_eof(self) -> bool:
-        return True
-
     # Internals
 
     def _continue_handshake(self) -> bool:

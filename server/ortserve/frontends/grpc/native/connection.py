@@ -124,9 +124,9 @@ class Connection(asyncio.Protocol):
         """The peer sends nothing more. Complete requests are answered, then the connection closes.
 
         A process that has exited sends the same FIN as a caller that still reads. A PING distinguishes them: the system
-        of the former answers with a reset. Over TLS the transport closes in both cases.
+        of the former answers with a reset.
         """
-        if self._is_failed or not self._sending.streams or not self._transport.can_write_eof():
+        if self._is_failed or not self._sending.streams:
             return False
         if not self._is_half_closed:
             self._is_half_closed = True
