@@ -128,7 +128,10 @@ class HostBinding:
         if self._has_failed:  # only bound, not plainly: shapes depend on more than the number of rows
             self._disable()
         elif run_ns <= _LONGEST_NS and self._is_larger(batch) and fits(batch, self._layouts):
-            self._make_buffers(batch, outputs)
+            try:
+                self._make_buffers(batch, outputs)
+            except MemoryError:  # the batch was computed without them
+                self.release_buffers()
 
     def _is_larger(self, batch: Batch) -> bool:
         return self._pool is None or batch.bucket > self._pool.rows

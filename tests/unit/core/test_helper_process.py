@@ -1,9 +1,6 @@
 """Helper processes that cannot be started."""
 
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,17 +9,7 @@ from ortserve.codecs.json_process import unpack_load
 from ortserve.core.helper_process import HelperProcess
 from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
-
-
-@contextmanager
-def most_descriptors(count: int) -> Iterator[None]:
-    """This process may open no descriptor from this number on."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+from scarcity import few_descriptors
 
 
 def open_descriptors() -> int:
@@ -36,7 +23,7 @@ def test_process_without_descriptors_is_overloaded_and_is_started_later(free: in
     for probe in probes:
         os.close(probe)
     before = open_descriptors()
-    with most_descriptors(probes[free]), pytest.raises(ServeError, match="reads JSON cannot be started: Too") as caught:
+    with few_descriptors(probes[free]), pytest.raises(ServeError, match="reads JSON cannot be started: Too") as caught:
         helper.call(("load", ()), b"{}")
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert open_descriptors() == before

@@ -28,6 +28,7 @@ from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
+from scarcity import little_memory
 
 
 @dataclass
@@ -438,3 +439,17 @@ def test_memory_is_flat_over_many_batches(tmp_path: Path, open_model: Open) -> N
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
+
+
+def test_batch_is_answered_although_no_memory_is_left_for_buffers(open_model: Open, tmp_path: Path) -> None:
+    width = 2**22
+    nodes = [helper.make_node("Gather", ["x", "first"], ["y"], axis=1)]
+    inputs, outputs, constants = [fp32("x", "b", width)], [fp32("y", "b", 1)], {"first": np.zeros(1, np.int64)}
+    opened = open_model(write(tmp_path / "m.onnx", nodes, inputs, outputs, constants))
+    rows = rows_of(7, width=width)
+    with little_memory(2**23):
+        (output,) = opened.run(rows)
+    assert output.tolist() == [[7]]
+    assert opened.pool is None
+    assert opened.run(rows)[0].tolist() == [[7]]
+    assert opened.pool is not None

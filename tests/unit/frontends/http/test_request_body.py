@@ -2,11 +2,8 @@
 
 import asyncio
 import os
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.request_body import inflate, read_body
 from ortserve.frontends.http.responses import HttpResponse, compressed, compresses_inline, should_compress
 from ortserve.service.gate import BodyGate
+from scarcity import little_memory
 
 TEXT = b"[" + b"0.123456," * 3000 + b"0]"
 
@@ -71,18 +69,6 @@ async def test_oversized_inflated_body_is_rejected_in_loop_and_threads() -> None
         assert caught.value.kind is ErrorKind.TOO_LARGE
 
 
-@contextmanager
-def memory_limit(left_bytes: int) -> Iterator[None]:
-    """This process may reserve so many more bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    reserved_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (reserved_bytes + left_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
 async def test_body_in_parts_that_no_memory_can_hold_is_overloaded() -> None:
     parts = [bytes(2**20)] * 64
 
@@ -90,7 +76,7 @@ async def test_body_in_parts_that_no_memory_can_hold_is_overloaded() -> None:
         return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
 
     gate = BodyGate(10**9)
-    with memory_limit(2**24), gate.hold(0) as hold, pytest.raises(ServeError, match="memory for receiving") as caught:
+    with little_memory(2**24), gate.hold(0) as hold, pytest.raises(ServeError, match="memory for receiving") as caught:
         await read_body(receive, hold, max_bytes=10**9)
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert gate.held_bytes == 0
