@@ -1,4 +1,4 @@
-"""Limits on frames that cost the server time and carry no request: resets, pings, settings, empty or tiny frames.
+"""Limits on frames that cost the server time and carry little or no part of a request: resets, pings, small DATA.
 
 A connection that exceeds one of them is closed with ENHANCE_YOUR_CALM.
 """
@@ -29,6 +29,10 @@ common: HAProxy returns 16,320 bytes, then the 64 that did not fit into its buff
 PART_CREDIT: Final = 2 * WINDOW_UPDATE_BYTES
 """Added for each part of a message that is sent whole, of any size: some peers answer every DATA frame with two
 WINDOW_UPDATEs, for the stream and for the connection. A frame that the window cuts counts its bytes alone."""
+
+SMALL_FRAME_BYTES: Final = 256
+"""A smaller DATA frame that does not complete its message costs a token: one read of the socket holds 25,000 frames of
+one byte, which take 80 ms. Larger frames earn a token for so many bytes, because proxies divide messages unevenly."""
 
 _RAPID_NS: Final = 1_000_000
 """A call that is reset sooner is a rapid reset (CVE-2023-44487): both frames are mostly in one read of the socket, and

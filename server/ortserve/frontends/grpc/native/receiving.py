@@ -16,6 +16,7 @@ from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import (
     PART_CREDIT,
+    SMALL_FRAME_BYTES,
     WINDOW_UPDATE_BYTES,
     PingLimit,
     ResetLimit,
@@ -77,6 +78,8 @@ class Receiving:
         self._flood = TokenBucket(life.heard_ns)
         self._resets = ResetLimit(self._flood)
         self._window_updates = TokenBucket(life.heard_ns)
+        self._small_frames = TokenBucket(life.heard_ns)
+        self._data_credit = 0
         self._pings = PingLimit(limits)
         self.last_id = 0
         self._skipped: Final[deque[tuple[int, int]]] = deque(maxlen=_KEPT_GAPS)
@@ -107,6 +110,12 @@ class Receiving:
         elif not stream.window.take(length):
             self._data_stream = None
             self._reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
+        elif length >= SMALL_FRAME_BYTES:
+            self._data_credit += length // SMALL_FRAME_BYTES
+        elif 0 < length < stream.reader.length - stream.reader.kept_bytes:
+            credit, self._data_credit = self._data_credit, 0
+            if not self._small_frames.take(self._life.heard_ns, credit):
+                raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many small DATA frames within messages")
 
     def placing(self) -> LargeBody | None:
         """The memory for the next bytes of DATA if they are part of a large message; else None."""

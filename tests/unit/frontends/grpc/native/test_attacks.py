@@ -46,6 +46,7 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
     "trailers of nothing": lambda n: frames.frame(frames.HEADERS, frames.END_HEADERS, 1, b"\x82"),
     "empty DATA": lambda n: data(1, b""),
     "empty DATA of a stream that has ended": lambda n: (opening(3) if not n else b"") + data(3, b"", is_end=True),
+    "DATA of a byte within a message": lambda n: data(1, b"x" if n else b"\0\0\1\0\0"),
     "priorities": lambda n: frames.frame(frames.PRIORITY, 0, 1, bytes(5)),
     "goaways": lambda n: frames.goaway(0, ErrorCode.NO_ERROR),
     "unknown frames": lambda n: frames.frame(0xEE, 0, 0, b"?"),
@@ -72,6 +73,21 @@ def test_flood_ends_its_connection(flood: Callable[[int], bytes]) -> None:
         await wire.turn()
         assert wire.transport.is_lost
         assert wire.running == 0
+
+    on_wire(test)
+
+
+def test_small_frames_beside_large_ones_and_of_small_messages_are_not_counted() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(opening(1, STREAM) + data(1, b"\0" + (2**27).to_bytes(4, "big")))
+        for _ in range(3_000):  # as HAProxy divides a message
+            wire.feed(data(1, bytes(16_320)) + data(1, bytes(64)))
+            await wire.turn()
+        wire.feed(opening(3, STREAM))
+        for _ in range(3_000):
+            wire.feed(data(3, framed(b"x")[:5]) + data(3, b"x"))
+            await wire.turn()
+        assert not wire.transport.is_closing()
 
     on_wire(test)
 
