@@ -169,7 +169,8 @@ async def test_application_awaiting_a_body_is_notified_of_a_disconnect() -> None
 
 
 async def test_stream_whose_caller_left_before_it_began_ends() -> None:
-    may_begin, viewer, left = asyncio.Event(), Viewer(None), []
+    may_begin, viewer = asyncio.Event(), Viewer(None)
+    left: list[Viewer] = []
     observation: Any = SimpleNamespace(leave=left.append)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
