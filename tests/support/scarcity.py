@@ -1,5 +1,6 @@
 """This process as one that has used up its memory or its descriptors."""
 
+import gc
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 @contextmanager
 def little_memory(left_bytes: int) -> Iterator[None]:
     """The process may reserve so many more bytes of addresses."""
+    gc.collect()  # what earlier tests left behind could be freed meanwhile
     reserved_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with _limit(resource.RLIMIT_AS, reserved_bytes + left_bytes):
         yield
