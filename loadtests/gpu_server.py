@@ -1,6 +1,7 @@
 """The server as a whole, in a process of its own, on a GPU or on the host: a section of ``gpu_figures``.
 
-Of packages it needs grpcio, protobuf and onnxruntime, and on a GPU cupy and nvidia-ml-py, as the server does.
+Of packages it needs grpcio, protobuf and onnxruntime, and on a GPU cupy and nvidia-ml-py, as the server does; therefore
+not ``harness``, which needs psutil.
 """
 
 import json
