@@ -11,6 +11,7 @@ __all__ = [
     "placement",
     "process_limits",
     "process_memory",
+    "profiler_cost",
     "provider_options",
     "providers",
     "runs",

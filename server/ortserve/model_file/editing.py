@@ -1,6 +1,6 @@
-"""Replacing nodes and declarations of the graph in a serialized model, before a session is made of it.
+"""Writing serialized models, and replacing nodes and declarations in them, before a session is made of them.
 
-The file does not change, and nothing but the replaced fields is decoded.
+The files of edited models do not change, and nothing but the replaced fields is decoded.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 from ortserve.model_file.protobuf import fields, mapped_file, write_message, write_number, write_tag, write_varint
 
 # Field numbers of onnx.proto (github.com/onnx/onnx), for the fields that this module edits.
+_MODEL_IR_VERSION: Final = 1
 _MODEL_GRAPH: Final = 7
 _MODEL_OPSET: Final = 8
 GRAPH_NODE: Final = 1
@@ -40,6 +41,11 @@ def edited_model(path: Path, edits: Edits, opset: bytes = b"") -> bytes:
     """The serialized model with these edits, and with another imported operator set. Blocks on the file."""
     with mapped_file(path) as model:
         return _edit(model, edits, opset)
+
+
+def write_model(graph: bytes, opset: int, ir_version: int) -> bytes:
+    """A model of a graph's serialized fields, with operators of ONNX only."""
+    return write_number(_MODEL_IR_VERSION, ir_version) + write_message(_MODEL_GRAPH, graph) + write_opset("", opset)
 
 
 def write_opset(domain: str, version: int) -> bytes:

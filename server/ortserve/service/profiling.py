@@ -23,6 +23,7 @@ from ortserve.config.session import FILE_ENTRIES
 from ortserve.core.batch import Batch
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.placement import profiler_events
+from ortserve.engine.profiler_cost import CallOverhead
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runs import PlainBatches, run_options
 from ortserve.engine.session import Session, SessionOptions, open_session
@@ -66,6 +67,7 @@ class ServerProfile:
 
     Attributes:
         settings: Of the session, as far as they are not defaults.
+        call_overhead_us: How much of the recorded time of each call of a node is the profiler's own.
         warm_up_runs: Runs at the beginning of the trace that are not of ``batches``.
         ended_because: Why there are fewer requests than asked; empty if there are not.
         trace: ONNX Runtime's, a JSON array.
@@ -75,6 +77,7 @@ class ServerProfile:
     execution_provider: str
     intra_op_threads: int
     settings: dict[str, str]
+    call_overhead_us: float
     warm_up_runs: int
     batches: list[ProfiledBatch]
     ended_because: str
@@ -223,6 +226,7 @@ class _Profile:
         with TemporaryDirectory(prefix="ortserve-profile-") as folder:
             most = self._most_runs(Path(folder))
             session, batches = self._open(Path(folder))
+            overhead = CallOverhead(self._loaded.intra_op_threads, Path(folder) / "overhead")
             self._run(batches, self._kept[0][0])
             for batch, times in self._kept:
                 if done == most:
@@ -232,7 +236,9 @@ class _Profile:
                     ended_because = f"the runs took {_MAX_RUNS_S:g} s"
                     break
                 times.profiled_ns, times.profiled_cpu_ns = self._run(batches, batch)
+                overhead.sample()
                 done += 1
+            call_overhead_us = overhead.finish()
             trace = Path(session.end_profiling()).read_bytes()
             for batch, times in self._kept[:done]:
                 times.plain_ns, times.plain_cpu_ns = self._run(batches, batch)
@@ -242,6 +248,7 @@ class _Profile:
             execution_provider=self._loaded.execution_provider,
             intra_op_threads=self._loaded.intra_op_threads,
             settings={key: str(value) for key, value in settings.model_dump(exclude_defaults=True).items()},
+            call_overhead_us=call_overhead_us,
             warm_up_runs=1,
             batches=[times for _, times in self._kept[:done]],
             ended_because=ended_because,

@@ -9,6 +9,7 @@ from typing import Final
 
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.engine.placement import count_operators, profiler_events
+from ortserve.engine.profiler_cost import CallOverhead
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.reading import model_nbytes, read_model
 from ortserve.tools.inputs import choose_inputs
@@ -103,6 +104,7 @@ class _Arm:
             because = plain.signature.unbatched_because
             self.runs.notes.append(f"runs have one row, as the model is not batched: {because}")
         self._profiled = self._open(trace, self._graph_file)
+        self._overhead = CallOverhead(plain.threads, trace.with_name(f"{trace.name}-overhead"))
         self._runners = [(plain.runner(), self.runs.plain), (self._profiled.runner(), self.runs.profiled)]
 
     def _open(self, profile_prefix: Path | None, graph_file: Path | None) -> OpenModel:
@@ -141,10 +143,12 @@ class _Arm:
             cpu_ns, elapsed_ns = time.thread_time_ns() - began_cpu_ns, time.perf_counter_ns() - began_ns
             if number >= WARM_UP:
                 times.append(RunTime(elapsed_ns, cpu_ns))
+        self._overhead.sample()
 
     def finish(self) -> Runs:
         """End profiling and read what it wrote."""
         runs = self.runs
+        runs.call_overhead_us = self._overhead.finish()
         file = Path(self._profiled.session.end_profiling()).replace(self._trace)
         with file.open("rb") as lines:
             runs.trace = read_trace(lines)

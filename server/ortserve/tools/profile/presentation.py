@@ -102,10 +102,7 @@ def _balance(profile: Profile, of: str) -> Table:
         note = f"What the profiler adds is known within {_percent(balance.rest_error)} only."
     if balance.is_closed is False and balance.rest_ms < 0:
         within = number_text(-balance.rest_ms)
-        note += (
-            f" Self times contain at least {within} ms of the profiler, which with several threads times the blocks of "
-            "work of each operator, too."
-        )
+        note += f" Profiling slows the operators down by at least {within} ms, apart from its own part of their times."
     if balance.gaps_ms is not None:
         note += f" No operator ran for {number_text(balance.gaps_ms)} ms of a profiled run."
     rows = [(part, ms, 100 * ms / balance.profiled_ms) for part, ms in parts.items()]

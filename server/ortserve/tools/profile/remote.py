@@ -71,6 +71,7 @@ def profile_server(
             [RunTime(batch["plain_ns"], batch["plain_cpu_ns"]) for batch in batches],
             [RunTime(batch["profiled_ns"], batch["profiled_cpu_ns"]) for batch in batches],
             read_trace(recorded.splitlines()),
+            answer["call_overhead_us"],
         )
         del runs.trace.runs[: answer["warm_up_runs"]]
         summary = Batches(

@@ -14,14 +14,17 @@ class Balance:
         runs: Pairs of a run without and one with profiling.
         plain_ms: A run without profiling, on the clock of the caller.
         profiled_ms: A run with profiling, likewise: the sum of the four parts below.
-        operators_ms: The sum of the self times of all nodes; in parallel mode, the time in which any node runs.
+        operators_ms: The sum of the self times of all nodes, without the profiler's part of them; in parallel mode, the
+            time in which any node runs.
         profiler_ms: What profiling adds to a run: the median difference of the pairs, of the time on the processor if
             one thread does all the work.
         rest_ms: The remaining time between operators and around them: ONNX Runtime, and the call from Python. Negative
-            if self times contain costs of the profiler.
+            if operators are slower with the profiler for another reason than `call_overhead_us`.
         interrupted_ms: What a run takes beyond that: other work on the machine interrupts most runs somewhere, each
             operator seldom. Near 0 on a quiet machine.
         gaps_ms: Time between operators in which none runs, profiler included; null in parallel mode.
+        call_overhead_us: The profiler's part of the recorded time of each call, measured on other nodes and taken out
+            of self times; null in parallel mode, where it is not.
         profiler_share: Of the time without interruptions.
         rest_share: Of the time without interruptions.
         rest_error: Half of the width of the 95 % interval of `profiler_ms`, by the same time.
@@ -37,6 +40,7 @@ class Balance:
     rest_ms: float
     interrupted_ms: float
     gaps_ms: float | None
+    call_overhead_us: float | None
     profiler_share: float
     rest_share: float
     rest_error: float

@@ -37,6 +37,7 @@ class Runs:
         plain: Without profiling.
         profiled: With, on the same inputs.
         trace: Of the runs with profiling.
+        call_overhead_us: How much of the recorded time of each call is the profiler's own.
         source: The graph of the file; None if unknown.
         optimized: The graph that ran; None if unknown.
     """
@@ -50,6 +51,7 @@ class Runs:
     plain: list[RunTime] = field(default_factory=list)
     profiled: list[RunTime] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
+    call_overhead_us: float = 0.0
     source: Graph | None = None
     optimized: Graph | None = None
     notes: list[str] = field(default_factory=list)
@@ -106,7 +108,7 @@ def median_interval(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
-    """The balance of self times and gaps of shape (nodes, runs).
+    """The balance of self times and gaps of shape (nodes, runs); self times are without the profiler's own part.
 
     What profiling adds is compared by the time on the processor if one thread does all the work, as other work on the
     machine disturbs it least: on two processors with eight busy processes, medians of 50 pairs varied by 0.2 ms, those
@@ -119,7 +121,7 @@ def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
     plain_ms = float(typical(times_ns(runs.plain, on_processor=False), groups)) / 1e6
     walls_ms = times_ns(runs.profiled, on_processor=False) / 1e6
     profiled_ms = float(typical(walls_ms, groups))
-    operators_ms, gaps_ms = (float(typical(times_us, groups).sum()) / 1e3 for times_us in (self_us, gap_us))
+    operators_ms, gaps_ms = (float(typical(times_us, groups).clip(0).sum()) / 1e3 for times_us in (self_us, gap_us))
     outside_ms = gaps_ms + float(typical(walls_ms - (self_us + gap_us).sum(axis=0) / 1e3, groups))
     plain, profiled = (times_ns(times, on_processor=on_processor) for times in (runs.plain, runs.profiled))
     profiler_ms, low_ms, high_ms = median_interval((profiled - plain) / 1e6)
@@ -139,6 +141,7 @@ def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
         rest_ms=rest_ms,
         interrupted_ms=interrupted_ms,
         gaps_ms=None if runs.is_parallel else gaps_ms,
+        call_overhead_us=None if runs.is_parallel else runs.call_overhead_us,
         profiler_share=profiler_ms / undisturbed_ms,
         rest_share=rest_ms / undisturbed_ms,
         rest_error=error,

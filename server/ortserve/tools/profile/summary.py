@@ -81,6 +81,8 @@ def profile_of(runs: Runs) -> Profile:
 def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
     """The sums of all nodes, and their self times and gaps of shape (nodes, runs)."""
     trace = runs.trace
+    # In parallel mode the profiler's part of a call may pass while another node runs.
+    overhead_us = 0.0 if runs.is_parallel else runs.call_overhead_us
     calls = Counter(call.node for run in trace.runs for call in run.calls)
     of_node: dict[NodeKey, list[int]] = defaultdict(list)
     for index in sorted(calls):  # without what only the warm-up ran
@@ -89,10 +91,12 @@ def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
     times_us = np.zeros((5, len(of_node), len(trace.runs)))
     for number, run in enumerate(trace.runs):
         for call in run.calls:
-            parts = (call.self_us, call.total_us, call.gap_us, call.thread_us, call.wait_us)
+            self_us = call.self_us - overhead_us
+            total_us = call.total_us - overhead_us * call.calls
+            parts = (self_us, total_us, call.gap_us, call.thread_us, call.wait_us)
             times_us[:, rows[call.node], number] += parts
     # Times of operators and of the whole are sums over the nodes, as typical values of sums would not add up.
-    typical_ms = typical(times_us[:3], runs.groups).T / 1e3
+    typical_ms = typical(times_us[:3], runs.groups).clip(0).T / 1e3
     thread_us = times_us[3:].sum(axis=-1).T
     places = {} if runs.optimized is None else match_nodes(trace, runs.optimized)
     sums = []

@@ -52,6 +52,7 @@ class Call:
         start_us: Since the begin of the run.
         total_us: Graphs inside it included.
         self_us: Without them.
+        calls: How many calls these times contain, inner graphs included.
         gap_us: Since the operator before it in its graph ended, or since the graph began.
         thread_us: What the threads of the pool account for: work, waiting and handing out.
         wait_us: The waiting of the calling thread in that.
@@ -61,6 +62,7 @@ class Call:
     start_us: int
     total_us: int
     self_us: int
+    calls: int
     gap_us: int
     thread_us: int
     wait_us: int
@@ -167,7 +169,8 @@ class _Reader:
             self_us = max(0, event.total_us - sum(inner.total_us for inner in event.inner))
             gap_us = max(0, event.start_us - before_us)
             threads = _thread_times(event, blocks)
-            calls.append(Call(index, event.start_us - zero_us, event.total_us, self_us, gap_us, *threads))
+            start_us, inside = event.start_us - zero_us, _count_calls(event)
+            calls.append(Call(index, start_us, event.total_us, self_us, inside, gap_us, *threads))
             before_us = event.start_us + event.total_us
             for inner in event.inner:
                 self._add_calls(inner, zero_us, (*path, self.trace.nodes[index].name), calls, blocks)
@@ -183,6 +186,10 @@ class _Reader:
             node = TracedNode(path, name, op, details.get("provider", ""), _shapes(inputs), _shapes(outputs))
             self.trace.nodes.append(node)
         return index
+
+
+def _count_calls(event: _Event) -> int:
+    return 1 + sum(_count_calls(node) for execution in event.inner for node in execution.inner)
 
 
 def _thread_times(event: _Event, blocks: dict[str, int]) -> tuple[int, int]:

@@ -77,6 +77,24 @@ def test_interruptions_are_named_and_not_charged_to_operators() -> None:
     assert any("busy" in note for note in held.notes)
 
 
+def test_self_times_are_without_the_profilers_own_part() -> None:
+    lines: list[bytes] = []
+    for zero_us in range(0, 8000, 1000):
+        inner = [node(f"step{step}", zero_us + 30 * step, 20) for step in range(3)]
+        lines += [*inner, execution(zero_us, 90), node("loop", zero_us, 100, op="Loop"), node("end", zero_us + 105, 2)]
+        lines += [execution(zero_us, 110), run(zero_us, 120)]
+    plain, profiled = ([RunTime(us * 1000, us * 1000)] * 8 for us in (100, 120))
+    held = profile_of(replace(runs(plain, profiled, *lines), call_overhead_us=3.0))
+
+    self_us = {one.name: one.self_ms * 1e3 for one in held.nodes}
+    total_us = {one.name: one.total_ms * 1e3 for one in held.nodes}
+    assert self_us == pytest.approx({"loop": 7, "step0": 17, "step1": 17, "step2": 17, "end": 0}, abs=1e-9)
+    assert total_us == pytest.approx({"loop": 88, "step0": 17, "step1": 17, "step2": 17, "end": 0}, abs=1e-9)
+    assert held.balance.operators_ms == pytest.approx(0.058)
+    balance = held.balance
+    assert balance.operators_ms + balance.profiler_ms + balance.rest_ms + balance.interrupted_ms == pytest.approx(0.12)
+
+
 def test_runs_on_different_samples_are_averaged() -> None:
     assert typical(np.array([10, 20, 10, 20]), [[0, 2], [1, 3]]) == 15
     assert typical(np.array([10, 0]), [[0], [1]]) == 5, "a node that one of two samples does not run"
