@@ -139,6 +139,7 @@ class MemoryRoom:
             NoRoomError: There is no room, and will be none in time.
         """
         options = source.configuration.options
+        self._loading_on_devices = {}
         if options.ensemble is not None:
             if self._has_budget:
                 self._check_members(record.model, options)

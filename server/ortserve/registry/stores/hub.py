@@ -5,6 +5,7 @@ or ``onnx/model.onnx`` of the revision, with its weights. A revision that is lai
 ``<model>/<version>/model.onnx``, is served as it is.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from ortserve.registry.stores.objects import MAX_OBJECTS, StoredObject, StoreErr
 _PIECE_BYTES: Final = 1 << 20
 _FOLDERS: Final = ("", "onnx/")
 _VERSIONED: Final = re.compile(r"[^/]+/[1-9][0-9]*/.+\.onnx")
+_GIT_DIGEST: Final = re.compile("[0-9a-f]{40}")
 _WEIGHTS: Final = re.compile(r"[^/]*(\.onnx_data(_\d+)?|\.data|\.bin|\.pb|\.weights)")
 
 
@@ -52,7 +54,7 @@ class HubStore:
         for path, name in self._paths.items():
             file = files[name]
             digest = file.lfs.sha256 if file.lfs is not None else ""
-            found.append(StoredObject(path, file.size or 0, digest or file.blob_id or self._commit, digest))
+            found.append(StoredObject(path, file.size or 0, digest or file.blob_id or f"of {self._commit}", digest))
         return found
 
     def read(self, found: StoredObject) -> Iterator[bytes]:
@@ -61,6 +63,7 @@ class HubStore:
         name = self._paths.get(found.path)
         if name is None:
             raise StoreError("the revision has no such file any more", is_final=True)
+        digest = hashlib.sha1(b"blob %d\0" % found.size, usedforsecurity=False)  # as git makes it
         url = hf_hub_url(self._url.host, name, revision=self._commit, endpoint=self._api.endpoint)
         token = get_token()  # removed by the client where the hub redirects to another host
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -69,9 +72,14 @@ class HubStore:
                 "GET", url, headers=headers, timeout=self._timeout_s, follow_redirects=True
             ) as answer:
                 answer.raise_for_status()
-                yield from answer.iter_bytes(_PIECE_BYTES)
+                for piece in answer.iter_bytes(_PIECE_BYTES):
+                    digest.update(piece)
+                    yield piece
         except Exception as error:  # noqa: BLE001
             raise _explain(error) from None
+        # Files with a SHA-256 digest are checked by it. The others must not be of a revision that was listed later.
+        if not found.sha256 and _GIT_DIGEST.fullmatch(found.tag) and digest.hexdigest() != found.tag:
+            raise StoreError(f"expected the git digest {found.tag}, got {digest.hexdigest()}")
 
     def settle(self) -> None:
         pass

@@ -157,6 +157,24 @@ async def test_the_budgets_of_host_and_device_hold_together(tmp_path: Path, make
     assert held_on_device(runtime) == 0
 
 
+async def test_load_of_an_ensemble_does_not_wait_for_memory_of_a_device(tmp_path: Path, make: Make) -> None:
+    """The load before it took more than half of the device's budget."""
+    put(tmp_path, "m", options="max_rows: 8")
+    add_pair(tmp_path)
+    runtime = device_runtime()
+    registry = make(None, runtime, gpu_memory_budget_bytes=1 << 20)
+    await registry.load_all()
+    room = registry._room
+    member, pair = sorted(registry.records(), key=lambda record: record.model)
+    assert member.source is not None
+    assert pair.source is not None
+    assert room.reserve(member, member.source) == 0
+    room._gpu_budget_bytes = held_on_device(runtime)
+    assert room._is_exceeded(), "the member's next load waits until the one before has left"
+    assert room.reserve(pair, pair.source) == 0
+    assert not room._is_exceeded()
+
+
 async def test_reload_of_two_versions_does_not_wait_for_an_ensemble_that_follows_it(tmp_path: Path, make: Make) -> None:
     """The ensemble holds the old load of version 1 until both versions are loaded again, which exceeds the budget."""
     put(tmp_path, "m", 2)

@@ -13,7 +13,12 @@ from ortserve.registry.stores.hub import HubStore, plan_paths
 from ortserve.registry.stores.objects import StoreError
 
 COMMIT = "c" * 40
-FILES = {"onnx/model.onnx": b"model", "onnx/model.onnx_data": b"weights", "README.md": b"read me"}
+FILES = {
+    "onnx/model.onnx": b"model",
+    "onnx/model.onnx_data": b"weights",
+    "README.md": b"read me",
+    "model.yaml": b"instances: 1",
+}
 TOKEN = "hf_secret_of_the_test"
 
 
@@ -23,7 +28,8 @@ class Hub(BaseHTTPRequestHandler):
             self._answer(401, b"no")
         elif self.path.startswith("/api/models/org/digits/revision/v1"):
             siblings = [
-                {"rfilename": name, "size": len(content), "blobId": "b", "lfs": _lfs(content)}
+                {"rfilename": name, "size": len(content), "blobId": _git_digest(content)}
+                | ({} if name == "model.yaml" else {"lfs": _lfs(content)})
                 for name, content in FILES.items()
             ]
             self._answer(200, json.dumps({"id": "org/digits", "sha": COMMIT, "siblings": siblings}).encode())
@@ -40,6 +46,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: object) -> None:
         pass
+
+
+def _git_digest(content: bytes) -> str:
+    """As ``git hash-object`` prints it."""
+    return hashlib.sha1(b"blob %d\0%s" % (len(content), content), usedforsecurity=False).hexdigest()
 
 
 def _lfs(content: bytes) -> dict[str, object]:
@@ -69,9 +80,19 @@ def store_of(text: str) -> HubStore:
 def test_revision_is_a_repository_of_one_model(endpoint: str) -> None:
     store = store_of("hf://org/digits@v1")
     found = {known.path: known for known in store.list({})}
-    assert set(found) == {"digits/1/model.onnx", "digits/1/model.onnx_data"}
+    assert set(found) == {"digits/1/model.onnx", "digits/1/model.onnx_data", "digits/model.yaml"}
     assert found["digits/1/model.onnx"].sha256 == hashlib.sha256(b"model").hexdigest()
     assert b"".join(store.read(found["digits/1/model.onnx_data"])) == b"weights"
+
+
+def test_small_file_of_another_revision_is_an_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files without a SHA-256 digest are those that git keeps itself."""
+    store = store_of("hf://org/digits@v1")
+    (options,) = (known for known in store.list({}) if known.path == "digits/model.yaml")
+    assert b"".join(store.read(options)) == b"instances: 1"
+    monkeypatch.setitem(FILES, "model.yaml", b"instances: 2")
+    with pytest.raises(StoreError, match=f"expected the git digest {options.tag}"):
+        list(store.read(options))
 
 
 def test_missing_revision_and_wrong_token_are_errors_without_secrets(
