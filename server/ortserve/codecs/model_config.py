@@ -66,16 +66,31 @@ def _single(field: FieldDescriptor, value: Any) -> Any:
 def parse_config_text(content: bytes) -> ModelConfig:
     """Parse a ``config.pbtxt``.
 
+    ``{}`` of a map is an entry without key and value in this format. Files contain it where their authors copied an
+    empty map from the JSON of a configuration, so such entries are left out.
+
     Raises:
         ServeError: invalid_input, with line and column of the error.
     """
     try:
-        return text_format.Parse(content.decode(), ModelConfig())
+        config = text_format.Parse(content.decode(), ModelConfig())
     except UnicodeDecodeError:
         raise invalid_input("is not valid UTF-8") from None
     except text_format.ParseError as error:
         # The package name of the messages means nothing to the author of the file.
         raise invalid_input(" ".join(_with_suggestion(str(error)).replace("inference.", "").split())) from None
+    _remove_empty_entries(config)
+    return config
+
+
+def _remove_empty_entries(message: Message) -> None:
+    for field, value in message.ListFields():
+        for part in _parts(field, value):
+            _remove_empty_entries(part)
+        if _map_values(field) is not None:
+            for key, item in list(value.items()):
+                if not key and not (item.ByteSize() if isinstance(item, Message) else item):
+                    del value[key]
 
 
 def _with_suggestion(problem: str) -> str:
@@ -97,17 +112,18 @@ def set_fields(message: Message, prefix: str = "") -> Iterator[str]:
     for field, value in message.ListFields():
         path = prefix + field.name
         yield path
-        of_values = _map_values(field)
-        if of_values is not None and of_values.message_type is None:
-            continue
-        if of_values is not None:
-            items = list(value.values())
-        elif field.message_type is None:
-            continue
-        else:
-            items = list(value) if field.is_repeated else [value]
-        for item in items:
-            yield from set_fields(item, f"{path}.")
+        for part in _parts(field, value):
+            yield from set_fields(part, f"{path}.")
+
+
+def _parts(field: FieldDescriptor, value: Any) -> list[Message]:
+    """The messages that a field holds: itself, the items of a list, or the values of a map."""
+    of_values = _map_values(field)
+    if (field if of_values is None else of_values).message_type is None:
+        return []
+    if of_values is not None:
+        return list(value.values())
+    return list(value) if field.is_repeated else [value]
 
 
 def _map_values(field: FieldDescriptor) -> FieldDescriptor | None:

@@ -115,6 +115,17 @@ def test_both_forms_of_lists_and_messages_are_parsed() -> None:
     assert [list(tensor.dims) for tensor in one.input] == [[-1, 16], [3]]
 
 
+def test_braces_of_an_empty_json_map_hold_no_entry() -> None:
+    config = parse_config_text(
+        b"parameters: {} metric_tags: {}, cc_model_filenames: {} dynamic_batching: { priority_queue_policy: {} }"
+    )
+    assert list(set_fields(config)) == ["dynamic_batching"]
+    ensemble = parse_config_text(b'ensemble_scheduling { step { input_map: {} output_map { key: "a" } } }')
+    (step,) = ensemble.ensemble_scheduling.step
+    assert (dict(step.input_map), dict(step.output_map)) == ({}, {"a": ""})
+    assert parse_config_text(b"metric_tags { value: 'v' }").metric_tags == {"": "v"}
+
+
 def test_empty_file_holds_nothing() -> None:
     assert parse_config_text(b"") == ModelConfig()
 

@@ -15,6 +15,12 @@ _ALGORITHM_SEARCHES: Final = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT
 _MAX_DIGITS: Final = 20
 """Of a 64-bit integer. int() rejects 4,301 digits with a message that does not name the parameter."""
 _ENTRY_PREFIXES: Final = ("session.", "optimization.", "ep.")
+_OTHER_NAMES: Final = {
+    "intra_op_num_threads": "intra_op_thread_count",
+    "inter_op_num_threads": "inter_op_thread_count",
+    "enable_cpu_mem_arena": "enable_mem_arena",
+}
+"""Parameters by the names that ONNX Runtime's own interface has for them. The backend ignores those."""
 
 
 @dataclass(slots=True)
@@ -66,7 +72,8 @@ def read_parameters(given: Mapping[str, str]) -> Parameters:
             case _ if key.startswith(_ENTRY_PREFIXES):
                 read.session["entries"][key] = value
             case _:
-                read.without_effect.append(f"parameters['{key}']: this server does not know it")
+                hint = f"; did you mean '{_OTHER_NAMES[key]}'?" if key in _OTHER_NAMES else ""
+                read.without_effect.append(f"parameters['{key}']: this server does not know it{hint}")
     return read
 
 

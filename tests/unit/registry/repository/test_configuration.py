@@ -55,6 +55,15 @@ def refusal(folder: Path, text: str) -> ServeError:
         ),
         ('default_model_filename: "net.onnx"', "model_file: net.onnx"),
         ('cc_model_filenames { key: "7.5" value: "model75.onnx" }', ""),
+        # Copied from the JSON of a configuration, whose empty maps are braces.
+        (
+            (
+                "runtime: '' dynamic_batching: { priority_levels: 0, priority_queue_policy: {} }, batch_input: [] "
+                "instance_group: [{ kind: KIND_GPU, gpus: [], profile: [], passive: false, host_policy: '' }] "
+                "cc_model_filenames: {}, metric_tags: {}, parameters: {}, model_warmup: []"
+            ),
+            "instances: 1\nexecution_providers: [cuda]",
+        ),
         (
             (
                 "dynamic_batching { preferred_batch_size: [4, 8] max_queue_delay_microseconds: 1500 priority_levels: 3 "
@@ -228,7 +237,10 @@ def test_both_file_formats_yield_the_same_options(tmp_path: Path, pbtxt: str, ya
         ),
         *(
             (
-                f"dynamic_batching {{ priority_levels: 2 priority_queue_policy {{ key: {key} value {{ }} }} }}",
+                (
+                    f"dynamic_batching {{ priority_levels: 2 "
+                    f"priority_queue_policy {{ key: {key} value {{ max_queue_size: 1 }} }} }}"
+                ),
                 ErrorKind.INVALID_INPUT,
                 f"dynamic_batching.priority_queue_policy: expected keys 1 to 2, got {key}",
             )
@@ -304,11 +316,13 @@ def test_parameters_without_effect_are_reported(tmp_path: Path) -> None:
     read_here = read(
         tmp_path,
         'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "yes" } } '
+        'parameters { key: "intra_op_num_threads" value { string_value: "2" } } '
         'parameters { key: "gpu_mem_limit" value { string_value: "1" } } instance_group { kind: KIND_CPU }',
     )
     assert sorted(read_here.without_effect) == [
         "parameters['FORCE_CPU_ONLY_INPUT_TENSORS']: this server does not know it",
         "parameters['gpu_mem_limit']: the model is not on a GPU",
+        "parameters['intra_op_num_threads']: this server does not know it; did you mean 'intra_op_thread_count'?",
     ]
 
 
