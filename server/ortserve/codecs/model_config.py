@@ -73,7 +73,7 @@ def parse_config_text(content: bytes) -> ModelConfig:
         ServeError: invalid_input, with line and column of the error.
     """
     try:
-        config = text_format.Parse(content.decode(), ModelConfig())
+        config = text_format.Parse(content.decode("utf-8-sig"), ModelConfig())
     except UnicodeDecodeError:
         raise invalid_input("is not valid UTF-8") from None
     except text_format.ParseError as error:

@@ -126,6 +126,10 @@ def test_braces_of_an_empty_json_map_hold_no_entry() -> None:
     assert parse_config_text(b"metric_tags { value: 'v' }").metric_tags == {"": "v"}
 
 
+def test_byte_order_mark_of_windows_editors_is_skipped() -> None:
+    assert parse_config_text(b"\xef\xbb\xbfname: 'simple'\r\nmax_batch_size: 8\r\n").name == "simple"
+
+
 def test_empty_file_holds_nothing() -> None:
     assert parse_config_text(b"") == ModelConfig()
 
