@@ -155,17 +155,17 @@ def choose_providers(
     """
     kind, gpus = _placement(groups)
     device = gpus[0] if gpus else None
-    for_gpu = [_gpu_accelerator(one) for one in accelerators.gpu_execution_accelerator]
     for_cpu = [_cpu_accelerator(one) for one in accelerators.cpu_execution_accelerator]
     usual: list[tuple[str, dict[str, str]]]
     if kind == "KIND_AUTO":
         usual = [provider_parts(wish) for wish in defaults.execution_providers]
     else:
         usual = [("cpu" if kind == "KIND_CPU" else "cuda", {})]
-    without_effect = []
-    if kind == "KIND_CPU" and for_gpu:
+    without_effect, for_gpu = [], []
+    if kind != "KIND_CPU":
+        for_gpu = [_gpu_accelerator(one) for one in accelerators.gpu_execution_accelerator]
+    elif accelerators.gpu_execution_accelerator:  # As in Triton, these are not read: they may be unknown here.
         without_effect.append("optimization.execution_accelerators.gpu_execution_accelerator: the model is on the CPU")
-        for_gpu = []
     if kind == "KIND_GPU" and for_cpu:
         without_effect.append("optimization.execution_accelerators.cpu_execution_accelerator: the model is on a GPU")
         for_cpu = []

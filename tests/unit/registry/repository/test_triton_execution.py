@@ -98,6 +98,15 @@ def test_accelerator_for_another_kind_than_the_instances_is_reported() -> None:
     assert (on_cpu.wants_gpu, on_gpu.wants_gpu) == (False, True)
 
 
+def test_accelerators_of_a_gpu_are_not_read_for_instances_on_the_cpu() -> None:
+    unknown = TENSORRT % 'parameters { key: "minimum_segment_size" value: "3" }'
+    on_cpu = wishes(
+        accelerated(unknown + ' gpu_execution_accelerator { name: "migraphx" }') + "instance_group { kind: KIND_CPU }"
+    )
+    assert on_cpu.providers == ["cpu"]
+    assert "gpu_execution_accelerator: the model is on the CPU" in on_cpu.without_effect[0]
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "problem"),
     [
