@@ -219,6 +219,9 @@ _meet("gather: scattered over rows", "float[N,4] x, int64[N,4] i, float[N,4] z",
 _apart("resize: scales", "float[N,1,4,4] x", "y = Resize(x, , s)", "float[4] s = {1, 1, 2, 2}")
 _apart("resize: sizes from the shape", "float[N,1,4,4] x", "n = Shape<start=0, end=2>(x) t = Concat<axis=0>(n, h) y = Resize(x, , , t)", "int64[2] h = {8, 6}")
 _apart("resize: Upsample", "float[N,1,4,4] x", "y = Upsample(x, s)", "float[4] s = {1, 1, 2, 2}", opset=9)
+_apart("resize: linear", "float[N,1,4,4] x", 'y = Resize<mode="linear">(x, , s)', "float[4] s = {1, 1, 2, 2}")
+_apart("resize: linear, rows as channels", "float[1,N,4,4] x", 'y = Resize<mode="linear">(x, , s)', "float[4] s = {1, 1, 2, 2}")
+_apart("resize: rows as pixels, which are copied", _X, "y = Resize(x, , s)", "float[2] s = {1, 2}")
 _meet("resize: rows doubled", "float[N,1,4,4] x", "y = Resize(x, , s)", "float[4] s = {2, 1, 1, 1}")
 _meet("resize: rows blended", "float[1,1,N,4] x", 'y = Resize<mode="linear">(x, , s)', "float[4] s = {1, 1, 1.5, 1}")
 

@@ -15,6 +15,7 @@ _RANGE: Final = "n = Shape<start=0, end=1>(x) m = Squeeze(n) r = Range(zero, m, 
 _RANGE_WEIGHTS: Final = "int64 zero = {0}, int64 one = {1}"
 _FLAT: Final = f"{_RANGE} b = Mul(r, five) c = Add(b, i) f = Reshape(x, s) y = Gather(f, c)"
 _FLAT_WEIGHTS: Final = f"{_RANGE_WEIGHTS}, int64 five = {{5}}, int64[2] s = {{-1, 4}}"
+_INFINITE: Final = [[[1.0] * 4], [[float("inf")] * 4], [[2.0] * 4]]
 
 TRAPS: Final = [
     Case("a column meets a vector", "float[N,1] x, float[N] z", "y = Sub(x, z)"),
@@ -66,6 +67,10 @@ TRAPS: Final = [
     Case("a loop that adds the rows up late", _X, "y, f = Loop(n, , x, w) <body = step (int64 i, bool g, float[N,4] h, float[4] u) => (g2, j, u2) { g2 = Identity(g) u2 = ReduceSum<axes=[0], keepdims=0>(h) j = Add(h, u) }>", "int64 n = {3}, float[4] w", opset=12),
     Case("trimmed to the longest", "float[N,5] x, int64[N] k", "m = ReduceMax<keepdims=1>(k) a = Slice(x, s, m, i) y = ReduceMean<axes=[1]>(a)", "int64[1] s = {0}, int64[1] i = {1}", feeds={"k": [[1], [5], [2]]}),
     Case("as many results as a row asks for", "float[N,5] x, int64[N] k", "m = ReduceMax<keepdims=1>(k) y, i = TopK(x, m)", feeds={"k": [[1], [4], [2]]}),
+    Case("an infinite row as a pixel", _X, 'y = Resize<mode="linear">(x, , s)', "float[2] s = {1, 2}", feeds={"x": _INFINITE}),
+    Case("an infinite row as a slice of a volume", "float[N,1,4] x", 'y = Resize<mode="linear">(x, , s)', "float[3] s = {1, 1, 2}", feeds={"x": [[row] for row in _INFINITE]}),
+    Case("an infinite row as a pixel, cubic", "float[1,1,N,4] x", 'y = Resize<mode="cubic">(x, , s)', "float[4] s = {1, 1, 1, 2}", feeds={"x": [[[row]] for row in _INFINITE]}),
+    Case("an infinite row as a pixel, before opset 10", _X, 'y = Upsample<mode="linear">(x, s)', "float[2] s = {1, 2}", opset=9, feeds={"x": _INFINITE}),
     Case("dynamic quantization", _X, "q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)"),
     Case("dynamic quantization of a product", _X, "q, s, z = DynamicQuantizeLinear(x) i = MatMulInteger(q, w, z) f = Cast<to=1>(i) y = Mul(f, s)", "uint8[4,3] w"),
     Case("batch statistics", "float[N,3,4] x", "y, a, c = BatchNormalization<training_mode=1>(x, s, b, m, v)", "float[3] s, float[3] b, float[3] m, float[3] v = {1, 2, 3}"),

@@ -192,6 +192,7 @@ def resize(call: Call) -> Output:
     rank = len(call.dims(value))
     if call.text("coordinate_transformation_mode", "half_pixel") in ("tf_crop_and_resize", "tf_half_pixel_for_nn"):
         raise NotKnownError("moves entries even where sizes stay as they are")
+    _check_interpolation(call, value)
     is_old = call.opset < 11
     given = call.integers("axes")
     axes = tuple(range(rank)) if given is None else tuple(normal_axis(axis, rank) for axis in given)
@@ -204,12 +205,25 @@ def resize(call: Call) -> Output:
 
 def upsample(call: Call) -> Output:
     value = call.operand(0)
+    _check_interpolation(call, value)
     scales = call.attributes.get("scales")
     rank = len(call.dims(value))
     if not isinstance(scales, tuple):
         return _with_scales(call, value, tuple(range(rank)), call.numbers(1, "scales"))
     known = [Fraction(scale) for scale in scales if isinstance(scale, (int, float))]
     return _with_scales(call, value, tuple(range(rank)), known)
+
+
+def _check_interpolation(call: Call, value: Value) -> None:
+    """Raise if rows may be interpolated with their neighbours.
+
+    Also along an axis whose scale is 1, ONNX Runtime multiplies the neighbour by 0, which is no number if the neighbour
+    is infinite. It interpolates along all axes, but not along the first two of four or five.
+    """
+    if not value.is_rows or call.text("mode", "nearest") == "nearest":
+        return
+    if value.axis > 1 or len(call.dims(value)) < 4:
+        raise RowsMeetError("interpolates along the axis of the rows, where an infinite row changes its neighbours")
 
 
 def _has_elements(call: Call, index: int) -> bool:
