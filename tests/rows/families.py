@@ -166,6 +166,7 @@ _apart("move: Transpose by default", "float[N,3,4] x", "y = Transpose(x)")
 _apart("move: Unsqueeze and Squeeze", _X, "a = Unsqueeze(x, i) b = Relu(a) y = Squeeze(b, i)", "int64[2] i = {0, -1}")
 _apart("move: axes as an attribute", _X, "a = Unsqueeze<axes=[0]>(x) y = Squeeze<axes=[0]>(a)", opset=11)
 _meet("move: Squeeze without axes", "float[N,4,1] x", "y = Squeeze(x)", opset=13)
+_meet("move: Squeeze with an empty list of axes", "float[N,4,1] x", "y = Squeeze(x, e)", "int64[0] e")
 _meet("move: transposed memory", "float[N,4] x", "a = Transpose(x) y = Reshape(a, s)", "int64[2] s = {-1, 4}")
 
 # Made larger.

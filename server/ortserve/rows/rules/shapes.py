@@ -246,7 +246,7 @@ def squeeze(call: Call) -> Output:
     value = call.operand(0)
     dims = call.dims(value)
     axes = call.axes(1, len(dims))
-    if axes is None:
+    if not axes:
         if not all(isinstance(length, int) for length in dims):
             raise NotKnownError("removes every axis of size 1, which may be the axis of the rows")
         axes = tuple(position for position, length in enumerate(dims) if length == 1)
