@@ -37,6 +37,7 @@ TRAPS: Final = [
     Case("transposed memory order", _X, "a = Transpose(x) y = Reshape(a, s)", "int64[2] s = {-1, 4}"),
     Case("rows interleaved, then split", "float[N,2,4] x", "a = Reshape(x, s) y1, y2 = Split<axis=0>(a)", "int64[2] s = {-1, 4}"),
     Case("old softmax", _X, "y = Softmax<axis=0>(x)", opset=12),
+    Case("a quantized softmax with its axis beyond the rank", "uint8[N] x", "y = com.microsoft.QLinearSoftmax<opset=12>(x, s, z, s, z)", "float s = {0.01}, uint8 z = {0}", below=255),
     Case("old softmax over rows in the middle", "float[2,N,4] x", "y = Softmax(x)", opset=12),
     Case("a new function in an old model, where ONNX Runtime runs old operators", "float[2,N,4] x", "y = local.f(x)", functions="f (a) => (b) { b = Softmax(a) }", opset=12, function_opset=17),
     Case("a function that is called like an operator", _X, "y = local.Relu(x)", functions="Relu (a) => (b) { b = Softmax<axis=0>(a) }"),

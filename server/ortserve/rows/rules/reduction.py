@@ -176,14 +176,9 @@ def softmax(call: Call) -> Output:
 
 def _softmax(call: Call, value: Value, opset: int) -> Value:
     rank = len(call.dims(value))
-    if opset < 13:
-        axis = call.integer("axis", 1)
-        axis = axis + rank if axis < 0 else axis  # an axis equal to the rank normalizes over no axis
-        axes = range(axis, rank)
-    else:
-        axis = call.axis("axis", -1, rank)
-        axes = range(axis, axis + 1)
-    off_axis(value, axes, _NORMALIZES)
+    is_old = opset < 13
+    axis = call.axis("axis", 1 if is_old else -1, rank)
+    off_axis(value, range(axis, rank if is_old else axis + 1), _NORMALIZES)
     return call.same_shape(value)
 
 
