@@ -214,6 +214,7 @@ _meet("gather: the last row", _X, "a = Gather(x, i) y = Add(x, a)", "int64 i = {
 _meet("gather: rows by rows", "float[N,4] x, int64[N] i", "y = Gather(x, i)", feeds={"i": [[0], [-1], [-1]]})
 _meet("gather: elements over rows", "float[N,4] x, int64[N,4] i", "y = GatherElements<axis=0>(x, i)", feeds={"i": [[[0, -1, 0, 0]], [[-1, 0, 0, -1]], [[0, 0, 0, 0]]]})
 _meet("gather: GatherND without a batch", "float[N,4] x, int64[N,1] i", "y = GatherND(x, i)", feeds={"i": [[[0]], [[-1]], [[-1]]]})
+_apart("gather: columns of quantized blocks", "int64[N] i", "y = com.microsoft.GatherBlockQuantized<gather_axis=1, quantize_axis=0, block_size=16>(w, i, s)", "uint4[32,4] w, float[2,4] s")
 _meet("gather: scattered over rows", "float[N,4] x, int64[N,4] i, float[N,4] z", "y = ScatterElements<axis=0>(x, i, z)", feeds={"i": [[[0, 0, 0, 0]], [[0, 0, -1, -1]], [[0, 0, 0, 0]]]})
 
 # Resize.

@@ -1,6 +1,7 @@
 """Fused element-wise operators of ONNX Runtime (com.microsoft), quantization, and operators on quantized tensors."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from ortserve.model_file.graph import FLOAT, UINT8
@@ -16,7 +17,7 @@ from ortserve.rows.rules.call import (
     off_axis,
     rule,
 )
-from ortserve.rows.rules.gather import gather
+from ortserve.rows.rules.gather import gathered
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.rules.movement import joined
 from ortserve.rows.values import Value, element_count
@@ -72,9 +73,7 @@ def gather_block(call: Call) -> Output:
         raise NotKnownError("picks from a table that depends on the rows")
     if call.integer("bits", 4) != 4 or call.operand(0).dtype in (2, 3):
         raise NotKnownError("has a packed table")
-    result = gather(call)
-    assert not isinstance(result, (list, tuple))
-    return result
+    return replace(gathered(call, "gather_axis"), dtype=call.operand(2).dtype)
 
 
 def quantize(call: Call) -> Output:

@@ -11,9 +11,14 @@ _WRONG_ROWS: Final = "needs all its operands to carry the same rows along the sa
 
 
 def gather(call: Call) -> Output:
+    return gathered(call, "axis")
+
+
+def gathered(call: Call, name: str) -> Value:
+    """Entries of the first operand, picked by the second along the axis of an attribute."""
     value, indices = call.operand(0), call.operand(1)
     dims, picked = call.dims(value), call.dims(indices)
-    axis = call.axis("axis", 0, len(dims))
+    axis = call.axis(name, 0, len(dims))
     lengths = (*dims[:axis], *picked, *dims[axis + 1 :])
     if indices.is_rows:
         if value.is_rows:
