@@ -105,10 +105,11 @@ _INDICES: Final = frozenset({INT32, INT64})
 
 def add(call: Call) -> Output:
     values = call.present()
+    below = _sum_below(call.symbols, values)
     facts = Facts(
         stride=call.symbols.sum(_stride(value) for value in values),
-        nonnegative=all(map(_is_nonnegative, values)),
-        below=_sum_below(call.symbols, values),
+        nonnegative=below is not None,
+        below=below,
     )
     return _computed(call, values, facts, partial(reduce_over, call.symbols.add))
 
@@ -121,9 +122,7 @@ def subtract(call: Call) -> Output:
 
 def multiply(call: Call) -> Output:
     values = call.present()
-    facts = Facts(nonnegative=all(map(_is_nonnegative, values)))
-    if len(values) == 2:
-        facts = _scaled(call.symbols, values, facts)
+    facts = _scaled(call.symbols, values) if len(values) == 2 else NO_FACTS
     if facts.stride == 0:
         check_no_stride(values)
     return _computed(call, values, facts, call.symbols.multiply)
@@ -218,7 +217,9 @@ def cast(call: Call) -> Output:
     to = call.operand(1).dtype if call.op == "CastLike" else call.integer("to", 0)
     facts = Facts(padding=value.facts.padding)
     if value.dtype in _INDICES and to in _INDICES:
-        facts = replace(value.facts, columns=())
+        # Without a bound a nonnegative number may overflow and be negative.
+        is_bounded = value.facts.below is not None
+        facts = replace(value.facts, columns=(), nonnegative=is_bounded and value.facts.nonnegative)
     check_no_stride([value] if facts.stride != value.facts.stride else [])
     return _computed(call, [value], facts, partial(cast_number, call.symbols, to) if to else None, dtype=to)
 
@@ -260,7 +261,9 @@ def _stride(value: Value) -> Number:
 def _is_nonnegative(value: Value) -> bool:
     if value.is_rows or value.facts.nonnegative:
         return value.facts.nonnegative
-    return value.elements is not None and all(map(is_nonnegative, value.elements)) and value.is_integer
+    # Sums and products of free inputs may overflow, so only constants are certain.
+    known = value.elements if value.is_integer else None
+    return known is not None and all(isinstance(each, int) and each >= 0 for each in known)
 
 
 def _below(value: Value, symbols: Symbols) -> Number | None:
@@ -271,26 +274,27 @@ def _below(value: Value, symbols: Symbols) -> Number | None:
 
 
 def _sum_below(symbols: Symbols, values: Sequence[Value]) -> Number | None:
-    """A bound of a sum of integers, from bounds of the terms."""
+    """A bound of a sum of nonnegative integers, from bounds of the terms. Without bounds the sum may overflow."""
     total: Number = 1
     for value in values:
         bound = _below(value, symbols)
-        if bound is None or not value.is_integer:
+        if bound is None or not _is_nonnegative(value):
             return None
         total = symbols.add(total, symbols.subtract(bound, 1))
     return total
 
 
-def _scaled(symbols: Symbols, values: Sequence[Value], facts: Facts) -> Facts:
+def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
     """The facts of rows times a known number."""
+    facts = NO_FACTS
     for value, other in (values, reversed(values)):
         factor = uniform(other)
         if other.kind is not Kind.FREE or factor is None or not value.is_integer or value.kind is Kind.SIZE:
             continue
         facts = replace(facts, stride=symbols.multiply(value.facts.stride, factor))
-        if value.facts.below is not None and is_nonnegative(factor):
+        if value.facts.below is not None and _is_nonnegative(value) and is_nonnegative(factor):
             largest = symbols.multiply(factor, symbols.subtract(value.facts.below, 1))
-            facts = replace(facts, below=symbols.add(largest, 1))
+            facts = replace(facts, nonnegative=True, below=symbols.add(largest, 1))
     return facts
 
 
