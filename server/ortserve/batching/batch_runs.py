@@ -260,7 +260,7 @@ class BatchRuns:
         runner = self.instances.free[-1]
         begins_ns = self.instances.lend_next(predicted_ns, now_ns)
         self.share.begin(predicted_ns)
-        self._watch.begin(runner, group, predicted_ns, begins_ns, now_ns)
+        self._watch.begin(runner, group, batch, predicted_ns, begins_ns, now_ns)
         runner.start(batch, partial(self._on_done_in_worker, runner, group, bucket, now_ns))
         if self.instances.free or self.instances.lends_ahead:
             self._wake_if_needed()

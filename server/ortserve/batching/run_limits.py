@@ -18,7 +18,7 @@ from ortserve.batching.shared_threads import Share
 from ortserve.batching.statistics import Decisions
 from ortserve.batching.timers import LoopTimer
 from ortserve.clock import Clock
-from ortserve.core.batch import Runner
+from ortserve.core.batch import Batch, Runner
 from ortserve.errors import RunTimeoutError
 from ortserve.telemetry.logs import log_event
 
@@ -67,11 +67,14 @@ def latest_deadline_ns(group: RequestGroup) -> float:
 class Run:
     """A run on a worker. It is terminated at ``due_ns``, or abandoned if it already ``is_overdue``."""
 
-    __slots__ = ("due_ns", "group", "is_overdue", "limit_ns", "runner", "taken_ns")
+    __slots__ = ("batch", "due_ns", "group", "is_overdue", "limit_ns", "runner", "taken_ns")
 
-    def __init__(self, runner: Runner, group: RequestGroup, taken_ns: int, limit_ns: float, due_ns: float) -> None:
+    def __init__(
+        self, runner: Runner, group: RequestGroup, batch: Batch, taken_ns: int, limit_ns: float, due_ns: float
+    ) -> None:
         self.runner = runner
         self.group = group
+        self.batch = batch
         self.taken_ns = taken_ns
         self.limit_ns = limit_ns
         self.due_ns = due_ns
@@ -141,14 +144,22 @@ class RunWatch:
         self._fires_ns = math.inf
         self._runs: dict[RequestGroup, Run] = {}
 
-    def begin(self, runner: Runner, group: RequestGroup, predicted_ns: float, begins_ns: float, taken_ns: int) -> None:
+    def begin(
+        self,
+        runner: Runner,
+        group: RequestGroup,
+        batch: Batch,
+        predicted_ns: float,
+        begins_ns: float,
+        taken_ns: int,
+    ) -> None:
         """Watch a run that is chosen now and begins at ``begins_ns``, after the run before it on its instance."""
         limit_ns = self._limits.limit_ns(predicted_ns)
         due_ns = begins_ns + limit_ns
         late_ns = latest_deadline_ns(group)
         if late_ns < due_ns:
             due_ns = min(due_ns, max(late_ns, begins_ns + LEAST_LATE_RUN_NS))
-        self._runs[group] = Run(runner, group, taken_ns, limit_ns, due_ns)
+        self._runs[group] = Run(runner, group, batch, taken_ns, limit_ns, due_ns)
         if due_ns < self._fires_ns:
             self._set(due_ns, taken_ns)
 
@@ -189,7 +200,7 @@ class RunWatch:
             self._events.on_timeout()
         log_event(logger, logging.WARNING, "run is over its time limit", model=self._name, reason=message)
         fail_group(run.group, run.taken_ns, RunTimeoutError(message))
-        run.runner.terminate()
+        run.runner.terminate(run.batch)
 
     def _abandon(self, run: Run, now_ns: int) -> None:
         """Abandon an instance whose run does not end. Its next group runs on another instance."""

@@ -88,10 +88,10 @@ class Runner(Protocol):
         """Run on the runner's own worker thread and call ``done`` there, exactly once. Returns at once."""
         ...
 
-    def terminate(self) -> None:
-        """Make the run on the worker fail after its current node. Any thread; returns at once.
+    def terminate(self, batch: Batch) -> None:
+        """Make the run of a started batch fail after its current node. Any thread; returns at once.
 
-        Call it only during a run: before ``done`` is called, or before the caller has received that call.
+        Call it only during that run: before ``done`` is called, or before the caller has received that call.
         """
         ...
 

@@ -85,6 +85,11 @@ class DeviceInstance:
         self._shrink_arenas = shrink_arenas
         run_options = run_options or graph_options(NO_GRAPH)
         self._termination = Termination(run_options)
+        self._termination_lock = threading.Lock()
+        """Held to read and write the next two."""
+        self._plain_batch: Batch | None = None
+        self._terminated: set[int] = set()
+        """Terminated batches in flight, by ``id``, and former ones."""
         self._is_abandoned = False
         self._run_options = run_options
         self._plain = PlainBatches(session, signature, padding, clock, run_options)
@@ -210,11 +215,19 @@ class DeviceInstance:
 
     def start(self, batch: Batch, done: BatchDone) -> None:
         """Run on the worker. One of the two threads calls ``done`` with the result or a ``ServeError``."""
+        with self._termination_lock:
+            self._terminated.discard(id(batch))  # of a former batch at the same address
         self._work.put((batch, done))
 
-    def terminate(self) -> None:
-        """Make a plain run on the worker fail before its next node; a run on buffers continues. Thread-safe."""
-        self._termination.end_run()
+    def terminate(self, batch: Batch) -> None:
+        """Make a plain run of ``batch`` fail before its next node; a run on buffers continues. Thread-safe.
+
+        Call it only during the run. The other batch in flight continues.
+        """
+        with self._termination_lock:
+            self._terminated.add(id(batch))
+            if self._plain_batch is batch:
+                self._termination.end_run()
 
     def abandon(self) -> None:
         """Give up a run that does not end. The threads free session and memory if the run ever ends."""
@@ -304,8 +317,19 @@ class DeviceInstance:
             del item, enqueued, done, outcome
 
     def _run_plainly(self, batch: Batch) -> BatchResult:
-        if self._termination.is_set:
-            self._termination.allow_runs()
+        with self._termination_lock:
+            if id(batch) in self._terminated:
+                raise ServeError(ErrorKind.INTERNAL, "the run was terminated before it began")
+            if self._termination.is_set:
+                self._termination.allow_runs()
+            self._plain_batch = batch
+        try:
+            return self._run_plain_batch(batch)
+        finally:
+            with self._termination_lock:
+                self._plain_batch = None
+
+    def _run_plain_batch(self, batch: Batch) -> BatchResult:
         if self._states is None or self._state_runs is None or not self._states.are_in(batch):
             return self._plain.run(batch)[0]
         return self._state_runs.run(batch)

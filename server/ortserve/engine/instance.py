@@ -121,8 +121,8 @@ class Instance:
             self._termination.allow_runs()
         self._work.put((batch, done))
 
-    def terminate(self) -> None:
-        """Make the run on the worker fail before its next node. Call it only during a run. Thread-safe."""
+    def terminate(self, batch: Batch) -> None:
+        """Make the run on the worker, of ``batch``, fail before its next node. Call it only during it. Thread-safe."""
         self._termination.end_run()
 
     def abandon(self) -> None:

@@ -47,7 +47,7 @@ class NeverOverdue:
 
     is_running = False
 
-    def terminate(self) -> None:
+    def terminate(self, batch: Batch) -> None:
         raise AssertionError("its runs end by themselves")
 
     def abandon(self) -> None:
@@ -105,7 +105,7 @@ class FakeRunner:
             done,
         )
 
-    def terminate(self) -> None:
+    def terminate(self, batch: Batch) -> None:
         """End the run at once, with an error, unless runs do not end."""
         self.terminated += 1
         if self._pending is not None and not self.is_endless:

@@ -132,6 +132,33 @@ def test_batch_that_fits_no_bucket_runs_plainly_and_is_counted(tmp_path: Path) -
         assert made.instance.counts.replayed == 0
 
 
+def test_plain_run_that_is_terminated_before_it_begins_does_not_run(tmp_path: Path) -> None:
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice()) as made:
+        batches = [batch_of((numbered(3, index),)) for index in range(3)]
+        with made.opened.capture_lock.exclusive():  # as the capture of another model, which holds up both
+            before, terminated = [made.start(batch) for batch in batches[:2]]
+            made.instance.terminate(batches[1])
+        assert np.array_equal(landed(before)[0], numbered(3, 0))
+        with pytest.raises(ServeError, match="the run was terminated before it began"):
+            landed(terminated)
+        assert np.array_equal(landed(made.start(batches[2]))[0], numbered(3, 2))
+
+
+def test_termination_ends_only_its_own_plain_run(tmp_path: Path) -> None:
+    with on_device(builders.repeats(tmp_path / "m.onnx"), HostDevice(), is_prepared=False) as made:
+        endless, short = batch_of((np.array([2**62]),)), batch_of((np.array([3]),))
+        running, waiting = made.start(endless), made.start(short)
+        made.instance.terminate(short)
+        with pytest.raises(TimeoutError):
+            running.result(timeout=0.2)
+        made.instance.terminate(endless)
+        with pytest.raises(ServeError, match="terminate flag"):
+            landed(running)
+        with pytest.raises(ServeError, match="the run was terminated before it began"):
+            landed(waiting)
+        assert landed(made.start(short))[0] == 3
+
+
 def test_graph_is_run_only_with_the_binding_of_its_rows_and_set(tmp_path: Path) -> None:
     seen: list[BoundRun] = []
 

@@ -312,10 +312,11 @@ def test_endless_run_is_aborted_and_the_instance_continues(open_instance: Open, 
     instance = open_instance(builders.repeats(tmp_path / "m.onnx"))
     outcomes: queue.SimpleQueue[BatchResult | Exception] = queue.SimpleQueue()
     for _ in range(2):
-        instance.start(batch_of(np.array([ENDLESS])), outcomes.put)
+        endless = batch_of(np.array([ENDLESS]))
+        instance.start(endless, outcomes.put)
         with pytest.raises(queue.Empty):
             outcomes.get(timeout=0.05)  # it is inside the loop then, or about to be
-        instance.terminate()
+        instance.terminate(endless)
         outcome = outcomes.get(timeout=30)
         assert isinstance(outcome, ServeError)
         assert "terminate" in outcome.message
@@ -323,18 +324,19 @@ def test_endless_run_is_aborted_and_the_instance_continues(open_instance: Open, 
         assert isinstance(result, BatchResult)
         assert result.outputs[0] == 3
     # A termination after the run does not end later runs.
-    instance.terminate()
+    instance.terminate(endless)
     assert instance.run(batch_of(np.array([4]))).outputs[0] == 4
 
 
 def test_an_abandoned_instance_is_not_waited_for(open_instance: Open, tmp_path: Path) -> None:
     instance = open_instance(builders.repeats(tmp_path / "m.onnx"))
     outcomes: queue.SimpleQueue[BatchResult | Exception] = queue.SimpleQueue()
-    instance.start(batch_of(np.array([ENDLESS])), outcomes.put)
+    endless = batch_of(np.array([ENDLESS]))
+    instance.start(endless, outcomes.put)
     instance.abandon()
     instance.close()
     assert instance.is_running
-    instance.terminate()
+    instance.terminate(endless)
     while instance.is_running:
         time.sleep(0.001)
     assert outcomes.empty(), "the loop may be closed by then"

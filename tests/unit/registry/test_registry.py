@@ -853,7 +853,7 @@ class _Stuck:
     def start(self, batch: Batch, done: BatchDone) -> None:
         raise AssertionError
 
-    def terminate(self) -> None:
+    def terminate(self, batch: Batch) -> None:
         raise AssertionError
 
     def abandon(self) -> None:

@@ -73,7 +73,7 @@ class WorkerRuns:
         self._runner.start(batch, done)
         bounds = self._bounds
         if not finished.wait(bounds.timeout_s):
-            self._runner.terminate()
+            self._runner.terminate(batch)
             if not finished.wait(bounds.grace_s):
                 self._runner.abandon()
             raise RunTimeoutError(

@@ -41,7 +41,7 @@ class Computing:
             return
         done(BatchResult(outputs, 0, 0, 1))
 
-    def terminate(self) -> None:
+    def terminate(self, batch: Batch) -> None:
         raise AssertionError("its runs end by themselves")
 
     def abandon(self) -> None:
