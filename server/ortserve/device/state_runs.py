@@ -22,7 +22,7 @@ from ortserve.device.buffers import InstanceStreams
 from ortserve.device.graph_sessions import InstanceSessions
 from ortserve.device.protocol import BoundRun
 from ortserve.device.states import DeviceStates, StateSlot
-from ortserve.engine.runs import PlainBatches, as_array, ort_value
+from ortserve.engine.runs import PlainBatches, as_arrays, ort_value
 from ortserve.errors import ErrorKind, ServeError
 
 
@@ -113,11 +113,7 @@ class StateRuns:
         finally:
             self._wait()  # also after an error: no enqueued work may use the memory of this run afterwards
             self._sent.clear()
-        outputs = [
-            as_array(value, is_bfloat16=spec.datatype is DataType.BF16)
-            for spec, value in zip(self._outputs, values, strict=False)
-        ]
-        return [*outputs, *kept]
+        return [*as_arrays(values, self._outputs, [spec.name for spec in self._inputs]), *kept]
 
     def _join(self, index: int, column: np.ndarray) -> StateSlot:
         """The states of a batch side by side: a slot that holds all of them, or that of the only one."""

@@ -4,7 +4,7 @@ In a plain run ONNX Runtime allocates the outputs; ``host_binding`` and ``ortser
 has no BF16, so bit patterns enter and leave runs as ``uint16``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -110,9 +110,8 @@ class PlainRun:
         self._has_optional_inputs = signature.has_optional_inputs
         self._has_sequences = signature.has_sequences
         self._is_bfloat16_input = {spec.name: spec.datatype is DataType.BF16 for spec in inputs}
-        self._is_bfloat16_output = [spec.datatype is DataType.BF16 for spec in outputs]
         self._has_bfloat16_inputs = any(self._is_bfloat16_input.values())
-        self._has_bfloat16_outputs = any(self._is_bfloat16_output)
+        self._has_bfloat16_outputs = any(spec.datatype is DataType.BF16 for spec in outputs)
 
     def run(self, staged: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Run on aligned, contiguous inputs, and return the outputs, both in the signature's order.
@@ -142,10 +141,7 @@ class PlainRun:
     def _run_on_ort_values(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         values = {name: ort_value(array, is_bfloat16=self._is_bfloat16_input[name]) for name, array in feeds.items()}
         results = self._session.run_with_ort_values(self._output_names, values, self._run_options)
-        return [
-            as_array(value, is_bfloat16=is_bfloat16)
-            for value, is_bfloat16 in zip(results, self._is_bfloat16_output, strict=True)
-        ]
+        return as_arrays(results, self._outputs, feeds)
 
 
 def ort_value(array: np.ndarray, *, is_bfloat16: bool) -> ort.OrtValue:
@@ -155,10 +151,18 @@ def ort_value(array: np.ndarray, *, is_bfloat16: bool) -> ort.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
-def as_array(value: ort.OrtValue, *, is_bfloat16: bool) -> np.ndarray:
-    """A view of an OrtValue on the host, which it keeps alive."""
-    array: np.ndarray = np.asarray(_Bits(value)) if is_bfloat16 else value.numpy()
-    return array
+def as_arrays(
+    values: Iterable[ort.OrtValue], outputs: Sequence[TensorSpec], inputs: Container[str]
+) -> list[np.ndarray]:
+    """Views of the outputs of a run on the host, which they keep alive.
+
+    An output that is one of the ``inputs``, too, is copied: its OrtValue has the memory of the input.
+    """
+    arrays: list[np.ndarray] = []
+    for value, spec in zip(values, outputs, strict=False):
+        array: np.ndarray = np.asarray(_Bits(value)) if spec.datatype is DataType.BF16 else value.numpy()
+        arrays.append(array.copy() if spec.name in inputs else array)
+    return arrays
 
 
 class _Bits:

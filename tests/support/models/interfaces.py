@@ -30,6 +30,12 @@ def bfloat16_sum(path: Path) -> Path:
     return _write(path, nodes, inputs, outputs)
 
 
+def bfloat16_beside_its_input(path: Path) -> Path:
+    """X BF16 [batch, 4], which is an output, too → x, and y BF16 [batch, 4], the same."""
+    x, y = _tensor("x", DataType.BF16, "batch", 4), _tensor("y", DataType.BF16, "batch", 4)
+    return _write(path, [helper.make_node("Identity", ["x"], ["y"])], [x], [x, y])
+
+
 def bfloat16_and_text(path: Path) -> Path:
     """What is given back as it came: x BF16 [batch], s BYTES [batch] → wide FP32 [batch], t BYTES [batch], y BF16."""
     nodes = [

@@ -143,6 +143,17 @@ def growing_halves(path: Path) -> Path:
     )
 
 
+def growing_beside_its_input(path: Path) -> Path:
+    """A state that grows by INPUT, which is an output, too."""
+    return _write(
+        path,
+        """growing (float[batch,1] INPUT, float[batch,past] PAST)
+        => (float[batch,1] INPUT, float[batch,present] PRESENT) {
+            PRESENT = Concat <axis = 1> (PAST, INPUT)
+        }""",
+    )
+
+
 def totals(path: Path) -> Path:
     """TOTAL of all values since the start, any number of which may be in a request: a state of one size."""
     return _write(

@@ -11,6 +11,7 @@ import pytest
 from device_sequences import check_loss, growing_sequence, send_array, serving_on, where
 from fakes.host_device import HostDevice, Pace
 from models import sequences
+from ortserve.core.batch import Arrays
 from ortserve.device.accounting import Ledger
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.states import DeviceStates
@@ -225,6 +226,18 @@ async def test_states_of_bfloat16_grow_on_the_device(tmp_path: Path) -> None:
         for step in range(1, 9):
             answers = await asyncio.gather(*[add(served, name, name, start=step == 1) for name in (1, 2, 3)])
             assert answers == [[step], [2 * step], [3 * step]]
+
+
+async def test_an_output_that_is_an_input_stays_as_it_was(tmp_path: Path) -> None:
+    path = sequences.growing_beside_its_input(tmp_path / "m.onnx")
+    async with serving_on(HostDevice, path, **GROWS) as served:
+        assert where(served) == "on host:0"
+        answers: dict[int, Arrays] = {}
+        for step in range(1, 5):
+            names = [10 * step + each for each in range(3)]
+            sent = [send_array(served, one(name), name, start=True) for name in names]
+            answers.update(zip(names, await asyncio.gather(*sent), strict=True))
+        assert {name: outputs[0].item() for name, outputs in answers.items()} == {name: name for name in answers}
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])

@@ -116,6 +116,15 @@ def test_other_types_are_served_beside_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(m, n)
 
 
+def test_an_output_that_is_an_input_is_a_copy_of_it(tmp_path: Path) -> None:
+    run = open_run_by_name(interfaces.bfloat16_beside_its_input(tmp_path / "model.onnx"))
+    x = bits_of(1, 2, 3, 4).reshape(1, 4)
+    outputs = run({"x": x})
+    x[:] = 0  # as the rows of the next batch
+    for output in outputs:
+        np.testing.assert_array_equal(output, bits_of(1, 2, 3, 4).reshape(1, 4))
+
+
 def test_string_inputs_are_accepted_without_bfloat16_outputs(tmp_path: Path) -> None:
     run = open_run_by_name(interfaces.bfloat16_and_text(tmp_path / "model.onnx"))
     wide, texts = run({"x": bits_of(1, -2), "s": np.array(["a", "ü"], object)})
