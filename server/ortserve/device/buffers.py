@@ -32,9 +32,14 @@ class InstanceStreams:
         self.device.use()
         self.free_bytes = self.device.memory().free_bytes
         """Free memory of the device before the sessions were opened."""
-        self.compute = self.device.make_stream()
-        self.copy_in = self.device.make_stream()
-        self.copy_out = self.device.make_stream()
+        self._streams: list[int] = []
+        try:
+            for _ in range(3):
+                self._streams.append(self.device.make_stream())
+        except BaseException:
+            self.close()
+            raise
+        self.compute, self.copy_in, self.copy_out = self._streams
 
     def provider_options(self, *, captures: bool) -> dict[str, str]:
         """Options of the execution provider for one of the sessions; ``captures`` says whether it captures graphs."""
@@ -47,8 +52,7 @@ class InstanceStreams:
         """
         if any(session() is not None for session in sessions):
             return
-        streams = (self.compute, self.copy_in, self.copy_out)
-        release_all(*[partial(self.device.destroy_stream, stream) for stream in streams])
+        release_all(*[partial(self.device.destroy_stream, stream) for stream in self._streams])
 
 
 class BufferSet:
@@ -108,8 +112,12 @@ class CopyTiming:
         self._streams = streams
         self._device = streams.device
         self._events: list[int] = []
-        for _ in range(4):
-            self._events.append(self._device.make_event(is_timed=True))
+        try:
+            for _ in range(4):
+                self._events.append(self._device.make_event(is_timed=True))
+        except BaseException:
+            self.close()
+            raise
 
     def begin_copy_in(self) -> None:
         self._device.record(self._events[0], self._streams.copy_in)

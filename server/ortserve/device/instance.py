@@ -365,10 +365,14 @@ class DeviceInstance:
     def _keep_states(self, states: DeviceStates) -> None:
         try:
             with self._capture_lock.shared():
-                self._state_runs = self._make_state_runs(states)
+                states.begin_use()
+                try:
+                    self._state_runs = self._make_state_runs(states)
+                except BaseException:
+                    states.end_use()
+                    raise
         except DEVICE_ERRORS as error:
             raise self._failure(error) from error
-        states.begin_use()
         self._states = states
         if self._binding is not None:
             self._binding.keep_states(states)

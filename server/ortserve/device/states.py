@@ -7,7 +7,7 @@ nothing refers to them, and a failed request can be repeated.
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Final
@@ -125,9 +125,12 @@ class DeviceStates:
         self._users = 0
         self._fixed: Final = [_SlotPool(array.nbytes) for array in initial] if is_fixed else []
         self._by_size: Final[dict[int, _SlotPool]] = {}
-        self._stream = device.make_stream()
-        self._event = device.make_event()
+        self._undo: Final[list[Callable[[], object]]] = []
         try:
+            self._stream = device.make_stream()
+            self._undo.append(partial(device.destroy_stream, self._stream))
+            self._event = device.make_event()
+            self._undo.append(partial(device.destroy_event, self._event))
             self.first: Final = self.upload(initial)
             self.padding: Final = self.upload(tuple([np.zeros_like(array) for array in initial]))
             """The states of rows without a request: zeros, in the shape of the first states."""
@@ -219,11 +222,7 @@ class DeviceStates:
     def close(self) -> None:
         """Free the memory. Slots that are still referred to must not be used again."""
         device = self._device
-        release_all(
-            *[partial(device.free, block) for pool in self._pools() for block in pool.blocks],
-            partial(device.destroy_event, self._event),
-            partial(device.destroy_stream, self._stream),
-        )
+        release_all(*[partial(device.free, block) for pool in self._pools() for block in pool.blocks], *self._undo)
         self._account.enter("states", 0)
 
     def _pools(self) -> list[_SlotPool]:

@@ -1,7 +1,9 @@
 """States of sequences that stay on a device: right at any pace of the device, never copied to the host, and freed."""
 
 import asyncio
+import gc
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +240,54 @@ async def test_batches_with_states_on_a_device_are_not_shown_to_profiles(tmp_pat
         with pytest.raises(ServeError, match="states of 'm' are on host:0: no profile can read them"):
             served.tap_batches(Tap())
         await send(served, 1, 1, start=True)
+
+
+class Scarce(HostDevice):
+    """A device that fails once, at one of its allocations."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self._fails_at = fails_at
+        self._count = 0
+
+    @property
+    def has_failed(self) -> bool:
+        return self._count > self._fails_at
+
+    def _allocation(self) -> None:
+        self._count += 1
+        if self._count == self._fails_at + 1:
+            raise RuntimeError("CUDA failure 2: out of memory")
+
+    def allocate(self, nbytes: int) -> int:
+        self._allocation()
+        return super().allocate(nbytes)
+
+    def allocate_host(self, nbytes: int) -> np.ndarray:
+        self._allocation()
+        return super().allocate_host(nbytes)
+
+    def make_stream(self) -> int:
+        self._allocation()
+        return super().make_stream()
+
+    def make_event(self, *, is_timed: bool = False) -> int:
+        self._allocation()
+        return super().make_event(is_timed=is_timed)
+
+
+async def test_a_load_in_which_any_allocation_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = sequences.accumulate(tmp_path / "m.onnx")
+    devices: list[Scarce] = []
+
+    def make(number: int) -> Scarce:
+        devices.append(Scarce(fails_at=len(devices)))
+        return devices[-1]
+
+    while not devices or devices[-1].has_failed:
+        with suppress(ServeError):  # a few failures leave a model that is served
+            async with serving_on(make, path, warmup_s=0.02, max_rows=2):
+                pass
+        gc.collect()
+        assert (devices[-1].allocated_bytes, devices[-1].handles) == (0, 0), f"allocation {len(devices)}"
+    assert len(devices) > 20
