@@ -15,6 +15,7 @@ _RANGE: Final = "n = Shape<start=0, end=1>(x) m = Squeeze(n) r = Range(zero, m, 
 _RANGE_WEIGHTS: Final = "int64 zero = {0}, int64 one = {1}"
 _FLAT: Final = f"{_RANGE} b = Mul(r, five) c = Add(b, i) f = Reshape(x, s) y = Gather(f, c)"
 _FLAT_WEIGHTS: Final = f"{_RANGE_WEIGHTS}, int64 five = {{5}}, int64[2] s = {{-1, 4}}"
+_BRANCH: Final = "c1 = Squeeze(g) y = If(c1) <then_branch = t () => (a) { a = Softmax<axis=0>(x) }, else_branch = o () => (b) { b = Relu(x) }>"
 _INFINITE: Final = [[[1.0] * 4], [[float("inf")] * 4], [[2.0] * 4]]
 
 TRAPS: Final = [
@@ -60,6 +61,8 @@ TRAPS: Final = [
     Case("a branch between the number of rows and a constant", "float[N,4] x, bool c", "k = If(c) <then_branch = t () => (a) { a = Shape<start=0, end=1>(x) }, else_branch = e () => (b) { b = Identity(one) }> f = Cast<to=1>(k) y = Mul(x, f)", "int64[1] one = {1}", feeds={"c": [True] * 3}),
     Case("a branch between a constant and the number of rows", "float[N,4] x, bool c", "k = If(c) <then_branch = t () => (a) { a = Identity(one) }, else_branch = e () => (b) { b = Shape<start=0, end=1>(x) }> f = Cast<to=1>(k) y = Mul(x, f)", "int64[1] one = {1}", feeds={"c": [False] * 3}),
     Case("half a length that is rounded", "float[N,L] x", "l = Shape<start=1, end=2>(x) f = Cast<to=1>(l) h = Mul(f, half) g = Floor(h) q = Equal(g, h) c = Squeeze(q) y = If(c) <then_branch = t () => (a) { a = Relu(x) }, else_branch = e () => (b) { b = Softmax<axis=0>(x) }>", "float[1] half = {0.5}"),
+    Case("a length that overflows", "float[N,L] x", f"l = Shape<start=1, end=2>(x) c = Cast<to=6>(l) d = Mul(c, big) e = Mul(d, big) g = Equal(e, zero) {_BRANCH}", "int32[1] big = {65536}, int32[1] zero = {0}"),
+    Case("a length that is rounded beside a large number", "float[N,L] x", f"l = Shape<start=1, end=2>(x) f = Cast<to=1>(l) d = Add(f, big) e = Sub(d, big) h = Equal(e, f) g = Not(h) {_BRANCH}", "float[1] big = {100000000.0}"),
     Case("a length that may be one", "float[N,L] x, float[N] z", "y = Add(x, z)", sizes={"L": 1}),
     Case("a recurrence over the batch", "float[N,4,3] x", "y = LSTM<hidden_size=2>(x, w, r)", "float[1,8,3] w, float[1,8,2] r"),
     Case("a running state over the batch", _X, "f, y = Scan(w, x) <num_scan_inputs=1, body = step (float[4] s, float[4] e) => (s2, o) { s2 = Add(s, e) o = Identity(s2) }>", "float[4] w"),

@@ -213,6 +213,13 @@ class Symbols:
         least = 0 if is_nonnegative(one) and is_nonnegative(other) else None
         return self.opaque("divide", one, other, lowest=least)
 
+    def bounded(self, number: Number, limit: int) -> Number:
+        """A number as a type holds it: an atom if one of its constants is not below the limit of the type."""
+        self.steps += 1
+        if isinstance(number, Dependent) or all(-limit < value < limit for value in terms_of((number,)).values()):
+            return number
+        return self.opaque("bounded", number, limit, is_whole=is_whole(number))
+
     def minimum(self, one: Number, other: Number) -> Number:
         if self.at_least(one, other):
             return other

@@ -98,8 +98,8 @@ def _is_bound_nonnegative(bound: Value) -> bool:
     return bound.elements is not None and all(isinstance(each, int) and each >= 0 for each in bound.elements)
 
 
-_COMPUTED: Final = frozenset({BOOL, DOUBLE, FLOAT, INT32, INT64})
-"""Element types that hold sizes of tensors without overflow or rounding."""
+_COMPUTED: Final = {BOOL: 2, DOUBLE: 1 << 53, FLOAT: 1 << 24, INT32: 1 << 31, INT64: 1 << 63}
+"""Element types that hold sizes of tensors without overflow or rounding, and the limits of constants beside them."""
 _INDICES: Final = frozenset({INT32, INT64})
 
 
@@ -247,6 +247,8 @@ def _computed(
     if compute is None or result.is_rows or result.dims is None or not all(v.dtype in _COMPUTED for v in values):
         return result
     known = paired(values, result.dims, compute)
+    if known is not None and (limit := _COMPUTED.get(dtype)):
+        known = tuple(call.symbols.bounded(number, limit) for number in known)
     return result if known is None else call.result(result.dims, dtype=dtype, elements=known)
 
 
