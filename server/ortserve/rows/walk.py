@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.model_file.graph import BOOL, INTEGERS, Attribute, Function, Graph, Model, Node, Reference, Tensor
+from ortserve.model_file.graph import Attribute, Function, Graph, Model, Node, Reference, Tensor
 from ortserve.rows.number import contains_rows
 from ortserve.rows.rules import RULES
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
@@ -22,7 +22,6 @@ MOST_VISITS: Final = 40_000
 _STEPS_A_VISIT: Final = 2
 """How many symbolic steps take as long as a visit."""
 _DEEPEST: Final = 16
-_FEW: Final = 16
 
 
 class TooMuchWorkError(Exception):
@@ -205,20 +204,7 @@ class _Scope:
             return value
         if has_size and value.kind is Kind.FREE and value.elements is None:
             return replace(value, kind=Kind.SIZE, facts=NO_FACTS)
-        if value.kind is Kind.FREE and value.elements is None and value.dims is not None:
-            return self._with_elements(value)
         return value
-
-    def _with_elements(self, value: Value) -> Value:
-        """A small tensor of integers with unknown elements, each of which becomes an atom."""
-        dims = value.dims or ()
-        if len(dims) > 1 or not (value.dtype in INTEGERS or value.dtype == BOOL):
-            return value
-        count = dims[0] if dims else 1
-        if not isinstance(count, int) or count > _FEW:
-            return value
-        least = 0 if value.dtype == BOOL else None
-        return replace(value, elements=tuple(self._walk.symbols.fresh(least) for _ in range(count)))
 
     def _call(self, function: Function, node: Node, operands: list[Value | None]) -> list[Value]:
         """The outputs of a function of the model."""
