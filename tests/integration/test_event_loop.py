@@ -27,6 +27,7 @@ from servers import (
     read_metrics,
     serving,
     starting,
+    triton_clients,
     wait_for_sample,
 )
 
@@ -102,6 +103,20 @@ def test_request_in_tiny_parts_leaves_others_their_turns(
                 connection.sendall(make(600_000))
                 time.sleep(0.2)
             waits_s.append(liveness.longest_wait_s())
+    assert min(waits_s) < 0.15, waits_s
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_configuration_of_thousands_of_tensors_leaves_others_their_turns(tmp_path: Path, protocol: str) -> None:
+    add_model(tmp_path, "wide", builders.many_tensors, count=2000)
+    with serving(tmp_path, *SHORT_WARMUP) as server, asking_for_liveness(server.http) as liveness:
+        waits_s = []
+        with triton_clients(server) as (http, grpc):
+            client = http if protocol == "http" else grpc
+            for _ in range(3):
+                liveness.longest_wait_s()
+                client.get_model_config("wide")
+                waits_s.append(liveness.longest_wait_s())
     assert min(waits_s) < 0.15, waits_s
 
 

@@ -92,6 +92,8 @@ class ModelSignature:
     has_optional_inputs: bool = field(init=False, repr=False, compare=False)
     has_sequences: bool = field(init=False, repr=False, compare=False)
     has_text_outputs: bool = field(init=False, repr=False, compare=False)
+    rows_lead: bool = field(init=False, repr=False, compare=False)
+    """Whether axis 0 is the batch axis of all outputs and of all required inputs."""
     inputs_by_name: Mapping[str, TensorSpec] = field(init=False, repr=False, compare=False)
     output_index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
@@ -107,18 +109,15 @@ class ModelSignature:
         object.__setattr__(self, "has_sequences", any(spec.is_sequence for spec in self.outputs))
         has_texts = any(spec.datatype is DataType.BYTES for spec in self.outputs)
         object.__setattr__(self, "has_text_outputs", has_texts)
+        needed = [spec for spec in self.inputs if not spec.is_optional]
+        rows_lead = self.is_batched and all(spec.batch_axis == 0 for spec in (*needed, *self.outputs))
+        object.__setattr__(self, "rows_lead", rows_lead)
         object.__setattr__(self, "inputs_by_name", {spec.name: spec for spec in self.inputs})
         object.__setattr__(self, "output_index", {spec.name: i for i, spec in enumerate(self.outputs)})
 
     @property
     def is_batched(self) -> bool:
         return not self.unbatched_because
-
-    @property
-    def rows_lead(self) -> bool:
-        """Whether axis 0 is the batch axis of all outputs and of all required inputs."""
-        needed = [spec for spec in self.inputs if not spec.is_optional]
-        return self.is_batched and all(spec.batch_axis == 0 for spec in (*needed, *self.outputs))
 
     @property
     def has_one_shape_class(self) -> bool:

@@ -162,7 +162,7 @@ class FakeModelService:
             raise self.fault
         return ServerMetadata("ortserve", "1.2.3", ("binary_tensor_data", "parameters"))
 
-    def model_config(self, name: str, version: str) -> ModelConfig:
+    async def model_config(self, name: str, version: str) -> ModelConfig:
         return ModelConfig(name=self.model_metadata(name, version).name)
 
     def model_metadata(self, name: str, version: str) -> ModelMetadata:

@@ -433,6 +433,13 @@ GIT_LFS_POINTER: Final = (
 """What a checkout without Git LFS has in place of a file."""
 
 
+def many_tensors(path: Path, count: int) -> Path:
+    """As many inputs and outputs: x0 FP32 [batch, 1] → y0 FP32 [batch, 1], x1 → y1, and so on."""
+    nodes = [helper.make_node("Identity", [f"x{number}"], [f"y{number}"]) for number in range(count)]
+    inputs, outputs = ([_fp32(f"{letter}{number}", "batch", 1) for number in range(count)] for letter in "xy")
+    return write(path, nodes, inputs, outputs)
+
+
 def not_onnx(path: Path) -> Path:
     """Bytes that no parser takes for a model."""
     path.write_bytes(b"\xff not a model \xff")

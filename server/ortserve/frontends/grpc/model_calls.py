@@ -30,7 +30,7 @@ class Models(Protocol):
         """Raises ServeError: not_found, not_ready."""
         ...
 
-    def model_config(self, name: str, version: str) -> ModelConfig:
+    async def model_config(self, name: str, version: str) -> ModelConfig:
         """Raises ServeError: not_found, not_ready."""
         ...
 
@@ -89,7 +89,8 @@ class ModelCalls:
         request = parse_message(management_pb2.ModelConfigRequest, data)
         require_version(request.version)
         await self._models.prepare(request.name, request.version)
-        return management_pb2.ModelConfigResponse(config=self._models.model_config(request.name, request.version))
+        config = await self._models.model_config(request.name, request.version)
+        return management_pb2.ModelConfigResponse(config=config)
 
 
 def _tensor_metadata(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:
