@@ -21,6 +21,9 @@ from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
+_MOST_REASONS: Final = 16
+"""Options without effect of one model that are logged one by one."""
+
 
 class Reconciler:
     """Changes models, one change of a model at a time. Loop thread only.
@@ -162,8 +165,8 @@ class Reconciler:
         for record in serving:
             record.reason = ""
         changes = plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
-        for reason in source.without_effect if changes.load else ():
-            log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
+        if changes.load:
+            _report_options(source)
         incoming = [self._versions.announce(name, version, source, is_awaited=is_awaited) for version in changes.load]
         failures = [
             f"version {record.version}: {reason}"
@@ -261,3 +264,12 @@ class Reconciler:
                     if reason and before is not None and before.state is State.READY:
                         self._draining.drain(before, reason)
                 await self._follow(ensemble, applied)
+
+
+def _report_options(source: ModelSource) -> None:
+    """Log the options without effect, a bounded number: a client's configuration may have any number of them."""
+    reasons = source.without_effect
+    for reason in reasons[:_MOST_REASONS]:
+        log_event(logger, logging.WARNING, "option has no effect", model=source.name, reason=reason)
+    if (further := len(reasons) - _MOST_REASONS) > 0:
+        log_event(logger, logging.WARNING, "further options have no effect", model=source.name, options=further)

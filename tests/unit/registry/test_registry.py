@@ -2,11 +2,13 @@
 
 import asyncio
 import gc
+import json
 import os
 import re
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -915,3 +917,16 @@ async def test_changed_model_on_demand_is_not_loaded_before_it_is_asked_for(tmp_
     await registry.poll()
     assert state_of(registry, "m") == {2: (State.GONE, ON_DEMAND)}
     assert (await registry.wait_for("m", "")).version == "2"
+
+
+async def test_configuration_with_thousands_of_options_without_effect_logs_a_few_lines(
+    tmp_path: Path, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, builders.identity, "m")
+    registry = await load()
+    parameters = {f"unknown{number}": {"string_value": "x"} for number in range(1000)}
+    await registry.load("m", config=json.dumps({"parameters": parameters}))
+    messages = Counter(record.message for record in caplog.records)
+    assert (messages["option has no effect"], messages["further options have no effect"]) == (16, 1)
+    (rest,) = [record for record in caplog.records if record.message == "further options have no effect"]
+    assert rest.__dict__["fields"] == {"model": "m", "options": 984}
