@@ -138,7 +138,7 @@ class LabelService:
         """The states of a model's versions. Raises ServeError: not_found."""
         if not self._registry.knows(model):
             raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
-        return {record.version: record.state for record in self._registry.models()[model]}
+        return {record.version: record.state for record in self._registry.records_of(model)}
 
     def check_serves(self, model: str, version: int, what: str) -> None:
         """Raises ServeError: not_found or not_ready, beginning with ``what``, for a version that does not serve."""

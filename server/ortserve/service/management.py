@@ -27,7 +27,7 @@ LOG_FORMATS: Final = ("default", "ISO8601")
 or JSON is the choice of the operator, whose collector expects one of them."""
 
 _PER_TURN: Final = 25
-"""Versions whose statistics are read in one turn of the event loop; with their encoding that takes about 2 ms."""
+"""Models whose statistics are read in one turn of the event loop; with their encoding that takes about 2 ms."""
 
 _MAX_UINT32: Final = 2**32 - 1
 
@@ -57,15 +57,14 @@ class StatisticsService:
         Raises:
             ServeError: invalid_input, as the protocol requires, for a model or version that does not serve.
         """
-        for number, served in enumerate(self._named(name, version), 1):
-            yield self._describe(served)
+        for number, model in enumerate([name] if name else self._registry.names(), 1):
+            for served in self._named(name, version) if name else self._serving(model):
+                yield self._describe(served)
             if number % _PER_TURN == 0:
                 await asyncio.sleep(0)
 
     def _named(self, name: str, version: str) -> list[ServedVersion]:
         """Raises ServeError: As ``statistics``."""
-        if not name:
-            return [served for model in self._registry.models() for served in self._serving(model)]
         if version:
             try:
                 return [self._registry.find(name, version)]

@@ -120,7 +120,7 @@ class ModelDetails:
         Raises:
             ServeError: not_found.
         """
-        record = next((one for one in self._registry.models().get(name, ()) if one.label == version), None)
+        record = next((one for one in self._registry.records_of(name) if one.label == version), None)
         if record is None:
             raise ServeError(ErrorKind.NOT_FOUND, f"model '{name}' has no version '{version}'")
         served = record.served if record.state in (State.READY, State.DRAINING) else None

@@ -65,6 +65,8 @@ class ModelService:
         self._strict_readiness = strict_readiness
         self._is_exiting = False
         self._news = asyncio.Event()
+        self._are_versions_ready: bool | None = None
+        """Whether no version prevents readiness; None if it was not computed since the last news."""
         registry.on_change = self._announce_news
 
     @property
@@ -89,6 +91,7 @@ class ModelService:
     def _announce_news(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+        self._are_versions_ready = None
 
     def tally(self) -> tuple[int, int, int]:
         """The number of models with a ready version, of those with a failed one instead, and of those with neither."""
@@ -108,7 +111,9 @@ class ModelService:
         """
         if self._is_exiting or not self._registry.is_loaded or self.lost:
             return False
-        return all(self._may_be_ready_with(records) for records in self._registry.models().values())
+        if self._are_versions_ready is None:
+            self._are_versions_ready = all(map(self._may_be_ready_with, self._registry.models().values()))
+        return self._are_versions_ready
 
     def _may_be_ready_with(self, versions: Sequence[VersionRecord]) -> bool:
         """Whether the server may be ready with the versions of a model.

@@ -129,7 +129,7 @@ class ProfilingService:
         if self._present is not None:
             message = f"model '{self._present.served.name}' is being profiled: expected one at a time"
             raise ServeError(ErrorKind.CONFLICT, message)
-        record = next(one for one in self._registry.models()[name] if one.served is served)
+        record = next(one for one in self._registry.records_of(name) if one.served is served)
         present = self._present = _Profile(record, served, requests, self._options, self._clock)
         try:
             await present.keep(timeout_s)

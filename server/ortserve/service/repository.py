@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -17,6 +17,12 @@ logger: Final = logging.getLogger(__name__)
 ControlMode: TypeAlias = Literal["none", "poll", "explicit"]
 
 ALL_MODELS: Final = "*"
+
+_MOST_PARAMETERS: Final = 16 * 1024
+"""Of a load, most of which are files; as many fields as a gRPC message may have."""
+
+_PER_TURN: Final = 250
+"""Models of the index in one turn of the event loop; with their encoding that takes about 2 ms."""
 
 _PROTOCOL_STATES: Final = {
     State.LOADING: "LOADING",
@@ -71,20 +77,26 @@ class RepositoryService:
             except Exception as error:  # noqa: BLE001 - a later poll may succeed
                 log_fault(logger, "the repositories could not be polled", error)
 
-    async def index(self, *, only_ready: bool = False) -> list[IndexEntry]:
-        """Every version that the server knows, and every model that is in the repositories now, sorted by name."""
-        models = self._registry.models()
-        entries = [_entry(record) for records in models.values() for record in records]
-        if only_ready:
-            return sorted((entry for entry in entries if entry.state == "READY"), key=_name)
-        try:
-            present = await self._registry.names_in_repositories()
-        except ServeError as error:
-            log_event(logger, logging.WARNING, "the index shows only known models", reason=error.message)
-            present = []
-        known = {entry.name for entry in entries}
-        entries.extend(IndexEntry(name) for name in present if name not in known)
-        return sorted(entries, key=_name)
+    async def index(self, *, only_ready: bool = False) -> AsyncIterator[IndexEntry]:
+        """Every version that the server knows, and every model that is in the repositories now, sorted by name.
+
+        Yields some in each turn of the event loop: a server may have thousands.
+        """
+        present: Collection[str] = ()
+        if not only_ready:
+            try:
+                present = frozenset(await self._registry.names_in_repositories())
+            except ServeError as error:
+                log_event(logger, logging.WARNING, "the index shows only known models", reason=error.message)
+        for number, name in enumerate(sorted({*self._registry.names(), *present}), 1):
+            records = self._registry.records_of(name)
+            for record in records:
+                if not only_ready or record.state is State.READY:
+                    yield _entry(record)
+            if not records and name in present:
+                yield IndexEntry(name)
+            if number % _PER_TURN == 0:
+                await asyncio.sleep(0)
 
     async def load(self, name: str, parameters: Mapping[str, LoadParameter]) -> None:
         """Load or reload a model. Returns when it serves.
@@ -99,6 +111,8 @@ class RepositoryService:
                 internal, if loading fails.
         """
         self._check(name)
+        if len(parameters) > _MOST_PARAMETERS:
+            raise invalid_input(f"load: expected at most {_MOST_PARAMETERS} parameters, got {len(parameters)}")
         config: str | None = None
         files: dict[str, bytes] = {}
         for parameter, value in parameters.items():
@@ -148,7 +162,3 @@ class RepositoryService:
 
 def _entry(record: VersionRecord) -> IndexEntry:
     return IndexEntry(record.model, record.label, _PROTOCOL_STATES[record.state], record.explanation)
-
-
-def _name(entry: IndexEntry) -> str:
-    return entry.name

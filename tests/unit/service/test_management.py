@@ -67,7 +67,7 @@ async def test_version_that_does_not_serve_has_no_statistics(
 async def test_statistics_of_many_versions_leave_the_loop_to_others() -> None:
     served = SimpleNamespace(metrics=ModelMetrics("m", "1"))
     names = [f"m{number}" for number in range(100)]
-    registry: Any = SimpleNamespace(models=lambda: names, ready_versions=lambda _: [1], find=lambda *_: served)
+    registry: Any = SimpleNamespace(names=lambda: names, ready_versions=lambda _: [1], find=lambda *_: served)
     turns = 0
 
     async def count_turns() -> None:

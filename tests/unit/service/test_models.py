@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -56,6 +57,26 @@ async def test_readiness_news_report_loading_and_the_end(registry: Registry) -> 
     assert not after.is_set()
     models.begin_exit()
     assert after.is_set()
+
+
+async def test_probes_between_two_changes_look_at_the_versions_once(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = service(registry)
+    await registry.load_all()
+    known, looks = registry.models(), 0
+
+    def count_looks() -> Any:
+        nonlocal looks
+        looks += 1
+        return known
+
+    monkeypatch.setattr(registry, "models", count_looks)
+    assert [models.is_ready() for _ in range(5)] == [True] * 5
+    assert looks == 1
+    await registry.unload("m")
+    assert [models.is_ready() for _ in range(5)] == [True] * 5
+    assert looks == 2
 
 
 @pytest.mark.parametrize(

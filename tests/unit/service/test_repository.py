@@ -1,5 +1,6 @@
 """The modes of a repository service, and the valid requests in each."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -43,14 +44,14 @@ async def test_mode_decides_the_models_that_are_loaded_at_the_start(
     service = RepositoryService(registry, mode=mode, load_models=names)
     await service.start()
     assert registry.is_loaded
-    assert [entry.name for entry in await service.index(only_ready=True)] == ready
-    assert [entry.name for entry in await service.index()] == ["a", "b"]
+    assert [entry.name async for entry in service.index(only_ready=True)] == ready
+    assert [entry.name async for entry in service.index()] == ["a", "b"]
 
 
 async def test_missing_model_is_listed_and_does_not_prevent_other_loads(registry: Registry) -> None:
     service = RepositoryService(registry, mode="explicit", load_models=("none", "a"))
     await service.start()
-    assert await service.index() == [
+    assert [entry async for entry in service.index()] == [
         IndexEntry("a", "1", "READY"),
         IndexEntry("b"),
         IndexEntry("none", "", "UNAVAILABLE", "it is in no repository"),
@@ -64,6 +65,11 @@ async def test_missing_model_is_listed_and_does_not_prevent_other_loads(registry
         ("../a", {}, "invalid model name '../a', model name must not contain path traversal characters"),
         ("..", {}, "invalid model name '..', model name must not contain path traversal characters"),
         ("a", {"made_up": 1}, "unrecognized load parameter 'made_up'."),
+        (
+            "a",
+            {f"file:1/{number}": b"" for number in range(16_385)},
+            "load: expected at most 16384 parameters, got 16385",
+        ),
         ("a", {"config": 1}, "parameter 'config': expected JSON text, got int"),
         ("a", {"config": b"{}"}, "parameter 'config': expected JSON text, got bytes"),
         ("a", {"config": "{}", "file:1/x": "y"}, "parameter 'file:1/x': expected bytes, got str"),
@@ -77,6 +83,25 @@ async def test_invalid_load_is_rejected(
         await service.load(name, parameters)
     assert (caught.value.kind, caught.value.message) == (ErrorKind.INVALID_INPUT, text)
     assert not registry.knows(name)
+
+
+async def test_index_of_many_models_leaves_the_loop_to_others(tmp_path: Path) -> None:
+    registry = Registry([], LoadOptions(), Metrics(CollectorRegistry()), time.monotonic_ns)
+    await registry.load_all({f"m{number}" for number in range(1000)})
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    entries = [entry async for entry in RepositoryService(registry, mode="explicit").index(only_ready=False)]
+    counting.cancel()
+    assert len(entries) == 1000
+    assert turns >= 4
+    await registry.close()
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])

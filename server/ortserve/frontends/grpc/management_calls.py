@@ -42,15 +42,10 @@ class ManagementCalls:
     async def _index(self, data: bytes) -> Message:
         request = parse_message(pb.RepositoryIndexRequest, data)
         _require_no_repository(request.repository_name)
-        entries = await self._repository.index(only_ready=request.ready)
-        return pb.RepositoryIndexResponse(
-            models=[
-                pb.RepositoryIndexResponse.ModelIndex(
-                    name=entry.name, version=entry.version, state=entry.state, reason=entry.reason
-                )
-                for entry in entries
-            ]
-        )
+        response = pb.RepositoryIndexResponse()
+        async for entry in self._repository.index(only_ready=request.ready):
+            response.models.add(name=entry.name, version=entry.version, state=entry.state, reason=entry.reason)
+        return response
 
     async def _load(self, data: bytes) -> Message:
         with self._load_admission.admit(None, 0, None, len(data)):

@@ -6,7 +6,7 @@ an empty body: clients accept no other status.
 
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, Final
 
 import orjson
@@ -36,7 +36,7 @@ from ortserve.frontends.http.request_body import read_body, read_json_object
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import LogSettings
 from ortserve.service.profiling import ProfilingService
-from ortserve.service.repository import RepositoryService
+from ortserve.service.repository import IndexEntry, RepositoryService
 from ortserve.service.shared_memory import CudaRegionStatus, RegionStatus, SharedMemory
 from ortserve.service.trace_settings import TraceSettings
 
@@ -79,14 +79,13 @@ def repository_routes(
     router = APIRouter(prefix="/v2/repository", tags=["repository"])
 
     @router.post("/index", response_model=list[IndexEntryDocument], openapi_extra=request_body(IndexRequestDocument))
-    async def index(request: Request) -> JSONResponse:
+    async def index(request: Request) -> Response:
         """The known versions, and the models in the repositories."""
-        document = await read_json_object(request.receive)
-        only_ready = document.get("ready", False)
+        only_ready = (await read_json_object(request.receive)).get("ready", False)
         if not isinstance(only_ready, bool):
             raise invalid_input(f"Invalid value for 'ready': expected a boolean, got {only_ready!r:.100}")
-        entries = await repository.index(only_ready=only_ready)
-        return JSONResponse([{key: value for key, value in asdict(entry).items() if value} for entry in entries])
+        document = [_index_entry(entry) async for entry in repository.index(only_ready=only_ready)]
+        return Response(orjson.dumps(document), media_type="application/json")
 
     @router.post("/models/{model}/load")
     async def load(model: ModelName, request: Request) -> Response:
@@ -266,6 +265,11 @@ def _cuda_routes(regions: SharedMemory) -> APIRouter:
         return _nothing()
 
     return router
+
+
+def _index_entry(entry: IndexEntry) -> dict[str, str]:
+    known = {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
+    return {key: value for key, value in known.items() if value}
 
 
 def _nothing() -> Response:

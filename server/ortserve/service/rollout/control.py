@@ -227,7 +227,7 @@ class RolloutService:
 
     def _what_is_compared(self, model: str, candidate: int) -> _Compared:
         stable = self._registry.labels(model).get(STABLE)
-        sources = {record.version: record.source for record in self._registry.models().get(model, ())}
+        sources = {record.version: record.source for record in self._registry.records_of(model)}
         return _Compared(stable, None if stable is None else sources.get(stable), sources.get(candidate))
 
     def _problem(self, model: str, options: RolloutOptions) -> str:
@@ -235,7 +235,7 @@ class RolloutService:
         stable = self._registry.labels(model).get(STABLE)
         if reason := why_without_effect(options, model, stable):
             return reason
-        records = self._registry.models().get(model, ())
+        records = self._registry.records_of(model)
         if records and all(record.is_unloaded for record in records):
             return f"rollout: expected model '{model}' to serve, but it was unloaded"
         for record in records:

@@ -33,8 +33,8 @@ class FakeRegistry:
     def changed_models(self) -> list[str]:
         return ["m", "unknown"]
 
-    def models(self) -> dict[str, list[VersionRecord]]:
-        return {"m": self.records}
+    def records_of(self, model: str) -> list[VersionRecord]:
+        return self.records if model == "m" else []
 
     def ready_versions(self, model: str) -> list[int]:
         return [record.version for record in self.records]
@@ -98,14 +98,14 @@ async def test_changes_of_too_many_labels_are_refused_before_their_versions_are_
     registry: FakeRegistry, labels: LabelService
 ) -> None:
     lookups = 0
-    models = registry.models
+    records_of = registry.records_of
 
-    def count_lookups() -> dict[str, list[VersionRecord]]:
+    def count_lookups(model: str) -> list[VersionRecord]:
         nonlocal lookups
         lookups += 1
-        return models()
+        return records_of(model)
 
-    registry.models = count_lookups  # type: ignore[method-assign]
+    registry.records_of = count_lookups  # type: ignore[method-assign]
     with pytest.raises(ServeError, match=f"labels: expected at most {MOST_LABELS}") as caught:
         await labels.change("m", {f"label{number}": 1 for number in range(5000)})
     assert caught.value.kind is ErrorKind.INVALID_INPUT
