@@ -4,6 +4,7 @@ import asyncio
 import resource
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
@@ -126,7 +127,7 @@ class SharedMemory:
         try:
             self._check_name(name)  # another registration may have taken it meanwhile
         except ServeError:
-            self._release(region)
+            self._release([region])
             raise
         self._regions[name] = region
 
@@ -198,10 +199,11 @@ class SharedMemory:
             )
 
     def _unregister(self, kind: type[RegionStatus] | type[CudaRegionStatus], name: str) -> None:
-        for known in [name] if name else list(self._regions):
-            region = self._regions.get(known)
-            if region is not None and isinstance(region.status, kind):
-                self._release(self._regions.pop(known))
+        found = [self._regions.get(name)] if name else list(self._regions.values())
+        released = [region for region in found if region is not None and isinstance(region.status, kind)]
+        for region in released:
+            del self._regions[region.status.name]
+        self._release(released)
 
     def _describe(self, kind: type[_Status], name: str, memory: str) -> list[_Status]:
         found = [
@@ -217,17 +219,22 @@ class SharedMemory:
         if not self.is_allowed:
             raise ServeError(ErrorKind.UNSUPPORTED, _DISABLED)
 
-    def _release(self, region: _Region) -> None:
-        region.holders -= 1
-        if region.holders == 0:
+    def _release(self, regions: Iterable[_Region]) -> None:
+        unused = []
+        for region in regions:
+            region.holders -= 1
+            if region.holders == 0:
+                unused.append(region.memory)
+        if unused:
             # On a thread: closing the last descriptor of an unlinked object waits until the kernel has freed its pages.
-            self.threads.submit(region.memory.close)
+            # One task for all, of which there may be thousands.
+            self.threads.submit(_close, unused)
 
 
 class Leases:
     """Keeps regions open until ``release``, even if they are unregistered meanwhile. Loop thread only."""
 
-    def __init__(self, regions: Sequence[_Region], release: Callable[[_Region], None]) -> None:
+    def __init__(self, regions: Sequence[_Region], release: Callable[[Iterable[_Region]], None]) -> None:
         self._regions = regions
         self._release = release
         for region in regions:
@@ -241,8 +248,13 @@ class Leases:
 
     def release(self) -> None:
         """Release the regions. Call it once; the memory may be closed afterwards."""
-        for region in self._regions:
-            self._release(region)
+        self._release(self._regions)
+
+
+def _close(memories: Sequence[RegionMemory]) -> None:
+    for memory in memories:
+        with suppress(Exception):  # the others are closed in any case
+            memory.close()
 
 
 def _quarter_of_descriptors() -> int:

@@ -6,6 +6,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -76,6 +77,26 @@ def test_unregistering_closes_one_region_or_all_and_never_fails(regions: SharedM
     regions.unregister("")
     assert regions.status("") == []
     settle(regions)
+    assert not is_open(key)
+
+
+def test_unregistering_all_regions_is_one_task_of_the_threads(
+    regions: SharedMemory, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(100):
+        regions.register(f"r{number}", key, 0, 8)
+    submit, tasks = regions.threads.submit, 0
+
+    def count_tasks(*work: Any) -> Any:
+        nonlocal tasks
+        tasks += 1
+        return submit(*work)
+
+    monkeypatch.setattr(regions.threads, "submit", count_tasks)
+    regions.unregister("")
+    assert tasks == 1
+    settle(regions)
+    assert regions.status("") == []
     assert not is_open(key)
 
 

@@ -1,6 +1,7 @@
 """RPCs that manage the server: its repository, statistics, settings, and regions of shared memory."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 
 from google.protobuf.message import Message
 
@@ -12,7 +13,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import Management, ModelStatistics, Setting
-from ortserve.service.shared_memory import SharedMemory
+from ortserve.service.shared_memory import RegionStatus, SharedMemory
 from ortserve.telemetry.statistics import Duration
 
 
@@ -97,7 +98,7 @@ class SharedMemoryCalls:
 
     def handlers(self) -> Handlers:
         return {
-            "SystemSharedMemoryStatus": answering(self._system_status),
+            "SystemSharedMemoryStatus": awaiting(self._system_status),
             "SystemSharedMemoryRegister": answering(self._register_system),
             "SystemSharedMemoryUnregister": answering(self._unregister_system),
             "CudaSharedMemoryStatus": answering(self._cuda_status),
@@ -105,13 +106,10 @@ class SharedMemoryCalls:
             "CudaSharedMemoryUnregister": answering(self._unregister_cuda),
         }
 
-    def _system_status(self, data: bytes) -> Message:
+    async def _system_status(self, data: bytes) -> Message:
         request = parse_message(memory_pb.SystemSharedMemoryStatusRequest, data)
-        response = memory_pb.SystemSharedMemoryStatusResponse()
-        for known in self._regions.status(request.name):
-            entry = response.regions[known.name]
-            entry.name, entry.key, entry.offset, entry.byte_size = known.name, known.key, known.offset, known.byte_size
-        return response
+        # On a thread: there may be thousands.
+        return await asyncio.to_thread(_system_regions, self._regions.status(request.name))
 
     def _register_system(self, data: bytes) -> Message:
         request = parse_message(memory_pb.SystemSharedMemoryRegisterRequest, data)
@@ -138,6 +136,14 @@ class SharedMemoryCalls:
     def _unregister_cuda(self, data: bytes) -> Message:
         self._regions.unregister_cuda(parse_message(memory_pb.CudaSharedMemoryUnregisterRequest, data).name)
         return memory_pb.CudaSharedMemoryUnregisterResponse()
+
+
+def _system_regions(known: Sequence[RegionStatus]) -> Message:
+    response = memory_pb.SystemSharedMemoryStatusResponse()
+    for region in known:
+        entry = response.regions[region.name]
+        entry.name, entry.key, entry.offset, entry.byte_size = region.name, region.key, region.offset, region.byte_size
+    return response
 
 
 def _require_no_repository(name: str) -> None:
