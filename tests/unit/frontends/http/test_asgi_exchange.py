@@ -73,6 +73,18 @@ async def test_internal_error_is_logged_and_answered_without_its_text(caplog: py
     assert isinstance(record.exc_info[1], ZeroDivisionError)
 
 
+@pytest.mark.parametrize(("query", "passed"), [(b"model=a%20b", b"model=a%20b"), (b"a=b&" * 700, b"")])
+async def test_long_query_is_ignored(query: bytes, passed: bytes) -> None:
+    seen: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["query_string"])
+        await sending(start((b"content-length", b"0")), part(b""))(scope, receive, send)
+
+    status, _, _, _ = await answer(app, get(f"/x?{query.decode()}"))
+    assert (status, seen) == (200, [passed])
+
+
 async def test_response_of_unknown_length_is_chunked() -> None:
     app = sending(start(), part(b"hello", more=True), part(b"", more=True), part(b" world"))
     status, headers, content, is_closed = await answer(app, get("/x"))
