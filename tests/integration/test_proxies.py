@@ -1,6 +1,7 @@
 """Two servers behind a load balancer, as ``deploy/proxies`` configures it: clients notice no restart and no loss."""
 
 import asyncio
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
@@ -18,7 +19,8 @@ import tritonclient.grpc.aio as triton_grpc_aio
 from apart import UnavailableError
 from models import builders
 from ortserve.config.options import ServerOptions
-from proxies import Ports, Proxy, find_proxy, free_ports, proxying, until
+from ortserve.frontends.http.request_head import match_infer_path
+from proxies import CONFIGURATIONS, Ports, Proxy, find_proxy, free_ports, proxying, until
 from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, add_model, starting
 from triton_load import CALLERS, Failure, Load, loading
 
@@ -175,6 +177,21 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
         pytest.skip(f"{name} cannot be had here: {error}")
     with ExitStack() as stack:
         yield Fleet(name, tmp_path, stack)
+
+
+@pytest.mark.parametrize("file", ["haproxy.cfg", "nginx.conf", "envoy.yaml"])
+def test_requests_that_are_repeated_are_those_of_inference(file: str) -> None:
+    (pattern,) = re.findall(r"\^?/v2/models/\S+?/infer\$?", (CONFIGURATIONS / file).read_text())
+    paths = [f"/v2/models/m{version}/infer" for version in ("", "/versions/12", "/versions/stable", "/versions/a.b-1")]
+    paths += [
+        "/v2/models/m/generate",
+        "/v2/models/m/versions/1",
+        "/v2/repository/models/infer/load",
+        "/v2/models/a/b/infer",
+    ]
+    repeated = [path for path in paths if re.fullmatch(pattern, path)]
+    assert repeated == [path for path in paths if match_infer_path(path.encode())]
+    assert len(repeated) == 4
 
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
