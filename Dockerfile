@@ -60,7 +60,8 @@ WORKDIR /tmp
 USER 10001:10001
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["ortserve", "health"]
+# Healthy is ready. Models may load for the start period, as in deploy/base, before the container counts as unhealthy.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 CMD ["ortserve", "health"]
 # The kernel drops signals that a container's first process does not handle, and the server leaves the second SIGTERM to
 # its default effect, which is to end at once: so it is tini's child.
 ENTRYPOINT ["tini", "--", "ortserve"]
@@ -106,7 +107,7 @@ WORKDIR /tmp
 USER 10001:10001
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["ortserve", "health"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 CMD ["ortserve", "health"]
 # As for CPUs. NVIDIA's own entry point prints a banner in front of what is started; it is not used.
 ENTRYPOINT ["tini", "--", "ortserve"]
 CMD ["serve", "/models"]

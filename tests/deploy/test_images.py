@@ -22,7 +22,7 @@ from typing import IO
 import psutil
 import pytest
 
-from manifests import ROOT, is_pinned
+from manifests import ROOT, installation, is_pinned
 from models import builders
 from ortserve import __version__
 from ortserve.config.options import ENV_PREFIX, ServerOptions, read_options
@@ -84,7 +84,10 @@ def test_image_runs_the_server_under_any_uid(name: str) -> None:
     assert stage.environment["ORT_DISABLE_TELEMETRY"] == "1"
     default = ServerOptions()
     assert stage.last("EXPOSE").split() == [str(default.http_port), str(default.grpc_port), str(default.metrics_port)]
-    assert json.loads(stage.last("HEALTHCHECK").partition(" CMD ")[2]) == ["ortserve", "health"]
+    timing, _, command = stage.last("HEALTHCHECK").partition(" CMD ")
+    assert json.loads(command) == ["ortserve", "health"]
+    deadline_s = installation("base, by its files").one("Deployment", "ortserve")["spec"]["progressDeadlineSeconds"]
+    assert f"--start-period={deadline_s // 60}m" in timing.split()  # models may load as long as in Kubernetes
 
 
 @pytest.mark.parametrize("name", SERVERS)
