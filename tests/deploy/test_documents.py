@@ -137,7 +137,9 @@ def test_documented_timings_equal_those_of_the_manifests() -> None:
     assert f"`ORTSERVE_DRAIN_TIMEOUT_S` ({base.environment['ORTSERVE_DRAIN_TIMEOUT_S']} s)" in section
     assert f"`terminationGracePeriodSeconds` ({base.pod['spec']['terminationGracePeriodSeconds']})" in section
     assert "(`ORTSERVE_GRPC_MAX_CONNECTION_AGE_S`)" in section
-    assert base.environment["ORTSERVE_GRPC_MAX_CONNECTION_AGE_S"] == "300"  # "five minutes old"
+    for protocol in ("GRPC", "HTTP"):
+        assert f"`ORTSERVE_{protocol}_MAX_CONNECTION_AGE_S`" in KUBERNETES
+        assert base.environment[f"ORTSERVE_{protocol}_MAX_CONNECTION_AGE_S"] == "300"  # "five minutes"
 
 
 def test_documented_channels_use_every_address() -> None:

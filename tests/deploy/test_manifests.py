@@ -72,7 +72,8 @@ def test_headless_service_for_grpc_names_ready_pods_only(installed: Installation
     assert not spec.get("publishNotReadyAddresses", False)
 
 
-def test_old_grpc_connections_end_so_that_clients_find_new_pods(options: ServerOptions) -> None:
+def test_old_connections_end_so_that_clients_find_new_pods(options: ServerOptions) -> None:
+    assert options.http_max_connection_age_s is not None
     assert options.grpc_max_connection_age_s is not None
     assert options.grpc_max_connection_age_grace_s is not None
 
