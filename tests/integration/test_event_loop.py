@@ -1,5 +1,6 @@
 """A blocked event loop is reported; a loop with one waiting client polls for it."""
 
+import json
 import signal
 import socket
 import time
@@ -24,6 +25,7 @@ from servers import (
     ServerProcess,
     add_model,
     freezing,
+    json_input,
     read_metrics,
     serving,
     starting,
@@ -104,6 +106,26 @@ def test_request_in_tiny_parts_leaves_others_their_turns(
                 time.sleep(0.2)
             waits_s.append(liveness.longest_wait_s())
     assert min(waits_s) < 0.15, waits_s
+
+
+def test_request_in_tiny_chunks_is_answered_and_so_is_the_next_one(tmp_path: Path) -> None:
+    """The connection is read in short parts meanwhile."""
+    add_model(tmp_path, "m", builders.identity)
+    body = json.dumps({"inputs": [json_input("x", ROW)]}).encode().ljust(300_000)
+    chunked = CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    sized = CHUNKED.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(body)) + body
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        host, _, port = server.http.rpartition(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=LONG_S) as connection,
+            connection.makefile("rb") as answers,
+        ):
+            connection.sendall((chunked + sized) * 3)
+            for _ in range(6):
+                assert answers.readline().startswith(b"HTTP/1.1 200 ")
+                headers = dict(line.lower().split(b": ", 1) for line in iter(answers.readline, b"\r\n"))
+                answer = json.loads(answers.read(int(headers[b"content-length"])))
+                assert answer["outputs"][0]["data"] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

@@ -42,7 +42,7 @@ from ortserve.frontends.http.request_head import (
 )
 from ortserve.frontends.http.responses import CorkedTransport
 from ortserve.frontends.large_body import LargeBody, Receiver
-from ortserve.frontends.long_reads import LONG_READ_BYTES, pause_for_turn
+from ortserve.frontends.long_reads import SHORT_READ_BYTES, end_read
 from ortserve.listening import draw_age_s
 from ortserve.service.gate import body_too_large
 
@@ -241,14 +241,15 @@ class HttpProtocol(asyncio.Protocol):
         if connection.ignores_input:
             connection.drop(len(data))
             return
+        began_ns = time.monotonic_ns() if len(data) > SHORT_READ_BYTES else 0
         self._data_bytes = len(data)
         self._parse(data)
         if self._stage is not _REQUEST:
             if self._chunk_begin >= 0:
                 self._check_chunk(data)
             self._on_unfinished()
-        if len(data) >= LONG_READ_BYTES:
-            pause_for_turn(self.transport, connection.may_read)
+        if began_ns:
+            end_read(self, self.transport, connection.may_read, len(data), began_ns)
 
     def _parse(self, data: bytes) -> None:
         pieces: list[bytes | memoryview] = [data]

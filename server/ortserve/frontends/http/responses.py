@@ -167,6 +167,9 @@ class CorkedTransport:
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size() + sum(map(len, self._pending))
 
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._transport.get_protocol()
+
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._transport.set_protocol(protocol)
 
