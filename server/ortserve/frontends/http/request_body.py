@@ -77,11 +77,14 @@ class IncomingBody:
         return self._large
 
     def _join_parts(self) -> None:
-        """Copy the parts of a body of unknown length into one block now; joining all at its end blocks the loop."""
+        """Copy the parts of a body of unknown length into one block now; joining all at its end blocks the loop.
+
+        There may be a million of them, which only ``join`` copies quickly.
+        """
         with contextlib.suppress(MemoryError):
+            joined = b"".join(self._parts)
             self._large = LargeBody(self._max_bytes, self._hold.memory)
-            for part in self._parts:
-                self._large.put(part)
+            self._large.put(joined)
             self._parts = []
 
     def take(self) -> bytes | memoryview:

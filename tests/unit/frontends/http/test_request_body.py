@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from interpreted import interpreted_only
 from ortserve.codecs.compression import Encoding, compress
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.request_body import inflate, read_body
+from ortserve.frontends.http.request_body import IncomingBody, inflate, read_body
 from ortserve.frontends.http.responses import HttpResponse, compressed, compresses_inline, should_compress
+from ortserve.frontends.large_body import EARNEST_BYTES, LargeBody
 from ortserve.service.gate import BodyGate
 from scarcity import little_memory
 
@@ -84,6 +86,25 @@ async def test_body_in_parts_that_no_memory_can_hold_is_overloaded() -> None:
 
 def answer(body: bytes, status: int = 200) -> HttpResponse:
     return HttpResponse(status, body, ((b"content-type", b"application/json"),))
+
+
+@interpreted_only
+def test_parts_of_a_few_bytes_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, puts = LargeBody.put, 0
+
+    def count_puts(large: LargeBody, part: bytes | memoryview) -> None:
+        nonlocal puts
+        puts += 1
+        put(large, part)
+
+    monkeypatch.setattr(LargeBody, "put", count_puts)
+    parts = [b"%020d" % number for number in range(EARNEST_BYTES // 20 + 2)]
+    with BodyGate(10**8).hold(0) as hold:
+        body = IncomingBody(hold, max_bytes=10**7)
+        for part in parts:
+            body.keep(part)
+        assert puts < 5
+        assert body.take() == b"".join(parts)
 
 
 def test_answer_is_compressed_when_accepted_and_smaller() -> None:
