@@ -127,7 +127,7 @@ class Observation:
         self._viewers: set[Viewer] = set()
         self._arrival = asyncio.Event()
         self._opening = asyncio.Lock()
-        """Held while all versions are read for the first viewer."""
+        """Held while all versions are read for the first viewer, and while the catalog is followed."""
         self._rollouts: dict[str, dict[str, Any]] = {}
         """By model, as viewers have them."""
         self._sample = 0
@@ -171,7 +171,7 @@ class Observation:
         """
         async with self._opening:
             if not self._viewers:
-                self._renew()
+                await self._renew()
                 async for version in self._in_turns():
                     version.seen, version.now = None, IDLE
                     self._update_row(version, self._clock())
@@ -228,7 +228,8 @@ class Observation:
 
     async def _pass(self, *, is_sample: bool) -> None:
         """Read all versions: for the history, for the viewers, or for both."""
-        gone = self._renew()
+        async with self._opening:
+            gone = await self._renew()
         self._rings = sum(version.ring is not None for version in self._versions.values())
         changed: list[dict[str, Any]] = []
         async for version in self._in_turns():
@@ -246,19 +247,23 @@ class Observation:
             if number % _PER_TURN == 0:
                 await asyncio.sleep(0)
 
-    def _renew(self) -> list[VersionKey]:
-        """Follow the catalog. Returns the versions that are gone."""
-        known = {(record.model, record.label): record for record in self._registry.records()}
-        gone = [key for key in self._versions if key not in known]
-        for key in gone:
-            del self._versions[key]
-        for key, record in known.items():
+    async def _renew(self) -> list[VersionKey]:
+        """Follow the catalog, a few versions in each turn of the event loop. Returns the versions that are gone."""
+        known: set[VersionKey] = set()
+        for number, record in enumerate(list(self._registry.records()), 1):
+            key = (record.model, record.label)
+            known.add(key)
             version = self._versions.get(key)
             if version is None:
                 self._versions[key] = _Version(record, read_counts(record.metrics, self._clock()), {})
             elif version.record is not record:  # loaded anew: counts begin at 0, and the history goes on
                 version.record, version.seen, version.errors = record, None, {}
                 version.sampled = read_counts(record.metrics, self._clock())
+            if number % _PER_TURN == 0:
+                await asyncio.sleep(0)
+        gone = [key for key in self._versions if key not in known]
+        for key in gone:
+            del self._versions[key]
         return gone
 
     def _rates(self, version: _Version, before: Counts, after: Counts) -> Rates:
