@@ -1,6 +1,5 @@
 """Statistics of the models that serve."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,12 +10,13 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
+from loop_turns import run_counting_turns
 from models import builders
 from ortserve.config.model import LoadOptions
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
-from ortserve.service.management import StatisticsService
+from ortserve.service.management import ModelStatistics, StatisticsService
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.series import ModelMetrics
 
@@ -68,17 +68,12 @@ async def test_statistics_of_many_versions_leave_the_loop_to_others() -> None:
     served = SimpleNamespace(metrics=ModelMetrics("m", "1"))
     names = [f"m{number}" for number in range(100)]
     registry: Any = SimpleNamespace(names=lambda: names, ready_versions=lambda _: [1], find=lambda *_: served)
-    turns = 0
+    service = StatisticsService(registry, time.monotonic_ns)
 
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
+    async def list_all() -> list[ModelStatistics]:
+        return [one async for one in service.statistics()]
 
-    counting = asyncio.create_task(count_turns())
-    found = [one async for one in StatisticsService(registry, time.monotonic_ns).statistics()]
-    counting.cancel()
+    found, turns = await run_counting_turns(list_all())
     assert len(found) == 100
     assert turns >= 4
 

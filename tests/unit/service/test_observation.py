@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fakes.clock import FakeClock
+from loop_turns import run_counting_turns
 from ortserve.config.rollout import RolloutOptions
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -202,14 +203,10 @@ async def test_slow_viewer_is_dropped_and_delays_no_other() -> None:
 
 async def test_first_viewer_of_many_versions_does_not_hold_the_event_loop() -> None:
     stage = Stage(*(f"m{number}" for number in range(500)))
-    reading = asyncio.create_task(stage.observation.view(None))
     second = asyncio.create_task(stage.observation.view(None))
-    turns = 0
-    while not reading.done():
-        await asyncio.sleep(0)
-        turns += 1
+    first, turns = await run_counting_turns(stage.observation.view(None))
     assert turns >= 2 * 500 / 50  # they are listed, then read
-    for viewer in (await reading, await second):
+    for viewer in (first, await second):
         ((_, whole),) = await events(viewer)
         assert len(whole["models"]) == 500
 

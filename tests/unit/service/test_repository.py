@@ -1,6 +1,5 @@
 """The modes of a repository service, and the valid requests in each."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
+from loop_turns import run_counting_turns
 from models import builders
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.config.model import LoadOptions
@@ -88,17 +88,12 @@ async def test_invalid_load_is_rejected(
 async def test_index_of_many_models_leaves_the_loop_to_others(tmp_path: Path) -> None:
     registry = Registry([], LoadOptions(), Metrics(CollectorRegistry()), time.monotonic_ns)
     await registry.load_all({f"m{number}" for number in range(1000)})
-    turns = 0
+    service = RepositoryService(registry, mode="explicit")
 
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
+    async def list_all() -> list[IndexEntry]:
+        return [entry async for entry in service.index()]
 
-    counting = asyncio.create_task(count_turns())
-    entries = [entry async for entry in RepositoryService(registry, mode="explicit").index(only_ready=False)]
-    counting.cancel()
+    entries, turns = await run_counting_turns(list_all())
     assert len(entries) == 1000
     assert turns >= 4
     await registry.close()
