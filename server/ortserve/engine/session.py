@@ -1,6 +1,7 @@
 """Opening a model file as an ONNX Runtime session, with readable errors."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +18,10 @@ from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, attach_providers, check_providers
 from ortserve.engine.runtime import missing_library
 from ortserve.engine.zip_maps import score_edits
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.damage import find_damage, find_pointer
 from ortserve.model_file.editing import edited_model, write_opset
-from ortserve.model_file.graph import Model
+from ortserve.model_file.graph import Graph, Model, all_nodes
 from ortserve.model_file.reading import read_model
 
 _NO_CPU: Final = "session.disable_cpu_ep_fallback"
@@ -87,7 +88,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
         ServeError: invalid_input, with ONNX Runtime's reason, without paths, after the damage of a file, and with the
             execution provider if it is not the CPU; also if the provider does not start, or runs none of the model's
             nodes, or if a file is a Git LFS pointer. unsupported, for a model that decodes images elsewhere than at its
-            inputs, or without Pillow.
+            inputs, or without Pillow, and for a Scan whose outputs ONNX Runtime does not write.
     """
     _check_settings(options)
     make_session = session_maker(options.settings, has_global_threads=options.has_global_threads)
@@ -95,6 +96,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     if pointer := find_pointer(path, model):
         raise invalid_input(pointer)
     _check_dimensions(model, options.settings)
+    _check_scans(model)
     images = find_images(model)
     edits = {**score_edits(model), **image_edits(images.values())}
     provider = options.provider
@@ -202,6 +204,25 @@ def _check_dimensions(model: Model, settings: SessionSettings) -> None:
             raise invalid_input(
                 f"session.free_dimensions_by_denotation: expected denotations out of {known}, got {denotation}"
             )
+
+
+def _check_scans(model: Model) -> None:
+    """Check that no body of a Scan has an output that is one of its inputs, too, or another one of its outputs.
+
+    ONNX Runtime 1.31.1 does not write such an output. An answer would have what its memory held before: values of other
+    requests.
+    """
+    for node in all_nodes(model):
+        body = node.attributes.get("body")
+        if node.op == "Scan" and isinstance(body, Graph):
+            names = Counter(declared.name for declared in (*body.inputs, *body.outputs))
+            for output in body.outputs:
+                if names[output.name] > 1:
+                    raise ServeError(
+                        ErrorKind.UNSUPPORTED,
+                        "operator Scan: expected a body whose outputs are not among its inputs and differ from each "
+                        f"other, got '{output.name}', which ONNX Runtime would not write; return an Identity of it",
+                    )
 
 
 def _has_varying_shapes(model: Model, settings: SessionSettings) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
 
 import ortserve
 from models import builders
@@ -93,6 +93,44 @@ def test_pointer_of_git_lfs_is_neither_a_model_nor_weights(tmp_path: Path, name:
     with pytest.raises(ServeError, match=f"^{name} is a Git LFS pointer, not .*: run 'git lfs pull'$") as caught:
         open_session(tmp_path / "model.onnx", "m/1", OPTIONS)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
+
+
+def write_scan(path: Path, outputs: str, nodes: str) -> Path:
+    """A Scan over the rows of x, with a state: its body has the inputs s and e."""
+    body = f"body = b (float[4] s, float[4] e) => ({outputs}) {{ {nodes} }}"
+    ends = "float[batch,4] x, float[4] w) => (float[4] f, float[batch,4] y"
+    text = f"m ({ends}) {{ f, y = Scan <num_scan_inputs = 1, {body}> (w, x) }}"
+    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> {text}'), str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("outputs", "nodes", "unwritten"),
+    [
+        ("float[4] s, float[4] o", "o = Add (s, e)", "s"),
+        ("float[4] s2, float[4] e", "s2 = Add (s, e)", "e"),
+        ("float[4] e, float[4] o", "o = Add (s, e)", "e"),
+        ("float[4] o, float[4] o", "o = Add (s, e)", "o"),
+    ],
+)
+def test_scan_with_outputs_that_no_run_writes_is_rejected(
+    tmp_path: Path, outputs: str, nodes: str, unwritten: str
+) -> None:
+    """Their memory has values of earlier runs."""
+    path = write_scan(tmp_path / "model.onnx", outputs, nodes)
+    with pytest.raises(ServeError, match=f"got '{unwritten}', .*; return an Identity of it$") as caught:
+        open_session(path, "m/1", OPTIONS)
+    assert caught.value.kind is ErrorKind.UNSUPPORTED
+
+
+@pytest.mark.parametrize("level", ["none", "all"])
+def test_scan_with_identities_of_its_inputs_writes_its_outputs(tmp_path: Path, level: GraphOptimization) -> None:
+    path = write_scan(tmp_path / "model.onnx", "float[4] s2, float[4] o", "s2 = Identity (s) o = Identity (e)")
+    options = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization=level))
+    x, w = np.arange(12, dtype=np.float32).reshape(3, 4), np.full(4, 7, np.float32)
+    f, y = open_session(path, "m/1", options).run(["f", "y"], {"x": x, "w": w})
+    np.testing.assert_array_equal(f, w)
+    np.testing.assert_array_equal(y, x)
 
 
 def test_threads_are_set_and_do_not_spin(tmp_path: Path) -> None:
