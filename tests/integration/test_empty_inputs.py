@@ -33,6 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"recurrent{suffix}", builders.recurrent),
             add_model(repository, f"gated{suffix}", builders.recurrent, operator="GRU"),
             add_model(repository, f"einsum{suffix}", builders.diagonal_products),
+            add_model(repository, f"joined{suffix}", interfaces.joined),
         ]
         for folder in folders:
             (folder / "model.yaml").write_text(options)
@@ -74,6 +75,22 @@ def test_einsum_of_no_rows_is_answered_batched_and_rejected_alone(server: Server
     empty = {"x": np.empty((0, 2, 3), np.float32), "z": np.empty((0, 3, 2), np.float32)}
     assert rest_json(server, "einsum", empty)["y"].shape == (0, 2, 2)
     check_rejected(server, "einsum_alone", empty, "Einsum")
+
+
+@pytest.mark.parametrize("model", ["joined", "joined_alone"])
+def test_empty_input_that_is_joined_along_another_axis_is_rejected(server: ServerProcess, model: str) -> None:
+    """ONNX Runtime would leave half of the output as its memory was, with values of other requests."""
+
+    def inputs(steps: int, past_rows: int, past: int) -> Arrays:
+        shapes = {"x": (3, 5, 4), "f": (3, steps, 4), "past": (past_rows, past, 4)}
+        return {name: np.full(shape, 7, np.float32) for name, shape in shapes.items()}
+
+    answer = rest_json(server, model, inputs(5, 3, 0))
+    np.testing.assert_array_equal(answer["y"], np.full((3, 5, 8), 7))
+    np.testing.assert_array_equal(answer["present"], np.full((3, 5, 4), 7))
+    check_rejected(server, model, inputs(0, 3, 2), f"'f' is empty for model '{model}'")
+    if model == "joined_alone":
+        check_rejected(server, model, inputs(5, 0, 2), f"'past' is empty for model '{model}'")
 
 
 def test_error_for_rejected_zeros_names_the_synthetic_row(server: ServerProcess) -> None:

@@ -2,7 +2,8 @@
 
 ONNX Runtime 1.31.1 with the CPU provider was run on empty tensors: the backend node tests of ONNX 1.22 and the models
 of ``tests/rows``, with 0 elements along one axis. Most models returned empty outputs, exported transformers failed at a
-Reshape, and the operators in ``CRASHING`` ended the process.
+Reshape, and the operators in ``CRASHING`` ended the process. Concat joined empty tensors to others without writing all
+of the result (``load/empty_axes``).
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -166,6 +167,34 @@ def check_not_empty(inputs: Arrays, signature: ModelSignature, model: str, crash
             raise invalid_input(
                 f"input '{spec.name}' is empty for model '{model}', whose operators {', '.join(found)} may crash on "
                 f"empty tensors in ONNX Runtime: expected at least 1 element, got shape {format_shape(array.shape)}"
+            )
+
+
+def check_joined(
+    inputs: Arrays, signature: ModelSignature, model: str, empty_axes: Mapping[str, frozenset[int]]
+) -> None:
+    """Reject empty inputs that ONNX Runtime may join to others without writing all of the result.
+
+    Args:
+        inputs: In the form of batches, with rows.
+        signature: The model's own.
+        model: For the error.
+        empty_axes: From ``load/empty_axes``.
+
+    Raises:
+        ServeError: invalid_input, naming the first such input.
+    """
+    for spec, array in zip(signature.inputs, inputs, strict=False):
+        if array.size or is_absent(array) or 0 in spec.shape:
+            continue
+        axes = [axis for axis, size in enumerate(array.shape) if not size]
+        if signature.is_batched:  # the rows are in front, also where the model has them elsewhere
+            at = spec.batch_axis
+            axes = [axis - 1 if at is None or axis <= at else axis for axis in axes]
+        if not empty_axes.get(spec.name, frozenset()).intersection(axes):
+            raise invalid_input(
+                f"input '{spec.name}' is empty for model '{model}', and ONNX Runtime may leave a part of the output of "
+                f"a Concat unwritten then: expected at least 1 element, got shape {format_shape(array.shape)}"
             )
 
 

@@ -26,6 +26,7 @@ from ortserve.registry.recording import Recording
 from ortserve.registry.repository.configuration import PLATFORM, Configuration
 from ortserve.registry.request_shapes import (
     ShapeClasses,
+    check_joined,
     check_not_empty,
     crashing_operators,
     drop_rows,
@@ -98,6 +99,8 @@ class ServedModel(ServedVersion):
         self._padding = padding_of_requests(loaded.padding)
         has_one = self._padding is None and self.model_signature.has_one_shape_class
         self._shape_classes = None if has_one else ShapeClasses(self.model_signature, self._padding)
+        is_ragged = self.model_signature.ragged is not None  # inputs are joined to one axis before a run
+        self._empty_axes = None if has_one or is_ragged else loaded.empty_axes
 
     @property
     def platform(self) -> str:
@@ -170,8 +173,8 @@ class ServedModel(ServedVersion):
 
         Raises:
             ServeError: invalid_input for more rows than the configured maximum, for inputs that disagree on a padded
-                dimension, and for empty inputs that crash an operator of the model; overloaded, deadline, not_ready or
-                internal from the batcher.
+                dimension, and for empty inputs that crash an operator of the model or leave an output unwritten;
+                overloaded, deadline, not_ready or internal from the batcher.
         """
         inputs, rows = request.inputs, request.rows
         if rows == 0:
@@ -181,6 +184,8 @@ class ServedModel(ServedVersion):
             check_not_empty(inputs, self.signature, self.name, self._crashing)
         if self._conversions is not None:
             inputs = request.inputs = self._conversions.to_model(inputs, rows)
+        if self._empty_axes is not None:
+            check_joined(inputs, self.model_signature, self.name, self._empty_axes)
         shape_class = None if self._shape_classes is None else self._shape_classes.find(inputs)
         most_rows = self._most_rows_alone if isinstance(shape_class, Alone) else self._most_rows
         if rows > most_rows:
@@ -208,6 +213,8 @@ class ServedModel(ServedVersion):
             check_not_empty(request.inputs, self.signature, self.name, self._crashing)
         if self._conversions is not None and request.rows:
             request.inputs = self._conversions.to_model(request.inputs, request.rows)
+        if self._empty_axes is not None:
+            check_joined(request.inputs, self.model_signature, self.name, self._empty_axes)
         self.sequences.submit(request, terms, part)
 
     def _enqueue(self, shape_class: Hashable, terms: Terms, request: InflightRequest) -> None:

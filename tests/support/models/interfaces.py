@@ -36,6 +36,17 @@ def bfloat16_beside_its_input(path: Path) -> Path:
     return _write(path, [helper.make_node("Identity", ["x"], ["y"])], [x], [x, y])
 
 
+def joined(path: Path) -> Path:
+    """Y [batch, time, 8] is f [batch, steps, 4] and x [batch, time, 4]; present is past [batch, past, 4] and x."""
+    nodes = [
+        helper.make_node("Concat", ["f", "x"], ["y"], axis=2),
+        helper.make_node("Concat", ["past", "x"], ["present"], axis=-2),
+    ]
+    x, f = _tensor("x", DataType.FP32, "batch", "time", 4), _tensor("f", DataType.FP32, "batch", "steps", 4)
+    past, present = (_tensor(name, DataType.FP32, "batch", name, 4) for name in ("past", "present"))
+    return _write(path, nodes, [x, f, past], [_tensor("y", DataType.FP32, "batch", "time", 8), present])
+
+
 def bfloat16_and_text(path: Path) -> Path:
     """What is given back as it came: x BF16 [batch], s BYTES [batch] → wide FP32 [batch], t BYTES [batch], y BF16."""
     nodes = [

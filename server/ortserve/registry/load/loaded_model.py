@@ -59,6 +59,7 @@ class LoadedModel:
         classes: Of each output that is a sequence of maps in the file, by its name.
         provenance: Where the version came from; empty if that is not known.
         golden: How well golden samples agree; empty without any.
+        empty_axes: Along which axes each input may be empty; None for all.
     """
 
     instances: tuple[Instance | DeviceInstance, ...]
@@ -77,6 +78,7 @@ class LoadedModel:
     classes: Mapping[str, Classes] = field(default_factory=dict)
     provenance: str = ""
     golden: str = ""
+    empty_axes: Mapping[str, frozenset[int]] | None = None
 
     @property
     def nodes(self) -> Mapping[str, int]:

@@ -31,6 +31,7 @@ from ortserve.registry.load.batch_sizes import RunBounds
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import LoadCancelledError, LoadLimiter, LoadPermit, Progress
 from ortserve.registry.load.device_batches import DeviceBatches, keep_states, prepare_batches, time_on_buffers
+from ortserve.registry.load.empty_axes import find_empty_axes
 from ortserve.registry.load.golden_check import InstanceRuns
 from ortserve.registry.load.golden_samples import GOLDEN_MISSING, golden_folder, read_golden
 from ortserve.registry.load.inputs import Sample, make_samples
@@ -351,6 +352,7 @@ class _Load:
             unbounded_because=self._why_off_loop(interface),
             classes=self.classes,
             provenance=read_provenance(self.model.path, self.model.folder),
+            empty_axes=find_empty_axes(self.model.content),
         )
 
     def _why_off_loop(self, interface: Interface) -> str:

@@ -1,0 +1,174 @@
+"""Along which axes the inputs of a model may be empty, so that ONNX Runtime writes all of each tensor.
+
+ONNX Runtime 1.31.1 does not compare the shape of an empty tensor with those of the others that Concat joins: of
+``[0, 2]`` and ``[3, 2]`` it makes ``[3, 4]`` along axis 1, and writes only half of it. The rest is what the memory held
+before, such as inputs of other requests. An empty tensor is right if it is empty along the axis of the Concat, as the
+past of a decoder is before the first token.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ortserve.model_file.graph import Graph, Model, Node, Tensor, all_nodes, graphs_of, names_read
+
+_JOINS: Final = frozenset({"Concat", "ConcatFromSequence"})
+_IN_PLACE: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Slice", "Split"})
+"""Operators that keep the axes of their first input, and an empty one empty."""
+_WITH_PAST: Final = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
+"""Operators that check the shape of their past, which is behind their first three inputs, before they append to it."""
+
+_Seeds: TypeAlias = "dict[_Axis, int | None]"
+"""The axes of inputs along which a tensor is empty if the input is, each with the axis of the tensor; None for an
+unknown one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """An axis of an input of the model."""
+
+    input: str
+    axis: int
+
+
+def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
+    """The axes along which each input may be empty; None if all may be empty along any, as nothing is joined.
+
+    An axis is left out if an empty tensor may reach a Concat along another axis. An input without a declared shape has
+    none. A graph that is larger than analyses allow is not followed.
+    """
+    if all(node.op not in _JOINS for node in all_nodes(model)):
+        return None
+    paths = _Paths(model)
+    paths.follow(model.graph.nodes, dict(model.graph.constants))
+    return {
+        declared.name: frozenset(
+            axis for axis in range(len(declared.dims or ())) if _Axis(declared.name, axis) not in paths.wrong
+        )
+        for declared in model.graph.inputs
+    }
+
+
+class _Paths:
+    """Follows empty tensors from the inputs of a model through its nodes."""
+
+    def __init__(self, model: Model) -> None:
+        self._functions = model.functions
+        self._seeds: dict[str, _Seeds] = {}
+        self._ranks: dict[str, int] = {}
+        self.wrong: set[_Axis] = set()
+        """Axes along which an input must not be empty."""
+        for declared in model.graph.inputs:
+            dims = declared.dims or ()
+            self._ranks[declared.name] = len(dims)
+            self._seeds[declared.name] = {
+                _Axis(declared.name, axis): axis for axis, size in enumerate(dims) if not isinstance(size, int)
+            }
+
+    def follow(self, nodes: Sequence[Node], constants: dict[str, Tensor]) -> None:
+        """Follow the nodes of a graph; ``constants`` are those that they can read."""
+        for node in nodes:
+            value = node.attributes.get("value")
+            if node.op == "Constant" and isinstance(value, Tensor):
+                constants[node.outputs[0]] = value
+            read = self._all_of(names_read(node))
+            if not read:
+                continue
+            graphs = list(graphs_of([node]))
+            if node.op == "If":
+                for graph in graphs:
+                    self._follow_branch(node, graph, constants)
+            elif graphs or (node.domain, node.op, node.overload) in self._functions:
+                self.wrong |= read.keys()  # its tensors have other names in there
+                self._put(node, dict.fromkeys(read))
+            elif node.op in _JOINS:
+                self._join(node)
+            elif node.op not in ("Shape", "Size"):
+                self._pass_on(node, read, constants)
+
+    def _follow_branch(self, node: Node, graph: Graph, constants: dict[str, Tensor]) -> None:
+        outer = self._seeds, self._ranks
+        self._seeds, self._ranks = dict(self._seeds), dict(self._ranks)  # the other branch may use the same names
+        self.follow(graph.nodes, constants | dict(graph.constants))
+        outputs = [self._all_of([output.name]) for output in graph.outputs]
+        self._seeds, self._ranks = outer
+        for name, seeds in zip(node.outputs, outputs, strict=False):
+            self._seeds[name] = self._seeds.get(name, {}) | dict.fromkeys(seeds)
+
+    def _join(self, node: Node) -> None:
+        """Check that all empty tensors are empty along the axis of the node. If all are, so is its output."""
+        axis = node.attributes.get("axis", 0)
+        columns: list[_Seeds] = []
+        for name in node.inputs:
+            seeds = self._all_of([name])
+            along = axis if isinstance(axis, int) and axis >= 0 else None
+            if isinstance(axis, int) and axis < 0 and name in self._ranks:
+                along = axis + self._ranks[name]
+            right: _Seeds = {
+                seed: at for seed, at in seeds.items() if node.op == "Concat" and at is not None and at == along
+            }
+            self.wrong |= seeds.keys() - right.keys()
+            columns.append(right)
+        if all(columns):
+            merged: _Seeds = {}
+            for right in columns:
+                merged |= right
+            self._put(node, merged, self._ranks.get(node.inputs[0]))
+
+    def _pass_on(self, node: Node, read: _Seeds, constants: Mapping[str, Tensor]) -> None:
+        if node.op in _WITH_PAST:
+            read = self._all_of(node.inputs[:3])
+        passed: _Seeds = dict.fromkeys(read)
+        places, rank = self._moves(node, constants) or ({}, None)
+        for seed, at in self._all_of(node.inputs[:1]).items():
+            passed[seed] = None if at is None else places.get(at)
+        self._put(node, passed, rank)
+
+    def _moves(self, node: Node, constants: Mapping[str, Tensor]) -> tuple[dict[int, int], int] | None:
+        """Where the axes of the first input are in the outputs, and their number of axes; None if it is not known."""
+        rank = self._ranks.get(node.inputs[0])
+        if rank is None or node.domain:
+            return None
+        axes = list(range(rank))
+        if node.op in _IN_PLACE:
+            return dict(zip(axes, axes, strict=True)), rank
+        if node.op == "Transpose":
+            order = node.attributes.get("perm") or tuple(reversed(axes))
+            if isinstance(order, tuple):
+                return {axis: place for place, axis in enumerate(order) if isinstance(axis, int)}, rank
+        if node.op == "Gather" and node.inputs[1] in constants and constants[node.inputs[1]].dims is not None:
+            added = len(constants[node.inputs[1]].dims or ()) - 1
+            at = node.attributes.get("axis", 0)
+            if isinstance(at, int):
+                at %= max(1, rank)
+                return {axis: axis if axis < at else axis + added for axis in axes if axis != at}, rank + added
+        if node.op in ("Squeeze", "Unsqueeze") and (chosen := _axes_of(node, constants)):
+            if node.op == "Squeeze":
+                kept = [axis for axis in axes if axis not in {one % rank for one in chosen}]
+                return {axis: place for place, axis in enumerate(kept)}, len(kept)
+            wide = rank + len(chosen)
+            free = [place for place in range(wide) if place not in {one % wide for one in chosen}]
+            return dict(zip(axes, free, strict=False)), wide
+        return None
+
+    def _all_of(self, names: Iterable[str]) -> _Seeds:
+        seeds: _Seeds = {}
+        for name in names:
+            seeds |= self._seeds.get(name, {})
+        return {seed: at for seed, at in seeds.items() if seed not in self.wrong}
+
+    def _put(self, node: Node, seeds: _Seeds, rank: int | None = None) -> None:
+        for name in node.outputs:
+            if name and seeds:
+                self._seeds[name] = seeds
+                if rank is not None:
+                    self._ranks[name] = rank
+
+
+def _axes_of(node: Node, constants: Mapping[str, Tensor]) -> list[int]:
+    """The axes of a Squeeze or Unsqueeze, which are an attribute or an input; empty if they are not known."""
+    given = node.attributes.get("axes")
+    if isinstance(given, tuple):
+        return [one for one in given if isinstance(one, int)]
+    known = constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
+    return [int(one) for one in known.elements] if known is not None and known.elements else []

@@ -1,0 +1,87 @@
+"""The axes along which inputs may be empty, against what ONNX Runtime leaves unwritten."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import parser
+
+from ortserve.model_file.reading import read_model
+from ortserve.registry.load.empty_axes import find_empty_axes
+
+_PAST = "float[batch,2,past,4] past"
+_NEW = "float[batch,2,length,4] new"
+
+
+def found(folder: Path, inputs: str, nodes: str, initializers: str = "") -> dict[str, set[int]] | None:
+    """The free axes among those that are found."""
+    text = f"m ({inputs}) => (float[a,b,c,d] y) {initializers} {{ {nodes} }}"
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> {text}')
+    onnx.save(model, str(folder / "model.onnx"))
+    content = read_model(folder / "model.onnx")
+    axes = find_empty_axes(content)
+    if axes is None:
+        return None
+    dims = {declared.name: declared.dims or () for declared in content.graph.inputs}
+    return {name: {axis for axis in axes[name] if not isinstance(dims[name][axis], int)} for name in axes}
+
+
+def test_inputs_of_a_model_that_joins_nothing_may_be_empty(tmp_path: Path) -> None:
+    assert found(tmp_path, _PAST, "y = Neg (past)") is None
+
+
+@pytest.mark.parametrize(
+    ("way", "initializers"),
+    [
+        ("old = Identity (past)", ""),
+        ("turned = Transpose <perm = [0, 2, 1, 3]> (past) old = Transpose <perm = [0, 2, 1, 3]> (turned)", ""),
+        ("wide = Unsqueeze (past, first) old = Squeeze (wide, first)", "<int64[1] first = {0}>"),
+        ("wide = Unsqueeze (past, first) old = Gather (wide, at)", "<int64[1] first = {0}, int64 at = {0}>"),
+        ("first = Constant <value = int64[1] {-5}> () w = Unsqueeze (past, first) old = Squeeze (w, first)", ""),
+        ("one, other = Split <axis = 3, num_outputs = 2> (past) old = Concat <axis = 2> (one, other)", ""),
+        ("s = Shape (past) old = Cast <to = 1> (past)", ""),
+    ],
+)
+def test_past_may_be_empty_along_the_axis_of_the_concat_only(tmp_path: Path, way: str, initializers: str) -> None:
+    axes = found(tmp_path, f"{_PAST}, {_NEW}", f"{way} y = Concat <axis = -2> (old, new)", initializers)
+    assert axes == {"past": {2}, "new": {2}}
+
+
+def test_joined_pasts_are_empty_if_both_are(tmp_path: Path) -> None:
+    nodes = "both = Concat <axis = 2> (past, new) y = Concat <axis = 3> (both, more)"
+    assert found(tmp_path, f"{_PAST}, {_NEW}, float[batch,2,sum,4] more", nodes) == {
+        "past": set(),
+        "new": set(),
+        "more": set(),
+    }
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "r = Relu (past) y = Concat <axis = 2> (r, new)",
+        "q = SequenceConstruct (past, new) y = ConcatFromSequence <axis = 2> (q)",
+        "y = Loop (k, c, past) <body = b (int64 i, bool d, float t) => (bool d, float u) {u = Concat <axis=2> (t, t)}>",
+    ],
+)
+def test_input_whose_way_to_a_concat_is_unknown_must_not_be_empty(tmp_path: Path, nodes: str) -> None:
+    axes = found(tmp_path, f"{_PAST}, {_NEW}", nodes, "<int64 k = {1}, bool c = {1}>")
+    assert axes is not None
+    assert axes["past"] == set()
+
+
+def test_branches_are_followed(tmp_path: Path) -> None:
+    """As in decoders whose two forms are the branches of one model, with equal names in both."""
+    nodes = """y = If (c) <
+        then_branch = t () => (float[a,b,d,e] p) { old = Identity (past) p = Concat <axis = 2> (old, new) },
+        else_branch = f () => (float[a,b,d,e] q) { old = Neg (fixed) q = Concat <axis = 3> (old, old) }>"""
+    axes = found(tmp_path, f"{_PAST}, {_NEW}, bool c, float[1,2,3,4] fixed", nodes)
+    assert axes is not None
+    assert (axes["past"], axes["new"]) == ({2}, {2})
+
+
+def test_attention_appends_to_an_empty_past_by_itself(tmp_path: Path) -> None:
+    nodes = "a, k, v = Attention (new, new, new, mask, past, past) y = Concat <axis = 3> (a, a)"
+    axes = found(tmp_path, f"{_PAST}, {_NEW}, float[1,1] mask", nodes)
+    assert axes is not None
+    assert (axes["past"], axes["new"]) == ({0, 2}, set())
