@@ -34,6 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"gated{suffix}", builders.recurrent, operator="GRU"),
             add_model(repository, f"einsum{suffix}", builders.diagonal_products),
             add_model(repository, f"joined{suffix}", interfaces.joined),
+            add_model(repository, f"product{suffix}", interfaces.quantized_product),
         ]
         for folder in folders:
             (folder / "model.yaml").write_text(options)
@@ -91,6 +92,11 @@ def test_empty_input_that_is_joined_along_another_axis_is_rejected(server: Serve
     check_rejected(server, model, inputs(0, 3, 2), f"'f' is empty for model '{model}'")
     if model == "joined_alone":
         check_rejected(server, model, inputs(5, 0, 2), f"'past' is empty for model '{model}'")
+
+
+def test_quantized_product_over_an_empty_axis_is_rejected(server: ServerProcess) -> None:
+    empty = {"a": np.empty((2, 0), np.float32), "b": np.empty((0, 3), np.float32)}
+    check_rejected(server, "product_alone", empty, "'a' is empty for model 'product_alone'")
 
 
 def test_error_for_rejected_zeros_names_the_synthetic_row(server: ServerProcess) -> None:

@@ -2,8 +2,7 @@
 
 ONNX Runtime 1.31.1 with the CPU provider was run on empty tensors: the backend node tests of ONNX 1.22 and the models
 of ``tests/rows``, with 0 elements along one axis. Most models returned empty outputs, exported transformers failed at a
-Reshape, and the operators in ``CRASHING`` ended the process. Concat joined empty tensors to others without writing all
-of the result (``load/empty_axes``).
+Reshape, and the operators in ``CRASHING`` ended the process. Others left outputs unwritten (``load/empty_axes``).
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -170,10 +169,10 @@ def check_not_empty(inputs: Arrays, signature: ModelSignature, model: str, crash
             )
 
 
-def check_joined(
+def check_written(
     inputs: Arrays, signature: ModelSignature, model: str, empty_axes: Mapping[str, frozenset[int]]
 ) -> None:
-    """Reject empty inputs that ONNX Runtime may join to others without writing all of the result.
+    """Reject empty inputs for which ONNX Runtime may not write all of a tensor.
 
     Args:
         inputs: In the form of batches, with rows.
@@ -193,8 +192,8 @@ def check_joined(
             axes = [axis - 1 if at is None or axis <= at else axis for axis in axes]
         if not empty_axes.get(spec.name, frozenset()).intersection(axes):
             raise invalid_input(
-                f"input '{spec.name}' is empty for model '{model}', and ONNX Runtime may leave a part of the output of "
-                f"a Concat unwritten then: expected at least 1 element, got shape {format_shape(array.shape)}"
+                f"input '{spec.name}' is empty for model '{model}', and ONNX Runtime may leave a part of an output "
+                f"unwritten then: expected at least 1 element, got shape {format_shape(array.shape)}"
             )
 
 

@@ -47,6 +47,20 @@ def joined(path: Path) -> Path:
     return _write(path, nodes, [x, f, past], [_tensor("y", DataType.FP32, "batch", "time", 8), present])
 
 
+def quantized_product(path: Path) -> Path:
+    """A product of two inputs that is computed as INT32: a [batch, inner] and b [inner, 3] → y FP32 [batch, 3]."""
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["a"], ["a8", "a_scale", "a_zero"]),
+        helper.make_node("DynamicQuantizeLinear", ["b"], ["b8", "b_scale", "b_zero"]),
+        helper.make_node("MatMulInteger", ["a8", "b8", "a_zero", "b_zero"], ["sums"]),
+        helper.make_node("Cast", ["sums"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["a_scale", "b_scale"], ["scale"]),
+        helper.make_node("Mul", ["wide", "scale"], ["y"]),
+    ]
+    inputs = [_tensor("a", DataType.FP32, "batch", "inner"), _tensor("b", DataType.FP32, "inner", 3)]
+    return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, "batch", 3)])
+
+
 def bfloat16_and_text(path: Path) -> Path:
     """What is given back as it came: x BF16 [batch], s BYTES [batch] → wide FP32 [batch], t BYTES [batch], y BF16."""
     nodes = [

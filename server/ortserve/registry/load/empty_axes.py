@@ -3,7 +3,7 @@
 ONNX Runtime 1.31.1 does not compare the shape of an empty tensor with those of the others that Concat joins: of
 ``[0, 2]`` and ``[3, 2]`` it makes ``[3, 4]`` along axis 1, and writes only half of it. The rest is what the memory held
 before, such as inputs of other requests. An empty tensor is right if it is empty along the axis of the Concat, as the
-past of a decoder is before the first token.
+past of a decoder is before the first token. Nor does it write quantized products of matrices over an axis of length 0.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +13,8 @@ from typing import Final, TypeAlias
 from ortserve.model_file.graph import Graph, Model, Node, Tensor, all_nodes, graphs_of, names_read
 
 _JOINS: Final = frozenset({"Concat", "ConcatFromSequence"})
+_PRODUCTS: Final = {"MatMulInteger": 1, "QLinearMatMul": 3, "MatMul": 1, "Gemm": 1}
+"""Products of matrices, with the place of the second one. The last two are quantized between DequantizeLinear."""
 _IN_PLACE: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Slice", "Split"})
 """Operators that keep the axes of their first input, and an empty one empty."""
 _WITH_PAST: Final = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
@@ -34,10 +36,11 @@ class _Axis:
 def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
     """The axes along which each input may be empty; None if all may be empty along any, as nothing is joined.
 
-    An axis is left out if an empty tensor may reach a Concat along another axis. An input without a declared shape has
-    none. A graph that is larger than analyses allow is not followed.
+    An axis is left out if an empty tensor may reach a Concat along another axis, or a quantized product of matrices
+    that are no weights. An input without a declared shape has none. A graph that is larger than analyses allow is not
+    followed.
     """
-    if all(node.op not in _JOINS for node in all_nodes(model)):
+    if all(node.op not in _JOINS and not _is_quantized(node) for node in all_nodes(model)):
         return None
     paths = _Paths(model)
     paths.follow(model.graph.nodes, dict(model.graph.constants))
@@ -56,6 +59,9 @@ class _Paths:
         self._functions = model.functions
         self._seeds: dict[str, _Seeds] = {}
         self._ranks: dict[str, int] = {}
+        self._weights: set[str] = set()
+        """Tensors that are computed from constants only."""
+        self._dequantized: set[str] = set()
         self.wrong: set[_Axis] = set()
         """Axes along which an input must not be empty."""
         for declared in model.graph.inputs:
@@ -71,8 +77,15 @@ class _Paths:
             value = node.attributes.get("value")
             if node.op == "Constant" and isinstance(value, Tensor):
                 constants[node.outputs[0]] = value
+            if all(not name or name in constants or name in self._weights for name in names_read(node)):
+                self._weights.update(node.outputs)
+            if node.op == "DequantizeLinear":
+                self._dequantized.add(node.outputs[0])
             read = self._all_of(names_read(node))
             if not read:
+                continue
+            if self._is_unwritten_product(node, constants):
+                self.wrong |= read.keys()
                 continue
             graphs = list(graphs_of([node]))
             if node.op == "If":
@@ -85,6 +98,12 @@ class _Paths:
                 self._join(node)
             elif node.op not in ("Shape", "Size"):
                 self._pass_on(node, read, constants)
+
+    def _is_unwritten_product(self, node: Node, constants: Mapping[str, Tensor]) -> bool:
+        at = _PRODUCTS.get(node.op)
+        if at is None or len(node.inputs) <= at or node.inputs[at] in self._weights or node.inputs[at] in constants:
+            return False
+        return _is_quantized(node) or self._dequantized.issuperset(node.inputs[:2])
 
     def _follow_branch(self, node: Node, graph: Graph, constants: dict[str, Tensor]) -> None:
         outer = self._seeds, self._ranks
@@ -163,6 +182,10 @@ class _Paths:
                 self._seeds[name] = seeds
                 if rank is not None:
                     self._ranks[name] = rank
+
+
+def _is_quantized(node: Node) -> bool:
+    return node.op in ("MatMulInteger", "QLinearMatMul", "DequantizeLinear")
 
 
 def _axes_of(node: Node, constants: Mapping[str, Tensor]) -> list[int]:

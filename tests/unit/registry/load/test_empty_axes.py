@@ -70,6 +70,31 @@ def test_input_whose_way_to_a_concat_is_unknown_must_not_be_empty(tmp_path: Path
     assert axes["past"] == set()
 
 
+@pytest.mark.parametrize(
+    ("nodes", "may_be_empty"),
+    [
+        (
+            "p, s, z = DynamicQuantizeLinear (past) n, t, u = DynamicQuantizeLinear (new) y = MatMulInteger (p, n)",
+            False,
+        ),
+        ("p, s, z = DynamicQuantizeLinear (past) y = MatMulInteger (p, w)", True),
+        ("p = QuantizeLinear (past, one, zero) q = DequantizeLinear (p, one, zero) y = MatMul (q, q)", False),
+        (
+            "v=DequantizeLinear (w, one) p=QuantizeLinear (past, one) q=DequantizeLinear(p, one) y = MatMul(q, v)",
+            True,
+        ),
+        ("p = QuantizeLinear (past, one, zero) q = DequantizeLinear (p, one, zero) y = MatMul (new, new)", True),
+    ],
+)
+def test_quantized_products_of_two_computed_matrices_take_no_empty_ones(
+    tmp_path: Path, nodes: str, may_be_empty: bool
+) -> None:
+    weights = "<float one = {1}, uint8 zero = {0}, uint8[4,1] w = {1, 2, 3, 4}>"
+    axes = found(tmp_path, f"{_PAST}, {_NEW}", nodes, weights)
+    assert axes is not None
+    assert axes["past"] == ({0, 2} if may_be_empty else set())
+
+
 def test_branches_are_followed(tmp_path: Path) -> None:
     """As in decoders whose two forms are the branches of one model, with equal names in both."""
     nodes = """y = If (c) <
