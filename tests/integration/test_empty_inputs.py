@@ -35,6 +35,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"einsum{suffix}", builders.diagonal_products),
             add_model(repository, f"joined{suffix}", interfaces.joined),
             add_model(repository, f"product{suffix}", interfaces.quantized_product),
+            add_model(repository, f"heads{suffix}", interfaces.free_heads),
+            add_model(repository, f"window{suffix}", interfaces.free_window),
         ]
         for folder in folders:
             (folder / "model.yaml").write_text(options)
@@ -97,6 +99,22 @@ def test_empty_input_that_is_joined_along_another_axis_is_rejected(server: Serve
 def test_quantized_product_over_an_empty_axis_is_rejected(server: ServerProcess) -> None:
     empty = {"a": np.empty((2, 0), np.float32), "b": np.empty((0, 3), np.float32)}
     check_rejected(server, "product_alone", empty, "'a' is empty for model 'product_alone'")
+
+
+@pytest.mark.parametrize("model", ["heads", "heads_alone"])
+def test_attention_without_heads_is_rejected(server: ServerProcess, model: str) -> None:
+    """ONNX Runtime would divide by 0, which ends the process."""
+    whole, no_steps = np.ones((1, 3, 4), np.float32), np.ones((1, 0, 4), np.float32)
+    np.testing.assert_allclose(rest_json(server, model, {"x": whole})["y"], whole, rtol=1e-6)
+    assert rest_json(server, model, {"x": no_steps})["y"].shape == (1, 0, 4)
+    check_rejected(server, model, {"x": np.ones((1, 3, 0), np.float32)}, f"'x' is empty for model '{model}'")
+
+
+def test_spectrum_with_an_empty_window_is_rejected(server: ServerProcess) -> None:
+    """As above."""
+    empty = {"x": np.ones((1, 16, 1), np.float32), "window": np.ones(0, np.float32)}
+    assert rest_json(server, "window_alone", empty | {"window": np.ones(8, np.float32)})["y"].shape == (1, 3, 5, 2)
+    check_rejected(server, "window_alone", empty, "operators STFT may crash")
 
 
 def test_error_for_rejected_zeros_names_the_synthetic_row(server: ServerProcess) -> None:

@@ -136,11 +136,12 @@ CRASHING: Final[Mapping[str, bool]] = {
     "Einsum": False,
     "GRU": True,
     "LSTM": True,
+    "STFT": True,
     "Unique": True,
 }
 """Operators that end the process on an empty tensor. GRU and LSTM call ``std::terminate`` for 0 rows or 0 steps, Unique
-if an axis other than its own is empty; Einsum divides by 0 for 0 rows. False for operators that are only known to crash
-if axis 0 is empty: a decoder with an Einsum may begin with a past of length 0."""
+if an axis other than its own is empty; Einsum divides by 0 for 0 rows, STFT for an empty window. False for operators
+that are only known to crash if axis 0 is empty: a decoder with an Einsum may begin with a past of length 0."""
 
 _MAX_ELEMENTS: Final = 2**23
 """Of a placeholder row of an input with free dimensions, whose sizes a request without data chooses: 32 MiB of FP32."""
@@ -169,10 +170,10 @@ def check_not_empty(inputs: Arrays, signature: ModelSignature, model: str, crash
             )
 
 
-def check_written(
+def check_empty_axes(
     inputs: Arrays, signature: ModelSignature, model: str, empty_axes: Mapping[str, frozenset[int]]
 ) -> None:
-    """Reject empty inputs for which ONNX Runtime may not write all of a tensor.
+    """Reject empty inputs for which ONNX Runtime may not write all of a tensor, or may crash.
 
     Args:
         inputs: In the form of batches, with rows.
@@ -193,7 +194,7 @@ def check_written(
         if not empty_axes.get(spec.name, frozenset()).intersection(axes):
             raise invalid_input(
                 f"input '{spec.name}' is empty for model '{model}', and ONNX Runtime may leave a part of an output "
-                f"unwritten then: expected at least 1 element, got shape {format_shape(array.shape)}"
+                f"unwritten then, or crash: expected at least 1 element, got shape {format_shape(array.shape)}"
             )
 
 

@@ -26,8 +26,8 @@ from ortserve.registry.recording import Recording
 from ortserve.registry.repository.configuration import PLATFORM, Configuration
 from ortserve.registry.request_shapes import (
     ShapeClasses,
+    check_empty_axes,
     check_not_empty,
-    check_written,
     crashing_operators,
     drop_rows,
     placeholder_row,
@@ -185,7 +185,7 @@ class ServedModel(ServedVersion):
         if self._conversions is not None:
             inputs = request.inputs = self._conversions.to_model(inputs, rows)
         if self._empty_axes is not None:
-            check_written(inputs, self.model_signature, self.name, self._empty_axes)
+            check_empty_axes(inputs, self.model_signature, self.name, self._empty_axes)
         shape_class = None if self._shape_classes is None else self._shape_classes.find(inputs)
         most_rows = self._most_rows_alone if isinstance(shape_class, Alone) else self._most_rows
         if rows > most_rows:
@@ -214,7 +214,7 @@ class ServedModel(ServedVersion):
         if self._conversions is not None and request.rows:
             request.inputs = self._conversions.to_model(request.inputs, request.rows)
         if self._empty_axes is not None:
-            check_written(request.inputs, self.model_signature, self.name, self._empty_axes)
+            check_empty_axes(request.inputs, self.model_signature, self.name, self._empty_axes)
         self.sequences.submit(request, terms, part)
 
     def _enqueue(self, shape_class: Hashable, terms: Terms, request: InflightRequest) -> None:

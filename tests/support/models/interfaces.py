@@ -47,6 +47,21 @@ def joined(path: Path) -> Path:
     return _write(path, nodes, [x, f, past], [_tensor("y", DataType.FP32, "batch", "time", 8), present])
 
 
+def free_heads(path: Path) -> Path:
+    """An attention with 2 heads of any size: x FP32 [batch, length, hidden] → y, of the same shape."""
+    node = helper.make_node("MultiHeadAttention", ["x", "x", "x"], ["y"], domain="com.microsoft", num_heads=2)
+    x, y = (_tensor(name, DataType.FP32, "batch", "length", "hidden") for name in ("x", "y"))
+    return _write(path, [node], [x], [y])
+
+
+def free_window(path: Path) -> Path:
+    """A spectrum with a window of any size: x FP32 [batch, 16, 1], window FP32 [size] → y [batch, frames, bins, 2]."""
+    node = helper.make_node("STFT", ["x", "step", "window"], ["y"])
+    inputs = [_tensor("x", DataType.FP32, "batch", 16, 1), _tensor("window", DataType.FP32, "size")]
+    y = _tensor("y", DataType.FP32, "batch", "frames", "bins", 2)
+    return _write(path, [node], inputs, [y], [numpy_helper.from_array(np.array(4), "step")])
+
+
 def quantized_product(path: Path) -> Path:
     """A product of two inputs that is computed as INT32: a [batch, inner] and b [inner, 3] → y FP32 [batch, 3]."""
     nodes = [
@@ -282,6 +297,7 @@ def _write(
     defaults: Sequence[onnx.TensorProto] = (),
 ) -> Path:
     graph = helper.make_graph(nodes, path.stem, inputs, outputs, initializer=defaults)
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", _ML_OPSET)]
+    versions = {"": OPSET, "ai.onnx.ml": _ML_OPSET, "com.microsoft": 1}
+    opsets = [helper.make_opsetid(domain, version) for domain, version in versions.items()]
     path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString())
     return path

@@ -1,9 +1,10 @@
-"""Along which axes the inputs of a model may be empty, so that ONNX Runtime writes all of each tensor.
+"""Along which axes the inputs of a model may be empty, so that ONNX Runtime writes all of each tensor, and survives.
 
 ONNX Runtime 1.31.1 does not compare the shape of an empty tensor with those of the others that Concat joins: of
 ``[0, 2]`` and ``[3, 2]`` it makes ``[3, 4]`` along axis 1, and writes only half of it. The rest is what the memory held
 before, such as inputs of other requests. An empty tensor is right if it is empty along the axis of the Concat, as the
 past of a decoder is before the first token. Nor does it write quantized products of matrices over an axis of length 0.
+Attention without heads, or with heads of size 0, ends the process.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,9 @@ _IN_PLACE: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeL
 _WITH_PAST: Final = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
 """Operators that check the shape of their past, which is behind their first three inputs, before they append to it."""
 
+_HEADS: Final = {4: 1, 3: 2}
+"""The axis of the heads in queries, keys and values, by the number of their axes; of three, the last has all heads."""
+
 _Seeds: TypeAlias = "dict[_Axis, int | None]"
 """The axes of inputs along which a tensor is empty if the input is, each with the axis of the tensor; None for an
 unknown one."""
@@ -34,13 +38,13 @@ class _Axis:
 
 
 def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
-    """The axes along which each input may be empty; None if all may be empty along any, as nothing is joined.
+    """The axes along which each input may be empty; None if all may be empty along any, as no node minds.
 
     An axis is left out if an empty tensor may reach a Concat along another axis, or a quantized product of matrices
-    that are no weights. An input without a declared shape has none. A graph that is larger than analyses allow is not
-    followed.
+    that are no weights, or if it is the axis of the heads of an attention. An input without a declared shape has none.
+    A graph that is larger than analyses allow is not followed.
     """
-    if all(node.op not in _JOINS and not _is_quantized(node) for node in all_nodes(model)):
+    if not any(node.op in _JOINS or node.op in _WITH_PAST or _is_quantized(node) for node in all_nodes(model)):
         return None
     paths = _Paths(model)
     paths.follow(model.graph.nodes, dict(model.graph.constants))
@@ -136,6 +140,9 @@ class _Paths:
 
     def _pass_on(self, node: Node, read: _Seeds, constants: Mapping[str, Tensor]) -> None:
         if node.op in _WITH_PAST:
+            for name in node.inputs[:3]:
+                heads = _HEADS.get(self._ranks.get(name, 0))
+                self.wrong |= {seed for seed, at in self._all_of([name]).items() if heads is not None and at == heads}
             read = self._all_of(node.inputs[:3])
         passed: _Seeds = dict.fromkeys(read)
         places, rank = self._moves(node, constants) or ({}, None)

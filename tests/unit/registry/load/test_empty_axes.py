@@ -110,3 +110,9 @@ def test_attention_appends_to_an_empty_past_by_itself(tmp_path: Path) -> None:
     axes = found(tmp_path, f"{_PAST}, {_NEW}, float[1,1] mask", nodes)
     assert axes is not None
     assert (axes["past"], axes["new"]) == ({0, 2}, set())
+
+
+@pytest.mark.parametrize(("inputs", "heads"), [("float[batch,heads,length,4] q", 1), ("float[batch,length,all] q", 2)])
+def test_attention_has_heads(tmp_path: Path, inputs: str, heads: int) -> None:
+    axes = found(tmp_path, inputs, "k = Identity (q) y = Attention <q_num_heads=2, kv_num_heads=2> (q, k, k)")
+    assert axes == {"q": {0, 1, 2} - {heads}}
