@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 from fractions import Fraction
 from functools import reduce
-from math import ceil, floor
+from math import ceil, floor, lcm
 from typing import Final
 
 from ortserve.model_file.graph import Constant, constant
@@ -214,9 +214,19 @@ class Symbols:
         return self.opaque("divide", one, other, lowest=least)
 
     def bounded(self, number: Number, limit: int) -> Number:
-        """A number as a type holds it: an atom if one of its constants is not below the limit of the type."""
+        """The result of one operation as a type holds it: an atom if the type may round it or let it overflow.
+
+        The constants of the number must have fewer digits than the type's ``limit``, counted from the last digit of
+        the finest one. Atoms that are not whole have all digits, so they allow no sum and no factor.
+        """
         self.steps += 1
-        if isinstance(number, Dependent) or all(-limit < value < limit for value in terms_of((number,)).values()):
+        if isinstance(number, Dependent):
+            return number
+        terms = terms_of((number,))
+        finest = lcm(*(value.denominator for value in terms.values()))
+        is_held = all(-limit < value * finest < limit for value in terms.values())
+        atoms = [atom for _, powers in terms for atom, _ in powers]
+        if is_held and (all(atom.is_whole for atom in atoms) or number in [single_atom(atom, 1) for atom in atoms]):
             return number
         return self.opaque("bounded", number, limit, is_whole=is_whole(number))
 

@@ -7,7 +7,17 @@ from fractions import Fraction
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64, INTEGERS
-from ortserve.rows.number import DEPENDENT, N, Number, contains_rows, is_nonnegative, is_positive, is_whole, lowest
+from ortserve.rows.number import (
+    DEPENDENT,
+    N,
+    Number,
+    atoms_of,
+    contains_rows,
+    is_nonnegative,
+    is_positive,
+    is_whole,
+    lowest,
+)
 from ortserve.rows.symbols import Symbols
 
 
@@ -281,7 +291,8 @@ def cast_number(symbols: Symbols, to: int, number: Number) -> Number:
         return 1 if is_positive(number) else symbols.opaque("bool", number, lowest=0)
     if to in (INT32, INT64):
         return symbols.truncate(number)
-    if to in _EXACT_FLOATS and not (isinstance(number, (int, Fraction)) and not -(1 << 24) < number < 1 << 24):
+    is_exact = symbols.bounded(number, 1 << 24) == number and all(atom.is_whole for atom in atoms_of(number))
+    if to in _EXACT_FLOATS and is_exact:
         return number
     if isinstance(number, int) and 0 <= number < 128:
         return number

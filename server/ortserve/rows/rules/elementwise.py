@@ -98,9 +98,11 @@ def _is_bound_nonnegative(bound: Value) -> bool:
     return bound.elements is not None and all(isinstance(each, int) and each >= 0 for each in bound.elements)
 
 
-_COMPUTED: Final = {BOOL: 2, DOUBLE: 1 << 53, FLOAT: 1 << 24, INT32: 1 << 31, INT64: 1 << 63}
+LIMITS: Final = {BOOL: 2, DOUBLE: 1 << 53, FLOAT: 1 << 24, INT32: 1 << 31, INT64: 1 << 63}
 """Element types that hold sizes of tensors without overflow or rounding, and the limits of constants beside them."""
 _INDICES: Final = frozenset({INT32, INT64})
+_MOST_BELOW: Final = 1 << 31
+"""Facts have bounds only of constants less than this, so that INT32 holds the values, and sums do not overflow."""
 
 
 def add(call: Call) -> Output:
@@ -111,7 +113,7 @@ def add(call: Call) -> Output:
         nonnegative=below is not None,
         below=below,
     )
-    return _computed(call, values, facts, partial(reduce_over, call.symbols.add))
+    return _computed(call, values, facts, partial(reduce_over, call.symbols, _dtype(values), call.symbols.add))
 
 
 def subtract(call: Call) -> Output:
@@ -140,9 +142,9 @@ def remainder(call: Call) -> Output:
     check_no_stride(values)
     facts = NO_FACTS
     divisor = uniform(call.operand(1))
-    if isinstance(divisor, int) and divisor > 0 and not call.integer("fmod", 0) and _dtype(values) in _INDICES:
-        facts = replace(facts, nonnegative=True, below=divisor)
     whole = _dtype(values) in _INDICES and not call.integer("fmod", 0)
+    if isinstance(divisor, int) and 0 < divisor < _MOST_BELOW and whole:
+        facts = replace(facts, nonnegative=True, below=divisor)
     return _computed(call, values, facts, partial(remainder_of, call.symbols) if whole else None)
 
 
@@ -151,7 +153,7 @@ def minimum(call: Call) -> Output:
     check_no_stride(values)
     bounds = [bound for value in values if (bound := value.facts.below) is not None]
     facts = Facts(nonnegative=all(map(_is_nonnegative, values)), below=bounds[0] if bounds else None)
-    return _computed(call, values, facts, partial(reduce_over, call.symbols.minimum))
+    return _computed(call, values, facts, partial(reduce_over, call.symbols, _dtype(values), call.symbols.minimum))
 
 
 def maximum(call: Call) -> Output:
@@ -159,7 +161,7 @@ def maximum(call: Call) -> Output:
     facts = Facts(nonnegative=any(map(_is_nonnegative, values)))
     if any(value.facts.stride != 0 for value in values):  # exporters read the shape of such a result
         facts = Facts(stride=DEPENDENT)
-    return _computed(call, values, facts, partial(reduce_over, call.symbols.maximum))
+    return _computed(call, values, facts, partial(reduce_over, call.symbols, _dtype(values), call.symbols.maximum))
 
 
 def negate(call: Call) -> Output:
@@ -218,8 +220,8 @@ def cast(call: Call) -> Output:
     facts = Facts(padding=value.facts.padding)
     if value.dtype in _INDICES and to in _INDICES:
         # Without a bound a nonnegative number may overflow and be negative.
-        is_bounded = value.facts.below is not None
-        facts = replace(value.facts, columns=(), nonnegative=is_bounded and value.facts.nonnegative)
+        is_held = value.facts.nonnegative and _is_small(call.symbols, value.facts.below)
+        facts = replace(value.facts, columns=(), nonnegative=is_held, below=value.facts.below if is_held else None)
     check_no_stride([value] if facts.stride != value.facts.stride else [])
     return _computed(call, [value], facts, partial(cast_number, call.symbols, to) if to else None, dtype=to)
 
@@ -228,8 +230,10 @@ def identity(call: Call) -> Output:
     return call.operand(0)
 
 
-def reduce_over(compute: Callable[[Number, Number], Number], *numbers: Number) -> Number:
-    return reduce(compute, numbers)
+def reduce_over(symbols: Symbols, dtype: int, compute: Callable[[Number, Number], Number], *numbers: Number) -> Number:
+    """Numbers combined from left to right, each result as the type holds it."""
+    limit = LIMITS.get(dtype, 0)
+    return reduce(lambda one, other: symbols.bounded(compute(one, other), limit), numbers)
 
 
 def _computed(
@@ -244,10 +248,10 @@ def _computed(
     if facts.stride != 0 and dtype not in _INDICES:
         raise RowsMeetError("uses the number of the row")
     result = broadcast(call, values, dtype, facts)
-    if compute is None or result.is_rows or result.dims is None or not all(v.dtype in _COMPUTED for v in values):
+    if compute is None or result.is_rows or result.dims is None or not all(v.dtype in LIMITS for v in values):
         return result
     known = paired(values, result.dims, compute)
-    if known is not None and (limit := _COMPUTED.get(dtype)):
+    if known is not None and (limit := LIMITS.get(dtype)):
         known = tuple(call.symbols.bounded(number, limit) for number in known)
     return result if known is None else call.result(result.dims, dtype=dtype, elements=known)
 
@@ -280,10 +284,16 @@ def _sum_below(symbols: Symbols, values: Sequence[Value]) -> Number | None:
     total: Number = 1
     for value in values:
         bound = _below(value, symbols)
-        if bound is None or not _is_nonnegative(value):
+        if bound is None or not _is_small(symbols, bound) or not _is_nonnegative(value):
             return None
         total = symbols.add(total, symbols.subtract(bound, 1))
+        if not _is_small(symbols, total):
+            return None
     return total
+
+
+def _is_small(symbols: Symbols, bound: Number | None) -> bool:
+    return bound is not None and symbols.bounded(bound, _MOST_BELOW) == bound
 
 
 def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
@@ -296,7 +306,8 @@ def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
         facts = replace(facts, stride=symbols.multiply(value.facts.stride, factor))
         if value.facts.below is not None and _is_nonnegative(value) and is_nonnegative(factor):
             largest = symbols.multiply(factor, symbols.subtract(value.facts.below, 1))
-            facts = replace(facts, nonnegative=True, below=symbols.add(largest, 1))
+            if _is_small(symbols, factor) and _is_small(symbols, largest):
+                facts = replace(facts, nonnegative=True, below=symbols.add(largest, 1))
     return facts
 
 

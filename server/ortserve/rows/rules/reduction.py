@@ -1,11 +1,10 @@
 """Operators that reduce, search, sort, accumulate or normalize along axes."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
-from ortserve.model_file.graph import FLOAT, INT64
-from ortserve.rows.number import Number
+from ortserve.model_file.graph import DOUBLE, FLOAT, INT64
+from ortserve.rows.number import Number, is_nonnegative
 from ortserve.rows.rules.call import (
     Call,
     NotKnownError,
@@ -17,7 +16,7 @@ from ortserve.rows.rules.call import (
     off_axis,
     rule,
 )
-from ortserve.rows.rules.elementwise import reduce_over
+from ortserve.rows.rules.elementwise import LIMITS, reduce_over
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.values import Facts, Value
 
@@ -50,7 +49,11 @@ def reduced(call: Call, value: Value, axes: tuple[int, ...]) -> Value:
 
 
 def _reduced_elements(call: Call, value: Value) -> tuple[Number, ...] | None:
-    """The result for a vector of known elements."""
+    """The result for a vector of known elements.
+
+    ONNX Runtime combines them in any order, and INT64 as FP64. If none is negative, no partial result is larger than
+    the last one, which shows whether one was rounded.
+    """
     symbols = call.symbols
     known: dict[str, Callable[[Number, Number], Number]] = {
         "ReduceProd": symbols.multiply,
@@ -59,9 +62,11 @@ def _reduced_elements(call: Call, value: Value) -> tuple[Number, ...] | None:
         "ReduceMin": symbols.minimum,
     }
     compute = known.get(call.op)
-    if compute is None or not value.elements or len(value.dims or ()) != 1 or value.is_rows:
+    if compute is None or not value.elements or len(value.dims or ()) != 1 or value.dtype not in LIMITS:
         return None
-    return (partial(reduce_over, compute)(*value.elements),)
+    if not all(map(is_nonnegative, value.elements)):
+        return None
+    return (reduce_over(symbols, DOUBLE if value.dtype == INT64 else value.dtype, compute, *value.elements),)
 
 
 def qlinear_reduce(call: Call) -> Output:
