@@ -264,6 +264,7 @@ _apart("ml: labels", "string[N,3] x", 'y = ai.onnx.ml.LabelEncoder<keys_strings=
 _apart("ml: one hot", "int64[N,3] x", "y = ai.onnx.ml.OneHotEncoder<cats_int64s=[0, 1, 2, 3]>(x)")
 _apart("ml: columns", "float[N,3] x", "y = ai.onnx.ml.ArrayFeatureExtractor(x, i)", "int64[2] i = {2, 0}")
 _apart("ml: words", "int64[N,6] x", 'y = TfIdfVectorizer<mode="TF", min_gram_length=1, max_gram_length=2, max_skip_count=0, ngram_counts=[0, 3], ngram_indexes=[0, 1, 2, 3], pool_int64s=[1, 2, 3, 1, 2]>(x)')
+_apart("ml: features cut and filled up", "float[N,4] x, float[N,2] z", "y = ai.onnx.ml.FeatureVectorizer<inputdimensions=[3, 5]>(x, z)")
 _meet("ml: a vector is normalized", "float[N] x", 'y = ai.onnx.ml.Normalizer<norm="L2">(x)', feeds={"x": [[1], [2], [5]]})
 _meet("ml: words of all", "int64[N] x", 'y = TfIdfVectorizer<mode="TF", min_gram_length=1, max_gram_length=1, max_skip_count=0, ngram_counts=[0], ngram_indexes=[0, 1, 2], pool_int64s=[1, 2, 3]>(x)')
 

@@ -24,6 +24,8 @@ def _item_count(call: Call, value: Value) -> Number:
 def classifier(call: Call) -> Output:
     value = call.operand(0)
     items = _item_count(call, value)
+    if call.text("post_transform", "NONE") == "PROBIT":
+        raise NotKnownError("may leave scores unwritten, which then are what the memory held before")
     strings = call.attributes.get("classlabels_strings") or call.attributes.get("classlabels_string")
     labels = strings or call.attributes.get("classlabels_ints") or call.attributes.get("classlabels_int64s")
     # Models of two classes may have one score or two, and support vectors one for each pair of classes.
@@ -114,8 +116,8 @@ def feature_vectorizer(call: Call) -> Output:
         _item_count(call, value)
         if value.is_rows and not value.carries_like(first):
             raise RowsMeetError("joins rows that lie in different orders")
-    width = call.symbols.sum(call.dims(value)[1] for value in values)
-    return call.result((items, width), first, 0, FLOAT)
+    widths = call.integers("inputdimensions") or ()  # to which ONNX Runtime cuts or pads the operands
+    return call.result((items, sum(widths)), first, 0, FLOAT)
 
 
 def normalize(call: Call) -> Output:
