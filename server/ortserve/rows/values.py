@@ -56,6 +56,8 @@ class Facts:
         below: The value alone, an integer, is below this; None if it is unknown.
         columns: The operands of a Concat of columns along the last axis.
         padding: The text that pads rows to the longest row; None if rows are not padded.
+        transposed: Whether rows of the last axis were moved by a transposition, which ONNX Runtime may join with a
+            product.
     """
 
     stride: Number = 0
@@ -63,6 +65,7 @@ class Facts:
     below: Number | None = None
     columns: "tuple[Value, ...]" = ()
     padding: str | None = None
+    transposed: bool = False
 
 
 NO_FACTS: Final = Facts()

@@ -217,7 +217,7 @@ def where(call: Call) -> Output:
 def cast(call: Call) -> Output:
     value = call.operand(0)
     to = call.operand(1).dtype if call.op == "CastLike" else call.integer("to", 0)
-    facts = Facts(padding=value.facts.padding)
+    facts = Facts(padding=value.facts.padding, transposed=value.facts.transposed)
     if value.dtype in _INDICES and to in _INDICES:
         # Without a bound a nonnegative number may overflow and be negative.
         is_held = value.facts.nonnegative and _is_small(call.symbols, value.facts.below)

@@ -30,6 +30,8 @@ def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
     left, right = call.dims(one), call.dims(other)
     if not left or not right:
         raise NotKnownError("has an operand without axes")
+    if one.facts.transposed and len(right) == 1:
+        raise NotKnownError("multiplies a transposed matrix by a vector, for which ONNX Runtime may read other entries")
     if left[-1] == 0:
         raise NotKnownError("adds up no products at all")
     rank = max(len(left), len(right), 2)
@@ -130,7 +132,8 @@ def _swapped(call: Call, value: Value) -> Value:
     if rank < 2:
         raise NotKnownError("transposes a vector")
     axis = {rank - 1: rank - 2, rank - 2: rank - 1}.get(value.axis, value.axis)
-    return replace(value, dims=(*dims[:-2], dims[-1], dims[-2]), axis=axis)
+    facts = replace(value.facts, transposed=value.axis == rank - 1)
+    return replace(value, dims=(*dims[:-2], dims[-1], dims[-2]), axis=axis, facts=facts)
 
 
 def matmul_integer(call: Call) -> Output:
@@ -238,13 +241,9 @@ RULES: Final[Rules] = {
     ("", "MatMulInteger"): rule(matmul_integer, parameters=(2, 3)),
     ("", "QLinearMatMul"): rule(qlinear_matmul, parameters=(1, 2, 4, 5, 6, 7)),
     ("com.microsoft", "FusedMatMul"): rule(fused_matmul),
-    ("com.microsoft", "FusedMatMulActivation"): rule(fused_matmul),
     ("com.microsoft", "TransposeMatMul"): rule(fused_matmul),
     ("com.microsoft", "FusedGemm"): rule(gemm),
     ("com.microsoft", "MatMulIntegerToFloat"): rule(matmul_integer_to_float, parameters=(2, 3, 4, 5, 6)),
     ("com.microsoft", "QGemm"): rule(qgemm, parameters=(1, 2, 4, 5, 7, 8)),
-    **{
-        ("com.microsoft", op): rule(matmul_nbits, parameters=(1, 2, 3, 4, 5))
-        for op in ("MatMulBnb4", "MatMulFpQ4", "MatMulNBits")
-    },
+    **{("com.microsoft", op): rule(matmul_nbits, parameters=(1, 2, 3, 4, 5)) for op in ("MatMulBnb4", "MatMulNBits")},
 }

@@ -272,7 +272,7 @@ RULES: Final[Rules] = {
     ("com.microsoft", "Attention"): rule(attention, parameters=(1, 2, 6)),
     ("com.microsoft", "QAttention"): rule(qattention, parameters=(1, 2, 3, 4, 6, 7)),
     ("com.microsoft", "MultiHeadAttention"): rule(multi_head, parameters=(3,)),
-    ("com.microsoft", "GroupQueryAttention"): rule(group_query, parameters=(6, 7, 8, 11, 12, 13)),
+    ("com.microsoft", "GroupQueryAttention"): rule(group_query, parameters=(6, 7, 8, 11, 12, 13, 14, 15)),
     ("", "Attention"): rule(onnx_attention),
     ("com.microsoft", "EmbedLayerNormalization"): rule(embed, parameters=(2, 3, 4, 5, 6)),
     ("com.microsoft", "RotaryEmbedding"): rule(rotary, parameters=(2, 3)),

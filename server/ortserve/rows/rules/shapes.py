@@ -237,7 +237,7 @@ def transpose(call: Call) -> Output:
     if sorted(order) != list(range(len(dims))):
         raise NotKnownError("has an order of axes that does not fit its operand")
     elements = transposed(value, order)
-    facts = replace(value.facts, columns=())
+    facts = replace(value.facts, columns=(), transposed=value.axis == len(dims) - 1)
     axis = order.index(value.axis) if value.is_rows else 0
     return call.result([dims[axis] for axis in order], value, axis, value.dtype, elements, facts)
 
