@@ -99,6 +99,7 @@ TRAPS: Final = [
     Case("noise from constants", _X, "a = RandomNormal<shape=[4]>() y = Add(x, a)"),
     Case("noise from dropout of a constant", _X, "d = Dropout(w, r, t) y = Add(x, d)", "float[4] w, float r = {0.5}, bool t = {1}"),
     Case("stop words", "string[N] x", 'y = StringNormalizer<stopwords=["red"], is_case_sensitive=1>(x)', feeds={"x": [["green"], ["red"], ["blue"]]}),
+    Case("values for features, counted along the rows", "float[2,N,3] x", "y = ai.onnx.ml.Imputer<imputed_value_floats=[1.0, 2.0, 3.0], replaced_value_float=0.0>(x)", feeds={"x": [[[[0.0] * 3]] * 2] * 3}),
     Case("scores without their second class, which ONNX Runtime writes one after another", "float[N,3] x", 'l, y = ai.onnx.ml.LinearClassifier<coefficients=[0.1, 0.2, 0.3], intercepts=[0.5], classlabels_ints=[0, 1], post_transform="PROBIT">(x)', scale=0.1),
     Case("ragged text", "string[N] x", 'y = com.microsoft.Tokenizer<mark=0, pad_value="", separators=[" "], mincharnum=1>(x)', feeds={"x": [["a b c"], ["a"], ["a b"]]}),
     Case("a mask of queries that is a mask of rows", "float[N,2,1,4] q, float[N,6] x", "y = Attention(q, k, k, x)", "float[1,2,6,4] k", opset=23),

@@ -60,10 +60,10 @@ def zip_map(call: Call) -> Output:
 
 
 def per_feature(call: Call) -> Output:
-    """Operators with a parameter for each feature, which are the last axis."""
+    """Operators with a parameter for each entry of axis 1, which ONNX Runtime takes in turn for all elements."""
     value = call.operand(0)
-    dims = call.dims(value)
-    off_axis(value, (len(dims) - 1,), "has a parameter for each entry")
+    if value.is_rows and (value.axis != 0 or len(call.dims(value)) < 2):
+        raise RowsMeetError("takes its parameters in turn, counted across the rows")
     return call.same_shape(value, FLOAT if call.op == "Scaler" else None)
 
 
