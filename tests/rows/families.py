@@ -224,6 +224,11 @@ _apart("resize: Upsample", "float[N,1,4,4] x", "y = Upsample(x, s)", "float[4] s
 _apart("resize: linear", "float[N,1,4,4] x", 'y = Resize<mode="linear">(x, , s)', "float[4] s = {1, 1, 2, 2}")
 _apart("resize: linear, rows as channels", "float[1,N,4,4] x", 'y = Resize<mode="linear">(x, , s)', "float[4] s = {1, 1, 2, 2}")
 _apart("resize: rows as pixels, which are copied", _X, "y = Resize(x, , s)", "float[2] s = {1, 2}")
+_apart("resize: samples of a grid", "float[N,2,4,4] x, float[N,3,5,2] g", "y = GridSample(x, g)", opset=20)
+_apart("resize: samples of a grid in a volume", "float[N,2,3,4,4] x, float[N,2,3,5,3] g", "y = GridSample(x, g)", opset=20)
+_apart("resize: samples of a grid of com.microsoft", "float[N,2,4,4] x, float[N,3,5,2] g", "y = com.microsoft.GridSample(x, g)")
+_meet("resize: samples of a grid for three rows", "float[N,2,4,4] x", "y = GridSample(x, g)", "float[3,3,5,2] g", opset=20, refused_alone=True)
+_meet("resize: samples of a grid whose rows are pixels", "float[1,2,4,N] x, float[1,N,5,2] g", "y = GridSample(x, g)", opset=20)
 _meet("resize: rows doubled", "float[N,1,4,4] x", "y = Resize(x, , s)", "float[4] s = {2, 1, 1, 1}")
 _meet("resize: rows blended", "float[1,1,N,4] x", 'y = Resize<mode="linear">(x, , s)', "float[4] s = {1, 1, 1.5, 1}")
 

@@ -187,6 +187,17 @@ def blocks(call: Call) -> Output:
     return call.result((dims[0], *lengths), value, 0, value.dtype)
 
 
+def grid_sample(call: Call) -> Output:
+    """An image and the positions of its samples, with the rows on the first axis of both."""
+    value, grid = call.operand(0), call.operand(1)
+    check_first_axis(value)
+    check_first_axis(grid)
+    if value.is_rows != grid.is_rows or not value.carries_like(grid):
+        raise RowsMeetError("takes samples at positions that do not carry the same rows")
+    dims = (*call.dims(value)[:2], *call.dims(grid)[1:-1])
+    return call.result(dims, value, 0, value.dtype)
+
+
 def resize(call: Call) -> Output:
     value = call.operand(0)
     rank = len(call.dims(value))
@@ -275,6 +286,7 @@ RULES: Final[Rules] = {
     **{("", op): rule(global_pool) for op in ("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool")},
     ("com.microsoft", "QLinearGlobalAveragePool"): rule(qlinear_global_pool, parameters=(1, 2, 3, 4)),
     **{("", op): rule(blocks) for op in ("DepthToSpace", "SpaceToDepth")},
+    **{(domain, "GridSample"): rule(grid_sample) for domain in ("", "com.microsoft")},
     ("", "Resize"): rule(resize, arguments=(2, 3), parameters=(1,)),
     ("", "Upsample"): rule(upsample, parameters=(1,)),
 }
