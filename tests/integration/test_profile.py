@@ -148,7 +148,7 @@ def test_operators_and_profiler_make_up_the_time(kind: str, tmp_path: Path, caps
 def test_times_of_short_operators_are_without_the_profiler(
     threads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Tanh of one number takes 0.3 µs, for which the profiler records 2 to 3."""
+    """A Tanh of one number takes 0.3 µs, for which the profiler records 1 to 3."""
     nodes = [helper.make_node("Tanh", [f"t{number}"], [f"t{number + 1}"]) for number in range(200)]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("t0", "t200")]
     graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:])
@@ -156,8 +156,8 @@ def test_times_of_short_operators_are_without_the_profiler(
 
     balance = profiled(capsys, tmp_path / "m.onnx", "--runs", "40", "--threads", threads)["profile"]["balance"]
 
-    assert 1 < balance["call_overhead_us"] < 20
-    assert balance["operators_ms"] < 200 * 0.001, "1 µs each; with the profiler's part they would be 0.4 ms or more"
+    assert 0.2 < balance["call_overhead_us"] < 20
+    assert balance["operators_ms"] < 200 * 0.001, "1 µs each; with the profiler's part they would be 0.2 to 0.6 ms"
 
 
 def test_achieved_rate_is_that_of_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ _FLOAT: Final = 1
 class CallOverhead:
     """Measures how much of the recorded time of a node's call is the profiler's own.
 
-    ONNX Runtime writes down the shapes, memory and threads of a call before it stops the call's clock: 2 to 3 µs with
-    one input, 4 to 5 with sixteen, the larger figures with several threads. Each sample runs a chain of nodes that take
+    ONNX Runtime writes down the shapes, memory and threads of a call before it stops the call's clock: 1 to 3 µs with
+    one input, up to 2 more with sixteen, the larger figures with several threads. Each sample runs a chain of nodes that take
     0.3 µs each, with and without the profiler. Samples belong between the runs of the profiled model, so that both find
     the same machine. One thread at a time.
     """
