@@ -81,7 +81,7 @@ def image_edits(images: Iterable[ImageInput]) -> Edits:
     """The edits that make decoded images the inputs of a model; the names stay the same."""
     edits = {}
     for image in images:
-        edits[GRAPH_NODE, image.decoded] = write_node("Identity", "", image.name, image.decoded)
+        edits[GRAPH_NODE, image.decoded] = write_node("Identity", "", [image.name], image.decoded)
         edits[GRAPH_INPUT, image.name] = write_tensor(GRAPH_INPUT, image.name, UINT8, (None, None, image.channels))
     return edits
 

@@ -23,9 +23,9 @@ class CallOverhead:
     """Measures how much of the recorded time of a node's call is the profiler's own.
 
     ONNX Runtime writes down the shapes, memory and threads of a call before it stops the call's clock: 1 to 3 µs with
-    one input, up to 2 more with sixteen, the larger figures with several threads. Each sample runs a chain of nodes that take
-    0.3 µs each, with and without the profiler. Samples belong between the runs of the profiled model, so that both find
-    the same machine. One thread at a time.
+    one input, up to 2 more with sixteen, the larger figures with several threads. Each sample runs a chain of nodes
+    that take 0.3 µs each, with and without the profiler. Samples belong between the runs of the profiled model, so that
+    both find the same machine. One thread at a time.
     """
 
     def __init__(self, threads: int, prefix: Path) -> None:
@@ -36,7 +36,7 @@ class CallOverhead:
             prefix: Of the trace's name; its folder must exist.
         """
         names = [f"t{number}" for number in range(_NODES + 1)]
-        nodes = b"".join(write_node("Relu", "", *pair) for pair in pairwise(names))
+        nodes = b"".join(write_node("Relu", "", [source], target) for source, target in pairwise(names))
         ends = write_tensor(GRAPH_INPUT, names[0], _FLOAT, [1]) + write_tensor(GRAPH_OUTPUT, names[-1], _FLOAT, [1])
         model = write_model(nodes + ends, opset=14, ir_version=8)
         self._plain = _open(model, threads, None)

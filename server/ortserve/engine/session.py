@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from ortserve.config.session import Scalar, SessionSettings, option_text
 from ortserve.engine.denormals import session_maker
+from ortserve.engine.divisions import division_edits
 from ortserve.engine.encoded_images import ImageSession, find_images, image_edits
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
@@ -78,8 +79,8 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
 
     Args:
         path: The ``.onnx`` file. ONNX Runtime gets the path instead of the bytes, which its Python API would keep
-            beside its own copy of the weights. If ``zip_maps`` or ``encoded_images`` edits the model, the bytes are
-            released after loading.
+            beside its own copy of the weights. If ``zip_maps``, ``encoded_images`` or ``divisions`` edits the model,
+            the bytes are released after loading.
         name: The model's name in log lines of ONNX Runtime.
         options: How to open it.
         model: The content of the file; None to read it here.
@@ -98,7 +99,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     _check_dimensions(model, options.settings)
     _check_scans(model)
     images = find_images(model)
-    edits = {**score_edits(model), **image_edits(images.values())}
+    edits = {**score_edits(model), **image_edits(images.values()), **division_edits(model)}
     provider = options.provider
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(model, options.settings))

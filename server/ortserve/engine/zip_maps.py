@@ -9,7 +9,15 @@ import struct
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ortserve.model_file.editing import GRAPH_NODE, GRAPH_OUTPUT, GRAPH_VALUE, Edits, write_node, write_tensor
+from ortserve.model_file.editing import (
+    GRAPH_NODE,
+    GRAPH_OUTPUT,
+    GRAPH_VALUE,
+    Edits,
+    write_attribute,
+    write_node,
+    write_tensor,
+)
 from ortserve.model_file.graph import FLOAT, Model, Node, names_read
 from ortserve.model_file.protobuf import write_message, write_number
 
@@ -19,10 +27,8 @@ Classes: TypeAlias = tuple[int | float | str, ...]
 _DOMAIN: Final = "ai.onnx.ml"
 
 # Field numbers of onnx.proto (github.com/onnx/onnx), for the attributes that this module writes.
-_ATTRIBUTE_NAME: Final = 1
 _ATTRIBUTE_FLOATS: Final = 7
 _ATTRIBUTE_INTS: Final = 8
-_ATTRIBUTE_KIND: Final = 20
 _KIND_FLOATS: Final = 6
 _KIND_INTS: Final = 7
 
@@ -84,13 +90,9 @@ def _nodes(zip_map: _ZipMap) -> bytes:
     count = len(zip_map.classes)
     checked = f"{zip_map.output}/checked"
     scale = [
-        _attribute(name, write_message(_ATTRIBUTE_FLOATS, struct.pack("<f", value) * count), _KIND_FLOATS)
+        write_attribute(name, write_message(_ATTRIBUTE_FLOATS, struct.pack("<f", value) * count), _KIND_FLOATS)
         for name, value in (("offset", 0.0), ("scale", 1.0))
     ]
-    width = _attribute("inputdimensions", write_number(_ATTRIBUTE_INTS, count), _KIND_INTS)
-    scaler = write_node("Scaler", _DOMAIN, zip_map.scores, checked, *scale)
-    return scaler + write_node("FeatureVectorizer", _DOMAIN, checked, zip_map.output, width)
-
-
-def _attribute(name: str, values: bytes, kind: int) -> bytes:
-    return write_message(_ATTRIBUTE_NAME, name.encode()) + values + write_number(_ATTRIBUTE_KIND, kind)
+    width = write_attribute("inputdimensions", write_number(_ATTRIBUTE_INTS, count), _KIND_INTS)
+    scaler = write_node("Scaler", _DOMAIN, [zip_map.scores], checked, *scale)
+    return scaler + write_node("FeatureVectorizer", _DOMAIN, [checked], zip_map.output, width)

@@ -30,6 +30,8 @@ _NODE_OUTPUT: Final = 2
 _NODE_OPERATOR: Final = 4
 _NODE_ATTRIBUTE: Final = 5
 _NODE_DOMAIN: Final = 7
+_ATTRIBUTE_NAME: Final = 1
+_ATTRIBUTE_KIND: Final = 20
 _OPSET_DOMAIN: Final = 1
 _OPSET_VERSION: Final = 2
 
@@ -55,11 +57,17 @@ def write_opset(domain: str, version: int) -> bytes:
     )
 
 
-def write_node(operator: str, domain: str, source: str, target: str, *attributes: bytes) -> bytes:
-    """A node with one input and one output; each of ``attributes`` is a serialized ``AttributeProto``."""
-    names = ((_NODE_INPUT, source), (_NODE_OUTPUT, target), (_NODE_OPERATOR, operator), (_NODE_DOMAIN, domain))
+def write_node(operator: str, domain: str, sources: Sequence[str], target: str, *attributes: bytes) -> bytes:
+    """A node with one output; each of ``attributes`` is from ``write_attribute``."""
+    names = [(_NODE_INPUT, source) for source in sources]
+    names += (_NODE_OUTPUT, target), (_NODE_OPERATOR, operator), (_NODE_DOMAIN, domain)
     named = b"".join(write_message(number, name.encode()) for number, name in names)
     return write_message(GRAPH_NODE, named + b"".join(write_message(_NODE_ATTRIBUTE, each) for each in attributes))
+
+
+def write_attribute(name: str, value: bytes, kind: int) -> bytes:
+    """An attribute of a node, whose value is a serialized field of ``AttributeProto``, and its ``AttributeType``."""
+    return write_message(_ATTRIBUTE_NAME, name.encode()) + value + write_number(_ATTRIBUTE_KIND, kind)
 
 
 def write_tensor(number: int, name: str, dtype: int, dims: Sequence[int | None]) -> bytes:

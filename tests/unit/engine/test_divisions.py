@@ -1,0 +1,100 @@
+"""Divisions of integers: the results of ONNX Runtime, without the fault that would end this process."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import parser
+
+from ortserve.engine.divisions import division_edits
+from ortserve.engine.ort_errors import ORT_ERRORS
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.session import Session, SessionOptions, open_session
+from ortserve.model_file.reading import read_model
+
+
+def write(folder: Path, inputs: str, nodes: str, constants: str = "", opset: int = 21) -> Path:
+    text = f"m ({inputs}) => (int64[n] y) <{constants}> {{ {nodes} }}".replace("<>", "")
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> {text}')
+    model.graph.output[0].type.tensor_type.elem_type = model.graph.input[0].type.tensor_type.elem_type
+    onnx.save(model, str(folder / "model.onnx"))
+    return folder / "model.onnx"
+
+
+def opened(path: Path) -> Session:
+    return open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("operator", ["Div", "Mod", "Mod <fmod = 1>"])
+def test_results_are_those_of_onnx_runtime(tmp_path: Path, operator: str, dtype: type[np.integer[Any]]) -> None:
+    name = np.dtype(dtype).name
+    path = write(tmp_path, f"{name}[n] a, {name}[n] b", f"c = Identity (b) y = {operator} (a, c)")
+    ends, rng = np.iinfo(dtype), np.random.default_rng(0)
+    a = np.concatenate([rng.integers(ends.min, ends.max, 500), rng.integers(-9, 9, 500)]).astype(dtype)
+    a[:2] = ends.min, ends.max
+    b = np.roll(a, 1)
+    b[b == 0] = -1
+    b[2] = ends.min
+    a[2] = ends.min
+    a[(a == ends.min) & (b == -1)] = 5
+    plain = ort.InferenceSession(str(path), providers=[CPU]).run(None, {"a": a, "b": b})
+    session = opened(path)
+
+    np.testing.assert_array_equal(session.run(None, {"a": a, "b": b})[0], plain[0])
+    least, one = np.full(40, ends.min, dtype), np.full(40, -1, dtype)
+    expected = least if operator == "Div" else np.zeros_like(least)
+    np.testing.assert_array_equal(session.run(None, {"a": least, "b": one})[0], expected)
+    with pytest.raises(ORT_ERRORS):
+        session.run(None, {"a": one, "b": np.zeros_like(one)})
+
+
+def test_constant_divisor_of_minus_one_is_no_fault_either(tmp_path: Path) -> None:
+    path = write(tmp_path, "int64[n] a", "y = Div (a, one)", "int64 one = {-1}")
+    (found,) = opened(path).run(None, {"a": np.array([-(2**63), 7])})
+    assert found.tolist() == [-(2**63), -7]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "nodes", "constants", "opset"),
+    [
+        ("float[n] a, float[n] b", "y = Div (a, b)", "", 21),
+        ("uint8[n] a, uint8[n] b", "y = Div (a, b)", "", 21),
+        ("int64[n] a", "c = Constant <value = int64 {3}> () y = Div (a, c)", "", 21),
+        ("int64[n] a", "y = Mod (a, c)", "int64[2] c = {3, 4}", 21),
+        ("int64[n] a, float[n] x", "s = Shape (x) d = Div (s, two) y = Add (a, d)", "int64 two = {2}", 21),
+        ("int32[n] a, float s", "c = DequantizeLinear (a, s) y = Div (c, c)", "", 21),
+        ("int64[n] a, int64[n] b", "y = Div (a, b)", "", 8),
+    ],
+    ids=["floats", "bytes", "a constant", "constants", "sizes", "of a known operator only", "before Where"],
+)
+def test_other_divisions_stay_as_they_are(tmp_path: Path, inputs: str, nodes: str, constants: str, opset: int) -> None:
+    assert division_edits(read_model(write(tmp_path, inputs, nodes, constants, opset))) == {}
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "i = Cast <to = 7> (a) y = Div (i, i)",
+        "i = ArgMax <keepdims = 0> (a) y = Div (i, i)",
+        "v, i = TopK (a, one) y = Mod (i, i)",
+        "i = Cast <to = 6> (a) t, u = Split <num_outputs = 2> (i) y = Mod (u, t)",
+        "i = Cast <to = 6> (a) c = Greater (a, a) w = Where (c, i, i) y = Div (w, w)",
+    ],
+    ids=["Cast", "ArgMax", "TopK", "Split", "Where"],
+)
+def test_types_follow_from_the_nodes(tmp_path: Path, nodes: str) -> None:
+    path = write(tmp_path, "float[n] a", nodes, "int64[1] one = {1}")
+    assert list(division_edits(read_model(path))) == [(1, "y")]
+
+
+def test_malformed_nodes_are_left_to_onnx_runtime(tmp_path: Path) -> None:
+    path = write(tmp_path, "int64[n] a", "v, i = TopK (a, a) y = Div (a, a)")
+    model = onnx.load(path)
+    del model.graph.node[0].output[:], model.graph.node[1].input[1:]
+    onnx.save(model, str(path))
+    assert division_edits(read_model(path)) == {}
