@@ -18,6 +18,7 @@ from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placem
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, attach_providers, check_providers
 from ortserve.engine.runtime import missing_library
+from ortserve.engine.wrong_fusions import wrong_fusions
 from ortserve.engine.zip_maps import score_edits
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.damage import find_damage, find_pointer
@@ -103,6 +104,9 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     provider = options.provider
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(model, options.settings))
+        if wrong := wrong_fusions(model):
+            named = option_text(options.settings.entries.get(_DISABLED_OPTIMIZERS, ""))
+            native.add_session_config_entry(_DISABLED_OPTIMIZERS, ";".join((named, *wrong)).lstrip(";"))
         has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"
         edited = edited_model(path, edits, b"" if "" in model.opsets else write_opset("", _OPSET)) if edits else None
         if edited is not None and _WEIGHTS_FOLDER not in options.settings.entries:
