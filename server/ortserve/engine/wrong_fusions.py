@@ -27,7 +27,8 @@ def wrong_fusions(model: Model) -> tuple[str, ...]:
         vectors.update(name for name, tensor in graph.constants.items() if _is_vector(tensor))
         vectors.update(declared.name for declared in graph.inputs if len(declared.dims or ()) == 1)
     for node in nodes:
-        is_constant = node.op == "Constant" and _is_vector(node.attributes.get("value"))
+        value = node.attributes.get("value")
+        is_constant = node.op == "Constant" and (_is_vector(value) or "value_floats" in node.attributes)
         if is_constant or node.op == "Squeeze" or (node.op in _OF_ONE_OPERAND and vectors.issuperset(node.inputs)):
             vectors.update(node.outputs)
         elif node.op == "MatMul" and not vectors.isdisjoint(node.inputs[1:]):

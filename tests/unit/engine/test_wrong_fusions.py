@@ -29,6 +29,7 @@ def write(folder: Path, inputs: str, nodes: str, constants: str = "") -> Path:
         ("float[n,4,d] x, float[4] w", f"{_TURN} y = MatMul (t, w)", ""),
         ("float[n,4,d] x", f"{_TURN} y = MatMul (t, w)", "float[4] w = {1, 2, 3, 4}"),
         ("float[n,4,d] x", f"w = Constant <value = float[4] {{1, 2, 3, 4}}> () {_TURN} y = MatMul (t, w)", ""),
+        ("float[n,4,d] x", f"w = Constant <value_floats = [1.0, 2.0, 3.0, 4.0]> () {_TURN} y = MatMul (t, w)", ""),
         ("float16[n,4,d] h, float[4] w", f"{_TURN.replace('(x)', '(h)')} c = Cast <to = 1> (t) y = MatMul (c, w)", ""),
         ("float[n,4,d] x, float[4] w", f"{_TURN} i = Identity (w) y = MatMul (t, i)", ""),
         ("float[n,4,d] x, float[4,1] v", f"{_TURN} i = Squeeze (v) y = MatMul (t, i)", ""),
@@ -38,7 +39,16 @@ def write(folder: Path, inputs: str, nodes: str, constants: str = "") -> Path:
             "float half = {0.5}",
         ),
     ],
-    ids=["an input", "weights", "a constant", "behind a Cast", "a copy", "a column", "behind a moved Transpose"],
+    ids=[
+        "an input",
+        "weights",
+        "a constant",
+        "a list",
+        "behind a Cast",
+        "a copy",
+        "a column",
+        "behind a moved Transpose",
+    ],
 )
 @pytest.mark.parametrize("entry", ["", "ConstantFolding"])
 def test_transposed_matrix_times_a_vector(tmp_path: Path, inputs: str, nodes: str, constants: str, entry: str) -> None:
