@@ -37,6 +37,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"product{suffix}", interfaces.quantized_product),
             add_model(repository, f"heads{suffix}", interfaces.free_heads),
             add_model(repository, f"window{suffix}", interfaces.free_window),
+            add_model(repository, f"scan{suffix}", interfaces.running_sum),
+            add_model(repository, f"volume{suffix}", interfaces.upsampled_volume),
+            add_model(repository, f"transposed{suffix}", interfaces.transposed_product),
+            add_model(repository, f"skip{suffix}", interfaces.skip_normalized),
+            add_model(repository, f"features{suffix}", interfaces.joined_features),
         ]
         for folder in folders:
             (folder / "model.yaml").write_text(options)
@@ -115,6 +120,41 @@ def test_spectrum_with_an_empty_window_is_rejected(server: ServerProcess) -> Non
     empty = {"x": np.ones((1, 16, 1), np.float32), "window": np.ones(0, np.float32)}
     assert rest_json(server, "window_alone", empty | {"window": np.ones(8, np.float32)})["y"].shape == (1, 3, 5, 2)
     check_rejected(server, "window_alone", empty, "operators STFT may crash")
+
+
+@pytest.mark.parametrize("suffix", ["", "_alone"], ids=["batched", "alone"])
+def test_scan_of_no_steps_is_rejected(server: ServerProcess, suffix: str) -> None:
+    """As above."""
+    answer = rest_json(server, f"scan{suffix}", {"x": np.ones((2, 3, 2), np.float32)})
+    np.testing.assert_array_equal(answer["last"], np.full((2, 2), 3))
+    check_rejected(server, f"scan{suffix}", {"x": np.ones((2, 0, 2), np.float32)}, "operators Scan may crash")
+
+
+@pytest.mark.parametrize("suffix", ["", "_alone"], ids=["batched", "alone"])
+def test_transposed_convolution_of_an_empty_volume_is_rejected(server: ServerProcess, suffix: str) -> None:
+    """ONNX Runtime would read memory that is not there."""
+    model = f"volume{suffix}"
+    answer = rest_json(server, model, {"x": np.ones((1, 1, 2, 2, 4), np.float32)})
+    assert answer["y"].shape == (1, 1, 4, 4, 6)
+    for shape in ((1, 1, 0, 2, 4), (1, 1, 2, 0, 4)):
+        check_rejected(server, model, {"x": np.ones(shape, np.float32)}, f"'x' is empty for model '{model}'")
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes", "empty"),
+    [
+        ("transposed_alone", {"x": (2, 5), "z": (3, 5)}, {"x": (2, 0), "z": (3, 0)}),
+        ("skip_alone", {"x": (3, 2, 4), "skip": (1, 2, 4)}, {"skip": (0, 2, 4)}),
+        ("features_alone", {"x": (3, 2), "z": (3, 2)}, {"x": (0, 2), "z": (0, 2)}),
+    ],
+)
+def test_other_empty_tensors_that_crash_are_rejected(
+    server: ServerProcess, model: str, shapes: dict[str, tuple[int, ...]], empty: dict[str, tuple[int, ...]]
+) -> None:
+    whole = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    rest_json(server, model, whole)
+    inputs = whole | {name: np.ones(shape, np.float32) for name, shape in empty.items()}
+    check_rejected(server, model, inputs, f"is empty for model '{model}'")
 
 
 def test_error_for_rejected_zeros_names_the_synthetic_row(server: ServerProcess) -> None:

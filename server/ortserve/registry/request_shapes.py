@@ -134,14 +134,23 @@ CRASHING: Final[Mapping[str, bool]] = {
     "AttnLSTM": True,
     "DynamicQuantizeLSTM": True,
     "Einsum": False,
+    "FeatureVectorizer": False,
+    "FusedMatMul": False,
     "GRU": True,
+    "GroupQueryAttention": False,
     "LSTM": True,
+    "QAttention": False,
     "STFT": True,
+    "Scan": True,
+    "SkipLayerNormalization": False,
+    "SkipSimplifiedLayerNormalization": False,
     "Unique": True,
 }
-"""Operators that end the process on an empty tensor. GRU and LSTM call ``std::terminate`` for 0 rows or 0 steps, Unique
-if an axis other than its own is empty; Einsum divides by 0 for 0 rows, STFT for an empty window. False for operators
-that are only known to crash if axis 0 is empty: a decoder with an Einsum may begin with a past of length 0."""
+"""Operators that end the process on an empty tensor, by their names in the optimized graph. GRU and LSTM call
+``std::terminate`` for 0 rows or 0 steps, Unique if an axis other than its own is empty; Einsum divides by 0 for 0 rows,
+STFT for an empty window, Scan for a tensor without elements of which it reads slices along another axis than 0. False
+for operators that crash if axis 0 is empty, and otherwise at most along the axes that ``load/empty_axes`` finds: a
+decoder with an Einsum may begin with a past of length 0."""
 
 _MAX_ELEMENTS: Final = 2**23
 """Of a placeholder row of an input with free dimensions, whose sizes a request without data chooses: 32 MiB of FP32."""

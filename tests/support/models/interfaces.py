@@ -62,6 +62,50 @@ def free_window(path: Path) -> Path:
     return _write(path, [node], inputs, [y], [numpy_helper.from_array(np.array(4), "step")])
 
 
+def running_sum(path: Path) -> Path:
+    """The sum of steps, by a Scan along axis 1: x FP32 [batch, steps, 2] → last FP32 [batch, 2]."""
+    state, step, total = (_tensor(name, DataType.FP32, "batch", 2) for name in ("state", "step", "total"))
+    body = helper.make_graph([helper.make_node("Add", ["state", "step"], ["total"])], "body", [state, step], [total])
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "kept"], ["size"]),
+        helper.make_node("ConstantOfShape", ["size"], ["zeros"]),
+        helper.make_node("Scan", ["zeros", "x"], ["last"], body=body, num_scan_inputs=1, scan_input_axes=[1]),
+    ]
+    x, last = _tensor("x", DataType.FP32, "batch", "steps", 2), _tensor("last", DataType.FP32, "batch", 2)
+    return _write(path, nodes, [x], [last], [numpy_helper.from_array(np.array([0, 2]), "kept")])
+
+
+def upsampled_volume(path: Path) -> Path:
+    """A transposed convolution: x FP32 [batch, 1, depth, height, 4] → y FP32 [batch, 1, deeper, higher, 6]."""
+    node = helper.make_node("ConvTranspose", ["x", "kernel"], ["y"], kernel_shape=[3, 3, 3])
+    x = _tensor("x", DataType.FP32, "batch", 1, "depth", "height", 4)
+    y = _tensor("y", DataType.FP32, "batch", 1, "deeper", "higher", 6)
+    return _write(path, [node], [x], [y], [numpy_helper.from_array(np.ones((1, 1, 3, 3, 3), np.float32), "kernel")])
+
+
+def transposed_product(path: Path) -> Path:
+    """An Einsum over an axis of any length: x FP32 [batch, inner], z FP32 [3, inner] → y FP32 [3, batch]."""
+    node = helper.make_node("Einsum", ["x", "z"], ["y"], equation="ij,kj->ki")
+    inputs = [_tensor("x", DataType.FP32, "batch", "inner"), _tensor("z", DataType.FP32, 3, "inner")]
+    return _write(path, [node], inputs, [_tensor("y", DataType.FP32, 3, "batch")])
+
+
+def skip_normalized(path: Path) -> Path:
+    """A normalized sum: x FP32 [batch, length, 4], skip FP32 [others, length, 4] → y FP32 [batch, length, 4]."""
+    node = helper.make_node("SkipLayerNormalization", ["x", "skip", "gamma"], ["y"], domain="com.microsoft")
+    inputs = [_tensor("x", DataType.FP32, "batch", "length", 4), _tensor("skip", DataType.FP32, "others", "length", 4)]
+    y = _tensor("y", DataType.FP32, "batch", "length", 4)
+    return _write(path, [node], inputs, [y], [numpy_helper.from_array(np.ones(4, np.float32), "gamma")])
+
+
+def joined_features(path: Path) -> Path:
+    """X FP32 [batch, 2] and z FP32 [batch, 2] → y FP32 [batch, 4], one beside the other."""
+    node = helper.make_node("FeatureVectorizer", ["x", "z"], ["y"], domain="ai.onnx.ml", inputdimensions=[2, 2])
+    inputs = [_tensor(name, DataType.FP32, "batch", 2) for name in ("x", "z")]
+    return _write(path, [node], inputs, [_tensor("y", DataType.FP32, "batch", 4)])
+
+
 def quantized_product(path: Path) -> Path:
     """A product of two inputs that is computed as INT32: a [batch, inner] and b [inner, 3] → y FP32 [batch, 3]."""
     nodes = [

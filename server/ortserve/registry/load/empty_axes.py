@@ -4,10 +4,11 @@ ONNX Runtime 1.31.1 does not compare the shape of an empty tensor with those of 
 ``[0, 2]`` and ``[3, 2]`` it makes ``[3, 4]`` along axis 1, and writes only half of it. The rest is what the memory held
 before, such as inputs of other requests. An empty tensor is right if it is empty along the axis of the Concat, as the
 past of a decoder is before the first token. Nor does it write quantized products of matrices over an axis of length 0.
-Attention without heads, or with heads of size 0, ends the process.
+Attention without heads, or with heads of size 0, ends the process, and so do a few other operators on some empty axes.
+A Conv with an empty kernel does not return.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -23,6 +24,8 @@ _WITH_PAST: Final = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAtt
 
 _HEADS: Final = {4: 1, 3: 2}
 """The axis of the heads in queries, keys and values, by the number of their axes; of three, the last has all heads."""
+_LAST_AXIS: Final = {"LinearAttention": 3, "MoE": 1, "QMoE": 1, "RotaryEmbedding": 1}
+"""Operators that divide by the last axis of their first inputs, with the number of these inputs."""
 
 _Seeds: TypeAlias = "dict[_Axis, int | None]"
 """The axes of inputs along which a tensor is empty if the input is, each with the axis of the tensor; None for an
@@ -41,10 +44,10 @@ def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
     """The axes along which each input may be empty; None if all may be empty along any, as no node minds.
 
     An axis is left out if an empty tensor may reach a Concat along another axis, or a quantized product of matrices
-    that are no weights, or if it is the axis of the heads of an attention. An input without a declared shape has none.
-    A graph that is larger than analyses allow is not followed.
+    that are no weights, or an operator that does not survive it. An input without a declared shape has none. A graph
+    that is larger than analyses allow is not followed.
     """
-    if not any(node.op in _JOINS or node.op in _WITH_PAST or _is_quantized(node) for node in all_nodes(model)):
+    if not any(_minds_empty(node, model.graph.constants) for node in all_nodes(model)):
         return None
     paths = _Paths(model)
     paths.follow(model.graph.nodes, dict(model.graph.constants))
@@ -88,9 +91,13 @@ class _Paths:
             read = self._all_of(names_read(node))
             if not read:
                 continue
-            if self._is_unwritten_product(node, constants):
+            if self._is_unwritten_product(node, constants) or _crashes_anywhere(node):
                 self.wrong |= read.keys()
                 continue
+            for name, axis in self._crashing_axes(node):
+                self.wrong |= {seed for seed, at in self._all_of([name]).items() if at == axis}
+            if node.op == "Conv":  # an empty kernel
+                self.wrong |= self._all_of(node.inputs[1:2]).keys()
             graphs = list(graphs_of([node]))
             if node.op == "If":
                 for graph in graphs:
@@ -108,6 +115,18 @@ class _Paths:
         if at is None or len(node.inputs) <= at or node.inputs[at] in self._weights or node.inputs[at] in constants:
             return False
         return _is_quantized(node) or self._dequantized.issuperset(node.inputs[:2])
+
+    def _crashing_axes(self, node: Node) -> Iterator[tuple[str, int]]:
+        """The axes along which inputs of a node must not be empty, with the name of each input."""
+        equation = node.attributes.get("equation")
+        if isinstance(equation, str) and "->" in equation and "." not in equation:
+            terms, _, kept = equation.replace(" ", "").partition("->")
+            for name, term in zip(node.inputs, terms.split(","), strict=False):
+                yield from ((name, axis) for axis, letter in enumerate(term) if letter not in kept)
+        for name in node.inputs[:3] if node.op in _WITH_PAST else ():
+            yield name, _HEADS.get(self._ranks.get(name, 0), -1)
+        for name in node.inputs[: _LAST_AXIS.get(node.op, 0)]:
+            yield name, self._ranks.get(name, 0) - 1
 
     def _follow_branch(self, node: Node, graph: Graph, constants: dict[str, Tensor]) -> None:
         outer = self._seeds, self._ranks
@@ -140,9 +159,6 @@ class _Paths:
 
     def _pass_on(self, node: Node, read: _Seeds, constants: Mapping[str, Tensor]) -> None:
         if node.op in _WITH_PAST:
-            for name in node.inputs[:3]:
-                heads = _HEADS.get(self._ranks.get(name, 0))
-                self.wrong |= {seed for seed, at in self._all_of([name]).items() if heads is not None and at == heads}
             read = self._all_of(node.inputs[:3])
         passed: _Seeds = dict.fromkeys(read)
         places, rank = self._moves(node, constants) or ({}, None)
@@ -189,6 +205,21 @@ class _Paths:
                 self._seeds[name] = seeds
                 if rank is not None:
                     self._ranks[name] = rank
+
+
+def _minds_empty(node: Node, constants: Mapping[str, Tensor]) -> bool:
+    if node.op == "Conv":
+        return not constants.keys() >= set(node.inputs[1:2])
+    minds = _JOINS | _WITH_PAST | _LAST_AXIS.keys() | {"Einsum"}
+    return node.op in minds or _is_quantized(node) or _crashes_anywhere(node)
+
+
+def _crashes_anywhere(node: Node) -> bool:
+    """Whether the node is a matrix inverse, a transposed convolution of volumes, or quantizes in blocks."""
+    if node.op == "ConvTranspose":
+        kernel = node.attributes.get("kernel_shape")
+        return not isinstance(kernel, tuple) or len(kernel) > 2
+    return node.op == "Inverse" or (node.op == "QuantizeLinear" and bool(node.attributes.get("block_size")))
 
 
 def _is_quantized(node: Node) -> bool:

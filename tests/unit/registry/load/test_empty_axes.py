@@ -95,6 +95,32 @@ def test_quantized_products_of_two_computed_matrices_take_no_empty_ones(
     assert axes["past"] == ({0, 2} if may_be_empty else set())
 
 
+@pytest.mark.parametrize(
+    ("inputs", "nodes", "axes"),
+    [
+        (f"{_PAST}, {_NEW}", 'y = Einsum <equation = "bhpd,bhpe -> bhde"> (past, new)', {"past": {0}, "new": {0}}),
+        ("float[batch,hidden] x", "y = MoE (x, x)", {"x": {0}}),
+        ("float[batch,steps,hidden] x", "y, s = LinearAttention (x, x, x)", {"x": {0, 1}}),
+        (
+            "float[batch,steps,hidden] x, int64[batch,steps] at",
+            "y = RotaryEmbedding (x, at)",
+            {"x": {0, 1}, "at": {0, 1}},
+        ),
+        ("float[batch,2,h,w] x", "y = ConvTranspose <kernel_shape = [3, 3]> (x, kernel)", None),
+        ("float[batch,2,d,h,w] x", "y = ConvTranspose <kernel_shape = [3, 3, 3]> (x, kernel)", {"x": set()}),
+        ("float[batch,2,h,w] x, float[o,2,kh,kw] k", "y = Conv (x, k)", {"x": {0, 2, 3}, "k": set()}),
+        ("float[batch,2,h,w] x", "y = Conv (x, kernel)", None),
+        ("float[batch,size,size] x", "y = Inverse (x)", {"x": set()}),
+        ("float[batch,n] x", "y = QuantizeLinear <axis = 1, block_size = 2> (x, x)", {"x": set()}),
+        ("float[batch,n] x", "y = QuantizeLinear (x, kernel)", None),
+    ],
+)
+def test_axes_on_which_an_operator_crashes_must_not_be_empty(
+    tmp_path: Path, inputs: str, nodes: str, axes: dict[str, set[int]] | None
+) -> None:
+    assert found(tmp_path, inputs, nodes, "<float[1] kernel = {1}>") == axes
+
+
 def test_branches_are_followed(tmp_path: Path) -> None:
     """As in decoders whose two forms are the branches of one model, with equal names in both."""
     nodes = """y = If (c) <
