@@ -36,6 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         interfaces.optional_bias,
         interfaces.optional_sequence,
         interfaces.positive,
+        interfaces.reversed_of_any_shape,
         interfaces.sequence_input,
     ):
         add_model(repository, build.__name__, build)
@@ -183,6 +184,12 @@ def test_scalars_and_empty_tensors_are_served(server: ServerProcess, infer: Infe
     assert infer(server, "scalar", {"x": scalar})["y"] == scalar
     empty = np.empty((0, 5, 3), np.float32)
     assert infer(server, "empty", {"x": empty})["y"].shape == empty.shape
+
+
+def test_model_that_does_not_survive_another_rank_loads(server: ServerProcess) -> None:
+    """Warm-up knows no shape for its input, and ONNX Runtime would end the process on a scalar."""
+    inputs = {"x": np.array([[1, 2, 3]], np.float32), "lengths": np.array([2])}
+    np.testing.assert_array_equal(ENCODINGS[0](server, "reversed_of_any_shape", inputs)["y"], [[2, 1, 3]])
 
 
 @IN_EVERY_ENCODING

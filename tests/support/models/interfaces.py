@@ -319,6 +319,13 @@ def any_shape(path: Path) -> Path:
     return _write(path, nodes, inputs, outputs)
 
 
+def reversed_of_any_shape(path: Path) -> Path:
+    """No shape is declared for x FP32, which must have 2 axes or more; lengths INT64 [n] → y FP32, reversed rows."""
+    node = helper.make_node("ReverseSequence", ["x", "lengths"], ["y"], batch_axis=0, time_axis=1)
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
+    return _write(path, [node], [x, _tensor("lengths", DataType.INT64, "n")], [y])
+
+
 def positive(path: Path) -> Path:
     """Data decides the shape: x FP32 [n] → y FP32 [m], those elements of x that are positive."""
     zero = numpy_helper.from_array(np.zeros((), np.float32), "zero")
