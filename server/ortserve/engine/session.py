@@ -13,12 +13,12 @@ from ortserve.config.session import Scalar, SessionSettings, option_text
 from ortserve.engine.denormals import session_maker
 from ortserve.engine.divisions import division_edits
 from ortserve.engine.encoded_images import ImageSession, find_images, image_edits
+from ortserve.engine.harmful_optimizers import harmful_optimizers
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, attach_providers, check_providers
 from ortserve.engine.runtime import missing_library
-from ortserve.engine.wrong_fusions import wrong_fusions
 from ortserve.engine.zip_maps import score_edits
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.damage import find_damage, find_pointer
@@ -104,9 +104,9 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     provider = options.provider
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(model, options.settings))
-        if wrong := wrong_fusions(model):
+        if harmful := harmful_optimizers(model):
             named = option_text(options.settings.entries.get(_DISABLED_OPTIMIZERS, ""))
-            native.add_session_config_entry(_DISABLED_OPTIMIZERS, ";".join((named, *wrong)).lstrip(";"))
+            native.add_session_config_entry(_DISABLED_OPTIMIZERS, ";".join((named, *harmful)).lstrip(";"))
         has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"
         edited = edited_model(path, edits, b"" if "" in model.opsets else write_opset("", _OPSET)) if edits else None
         if edited is not None and _WEIGHTS_FOLDER not in options.settings.entries:

@@ -1,4 +1,4 @@
-"""Fusions that change results: sessions answer as numpy does."""
+"""Optimizers that change results or crash: sessions answer as numpy does, and survive."""
 
 from pathlib import Path
 
@@ -8,10 +8,11 @@ import pytest
 from onnx import parser
 
 from ortserve.config.session import SessionSettings
+from ortserve.engine.harmful_optimizers import harmful_optimizers
+from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.engine.wrong_fusions import wrong_fusions
 from ortserve.model_file.reading import read_model
 
 _TURN = "t = Transpose <perm = [0, 2, 1]> (x)"
@@ -71,4 +72,32 @@ def test_transposed_matrix_times_a_vector(tmp_path: Path, inputs: str, nodes: st
     ids=["of matrices", "of a vector and a matrix", "not transposed"],
 )
 def test_other_products_are_fused(tmp_path: Path, nodes: str) -> None:
-    assert wrong_fusions(read_model(write(tmp_path, "float[n,4,d] x", nodes, "float[4] w = {1, 2, 3, 4}"))) == ()
+    assert harmful_optimizers(read_model(write(tmp_path, "float[n,4,d] x", nodes, "float[4] w = {1, 2, 3, 4}"))) == ()
+
+
+@pytest.mark.parametrize(("size", "left_out"), [("height,width", ("NhwcTransformer",)), ("8,8", ())])
+def test_quantized_average_of_an_image_smaller_than_its_kernel(
+    tmp_path: Path, size: str, left_out: tuple[str, ...]
+) -> None:
+    """With channels on the last axis ONNX Runtime would divide by 0, which ends this process."""
+    quantized = "{} = QuantizeLinear ({}, s, z) {} = DequantizeLinear ({}, s, z)"
+    nodes = " ".join(
+        [
+            "v = DequantizeLinear (w, s, z)",
+            quantized.format("q1", "x", "x1", "q1"),
+            "a = Conv (x1, v)",
+            quantized.format("q2", "a", "x2", "q2"),
+            "b = AveragePool <kernel_shape = [2, 2]> (x2)",
+            quantized.format("q3", "b", "x3", "q3"),
+            "c = Conv (x3, v)",
+            quantized.format("q4", "c", "y", "q4"),
+        ]
+    )
+    path = write(tmp_path, f"float[n,1,{size}] x", nodes, "float s = {0.5}, uint8 z = {0}, uint8[1,1,1,1] w = {2}")
+    assert harmful_optimizers(read_model(path)) == left_out
+    session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
+    (y,) = session.run(None, {"x": np.ones((1, 1, 8, 8), np.float32)})
+    np.testing.assert_array_equal(y, np.ones((1, 1, 7, 7)))
+    if left_out:
+        with pytest.raises(ORT_ERRORS):
+            session.run(None, {"x": np.ones((1, 1, 1, 1), np.float32)})

@@ -1,0 +1,59 @@
+"""Optimizers of ONNX Runtime that change the results of a model, or make it crash."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes
+
+_AVERAGES: Final = frozenset({"AveragePool", "QLinearAveragePool"})
+_QUANTIZED: Final = frozenset({"DequantizeLinear", "QLinearAveragePool", "QLinearConv"})
+_OF_ONE_OPERAND: Final = frozenset(
+    {"Abs", "Cast", "Exp", "Identity", "Neg", "Relu", "Sigmoid", "Softmax", "Sqrt", "Tanh"}
+)
+"""Operators whose result has the axes of their operand."""
+
+
+def harmful_optimizers(model: Model) -> tuple[str, ...]:
+    """The names of the optimizers that must not run for this model.
+
+    ONNX Runtime 1.31.1 joins Transpose and MatMul from the level "extended" on, also where other optimizers have moved
+    the Transpose. If the second operand is a vector, as in the attention pooling of texts, the product is wrong,
+    because it reads the matrix in its old order. And it moves the channels of quantized images to the last axis, where
+    average pooling ends the process if an image is smaller than the kernel.
+    """
+    nodes = list(all_nodes(model))
+    found = []
+    if any(node.op == "Transpose" for node in nodes) and _has_product_by_vector(model, nodes):
+        found.append("MatmulTransposeFusion")
+    operators = {node.op for node in nodes}
+    if not operators.isdisjoint(_AVERAGES) and not operators.isdisjoint(_QUANTIZED) and _takes_any_image(model):
+        found.append("NhwcTransformer")
+    return tuple(found)
+
+
+def _has_product_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
+    """Whether the second operand of a MatMul is a vector.
+
+    Vectors are found where the file declares them, as weights, constants and inputs, and behind a few operators.
+    """
+    vectors: set[str] = set()
+    for graph in all_graphs(model):
+        vectors.update(name for name, tensor in graph.constants.items() if _is_vector(tensor))
+        vectors.update(declared.name for declared in graph.inputs if len(declared.dims or ()) == 1)
+    for node in nodes:
+        value = node.attributes.get("value")
+        is_constant = node.op == "Constant" and (_is_vector(value) or "value_floats" in node.attributes)
+        if is_constant or node.op == "Squeeze" or (node.op in _OF_ONE_OPERAND and vectors.issuperset(node.inputs)):
+            vectors.update(node.outputs)
+        elif node.op == "MatMul" and not vectors.isdisjoint(node.inputs[1:]):
+            return True
+    return False
+
+
+def _takes_any_image(model: Model) -> bool:
+    """Whether an input may be an image of any size."""
+    return any(not isinstance(size, int) for declared in model.graph.inputs for size in (declared.dims or ())[2:])
+
+
+def _is_vector(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dims is not None and len(value.dims) == 1
