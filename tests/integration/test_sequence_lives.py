@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         (add_model(folder, name, build) / "config.pbtxt").write_text(EXAMPLE % batching)
     for name, steps in (("slow", 50_000), ("slower", 200_000)):
         (add_model(folder, name, sequences.slow, steps=steps) / "model.yaml").write_text(SUM)
-    (add_model(folder, "full", sequences.slow, steps=200_000) / "model.yaml").write_text(SUM + "max_queue_rows: 1\n")
+    (add_model(folder, "full", sequences.slow, steps=600_000) / "model.yaml").write_text(SUM + "max_queue_rows: 1\n")
     (add_model(folder, "recorded", sequences.two_states) / "model.yaml").write_text(
         "record: {share: 1}\nsequences: {states: [{input: a_in, output: z_out}, {input: b_in, output: a_out}]}\n"
     )
