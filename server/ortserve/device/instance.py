@@ -328,6 +328,7 @@ class DeviceInstance:
         finally:
             with self._termination_lock:
                 self._plain_batch = None
+                self._terminated.discard(id(batch))
 
     def _run_plain_batch(self, batch: Batch) -> BatchResult:
         if self._states is None or self._state_runs is None or not self._states.are_in(batch):
