@@ -12,11 +12,10 @@ import onnxruntime as ort
 
 from ortserve.engine.provider_options import CPU
 from ortserve.model_file.editing import GRAPH_INPUT, GRAPH_OUTPUT, write_model, write_node, write_tensor
+from ortserve.model_file.graph import FLOAT
 
 _NODES: Final = 50
 _MOST_SAMPLES: Final = 100
-_FLOAT: Final = 1
-"""``TensorProto.FLOAT``."""
 
 
 class CallOverhead:
@@ -37,7 +36,7 @@ class CallOverhead:
         """
         names = [f"t{number}" for number in range(_NODES + 1)]
         nodes = b"".join(write_node("Relu", "", [source], target) for source, target in pairwise(names))
-        ends = write_tensor(GRAPH_INPUT, names[0], _FLOAT, [1]) + write_tensor(GRAPH_OUTPUT, names[-1], _FLOAT, [1])
+        ends = write_tensor(GRAPH_INPUT, names[0], FLOAT, [1]) + write_tensor(GRAPH_OUTPUT, names[-1], FLOAT, [1])
         model = write_model(nodes + ends, opset=14, ir_version=8)
         self._plain = _open(model, threads, None)
         self._profiled = _open(model, threads, prefix)
