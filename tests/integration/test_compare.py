@@ -255,10 +255,7 @@ def test_ensembles_that_cannot_be_compared_are_refused_with_one_line(
 
 
 @pytest.mark.usefixtures("compared_apart")
-def test_speed_is_compared_in_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("ortserve.tools.speed._PROCESSES", 2)  # each takes a second to start
+def test_speed_is_compared_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = builders.heavy(tmp_path / "long.onnx", steps=64)
     short = builders.heavy(tmp_path / "short.onnx", steps=4)
     page = tmp_path / "page.html"

@@ -33,19 +33,24 @@ class Ports(NamedTuple):
 
 def free_ports() -> Ports:
     """Free ports, from below those that systems give away by themselves: a server that is started
-    again must find its own free.
+    again must find its own free. No port is given twice, nor to two workers of pytest-xdist.
     """
-    found: list[int] = []
-    while len(found) < 3:
-        port = random.randrange(20_000, 32_000)
+    return Ports(*(next(_FREE_PORTS) for _ in Ports._fields))
+
+
+def _free_ports() -> Iterator[int]:
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    share = range(20_000 + worker * 2000 % 12_000, 22_000 + worker * 2000 % 12_000)
+    for port in random.sample(share, len(share)):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        if port not in found:
-            found.append(port)
-    return Ports(*found)
+        yield port
+
+
+_FREE_PORTS: Final = _free_ports()
 
 
 async def until(look: Callable[[], Awaitable[bool]]) -> None:
