@@ -20,7 +20,7 @@ from ortserve.telemetry.statistics import TritonMetrics
 from perf_analyzer import VERSION, PerfAnalyzer, find_perf_analyzer
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
 
-SHORT: Final = ("--measurement-mode", "count_windows", "--measurement-request-count", "20", "-s", "999", "-r", "3")
+SHORT: Final = ("--measurement-mode", "count_windows", "--measurement-request-count", "20", "-s", "1000000", "-r", "3")
 """Three windows of so many requests, called stable however they differ: the shortest run there is that cannot hang.
 
 Windows of time may see no request on a busy machine. With ``--request-count`` perf_analyzer now and then forgets the
