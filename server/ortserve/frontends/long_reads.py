@@ -1,88 +1,161 @@
-"""Long reads of a socket end its turn of the event loop: libuv makes up to 32 reads, 8 MB, before it serves others.
+"""Long reads of a socket are processed in parts, so that other connections have their turns of the event loop.
 
-A read of 256 KB may hold thousands of requests, frames or chunks, which take tens of milliseconds. After such a read
-the connection is read in short parts, one in each turn, until parts of this size take little time again.
+A read of 256 KB may hold thousands of requests, frames or chunks, which take tens of milliseconds together, and libuv
+makes up to 32 reads, 8 MB, before it serves others.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from ortserve.clock import monotonic_ns
 from ortserve.frontends.large_body import Receiver
 
-SHORT_READ_BYTES: Final = 16 * 1024
-"""Longer reads are measured, and costly ones are followed by reads of at most this size."""
+SHORT_READ_BYTES: Final = 8 * 1024
+"""Reads up to this size are processed at once."""
 
-_LONG_READ_BYTES: Final = 128 * 1024
+_FIRST_PART_BYTES: Final = 4 * 1024
+_MAX_PART_BYTES: Final = 16 * 1024
+"""Parts double up to this size while a turn lasts: few bytes show whether more of them are costly."""
+
+_TURN_NS: Final = 1_000_000
+"""After this time the rest of a read waits for later turns."""
+
+_CHEAP_NS: Final = 100_000
+"""Of a read of ``SHORT_READ_BYTES``: at this rate the longest read is processed in two or three turns."""
+
+LONG_READ_BYTES: Final = 128 * 1024
 """After a read of this size the next one waits for the next turn of the loop."""
-
-_COSTLY_NS: Final = 2_000_000
-_CHEAP_NS: Final = 250_000
-"""Of a read of ``SHORT_READ_BYTES``: at this rate one of ``_LONG_READ_BYTES`` is not costly."""
 
 
 class Readable(Protocol):
-    """The methods of ``asyncio.Transport`` that are used here."""
+    """The methods of ``asyncio.Transport`` that are used here. They may be those of a TLS session."""
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any: ...
     def get_protocol(self) -> asyncio.BaseProtocol: ...
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None: ...
     def is_closing(self) -> bool: ...
+    def close(self) -> None: ...
     def pause_reading(self) -> None: ...
     def resume_reading(self) -> None: ...
 
 
-def end_read(
-    protocol: asyncio.Protocol, transport: Readable, may_read: Callable[[], bool], nbytes: int, began_ns: int
-) -> None:
-    """Let other connections have their turn after a read of more than ``SHORT_READ_BYTES``.
+class PartReader(asyncio.Protocol):
+    """A protocol that accepts a read in parts. Its ``data_received`` calls ``read_long`` for long reads."""
+
+    def on_part(self, data: bytes) -> None:
+        """Process the next part of a read."""
+        raise NotImplementedError
+
+    def on_read(self, data: bytes) -> None:
+        """All parts of the read ``data`` are processed."""
+        raise NotImplementedError
+
+    def may_read(self) -> bool:
+        """Whether the transport may read on: the protocol has not paused it."""
+        raise NotImplementedError
+
+
+def read_long(reader: PartReader, transport: Readable, data: bytes) -> None:
+    """Process a read of more than ``SHORT_READ_BYTES``, or its begin now and the rest in later turns.
 
     Args:
-        protocol: Has processed the read.
-        transport: Of the protocol.
-        may_read: Says in the next turn whether the transport may read again: nothing else has paused it.
-        nbytes: Of the read.
-        began_ns: When the protocol got it (monotonic).
+        reader: The protocol of ``transport``.
+        transport: Paused until the rest is processed.
+        data: What the transport received.
     """
-    if nbytes >= _LONG_READ_BYTES:
-        _pause_for_turn(transport, may_read)
-    if monotonic_ns() - began_ns < _COSTLY_NS or transport.is_closing() or transport.get_protocol() is not protocol:
+    end = _process(reader, transport, data, 0)
+    if transport.is_closing():
         return
-    if transport.get_extra_info("sslcontext") is None:  # else the socket below the session is read in short parts
-        transport.set_protocol(_ShortReads(protocol, transport, may_read))
+    if end < len(data):
+        transport.set_protocol(_ShortReads(reader, transport, data, end))
+    elif len(data) >= LONG_READ_BYTES:
+        pause_for_turn(transport, reader.may_read)
 
 
-class _ShortReads(Receiver):
-    """Receives a short part of a connection in each turn of the loop."""
-
-    def __init__(self, protocol: asyncio.Protocol, transport: Readable, may_read: Callable[[], bool]) -> None:
-        super().__init__(protocol)
-        self._reader = protocol
-        self._transport = transport
-        self._may_read = may_read
-        self._buffer = memoryview(bytearray(SHORT_READ_BYTES))
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        began_ns = monotonic_ns()
-        self._reader.data_received(bytes(self._buffer[:nbytes]))
-        transport = self._transport
-        if nbytes < SHORT_READ_BYTES or transport.is_closing() or transport.get_protocol() is not self:
-            return
-        if monotonic_ns() - began_ns < _CHEAP_NS:
-            transport.set_protocol(self._reader)
-        _pause_for_turn(transport, self._may_read)
-
-
-def _pause_for_turn(transport: Readable, may_read: Callable[[], bool]) -> None:
+def pause_for_turn(transport: Readable, may_read: Callable[[], bool]) -> None:
+    """Read on in the next turn, if ``may_read`` then says that nothing else has paused the transport."""
     if not transport.is_closing():
         transport.pause_reading()
         asyncio.get_running_loop().call_soon(_read_on, transport, may_read)
 
 
 def _read_on(transport: Readable, may_read: Callable[[], bool]) -> None:
-    if may_read() and not transport.is_closing():
+    if not transport.is_closing() and may_read():
         transport.resume_reading()
+
+
+def _process(reader: PartReader, transport: Readable, data: bytes, begin: int) -> int:
+    """Process ``data`` from ``begin`` on, for about ``_TURN_NS``; returns where the rest begins."""
+    part_bytes = _FIRST_PART_BYTES
+    began_ns = monotonic_ns()
+    while begin < len(data) and not transport.is_closing():
+        reader.on_part(data[begin : begin + part_bytes])
+        begin += part_bytes
+        if monotonic_ns() - began_ns >= _TURN_NS:
+            break
+        part_bytes = min(2 * part_bytes, _MAX_PART_BYTES)
+    if begin >= len(data):
+        reader.on_read(data)
+    return begin
+
+
+class _ShortReads(Receiver):
+    """Processes the rest of a costly read in later turns, and then receives short reads, until they are cheap again."""
+
+    def __init__(self, reader: PartReader, transport: Readable, data: bytes, end: int) -> None:
+        """``data`` is the read, processed up to ``end``."""
+        super().__init__(reader)
+        self._reader = reader
+        self._transport = transport
+        self._buffer = memoryview(bytearray(SHORT_READ_BYTES))
+        self._data = data
+        self._end = end
+        self._has_ended = False
+        self._wait_for_turn()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data = bytes(self._buffer[:nbytes])
+        transport = self._transport
+        if self._is_waiting:  # the reader has resumed the transport, or a TLS session had decrypted more
+            self._data += data
+            transport.pause_reading()
+            return
+        began_ns = monotonic_ns()
+        self._reader.data_received(data)
+        if nbytes < SHORT_READ_BYTES or transport.is_closing() or transport.get_protocol() is not self:
+            return
+        if monotonic_ns() - began_ns < _CHEAP_NS:
+            transport.set_protocol(self._reader)
+        else:
+            self._wait_for_turn()
+
+    def eof_received(self) -> bool | None:
+        self._has_ended = self._is_waiting
+        return True if self._is_waiting else self._reader.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._data = b""
+        self._reader.connection_lost(exc)
+
+    def _wait_for_turn(self) -> None:
+        self._is_waiting = True
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._on_turn)
+
+    def _on_turn(self) -> None:
+        self._is_waiting = False
+        transport = self._transport
+        if self._data:
+            self._end = _process(self._reader, transport, self._data, self._end)
+            if self._end < len(self._data) and not transport.is_closing():
+                self._wait_for_turn()
+                return
+            self._data, self._end = b"", 0
+        if transport.is_closing():
+            return
+        if self._has_ended and not self._reader.eof_received():
+            transport.close()
+        _read_on(transport, self._reader.may_read)

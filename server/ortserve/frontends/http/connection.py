@@ -325,10 +325,6 @@ class Connection:
         connected: socket.socket | None = self.transport.get_extra_info("socket")
         return connected is not None and connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 
-    def may_read(self) -> bool:
-        """Whether nothing holds the transport back from reading."""
-        return not self.is_read_paused
-
     def pause_reading(self) -> None:
         if not self.is_read_paused:
             self.is_read_paused = True

@@ -42,7 +42,7 @@ from ortserve.frontends.http.request_head import (
 )
 from ortserve.frontends.http.responses import CorkedTransport
 from ortserve.frontends.large_body import LargeBody, Receiver
-from ortserve.frontends.long_reads import SHORT_READ_BYTES, end_read
+from ortserve.frontends.long_reads import SHORT_READ_BYTES, PartReader, read_long
 from ortserve.listening import draw_age_s
 from ortserve.service.gate import body_too_large
 
@@ -61,7 +61,7 @@ _CLOSED_PARSER: Final = httptools.HttpRequestParser(object())
 """Replaces the parser of a lost connection, which otherwise forms a reference cycle with its protocol."""
 
 
-class HttpProtocol(asyncio.Protocol):
+class HttpProtocol(PartReader):
     """Reads the requests of one connection. Loop thread only.
 
     Attributes:
@@ -241,15 +241,27 @@ class HttpProtocol(asyncio.Protocol):
         if connection.ignores_input:
             connection.drop(len(data))
             return
-        began_ns = time.monotonic_ns() if len(data) > SHORT_READ_BYTES else 0
         self._data_bytes = len(data)
+        if len(data) > SHORT_READ_BYTES:
+            read_long(self, self.transport, data)
+            return
         self._parse(data)
+        self.on_read(data)
+
+    def on_part(self, data: bytes) -> None:
+        if self.connection.ignores_input:
+            self.connection.drop(len(data))
+        else:
+            self._parse(data)
+
+    def on_read(self, data: bytes) -> None:
         if self._stage is not _REQUEST:
             if self._chunk_begin >= 0:
                 self._check_chunk(data)
             self._on_unfinished()
-        if began_ns:
-            end_read(self, self.transport, connection.may_read, len(data), began_ns)
+
+    def may_read(self) -> bool:
+        return not self.connection.is_read_paused
 
     def _parse(self, data: bytes) -> None:
         pieces: list[bytes | memoryview] = [data]

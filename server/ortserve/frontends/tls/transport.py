@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, Final, cast
 
 from ortserve.clock import Clock, monotonic_ns
-from ortserve.frontends.long_reads import SHORT_READ_BYTES, end_read
+from ortserve.frontends.long_reads import LONG_READ_BYTES, pause_for_turn
 from ortserve.frontends.tls.record_budget import RecordBudget
 from ortserve.telemetry.logs import log_event
 
@@ -118,7 +118,6 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
     def data_received(self, data: bytes) -> None:
         if self._is_closing or self._is_dropping or self._has_ended:
             return
-        began_ns = monotonic_ns() if len(data) > SHORT_READ_BYTES else 0
         parts: list[bytes] = []
         if len(data) <= _SLICE_BYTES:
             self._take(data, parts)
@@ -130,8 +129,8 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
                     break
         if not self._is_closing:
             self._pass_on(parts)
-        if began_ns and not self._is_closing:
-            end_read(self, self._socket, self.is_reading, len(data), began_ns)
+        if len(data) >= LONG_READ_BYTES:
+            pause_for_turn(self._socket, self.is_reading)
 
     def eof_received(self) -> bool | None:
         """Whether the socket stays open for responses, as the protocol decides once."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, cast
 
-from ortserve.clock import Clock, monotonic_ns
+from ortserve.clock import Clock
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
@@ -23,7 +23,7 @@ from ortserve.frontends.grpc.native.receiving import DRAIN_PING, Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LARGE_BYTES, Receiver
-from ortserve.frontends.long_reads import SHORT_READ_BYTES, end_read
+from ortserve.frontends.long_reads import SHORT_READ_BYTES, PartReader, read_long
 
 logger: Final = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _LAST_CALLS_S: Final = 1.0
 """For which a draining connection accepts calls, if the peer does not answer a PING: they were perhaps on their way."""
 
 
-class Connection(asyncio.Protocol):
+class Connection(PartReader):
     """Made for each socket; ``connections`` contains the open ones."""
 
     def __init__(
@@ -114,12 +114,21 @@ class Connection(asyncio.Protocol):
         self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
 
     def data_received(self, data: bytes) -> None:
-        began_ns = monotonic_ns() if len(data) > SHORT_READ_BYTES else 0
+        if len(data) > SHORT_READ_BYTES:
+            read_long(self, self._transport, data)
+            return
         self.on_bytes(data)
+        self.on_read(data)
+
+    def on_part(self, data: bytes) -> None:
+        self.on_bytes(data)
+
+    def on_read(self, data: bytes) -> None:
         if self._reader.data_left >= LARGE_BYTES and self._receiving.placing() is not None:
             self._transport.set_protocol(MessageReceiver(self))
-        if began_ns:
-            end_read(self, self._transport, self._writer.may_read, len(data), began_ns)
+
+    def may_read(self) -> bool:
+        return self._writer.may_read()
 
     def eof_received(self) -> bool:
         """The peer sends nothing more. Complete requests are answered, then the connection closes.
