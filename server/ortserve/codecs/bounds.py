@@ -31,6 +31,9 @@ INLINE_BYTES: Final = 64 * 1024
 INLINE_ELEMENTS: Final = 16 * 1024
 """Maximum number of elements of an answer that are encoded on the event loop as JSON or texts, in about 1 ms."""
 
+INLINE_OUTPUTS: Final = 256
+"""Maximum number of outputs of an answer that is encoded on the event loop; each takes about 2 µs."""
+
 INLINE_BINARY_BYTES: Final = 1024 * 1024
 """Maximum size of binary outputs and of texts that are encoded and joined on the event loop, in 0.1 to 1 ms."""
 

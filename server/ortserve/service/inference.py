@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from ortserve.clock import Clock
-from ortserve.codecs.bounds import INLINE_ELEMENTS, JSON_GROWTH, TEXT_BYTES
+from ortserve.codecs.bounds import INLINE_ELEMENTS, INLINE_OUTPUTS, JSON_GROWTH, TEXT_BYTES
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
@@ -306,7 +306,7 @@ class InferenceService:
         for array in outputs:
             elements += array.size
         may_be_long = elements > INLINE_ELEMENTS or served.signature.has_text_outputs
-        if may_be_long and encoder.is_long(request, response):
+        if len(outputs) > INLINE_OUTPUTS or (may_be_long and encoder.is_long(request, response)):
             self._encode_on_thread(call, partial(encoder.encode, request, response, self.gate.memory))
             return None
         return encoder.encode(request, response)

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from fakes.encoded import AS_IS, EncodedBy, Given
 from models import builders
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, INLINE_OUTPUTS
 from ortserve.codecs.generate import GenerateEncoder
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
@@ -424,6 +424,20 @@ async def test_few_long_texts_and_many_short_outputs_are_encoded_on_a_thread(
     rows = np.ones((INLINE_ELEMENTS // 4, 4), np.float32)
     # Two outputs, each as long as one may be. Binary outputs count by their size.
     assert await is_on_loop(request("two", rows)) == isinstance(encoder, GrpcEncoder)
+
+
+async def test_answer_with_many_outputs_is_encoded_on_a_thread(stage: Stage, tmp_path: Path) -> None:
+    count = INLINE_OUTPUTS + 1
+    builders.many_tensors(tmp_path / "many.onnx", count)
+    await stage.registry.load("many")
+    row = np.ones((1, 1), np.float32)
+
+    def asked() -> InferRequest:
+        tensors = [Tensor(f"x{number}", DataType.FP32, row) for number in range(count)]
+        return InferRequest("many", "", "", tensors, [], {})
+
+    call = stage.service.receive("http")
+    assert await stage.service.serve(call, Given(asked), ThreadOf(GrpcEncoder())) != threading.get_ident()
 
 
 async def test_error_in_encoding_keeps_its_kind(stage: Stage) -> None:
