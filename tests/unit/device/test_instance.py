@@ -170,7 +170,7 @@ def test_graph_is_run_only_with_the_binding_of_its_rows_and_set(tmp_path: Path) 
     with on_device(builders.identity(tmp_path / "m.onnx"), Watched(), captures=True) as made:
         seen.clear()
         assert stream_of_requests(made, 200) == 0
-        binding = made.instance._binding
+        binding = made.instance.binding
         assert binding is not None
         known = {(rows, index): run for (rows, index), run in binding._runs.items()}
         assert {run.graph_id for run in seen} <= {graph_id(rows, index) for rows, index in known}
@@ -183,7 +183,7 @@ def test_a_replay_ignores_the_binding_it_is_given(tmp_path: Path) -> None:
     """Behaviour of ONNX Runtime that the host device copies: the reason why ids are made of rows and set."""
     device = HostDevice()
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True) as made:
-        binding = made.instance._binding
+        binding = made.instance.binding
         assert binding is not None
         first, second = binding.sets
         of_first = binding._runs[2, 0]
@@ -550,7 +550,7 @@ from device_models import on_device
 from fakes.host_device import HostDevice
 
 with on_device(Path(sys.argv[1]), HostDevice(), captures=True) as made:
-    session = weakref.ref(made.instance._sessions.own)
+    session = weakref.ref(made.instance._batches._sessions.own)
     made.opened.lost = sys.argv[2]
 print("kept" if session() is not None else "freed")
 """

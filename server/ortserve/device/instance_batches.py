@@ -1,0 +1,324 @@
+"""The batches of an instance on a device: what prepares them, and how each runs. Only its threads call this."""
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from queue import SimpleQueue
+
+import numpy as np
+import onnxruntime as ort
+
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays, Batch, BatchResult
+from ortserve.core.padding import Padding, StagedElements
+from ortserve.core.signature import ModelSignature
+from ortserve.device.accounting import DeviceCounts
+from ortserve.device.binding import DeviceBinding, EnqueuedBatch, sets_nbytes, why_unbound
+from ortserve.device.buffers import BufferSet, InstanceStreams
+from ortserve.device.graph_sessions import InstanceSessions, OpenForGraph
+from ortserve.device.preparation import MakeInputs, OnStep, Preparation, Prepared
+from ortserve.device.protocol import DEVICE_ERRORS, release_all
+from ortserve.device.state_runs import StateRuns, why_no_states
+from ortserve.device.states import DeviceStates
+from ortserve.engine.ort_errors import without_paths
+from ortserve.engine.output_buffers import RowLayout, input_layouts
+from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
+
+
+class InstanceBatches:
+    """Runs the batches of one instance: on its buffers, with states on the device, or plainly.
+
+    The worker calls all methods, except for ``finish``, which the waiting thread calls. The capture lock is held,
+    shared, from ``begin`` to ``finish`` and during ``close``; all other methods acquire it.
+
+    Attributes:
+        binding: Runs batches on buffers; None without buffers.
+        termination: Terminates plain runs; any thread.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        signature: ModelSignature,
+        streams: InstanceStreams,
+        counts: DeviceCounts,
+        *,
+        name: str,
+        clock: Clock,
+        padding: Padding | None,
+        run_options: ort.RunOptions | None,
+        captures: bool,
+        open_for_graph: OpenForGraph | None,
+        is_whole: bool,
+        shrink_arenas: Sequence[str],
+    ) -> None:
+        """Run batches plainly. For the arguments see ``DeviceInstance``; ``counts`` are its own."""
+        run_options = run_options or graph_options(NO_GRAPH)
+        self.binding: DeviceBinding | None = None
+        self.termination = PlainTermination(run_options)
+        self._sessions = InstanceSessions(session, captures=captures, open_for_graph=open_for_graph)
+        self._signature = signature
+        self._streams = streams
+        self._counts = counts
+        self._account = streams.opened.ledger.open(name)
+        self._capture_lock = streams.opened.capture_lock
+        self._clock = clock
+        self._padding = padding
+        self._is_whole = is_whole
+        self._shrink_arenas = shrink_arenas
+        self._run_options = run_options
+        self._plain = PlainBatches(session, signature, padding, clock, run_options)
+        self._row_elements = sum(int(np.prod(layout.item)) for layout in input_layouts(signature))
+        self._free_sets: SimpleQueue[BufferSet] = SimpleQueue()
+        self._states: DeviceStates | None = None
+        self._state_runs: StateRuns | None = None
+        self._unbound = "not_prepared"
+
+    @property
+    def staged_elements(self) -> StagedElements:
+        """Counts of staged elements, if batches are padded. Thread-safe."""
+        return self._plain.staging.elements
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of the device in use. Any thread."""
+        return sum(self._account.entries().values())
+
+    def begin(self, batch: Batch) -> EnqueuedBatch | BatchResult:
+        """Enqueue a batch on buffers, or run it plainly and wait for the result.
+
+        Raises:
+            DeviceLostError: The device is lost.
+            Exception: The error of the run, as ``failure`` expects it.
+        """
+        opened = self._streams.opened
+        if opened.lost:
+            raise DeviceLostError(opened.lost)
+        binding = self.binding
+        reason = self._unbound if binding is None else binding.why_not(batch)
+        if binding is None or reason:
+            self._counts.count_plain(reason)
+            return self._run_plainly(batch)
+        buffers = self._free_sets.get()
+        try:
+            enqueued = binding.enqueue(batch, buffers)
+        except BaseException:
+            self._free_sets.put(buffers)
+            raise
+        if self._padding is not None:
+            elements = self._row_elements
+            self._plain.staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
+        return enqueued
+
+    def finish(self, enqueued: EnqueuedBatch) -> BatchResult:
+        """Wait for the result of an enqueued batch. Raises as ``begin``."""
+        binding = self.binding
+        assert binding is not None
+        try:
+            return binding.finish(enqueued)
+        finally:
+            self._free_sets.put(enqueued.buffers)
+
+    def failure(self, error: Exception) -> Exception:
+        """The error for callers."""
+        return self._streams.opened.run_error(error) if isinstance(error, DEVICE_ERRORS) else error
+
+    def _run_plainly(self, batch: Batch) -> BatchResult:
+        self.termination.begin_run(batch)
+        try:
+            if self._states is None or self._state_runs is None or not self._states.are_in(batch):
+                return self._plain.run(batch)[0]
+            return self._state_runs.run(batch)
+        finally:
+            self.termination.end_run(batch)
+
+    def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep) -> Prepared:
+        """As ``DeviceInstance.prepare``."""
+        if problem := why_unbound(self._signature, self._padding):
+            self.go_without_buffers()
+            return Prepared(unbound_because=problem)
+        preparation = Preparation(
+            self._signature,
+            self._plain.run_arrays,
+            make_inputs,
+            self._make_binding,
+            self._counts,
+            self._capture_lock,
+            lambda: self._streams.device.memory().free_bytes,
+            on_step,
+        )
+        try:
+            with self._capture_lock.shared():
+                self._streams.opened.reclaim()
+            binding, prepared = preparation.prepare(sizes, captures=self._sessions.can_capture)
+        except DEVICE_ERRORS as error:
+            failure = self._streams.opened.run_error(error)
+            if isinstance(failure, OutOfMemoryError | DeviceLostError):
+                raise failure from error
+            # The buffers failed for an unknown reason. A model that runs plainly is served without them.
+            self._check_plainly(make_inputs(min(sizes), 0))
+            binding, prepared = None, Prepared(unbound_because=f"they could not be made: {without_paths(str(error))}")
+        if binding is None:
+            with self._capture_lock.shared():
+                self._sessions.forget_graphs()
+            self._unbound = "unbound"
+            self._account.enter("buffers", 0)
+        else:
+            for buffers in binding.sets:
+                self._free_sets.put(buffers)
+            binding.count_into(self._counts)
+            self.binding = binding
+        self._sessions.complete()
+        self._account_memory(prepared.graph_bytes)
+        return prepared
+
+    def go_without_buffers(self) -> None:
+        """As ``DeviceInstance.go_without_buffers``."""
+        self._unbound = "unbound"
+        self._sessions.complete()
+        self._account_memory(0)
+
+    def _check_plainly(self, inputs: Arrays) -> None:
+        """Raise if the model no longer runs."""
+        try:
+            with self._capture_lock.shared():
+                self._plain.run_arrays(inputs)
+        except DEVICE_ERRORS as error:
+            raise self._streams.opened.run_error(error) from error
+
+    def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:
+        nbytes = sets_nbytes(self._signature, outputs, rows)
+        self._account.check_room({"buffers": nbytes})
+        binding = DeviceBinding(
+            self._sessions,
+            self._signature,
+            self._streams,
+            outputs,
+            rows,
+            is_whole=self._is_whole,
+            shrink_arenas=self._shrink_arenas,
+            clock=self._clock,
+            account=self._account,
+        )
+        self._account.enter("buffers", nbytes)
+        return binding
+
+    def _account_memory(self, graph_bytes: int) -> None:
+        """Account graphs and session: the drop of the device's free memory, less the buffers."""
+        try:
+            with self._capture_lock.shared():
+                free_bytes = self._streams.device.memory().free_bytes
+        except DEVICE_ERRORS as error:
+            raise self.failure(error) from error
+        buffers = self._account.entries().get("buffers", 0)
+        self._account.enter("session", max(0, self._streams.free_bytes - free_bytes - buffers - graph_bytes))
+        self._account.enter("graphs", graph_bytes)
+
+    def make_states(self, initial: Arrays, samples: Sequence[Arrays]) -> DeviceStates:
+        """As ``DeviceInstance.make_states``."""
+        count, binding = len(initial), self.binding
+        problem = why_no_states(self._signature, self._padding, count)
+        if binding is not None:
+            problem = problem or binding.why_no_states(count)
+        if problem:
+            raise ServeError(ErrorKind.UNSUPPORTED, problem)
+        make = partial(DeviceStates, self._streams.device, self._account, initial, is_fixed=binding is not None)
+        try:
+            with self._capture_lock.shared():
+                self._try_states(make(), samples)
+                return make()
+        except DEVICE_ERRORS as error:
+            raise self.failure(error) from error
+
+    def _try_states(self, states: DeviceStates, samples: Sequence[Arrays]) -> None:
+        """Raise if runs with states on the device fail, or differ from plain runs. Frees the memory of ``states``."""
+        try:
+            runs = self._make_state_runs(states)
+            try:
+                for rows, inputs in enumerate(samples, start=1):
+                    if problem := runs.why_wrong(inputs, rows):
+                        raise ServeError(ErrorKind.UNSUPPORTED, problem)
+            finally:
+                release_all(runs.close)
+        finally:
+            states.close()
+
+    def keep_states(self, states: DeviceStates) -> None:
+        """As ``DeviceInstance.keep_states``."""
+        try:
+            with self._capture_lock.shared():
+                states.begin_use()
+                try:
+                    self._state_runs = self._make_state_runs(states)
+                except BaseException:
+                    states.end_use()
+                    raise
+        except DEVICE_ERRORS as error:
+            raise self.failure(error) from error
+        self._states = states
+        if self.binding is not None:
+            self.binding.keep_states(states)
+
+    def _make_state_runs(self, states: DeviceStates) -> StateRuns:
+        return StateRuns(self._sessions, self._signature, self._streams, states, self._plain, self._run_options)
+
+    def close(self) -> None:
+        """Free session, buffers, states and streams. No batch may run any more."""
+        binding, self.binding = self.binding, None
+        self._plain.close()
+        if binding is not None:
+            binding.close()
+        del binding
+        if self._state_runs is not None:
+            release_all(self._state_runs.close)
+        if self._states is not None:
+            self._states.end_use()
+        opened = self._streams.opened
+        sessions = self._sessions.close(is_lost=bool(opened.lost))  # before their streams
+        release_all(opened.reclaim, partial(self._streams.close, *sessions))
+        self._account.close()
+
+
+class PlainTermination:
+    """Terminates the plain run of one batch of an instance, while other batches continue. Thread-safe."""
+
+    def __init__(self, options: ort.RunOptions) -> None:
+        """``options`` are those of the plain runs."""
+        self._termination = Termination(options)
+        self._lock = threading.Lock()
+        """Held to read and write the next two."""
+        self._running: Batch | None = None
+        self._terminated: set[int] = set()
+        """Terminated batches in flight, by ``id``, and former ones."""
+
+    def forget(self, batch: Batch) -> None:
+        """A batch is started. A former one at the same address may have been terminated."""
+        with self._lock:
+            self._terminated.discard(id(batch))
+
+    def terminate(self, batch: Batch) -> None:
+        """As ``DeviceInstance.terminate``."""
+        with self._lock:
+            self._terminated.add(id(batch))
+            if self._running is batch:
+                self._termination.end_run()
+
+    def begin_run(self, batch: Batch) -> None:
+        """Call it before a plain run.
+
+        Raises:
+            ServeError: internal: the batch is terminated already.
+        """
+        with self._lock:
+            if id(batch) in self._terminated:
+                raise ServeError(ErrorKind.INTERNAL, "the run was terminated before it began")
+            if self._termination.is_set:
+                self._termination.allow_runs()
+            self._running = batch
+
+    def end_run(self, batch: Batch) -> None:
+        """Call it after a plain run that ``begin_run`` allowed."""
+        with self._lock:
+            self._running = None
+            self._terminated.discard(id(batch))
