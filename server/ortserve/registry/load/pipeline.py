@@ -12,13 +12,10 @@ from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
-from ortserve.core.padding import Padding
 from ortserve.device.devices import DeviceRuntime
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.instance import Instance
-from ortserve.engine.model_signature import read_signature
-from ortserve.engine.placement import Placement, count_operators
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider
@@ -34,10 +31,11 @@ from ortserve.registry.load.device_batches import DeviceBatches, keep_states, pr
 from ortserve.registry.load.empty_axes import find_empty_axes
 from ortserve.registry.load.golden_check import InstanceRuns
 from ortserve.registry.load.golden_samples import GOLDEN_MISSING, golden_folder, read_golden
-from ortserve.registry.load.inputs import Sample, make_samples
-from ortserve.registry.load.interface import Interface, resolve_interface, resolve_padding
+from ortserve.registry.load.inputs import Sample
+from ortserve.registry.load.interface import Interface, resolve_padding
 from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
 from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, find_rejected_rows
+from ortserve.registry.load.resolved_model import ResolvedModel, resolve_model
 from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
 from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, warm_up
@@ -70,7 +68,7 @@ def load_model(
     1. Analyse the graph: along which axes rows run together.
     2. Choose an execution provider.
     3. Open a session on it.
-    4. Read the details: the signature, and the configured interface, padding and samples that fit it.
+    4. Resolve the options against it: the interface, padding and samples of the model.
     5. Warm up an instance of the session: batch sizes, latencies, the independence of rows. If the model does not run,
        steps 3 to 5 repeat on the next provider; if it runs better with another number of threads, 3 and 5 repeat.
     6. Prepare the instance: device buffers, graphs, configured samples.
@@ -103,8 +101,8 @@ def load_model(
         while True:
             try:
                 opened = load.open_session(choice)  # 3
-                details = load.read_details(opened)  # 4
-                warm = load.warm_up(opened, choice, details, is_first=True)  # 5
+                resolved = load.resolve(opened)  # 4
+                warm = load.warm_up(opened, choice, resolved, is_first=True)  # 5
                 break
             except _ModelError:
                 load.report_provider(choice)
@@ -116,7 +114,7 @@ def load_model(
         load.report_provider(choice)
         warm = load.adjust_threads(warm)
         loaded = load.prepare_instance(warm)  # 6
-        loaded = load.add_instances(loaded, details.samples)  # 7
+        loaded = load.add_instances(loaded, resolved.samples)  # 7
         if checks_golden:
             loaded = load.check_golden(loaded)  # 8
         load.report(loaded)
@@ -128,26 +126,13 @@ class _ModelError(ServeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Details:
-    """Facts about the model from an open session and the options.
-
-    ``samples`` are made once: their rows are those of the interface before it may be found to be unbatched.
-    """
-
-    interface: Interface
-    padding: Padding | None
-    samples: Sequence[Sample]
-    operators: Placement
-
-
-@dataclass(frozen=True, slots=True)
 class _WarmInstance:
     """The first instance on an execution provider that runs the model, and the results of its warm-up."""
 
     instance: Instance | DeviceInstance
     opened: OpenedSession
     choice: ProviderChoice
-    details: _Details
+    resolved: ResolvedModel
     found: WarmUp
 
 
@@ -206,39 +191,24 @@ class _Load:
         """Open the first session on an execution provider, which shows how the model runs there."""
         return self.opener.open(self.settings.place(choice, 0), self.settings.first_threads(choice))
 
-    def read_details(self, opened: OpenedSession) -> _Details:
-        """Read the model's signature and resolve the options against it. Frees the session if that fails.
+    def resolve(self, opened: OpenedSession) -> ResolvedModel:
+        """Resolve the options against an open session. Frees the session if that fails.
 
         Raises:
             _ModelError: The model or its options are wrong on every provider.
         """
         try:
-            return self._read_details(opened)
-        except ServeError as error:
+            self.progress.begin("reading its signature and samples")
+            return resolve_model(self.model, opened, max_rows=self.settings.max_rows())
+        except BaseException as error:
+            opened.abandon()
+            if not isinstance(error, ServeError):
+                raise
             rejection = _ModelError(error.kind, error.message)
         raise rejection  # A new error: the traceback of the original one would keep the session alive.
 
-    def _read_details(self, opened: OpenedSession) -> _Details:
-        options = self.options
-        try:
-            self.progress.begin("reading its signature and samples")
-            served = options.served_outputs
-            if served and options.sequences is not None:
-                served = (*served, *(state.output for state in options.sequences.states))
-            signature = read_signature(opened.session, self.model.content, served_outputs=served)
-            own = self.model.rows.apply(signature)
-            if options.pad or options.buckets:
-                own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
-            interface = resolve_interface(options, own, self.model.folder)
-            padding = resolve_padding(options, interface.model)
-            samples = make_samples(options, interface, self.model.folder, max_rows=self.settings.max_rows())
-            return _Details(interface, padding, samples, count_operators(opened.session))
-        except BaseException:
-            opened.abandon()
-            raise
-
     def warm_up(
-        self, opened: OpenedSession, choice: ProviderChoice, details: _Details, *, is_first: bool = False
+        self, opened: OpenedSession, choice: ProviderChoice, resolved: ResolvedModel, *, is_first: bool = False
     ) -> _WarmInstance:
         """Make an instance of the session and warm it up. Frees both if that fails.
 
@@ -248,7 +218,7 @@ class _Load:
             ServeError: There is too little memory, or the provider fails on inputs that the CPU accepts.
         """
         choice, threads = self.settings.place(choice, 0), opened.threads
-        signature, padding = details.interface.model, details.padding
+        signature, padding = resolved.interface.model, resolved.padding
         instance = self.opener.make_instance(opened, choice, signature, self.name, padding)
         opened.forget()
         # Some operators of ONNX Runtime 1.31.1 end the process on an input of another rank than they expect.
@@ -269,7 +239,7 @@ class _Load:
                     is_coarse=choice.name in GPU_PROVIDERS,
                     rows_depend=self.model.rows.known_dependence,
                     always_batches=self.model.rows.grounds is Grounds.CONFIGURED,
-                    samples=details.samples,
+                    samples=resolved.samples,
                     bounds=self.bounds,
                     effort_s=max(opened.opening_s, _MIN_EFFORT_S) if choice.name == CPU else None,
                     give_back_memory=self.settings.memory_release(instance, choice),
@@ -277,21 +247,21 @@ class _Load:
                 )
             self.spent_s += found.spent_ns / 1e9
             if found.rejection and not found.has_run and choice.name != CPU:
-                self._check_provider(instance, choice, details, found.rejection)
+                self._check_provider(instance, choice, resolved, found.rejection)
         except BaseException:
             instance.close()  # Otherwise its worker and session would live as long as the process.
             raise
-        return _WarmInstance(instance, opened, choice, details, found)
+        return _WarmInstance(instance, opened, choice, resolved, found)
 
     def _check_provider(
-        self, instance: Instance | DeviceInstance, choice: ProviderChoice, details: _Details, reason: str
+        self, instance: Instance | DeviceInstance, choice: ProviderChoice, resolved: ResolvedModel, reason: str
     ) -> None:
         """Tell a provider that fails on all inputs from a model that rejects synthetic inputs.
 
         Raises:
             ServeError: invalid_input: the CPU accepts inputs that the instance rejects.
         """
-        signature, padding = details.interface.model, details.padding
+        signature, padding = resolved.interface.model, resolved.padding
         rows = find_rejected_rows(instance, signature, padding, self.progress, self.bounds)
         if not rows:
             return
@@ -308,12 +278,12 @@ class _Load:
         if threads == warm.opened.threads:
             return warm
         warm.instance.close()
-        return self.warm_up(self.opener.open(warm.choice, threads), warm.choice, warm.details)
+        return self.warm_up(self.opener.open(warm.choice, threads), warm.choice, warm.resolved)
 
     def prepare_instance(self, warm: _WarmInstance) -> LoadedModel:
         """Make the device buffers of the first instance, capture its graphs and run the samples."""
         options, found, instance, opened = self.options, warm.found, warm.instance, warm.opened
-        interface, padding = warm.details.interface, warm.details.padding
+        interface, padding = warm.resolved.interface, warm.resolved.padding
         try:
             alone_because = self._why_alone(found) if interface.model.is_batched else ""
             if alone_because:
@@ -335,7 +305,7 @@ class _Load:
                     progress=self.progress,
                     bounds=self.bounds,
                 )
-            run_samples(instance, warm.details.samples, self.progress, self.bounds)
+            run_samples(instance, warm.resolved.samples, self.progress, self.bounds)
         except BaseException:
             instance.close()
             raise
@@ -345,7 +315,7 @@ class _Load:
             self.model.rows,
             found,
             warm.choice,
-            warm.details.operators,
+            warm.resolved.operators,
             opened.threads,
             opened.threads + self.settings.branches - 1,
             padding,
