@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from ortserve.core.batch import Arrays
+from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import is_absent
 
 
@@ -79,6 +80,21 @@ class FirstRow:
 def repeated(array: np.ndarray, rows: int) -> np.ndarray:
     """A view of shape ``(rows, *array.shape)``; each row is ``array``."""
     return np.broadcast_to(array, (rows, *array.shape))
+
+
+def match_batch_axis(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """Remove or add a batch axis of 1 between a model with batches and one without. Returns a view.
+
+    An array that ``spec`` does not fit even then is returned as it is.
+    """
+    dimensions = len(spec.shape)
+    if array.ndim == dimensions or spec.has_any_shape:
+        return array
+    if array.ndim == dimensions + 1 and spec.batch_axis is None and array.shape[0] == 1:
+        return array[0, ...]  # an array even if it holds a single number
+    if array.ndim == dimensions - 1 and spec.batch_axis == 0:
+        return array[np.newaxis, ...]
+    return array
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,17 @@ class TensorSpec:
         axis = self.batch_axis
         return self.shape if axis is None else self.shape[:axis] + self.shape[axis + 1 :]
 
+    def accepts_shape(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor may have this full shape."""
+        if self.has_any_shape:
+            return True
+        if len(shape) != len(self.shape):
+            return False
+        for size, expected in zip(shape, self.shape, strict=True):  # noqa: SIM110 - a generator would take longer
+            if size != expected and expected != -1:
+                return False
+        return True
+
     def why_no_rows(self, role: str) -> str:
         """Why ``batch_axis`` cannot be a batch axis; empty if it can, or if there is none."""
         axis = self.batch_axis

@@ -14,7 +14,7 @@ import numpy as np
 
 from ortserve.config.ensemble import LATEST, EnsembleStep
 from ortserve.config.model import LoadOptions
-from ortserve.core.conversion import repeated
+from ortserve.core.conversion import match_batch_axis, repeated
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import absent, is_absent
 from ortserve.core.version_names import STABLE
@@ -22,7 +22,6 @@ from ortserve.engine.runs import PlainRun
 from ortserve.errors import invalid_input
 from ortserve.registry.ensemble.interface import Member, resolve_signature
 from ortserve.registry.ensemble.plan import Plan, circular, make_plan
-from ortserve.registry.ensemble.run import adapt
 from ortserve.registry.load.interface import Interface, resolve_interface
 from ortserve.registry.repository.source import read_source
 from ortserve.tools.opening import OpenModel, arrays_for, open_model, rows_as
@@ -120,12 +119,12 @@ class OpenEnsemble:
             given: list[np.ndarray] = []
             for spec in member.signature.inputs:
                 array = tensors.get(step.inputs.get(spec.name, -1))
-                given.append(absent(1) if array is None else adapt(array, spec))
+                given.append(absent(1) if array is None else match_batch_axis(array, spec))
             for spec, array in zip(member.signature.outputs, member.run(given), strict=True):
                 if spec.name in step.outputs:
                     tensors[step.outputs[spec.name]] = array
         specs = zip(self.signature.outputs, plan.outputs, strict=True)
-        return [adapt(tensors[tensor], spec) for spec, tensor in specs]
+        return [match_batch_axis(tensors[tensor], spec) for spec, tensor in specs]
 
 
 Opened: TypeAlias = OpenModel | OpenEnsemble

@@ -1,11 +1,19 @@
 """The route of requests through an ensemble: the members and tensors of its steps, for the requested outputs."""
 
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
+from ortserve.core.batch import Arrays
+from ortserve.core.conversion import match_batch_axis
 from ortserve.core.request import RequestedOutput
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import absent, why_not_stacked
 from ortserve.core.terms import Scheduling, Terms
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.ensemble.plan import Plan, PlannedStep, Selection
+from ortserve.registry.request_shapes import shape_error, unequal_rows_error
 from ortserve.registry.serving import ServedVersion
 
 
@@ -26,7 +34,7 @@ class EnsembleTerms(Terms):
 
 
 class BoundStep:
-    """A step whose member is found.
+    """A step whose member is found. It reads and writes the tensors of a request, which are None until they exist.
 
     Attributes:
         member: Answers the step.
@@ -45,6 +53,63 @@ class BoundStep:
             [(signature.output_index[name], step.outputs[name]) for name in used]
         )
         self.wanted: Final[tuple[RequestedOutput, ...]] = tuple([RequestedOutput(name) for name in used])
+
+    def gather(self, tensors: list[np.ndarray | None], names: Sequence[str]) -> tuple[Arrays, int]:
+        """Gather the inputs of the member, without copies, and their rows.
+
+        Args:
+            tensors: Of the request.
+            names: Of the tensors.
+
+        Raises:
+            ServeError: invalid_input, for a required input that the request leaves out, and for a shape that the member
+                does not accept.
+        """
+        signature, model = self.member.signature, self.member.name
+        arrays: list[np.ndarray | None] = []
+        rows, counted = 1, ""
+        is_whole = True
+        for spec, tensor in zip(signature.inputs, self.inputs, strict=True):
+            array = tensors[tensor] if tensor >= 0 else None
+            if array is None:
+                if not spec.is_optional:
+                    raise invalid_input(
+                        f"model '{model}' requires its input '{spec.name}', and the request leaves out "
+                        f"'{names[tensor]}'"
+                    )
+                is_whole = False
+                arrays.append(None)
+                continue
+            array = match_batch_axis(array, spec)
+            if not spec.accepts_shape(array.shape):
+                raise shape_error(array.shape, spec, signature, model)
+            axis = spec.batch_axis
+            if axis is not None:
+                if not counted:
+                    rows, counted = array.shape[axis], spec.name
+                elif array.shape[axis] != rows:
+                    raise unequal_rows_error(spec.name, model, rows, array.shape[axis])
+            arrays.append(array)
+        if is_whole:
+            return tuple([array for array in arrays if array is not None]), rows
+        return tuple([absent(rows) if array is None else array for array in arrays]), rows
+
+    def keep(self, outputs: Arrays, tensors: list[np.ndarray | None]) -> None:
+        """Keep the used outputs of the member among the tensors of a request.
+
+        Raises:
+            ServeError: unsupported, for a sequence that makes no tensor.
+        """
+        specs = self.member.signature.outputs
+        for index, tensor in self.outputs:
+            array = outputs[index]
+            if specs[index].is_sequence and (why := why_not_stacked(array)):
+                raise ServeError(
+                    ErrorKind.UNSUPPORTED,
+                    f"output '{specs[index].name}' of model '{self.member.name}' is a sequence that makes no tensor: "
+                    f"{why}",
+                )
+            tensors[tensor] = array
 
 
 class Route:

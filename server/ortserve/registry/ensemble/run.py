@@ -10,17 +10,15 @@ import numpy as np
 
 from ortserve.batching.sequence_table import ends_sequence
 from ortserve.clock import Clock
-from ortserve.core.batch import Arrays
+from ortserve.core.conversion import match_batch_axis
 from ortserve.core.inflight import RUNNING, InflightRequest
 from ortserve.core.sequence import SequencePart
-from ortserve.core.signature import TensorSpec
-from ortserve.core.tensor import absent, is_absent, why_not_stacked
+from ortserve.core.tensor import absent, is_absent
 from ortserve.core.timing import EndedStep, Timing
-from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
+from ortserve.errors import ErrorKind, ModelRejectionError, ServeError
 from ortserve.registry.ensemble.limits import StepLimits
 from ortserve.registry.ensemble.plan import of_ensemble
 from ortserve.registry.ensemble.route import BoundStep, EnsembleTerms, Route
-from ortserve.registry.request_shapes import shape_error, unequal_rows_error
 from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.readings import StepTimes
 
@@ -193,7 +191,8 @@ class EnsembleRun:
         now_ns = self._clock()
         timing, rows = Timing(now_ns), 0
         try:
-            inputs, rows = self._gather(step)
+            inputs, rows = step.gather(self._tensors, self._route.plan.tensors)
+            self._release_inputs(step)
             child = InflightRequest(timing, inputs, rows)
             child.on_settled = partial(self._on_settled, number)
             self._children[number] = child
@@ -215,49 +214,13 @@ class EnsembleRun:
             self._count_failure(member, timing, self._clock(), error.kind, rows)
             raise of_ensemble(error, self._route.name, member.name) from None
 
-    def _gather(self, step: BoundStep) -> tuple[Arrays, int]:
-        """The inputs of a step, without copies, and their rows.
-
-        Raises:
-            ServeError: invalid_input, for a shape that the member does not accept.
-        """
-        signature, name = step.member.signature, step.member.name
-        arrays: list[np.ndarray | None] = []
-        rows, counted = 1, ""
-        is_whole = True
-        for spec, tensor in zip(signature.inputs, step.inputs, strict=True):
-            array = self._tensors[tensor] if tensor >= 0 else None
-            if array is None:
-                if not spec.is_optional:
-                    raise invalid_input(
-                        f"model '{name}' requires its input '{spec.name}', and the request leaves out "
-                        f"'{self._route.plan.tensors[tensor]}'"
-                    )
-                is_whole = False
-                arrays.append(None)
-                continue
-            array = adapt(array, spec)
-            if not _has_shape(array, spec):
-                raise shape_error(array.shape, spec, signature, name)
-            axis = spec.batch_axis
-            if axis is not None:
-                if not counted:
-                    rows, counted = array.shape[axis], spec.name
-                elif array.shape[axis] != rows:
-                    raise unequal_rows_error(spec.name, name, rows, array.shape[axis])
-            arrays.append(array)
+    def _release_inputs(self, step: BoundStep) -> None:
+        """Drop each tensor after its last reader, so that its memory is leased no longer than it is used."""
         for tensor in set(step.inputs):
             if tensor >= 0:
-                self._release(tensor)
-        if is_whole:
-            return tuple([array for array in arrays if array is not None]), rows
-        return tuple([absent(rows) if array is None else array for array in arrays]), rows
-
-    def _release(self, tensor: int) -> None:
-        """Drop a tensor after its last reader, so that its memory is leased no longer than it is used."""
-        self._readers[tensor] -= 1
-        if not self._readers[tensor]:
-            self._tensors[tensor] = None
+                self._readers[tensor] -= 1
+                if not self._readers[tensor]:
+                    self._tensors[tensor] = None
 
     def _leave_step(self, number: int) -> None:
         if self._limits is not None:
@@ -288,7 +251,7 @@ class EnsembleRun:
         try:
             outputs = member.cut_back(child.take_outputs(), child.inputs)
             if not self._is_over:
-                self._keep(step, outputs)
+                step.keep(outputs, self._tensors)
         except asyncio.CancelledError:
             self._count_failure(member, timing, timing.done_ns, ErrorKind.CANCELLED, child.rows)
             raise
@@ -328,25 +291,12 @@ class EnsembleRun:
         """Keep an ended step for the traces of the request."""
         self._request.timing.steps += (EndedStep(member.name, member.version, timing, ended_ns, kind, rows),)
 
-    def _keep(self, step: BoundStep, outputs: Arrays) -> None:
-        """Keep the used outputs of a step. Raises ServeError: unsupported, for a sequence that makes no tensor."""
-        specs = step.member.signature.outputs
-        for index, tensor in step.outputs:
-            array = outputs[index]
-            if specs[index].is_sequence and (why := why_not_stacked(array)):
-                raise ServeError(
-                    ErrorKind.UNSUPPORTED,
-                    f"output '{specs[index].name}' of model '{step.member.name}' is a sequence that makes no tensor: "
-                    f"{why}",
-                )
-            self._tensors[tensor] = array
-
     def _complete(self) -> None:
         tensors, specs = self._tensors, self._route.signature.outputs
         outputs: list[np.ndarray] = []
         for spec, tensor in zip(specs, self._route.outputs, strict=True):
             array = tensors[tensor] if tensor >= 0 else None
-            outputs.append(absent(0) if array is None else adapt(array, spec))
+            outputs.append(absent(0) if array is None else match_batch_axis(array, spec))
         timing = self._request.timing
         now_ns = self._clock()
         # Of parallel steps the sums of the phases may exceed the time that has passed.
@@ -383,27 +333,3 @@ class EnsembleRun:
 
 def _kind_of(error: BaseException) -> ErrorKind:
     return error.kind if isinstance(error, ServeError) else ErrorKind.INTERNAL
-
-
-def adapt(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """Remove or add a batch dimension of 1 between a model with batches and one without. Returns a view."""
-    dimensions = len(spec.shape)
-    if array.ndim == dimensions or spec.has_any_shape:
-        return array
-    if array.ndim == dimensions + 1 and spec.batch_axis is None and array.shape[0] == 1:
-        return array[0, ...]  # an array even if it holds a single number
-    if array.ndim == dimensions - 1 and spec.batch_axis == 0:
-        return array[np.newaxis, ...]
-    return array
-
-
-def _has_shape(array: np.ndarray, spec: TensorSpec) -> bool:
-    if spec.has_any_shape:
-        return True
-    shape = array.shape
-    if len(shape) != len(spec.shape):
-        return False
-    for size, expected in zip(shape, spec.shape, strict=True):  # noqa: SIM110 - a generator would take longer
-        if size != expected and expected != -1:
-            return False
-    return True
