@@ -13,7 +13,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.terms import NO_SCHEDULING
 from ortserve.core.timing import Timing
-from ortserve.errors import ServeError
+from ortserve.errors import ContentsError, SequenceError, ServeError, of_request
 from ortserve.registry.registry import Registry
 from ortserve.registry.rollout import Headers, Rollout
 from ortserve.registry.serving import ServedVersion
@@ -98,11 +98,23 @@ class Call(InflightRequest):
         on_answer(answer)
 
     def report_error(self, error: ServeError) -> None:
-        """Hand over the error."""
+        """Hand over a copy of the error for this caller."""
         on_error = self.on_error
         assert on_error is not None
         self.on_answer = self.on_error = None
-        on_error(error)
+        on_error(self._for_caller(error))
+
+    def _for_caller(self, error: ServeError) -> ServeError:
+        """A copy of the error. Once the model is known, the text begins with the id of the request."""
+        request, served = self.request, self.served
+        if isinstance(error, SequenceError):
+            version = "" if served is None else served.version
+            return ServeError(error.kind, error.message, retry_after_s=error.retry_after_s, version=version)
+        if isinstance(error, ContentsError) and served is not None:
+            return of_request(error, error.request_id, served.version)
+        if request is not None and served is not None:
+            return of_request(error, request.id, served.version)
+        return ServeError(error.kind, error.message, retry_after_s=error.retry_after_s, version=error.version)
 
 
 async def try_candidate(

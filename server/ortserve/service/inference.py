@@ -22,9 +22,7 @@ from ortserve.errors import (
     ErrorKind,
     ModelRejectionError,
     NotInMemoryError,
-    SequenceError,
     ServeError,
-    of_request,
     out_of_memory,
 )
 from ortserve.registry.registry import Registry
@@ -358,7 +356,7 @@ class InferenceService:
         elif isinstance(error, ModelRejectionError) and call.served is not None:
             call.served.rejections.note(error, self._clock())
         self._recorder.failed(call, error.kind)
-        call.report_error(_for_caller(error, call))
+        call.report_error(error)
 
 
 def _set_result(answered: "asyncio.Future[Answer]", answer: Answer) -> None:
@@ -390,15 +388,3 @@ def _release_when_decoded(decoding: "asyncio.Future[InferRequest]", hold: Hold, 
 def _memory_bytes(tensor: Tensor) -> int:
     """Memory of a tensor; the length of texts is that of the body, which is counted already."""
     return tensor.array.size * TEXT_BYTES if tensor.datatype is DataType.BYTES else tensor.array.nbytes
-
-
-def _for_caller(error: ServeError, call: Call) -> ServeError:
-    """A copy of the error for this caller. Once the model is known, the text begins with the id of the request."""
-    if isinstance(error, SequenceError):
-        version = "" if call.served is None else call.served.version
-        return ServeError(error.kind, error.message, retry_after_s=error.retry_after_s, version=version)
-    if isinstance(error, ContentsError) and call.served is not None:
-        return of_request(error, error.request_id, call.served.version)
-    if call.request is not None and call.served is not None:
-        return of_request(error, call.request.id, call.served.version)
-    return ServeError(error.kind, error.message, retry_after_s=error.retry_after_s, version=error.version)
