@@ -12,13 +12,17 @@ from typing import Final
 from uvicorn.server import ServerState
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.limits import LINGER_BYTES, LINGER_S, HttpLimits
+from ortserve.frontends.http.limits import LINGER_BYTES, LINGER_S, HttpLimits, too_many_connections
 from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.http.responses import STATUS_LINES, CorkedTransport, HttpResponse, failure
 from ortserve.frontends.large_body import LargeBody
+from ortserve.listening import draw_age_s
 
 _JOINED_BYTES: Final = 64 * 1024
 """Bodies up to this size are joined with their head: a copy is cheaper than a second part of the system call."""
+
+_MAX_REJECTED_CONNECTIONS: Final = 64
+"""Connections over the limit that are answered before they are closed; those over this number are closed at once."""
 
 
 class ConnectionContext:
@@ -210,6 +214,9 @@ class Connection:
         self._rejection: ServeError | None = None
         self._dropped_bytes = 0
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._ageing: asyncio.TimerHandle | None = None
+        if context.max_age_s is not None:
+            self._ageing = loop.call_later(draw_age_s(context.max_age_s), self._on_age)
 
     def begin(self, exchange: Exchange) -> None:
         """Start the exchange of the next request, now or when all before it are complete."""
@@ -268,6 +275,14 @@ class Connection:
         self.transport.write(b"".join(head) + body)
         self.linger()
 
+    def reject_excess(self, excess: int) -> None:
+        """Reject a connection that is over the limit by ``excess``; during a flood, close it without an answer."""
+        if excess > _MAX_REJECTED_CONNECTIONS:
+            self.context.on_rejected(ErrorKind.OVERLOADED)
+            self.transport.abort()
+        else:
+            self.reject(too_many_connections(self.context.limits))
+
     def linger(self) -> None:
         """End the sending side, and drop received bytes until the caller ends its own side, or for a while."""
         self.is_lingering = self.ignores_input = True
@@ -310,8 +325,9 @@ class Connection:
     def on_lost(self) -> None:
         """The connection is closed or reset."""
         self.has_left = True
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
+        for timer in (self._ageing, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
         exchange, self.exchange = self.exchange, None
         self.newest = None  # breaks a reference cycle
         if exchange is not None:
@@ -319,6 +335,9 @@ class Connection:
         for waiting in self._waiting:
             waiting.abandon()
         self._waiting.clear()
+
+    def _on_age(self) -> None:
+        self.is_old = True
 
     def is_reset(self) -> bool:
         """Whether a reset arrived. The event loop notices one only while it reads."""

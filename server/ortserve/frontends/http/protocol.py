@@ -27,7 +27,6 @@ from ortserve.frontends.http.limits import (
     header_bytes,
     parse_error,
     too_large_headers,
-    too_many_connections,
     too_many_headers,
     too_slow_body,
     too_slow_headers,
@@ -43,14 +42,10 @@ from ortserve.frontends.http.request_head import (
 from ortserve.frontends.http.responses import CorkedTransport
 from ortserve.frontends.large_body import LargeBody, Receiver
 from ortserve.frontends.long_reads import SHORT_READ_BYTES, PartReader, read_long
-from ortserve.listening import draw_age_s
 from ortserve.service.gate import body_too_large
 
 _MAX_UNKNOWN_HEADS: Final = 16
 """After so many consecutive requests with unknown heads, a connection stops looking in the cache: all may differ."""
-
-_MAX_REJECTED_CONNECTIONS: Final = 64
-"""Connections over the limit that are answered before they are closed; those over this number are closed at once."""
 
 # Read once, because each request uses them several times.
 _REQUEST: Final = Stage.REQUEST
@@ -100,7 +95,6 @@ class HttpProtocol(PartReader):
         self._chunk_begin = -1
         self._timer = StageTimer(context.limits)
         self._tick: asyncio.TimerHandle | None = None
-        self._ageing: asyncio.TimerHandle | None = None
         self._renew_parser()
 
     # Events of the transport and of uvicorn
@@ -113,11 +107,9 @@ class HttpProtocol(PartReader):
         self.transport = CorkedTransport(transport, loop)
         self.connection = Connection(context, self._server_state, self.transport, loop)
         connections.add(self)
-        if context.max_age_s is not None:
-            self._ageing = loop.call_later(draw_age_s(context.max_age_s), self._on_age)
         excess = len(connections) - self._limits.max_connections
         if excess > 0:
-            self._reject_connection(excess)
+            self.connection.reject_excess(excess)
         else:
             self._tick = loop.call_later(self._limits.tick_s, self._on_tick)
 
@@ -162,9 +154,8 @@ class HttpProtocol(PartReader):
     def connection_lost(self, exc: Exception | None) -> None:
         connections: set[Any] = self._server_state.connections
         connections.discard(self)
-        for timer in (self._ageing, self._tick):
-            if timer is not None:
-                timer.cancel()
+        if self._tick is not None:
+            self._tick.cancel()
         self.connection.on_lost()
         self._parser = _CLOSED_PARSER
         self._context.on_ended()
@@ -382,17 +373,6 @@ class HttpProtocol(PartReader):
 
     def _reject_in_turn(self, error: ServeError) -> None:
         self.connection.reject_in_turn(error, in_body=self._stage is _BODY)
-
-    def _reject_connection(self, excess: int) -> None:
-        """Answer a connection over the limit; during a flood, close some without an answer."""
-        if excess > _MAX_REJECTED_CONNECTIONS:
-            self._context.on_rejected(ErrorKind.OVERLOADED)
-            self.transport.abort()
-            return
-        self.connection.reject(too_many_connections(self._limits))
-
-    def _on_age(self) -> None:
-        self.connection.is_old = True
 
     def _on_tick(self) -> None:
         """Check whether the caller delays the connection, or has reset it while nothing is read."""
