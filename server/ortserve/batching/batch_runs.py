@@ -1,6 +1,6 @@
 """The runs of one model version: forms a batch when an instance is free, runs it, and settles its requests.
 
-The decisions are in other modules: ``scheduler`` with ``planner`` and ``eviction``, ``executor``, ``groups``. This one
+The decisions are in other modules: ``scheduler`` with ``planner``, ``executor``, ``groups``. This one
 connects them to the event loop. ``batcher`` admits the requests that are enqueued here.
 """
 

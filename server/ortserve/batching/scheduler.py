@@ -1,6 +1,6 @@
 """The requests of one batcher that wait: which run next, and the eviction of those that are late or cancelled.
 
-``planner`` and ``eviction`` decide, as pure functions.
+``planner`` decides, as pure functions.
 """
 
 import asyncio
@@ -10,16 +10,20 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ortserve.batching.closed_loop import ClosedLoopWait
-from ortserve.batching.eviction import (
+from ortserve.batching.groups import RequestGroup, separate
+from ortserve.batching.planner import (
     AT_COST_OF_OTHERS,
     PASSED_IN_SEARCH,
+    BatchPolicy,
     Eviction,
+    Take,
+    WaitUntil,
     find_expired,
     find_late_in_search,
     find_unfit,
+    may_wait,
+    plan_batch,
 )
-from ortserve.batching.groups import RequestGroup, separate
-from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, may_wait, plan_batch
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.statistics import Decisions
 from ortserve.batching.timers import LoopTimer

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import pytest
 
 from fakes.inflight import inflight
-from ortserve.batching.eviction import (
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
+from ortserve.batching.planner import (
     DEADLINE_PASSED,
     OUT_OF_REACH,
     PASSED_IN_SEARCH,
     TIMEOUT_PASSED,
+    BatchPolicy,
     find_expired,
     find_late_in_search,
     find_unfit,
 )
-from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
-from ortserve.batching.planner import BatchPolicy
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
 

@@ -5,10 +5,9 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.inflight import inflight
 from fakes.loop import VirtualTimeLoop, run_virtual
-from ortserve.batching.eviction import AT_COST_OF_OTHERS
 from ortserve.batching.groups import RequestGroup
 from ortserve.batching.latency import MIN_OBSERVATIONS
-from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.planner import AT_COST_OF_OTHERS, BatchPolicy
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.scheduler import Scheduler
 from ortserve.batching.statistics import Decisions
