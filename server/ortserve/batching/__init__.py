@@ -15,6 +15,7 @@ __all__ = [
     "response_cache",
     "row_checks",
     "run_limits",
+    "sequence_admission",
     "sequence_table",
     "sequences",
     "shared_threads",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from ortserve.batching.admission import tensor_bytes
+from ortserve.batching.sequence_admission import SequenceAdmission, SequenceLimits
 from ortserve.batching.sequence_table import (
     CANCELLED,
     END_REASONS,
@@ -28,7 +29,6 @@ from ortserve.batching.sequence_table import (
 from ortserve.batching.sequence_timers import ENDED_AT_ONCE, SequenceTimers
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.sequence import SequenceId, SequencePart, SequenceTensors, arrays_bytes
 from ortserve.core.terms import Terms
@@ -40,18 +40,6 @@ logger: Final = logging.getLogger(__name__)
 
 _STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _TIMED_OUT: Final = "timeout of the corresponding sequence has been expired"
-
-
-class SequenceLimits:
-    """Bounds of the sequences of a model, in numbers of sequences, bytes of states, and rows and bytes that wait."""
-
-    __slots__ = ("queue_bytes", "queue_rows", "sequences", "state_bytes")
-
-    def __init__(self, sequences: int, state_bytes: int, queue_rows: int, queue_bytes: int) -> None:
-        self.sequences: Final = sequences
-        self.state_bytes: Final = state_bytes
-        self.queue_rows: Final = queue_rows
-        self.queue_bytes: Final = queue_bytes
 
 
 class Strategy(Protocol):
@@ -96,13 +84,10 @@ class SequenceRuns:
         self.strategy: Strategy | None = None
         self._model: Final = model
         self._table: Final = table
-        self._limits: Final = limits
+        self._admission: Final = SequenceAdmission(model, tensors, limits)
         self._loop: Final = loop
         self._clock: Final = clock
         self._is_draining = False
-        self._state_bytes = 0
-        self._waiting_rows = 0
-        self._waiting_bytes = 0
         self._ends = dict.fromkeys(END_REASONS, 0)
         self._timers = SequenceTimers(table, loop, clock, self._remove_expired, self._on_waited)
         self._empty: asyncio.Event | None = None
@@ -110,11 +95,11 @@ class SequenceRuns:
     @property
     def waiting_rows(self) -> int:
         """Requests whose turn has not come. From any thread."""
-        return self._waiting_rows
+        return self._admission.waiting_rows
 
     def reading(self) -> SequenceReading:
         """For metrics. From any thread."""
-        return SequenceReading(self._table.active, self._table.waiting, self._state_bytes, self._ends.copy())
+        return SequenceReading(self._table.active, self._table.waiting, self._admission.state_bytes, self._ends.copy())
 
     def submit(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         """Enqueue a request behind the earlier ones of its sequence.
@@ -130,7 +115,7 @@ class SequenceRuns:
             ServeError: SequenceError for a request that fits no sequence; overloaded if there are too many sequences,
                 states or waiting requests; not_ready for a new sequence while the server stops; any of the batcher.
         """
-        self._check(request, part)
+        self._admission.check(request, part)
         now_ns = self._clock()
         sequence = self._table.find(part.id)
         if sequence is not None and not self._table.resume(sequence, now_ns):
@@ -159,7 +144,7 @@ class SequenceRuns:
         if sequence is None:
             return
         is_over = sequence.running is None
-        self._end(sequence, FAILED, self._not_started(sequence))
+        self._end(sequence, FAILED, self._admission.not_started(sequence.id))
         if is_over:
             self._remove(sequence)
 
@@ -213,18 +198,18 @@ class SequenceRuns:
                 return
         sequence.running = None
         nbytes = arrays_bytes(states)
-        self._state_bytes += nbytes - sequence.state_bytes
+        self._admission.state_bytes += nbytes - sequence.state_bytes
         sequence.states, sequence.state_bytes = states, nbytes
-        if self._state_bytes > self._limits.state_bytes and nbytes > self.tensors.initial_bytes:
+        if self._admission.has_outgrown(nbytes):
             log_event(
                 logger,
                 logging.WARNING,
                 "a sequence ended because its state has grown beyond max_state_bytes",
                 model=self._model,
                 state_bytes=nbytes,
-                of_all_sequences=self._state_bytes,
+                of_all_sequences=self._admission.state_bytes,
             )
-            self._end(sequence, EVICTED, self._not_started(sequence))
+            self._end(sequence, EVICTED, self._admission.not_started(sequence.id))
         self._after(sequence)
         # After the next request of the sequence was enqueued: callers may enqueue and cancel requests.
         turn.request.inputs = turn.inputs
@@ -242,40 +227,9 @@ class SequenceRuns:
         if isinstance(error, ServeError) and not turn.request.timing.taken_ns:
             is_over = is_over or ends_sequence(error.kind, is_pipelined=sequence.is_pipelined)
         if is_over:
-            self._end(sequence, FAILED, self._not_started(sequence))
+            self._end(sequence, FAILED, self._admission.not_started(sequence.id))
         self._after(sequence)
         turn.request.fail(error)
-
-    def _check(self, request: InflightRequest, part: SequencePart) -> None:
-        if not part.id:
-            raise SequenceError(
-                ErrorKind.INVALID_INPUT,
-                f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID",
-            )
-        if request.rows != 1:
-            raise SequenceError(
-                ErrorKind.INVALID_INPUT,
-                f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of sequence "
-                "batcher",
-            )
-        expected = self.tensors.id_datatype
-        if expected is not None and isinstance(part.id, str) is not (expected is DataType.BYTES):
-            got = "BYTES" if isinstance(part.id, str) else "UINT64"
-            raise ServeError(
-                ErrorKind.INVALID_INPUT,
-                f"sequence batching control 'CORRID' data-type is '{got}', but model '{self._model}' expects "
-                f"'{expected.value}'",
-            )
-
-    def _not_started(self, sequence: Sequence) -> ServeError:
-        return self._start_error(SequencePart(sequence.id))
-
-    def _start_error(self, part: SequencePart) -> ServeError:
-        return SequenceError(
-            ErrorKind.INVALID_INPUT,
-            f"inference request for sequence {part.id} to model '{self._model}' must specify the START flag on the "
-            "first request of the sequence",
-        )
 
     def _begin(self, part: SequencePart) -> Sequence:
         """Begin a sequence.
@@ -284,25 +238,13 @@ class SequenceRuns:
             ServeError: See ``submit``.
         """
         if not part.is_start:
-            raise self._start_error(part)
+            raise self._admission.not_started(part.id)
         if self._is_draining:
             raise SequenceError(ErrorKind.NOT_READY, _STOPPING, retry_after_s=1)
-        limits, tensors = self._limits, self.tensors
-        if len(self._table) >= limits.sequences:
-            raise ServeError(
-                ErrorKind.OVERLOADED,
-                f"model '{self._model}' serves {len(self._table)} sequences, the most that max_sequences allows",
-                retry_after_s=1,
-            )
-        if self._state_bytes + tensors.initial_bytes > limits.state_bytes:
-            raise ServeError(
-                ErrorKind.OVERLOADED,
-                f"the states of model '{self._model}' have {self._state_bytes} bytes, and max_state_bytes "
-                f"{limits.state_bytes} leaves none for another sequence",
-                retry_after_s=1,
-            )
+        tensors = self.tensors
+        self._admission.check_room(len(self._table))
         sequence = Sequence(part.id, tensors.id_array(part.id), tensors.first_states, tensors.initial_bytes)
-        self._state_bytes += tensors.initial_bytes
+        self._admission.state_bytes += tensors.initial_bytes
         self._table.add(sequence)
         return sequence
 
@@ -313,41 +255,27 @@ class SequenceRuns:
             ServeError: overloaded, if too many wait. The sequence ends after its earlier requests: later ones, which
                 may be on their way, must not run without this one.
         """
-        sequence, limits = turn.sequence, self._limits
+        sequence = turn.sequence
         turn.nbytes = max(1, tensor_bytes(turn.inputs))
-        if self._waiting_rows and (
-            self._waiting_rows >= limits.queue_rows or self._waiting_bytes + turn.nbytes > limits.queue_bytes
-        ):
+        if problem := self._admission.why_full(turn.nbytes):
             self._table.close(sequence)
             sequence.ended_because = FAILED
-            ending = f"; sequence {sequence.id} ends with its earlier requests"
             if sequence.is_idle:  # it has just begun
                 self._remove(sequence)
-                ending = ""
-            raise ServeError(
-                ErrorKind.OVERLOADED,
-                f"Exceeds maximum queue size: {self._waiting_rows} requests of {self._waiting_bytes} bytes wait for "
-                f"their sequences, at most max_queue_rows {limits.queue_rows} and max_queue_bytes "
-                f"{limits.queue_bytes} may{ending}",
-                retry_after_s=1,
-            )
-        self._waiting_rows += 1
-        self._waiting_bytes += turn.nbytes
+            else:
+                problem += f"; sequence {sequence.id} ends with its earlier requests"
+            raise ServeError(ErrorKind.OVERLOADED, problem, retry_after_s=1)
+        self._admission.enter(turn)
         sequence.waiting.append(turn)
         if sequence.slot == NO_SLOT and turn.terms.start_by_ns is not None:
             self._timers.limit_wait(sequence, turn.terms.start_by_ns, turn.arrived_ns)
-
-    def _leave(self, turn: Turn) -> None:
-        """A request waits no more."""
-        self._waiting_rows -= 1
-        self._waiting_bytes -= turn.nbytes
 
     def _advance(self, sequence: Sequence) -> None:
         """Run the next request of a sequence that has a slot, if none runs."""
         if sequence.running is not None or not sequence.waiting:
             return
         turn = sequence.waiting.popleft()
-        self._leave(turn)
+        self._admission.leave(turn)
         self._run(sequence, turn)
 
     def _run(self, sequence: Sequence, turn: Turn) -> None:
@@ -372,7 +300,7 @@ class SequenceRuns:
 
     def _remove(self, sequence: Sequence) -> None:
         """A sequence has ended; its slot goes to the next one that waits."""
-        self._state_bytes -= sequence.state_bytes
+        self._admission.state_bytes -= sequence.state_bytes
         sequence.state_bytes = 0
         sequence.states = ()
         self._ends[sequence.ended_because] += 1
@@ -393,7 +321,7 @@ class SequenceRuns:
         waiting = list(sequence.waiting)
         sequence.waiting.clear()
         for turn in waiting:
-            self._leave(turn)
+            self._admission.leave(turn)
         for turn in waiting:
             turn.request.fail(error)
 
@@ -407,7 +335,7 @@ class SequenceRuns:
             sequence.running = None
         elif turn in sequence.waiting:
             sequence.waiting.remove(turn)
-            self._leave(turn)
+            self._admission.leave(turn)
         else:
             return
         # The following requests were sent for a state that this one would have made.

@@ -13,8 +13,9 @@ from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.direct_sequences import DirectRuns, Waiting, choose_slots
 from ortserve.batching.oldest_sequences import OldestRuns
+from ortserve.batching.sequence_admission import SequenceLimits
 from ortserve.batching.sequence_table import Sequence, SequenceTable
-from ortserve.batching.sequences import SequenceLimits, SequenceRuns
+from ortserve.batching.sequences import SequenceRuns
 from ortserve.core.dtypes import DataType
 from ortserve.core.inflight import CANCELLED, COMPUTED, RUNNING, InflightRequest
 from ortserve.core.sequence import END, ID, READY, START, ControlTensor, SequencePart, SequenceTensors, StateTensor

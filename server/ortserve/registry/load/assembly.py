@@ -19,8 +19,9 @@ from ortserve.batching.queue import RequestQueue
 from ortserve.batching.response_cache import CachedRuns, ResponseCache
 from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_limits import RunEvents, RunLimits
+from ortserve.batching.sequence_admission import SequenceLimits
 from ortserve.batching.sequence_table import SequenceTable
-from ortserve.batching.sequences import SequenceLimits, SequenceRuns
+from ortserve.batching.sequences import SequenceRuns
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Learned
 from ortserve.batching.timers import best_timer

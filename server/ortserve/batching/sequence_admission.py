@@ -1,0 +1,125 @@
+"""Admission of the requests of sequences: which fit no sequence, and which find too many before them.
+
+``sequences`` asks before it begins a sequence or lets a request wait, and reports what both hold.
+"""
+
+from typing import Final
+
+from ortserve.batching.sequence_table import Turn
+from ortserve.core.dtypes import DataType
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.sequence import SequenceId, SequencePart, SequenceTensors
+from ortserve.errors import ErrorKind, SequenceError, ServeError
+
+
+class SequenceLimits:
+    """Bounds of the sequences of a model, in numbers of sequences, bytes of states, and rows and bytes that wait."""
+
+    __slots__ = ("queue_bytes", "queue_rows", "sequences", "state_bytes")
+
+    def __init__(self, sequences: int, state_bytes: int, queue_rows: int, queue_bytes: int) -> None:
+        self.sequences: Final = sequences
+        self.state_bytes: Final = state_bytes
+        self.queue_rows: Final = queue_rows
+        self.queue_bytes: Final = queue_bytes
+
+
+class SequenceAdmission:
+    """Checks the requests of sequences, and counts what sequences hold. Loop thread only, but for reading counts.
+
+    Attributes:
+        state_bytes: Of the states of all sequences.
+        waiting_rows: Requests whose turn has not come.
+    """
+
+    def __init__(self, model: str, tensors: SequenceTensors, limits: SequenceLimits) -> None:
+        """``model`` is the name, for errors; ``tensors`` are its hidden ones."""
+        self.state_bytes = 0
+        self.waiting_rows = 0
+        self._waiting_bytes = 0
+        self._model: Final = model
+        self._tensors: Final = tensors
+        self._limits: Final = limits
+
+    def check(self, request: InflightRequest, part: SequencePart) -> None:
+        """Check what a request says about its sequence.
+
+        Raises:
+            ServeError: SequenceError for a request without an id or of several rows; invalid_input for an id of another
+                datatype than the model expects.
+        """
+        if not part.id:
+            raise SequenceError(
+                ErrorKind.INVALID_INPUT,
+                f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID",
+            )
+        if request.rows != 1:
+            raise SequenceError(
+                ErrorKind.INVALID_INPUT,
+                f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of sequence "
+                "batcher",
+            )
+        expected = self._tensors.id_datatype
+        if expected is not None and isinstance(part.id, str) is not (expected is DataType.BYTES):
+            got = "BYTES" if isinstance(part.id, str) else "UINT64"
+            raise ServeError(
+                ErrorKind.INVALID_INPUT,
+                f"sequence batching control 'CORRID' data-type is '{got}', but model '{self._model}' expects "
+                f"'{expected.value}'",
+            )
+
+    def not_started(self, sequence_id: SequenceId) -> SequenceError:
+        """The error for a request of a sequence that has not begun, or has ended."""
+        return SequenceError(
+            ErrorKind.INVALID_INPUT,
+            f"inference request for sequence {sequence_id} to model '{self._model}' must specify the START flag on the "
+            "first request of the sequence",
+        )
+
+    def check_room(self, sequences: int) -> None:
+        """Check that another sequence may begin beside so many.
+
+        Raises:
+            ServeError: overloaded.
+        """
+        limits = self._limits
+        if sequences >= limits.sequences:
+            raise ServeError(
+                ErrorKind.OVERLOADED,
+                f"model '{self._model}' serves {sequences} sequences, the most that max_sequences allows",
+                retry_after_s=1,
+            )
+        if self.state_bytes + self._tensors.initial_bytes > limits.state_bytes:
+            raise ServeError(
+                ErrorKind.OVERLOADED,
+                f"the states of model '{self._model}' have {self.state_bytes} bytes, and max_state_bytes "
+                f"{limits.state_bytes} leaves none for another sequence",
+                retry_after_s=1,
+            )
+
+    def has_outgrown(self, state_bytes: int) -> bool:
+        """Whether a sequence with so large a state must end, because all states take more than they may."""
+        return self.state_bytes > self._limits.state_bytes and state_bytes > self._tensors.initial_bytes
+
+    def why_full(self, nbytes: int) -> str:
+        """Why a request of ``nbytes`` must not wait; empty if it may. A single one always may."""
+        limits = self._limits
+        if not self.waiting_rows or (
+            self.waiting_rows < limits.queue_rows and self._waiting_bytes + nbytes <= limits.queue_bytes
+        ):
+            return ""
+        return (
+            f"Exceeds maximum queue size: {self.waiting_rows} requests of {self._waiting_bytes} bytes wait for "
+            f"their sequences, at most max_queue_rows {limits.queue_rows} and max_queue_bytes "
+            f"{limits.queue_bytes} may"
+        )
+
+    def enter(self, turn: Turn) -> None:
+        """A request begins to wait."""
+        self.waiting_rows += 1
+        self._waiting_bytes += turn.nbytes
+
+    def leave(self, turn: Turn) -> None:
+        """A request waits no more."""
+        self.waiting_rows -= 1
+        self._waiting_bytes -= turn.nbytes
