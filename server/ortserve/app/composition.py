@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 import onnxruntime
 from prometheus_client import CollectorRegistry
 
-from ortserve.app.busy_polling import make_busy_polling
 from ortserve.app.console import Console, make_console
 from ortserve.app.frontends import Frontends
 from ortserve.app.watchdog import Watchdog
@@ -22,7 +21,7 @@ from ortserve.core.large_memory import MAX_KEPT_BYTES, LargeMemory
 from ortserve.device.devices import DeviceRuntime, DevicesReader
 from ortserve.device.nvml import GpuReader
 from ortserve.device.region import are_regions_possible, open_region
-from ortserve.engine.process_limits import cpu_budget, memory_limit
+from ortserve.engine.process_limits import Throttling, cpu_budget, cpu_quotas, memory_limit
 from ortserve.engine.process_memory import return_large_blocks
 from ortserve.engine.providers import check_names
 from ortserve.example import repository_path
@@ -36,6 +35,7 @@ from ortserve.registry.registry import Registry
 from ortserve.registry.state_file import DEFAULT_FOLDER, StateFile
 from ortserve.registry.stores.mirrors import open_repositories
 from ortserve.service.access import Access, Group
+from ortserve.service.busy_polling import BusyPolling, PollPolicy
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
@@ -150,7 +150,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
     metrics.gpu_memory_budget_bytes = options.gpu_memory_budget_bytes
     if options.memory_budget_bytes is not None:
         return_large_blocks()
-    polling = make_busy_polling(options, registry)
+    polling = _polling(options, registry)
     metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(
         is_allowed=options.allow_client_shm, open_on_device=partial(open_region, runtime.devices)
@@ -238,6 +238,20 @@ def _state_folder(options: ServerOptions) -> Path | None:
         return options.state_dir
     first = next((folder for folder in options.repositories if isinstance(folder, Path)), None)
     return None if first is None else first / DEFAULT_FOLDER
+
+
+def _polling(options: ServerOptions, registry: Registry) -> BusyPolling | None:
+    """The busy polling of the event loop; None if the loop always sleeps between requests."""
+    max_ns = options.busy_poll_us * 1000
+    if max_ns == 0 or options.grpc_transport == "grpcio":
+        return None
+    quotas = cpu_quotas()
+    throttling = Throttling([quota.folder / "cpu.stat" for quota in quotas], monotonic_ns())
+
+    def may_poll(now_ns: int) -> bool:
+        return not registry.is_changing and not throttling.is_recent(now_ns)
+
+    return BusyPolling(asyncio.get_running_loop(), monotonic_ns, PollPolicy(max_ns), may_poll)
 
 
 def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:

@@ -15,10 +15,10 @@ from ortserve.config.options import (
     ServerOptions,
     combination_problems,
     flag_name,
+    option_origins,
     read_options,
     split_list,
 )
-from ortserve.config.origins import option_origins
 from ortserve.engine.distributions import installed_runtimes, runtime_problem
 
 _EPILOG: Final = """\

@@ -10,7 +10,6 @@ __all__ = [
     "model",
     "option_groups",
     "options",
-    "origins",
     "repository_url",
     "rollout",
     "sequences",

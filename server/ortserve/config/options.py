@@ -257,6 +257,28 @@ def read_options(flags: Mapping[str, Any], config_path: Path | None = None) -> S
         ) from None
 
 
+def option_origins(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, str]:
+    """The flag, the variable or the file that sets an option, by option; options with their default are missing.
+
+    For the console. Reads ``os.environ`` and the file as ``read_options`` does, which has accepted both.
+
+    Raises:
+        ValueError: The file cannot be read any more.
+    """
+    config_path = config_path or (Path(named) if (named := os.environ.get(CONFIG_VARIABLE)) else None)
+    in_file = read_yaml(config_path) if config_path else {}
+    origins: dict[str, str] = {}
+    for name in ServerOptions.model_fields:
+        if name in flags:
+            origins[name] = flag_name(name) if name != "repositories" else "command line"
+        elif os.environ.get(variable_name(name)):
+            origins[name] = variable_name(name)
+        elif name in in_file:
+            assert config_path is not None
+            origins[name] = config_path.name
+    return origins
+
+
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """One line per variable that begins as those of options do and has no effect, without its value.
 

@@ -15,7 +15,6 @@ from ortserve.registry.dependents import dependents_of, members_of, reject_cycle
 from ortserve.registry.draining import Draining
 from ortserve.registry.labels import Labels, needed_versions
 from ortserve.registry.repository.source import ModelSource, plan_changes
-from ortserve.registry.retries import LoadRetries
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
 
@@ -23,6 +22,10 @@ logger: Final = logging.getLogger(__name__)
 
 _MOST_REASONS: Final = 16
 """Options without effect of one model that are logged one by one."""
+
+_FIRST_RETRY_S: Final = 60.0
+_MAX_RETRY_S: Final = 3600.0
+"""Between two retries; the wait doubles with each failure."""
 
 
 class Reconciler:
@@ -264,6 +267,29 @@ class Reconciler:
                     if reason and before is not None and before.state is State.READY:
                         self._draining.drain(before, reason)
                 await self._follow(ensemble, applied)
+
+
+class LoadRetries:
+    """When to retry loads that failed although their files have not changed: what they lacked may be there by then."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, tuple[int, float]] = {}
+        """By model: when a retry is due (clock of the registry, ns), and how long that wait was (s)."""
+
+    def note_failure(self, name: str, now_ns: int) -> None:
+        """Schedule the next retry of a model."""
+        _, waited_s = self._due.get(name, (0, _FIRST_RETRY_S / 2))
+        wait_s = min(2 * waited_s, _MAX_RETRY_S)
+        self._due[name] = now_ns + round(wait_s * 1e9), wait_s
+
+    def forget(self, name: str) -> None:
+        """Retry a model no more: it serves, or should not."""
+        self._due.pop(name, None)
+
+    def is_due(self, name: str, now_ns: int) -> bool:
+        """Whether a retry of the model is due."""
+        due = self._due.get(name)
+        return due is not None and now_ns >= due[0]
 
 
 def _report_options(source: ModelSource) -> None:

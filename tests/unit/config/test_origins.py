@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ortserve.config.options import read_options
-from ortserve.config.origins import option_origins
+from ortserve.config.options import option_origins, read_options
 
 
 def test_origin_is_the_source_whose_value_is_in_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

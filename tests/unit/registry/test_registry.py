@@ -28,7 +28,7 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.terms import Scheduling, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
-from ortserve.registry import retries, version_loader
+from ortserve.registry import reconciler, version_loader
 from ortserve.registry.catalog import ON_DEMAND, State, VersionRecord
 from ortserve.registry.load.coordination import WAITING
 from ortserve.registry.registry import Registry
@@ -606,7 +606,7 @@ async def test_every_change_is_reported_after_it_happened(tmp_path: Path, load: 
 async def test_poll_retries_failed_loads_from_time_to_time(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, is_due: bool
 ) -> None:
-    monkeypatch.setattr(retries, "_FIRST_RETRY_S", 0.0 if is_due else 60.0)
+    monkeypatch.setattr(reconciler, "_FIRST_RETRY_S", 0.0 if is_due else 60.0)
     file = tmp_path / "m" / "1" / "model.onnx"
     put(tmp_path, builders.identity, "m")
     good, stat = file.read_bytes(), file.stat()

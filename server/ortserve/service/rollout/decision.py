@@ -1,9 +1,76 @@
-"""When a rollout ends by itself: a decision from figures and rules. Pure."""
+"""What a rollout measures of its candidate, and when it ends by itself: a decision from figures and rules. Pure."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from ortserve.config.rollout import RolloutRules
+from ortserve.config.rollout import Measure, RolloutRules
+from ortserve.core.agreement import AgreementMeter
+from ortserve.core.batch import Arrays
+from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import as_numbers
+
+MEASURES = ("max", "relative", "cosine", "top1")
+
+_CLASSES_PER_OCTAVE: Final = 8
+_CLASSES: Final = 35 * _CLASSES_PER_OCTAVE
+"""Up to 2^35 ns, half a minute; longer times count as that."""
+
+
+def errors_of(
+    stable: Arrays, signature: ModelSignature, candidate: Arrays, candidate_signature: ModelSignature, rows: int
+) -> dict[str, float]:
+    """The worst error of any output by measure; infinite if the candidate lacks an output or has another datatype.
+
+    Args:
+        stable: Outputs in the order of ``signature``, as clients see them.
+        signature: Of ``stable``.
+        candidate: Outputs in the order of ``candidate_signature``.
+        candidate_signature: Of the candidate.
+        rows: Of the request.
+    """
+    pairs = []
+    for spec, expected in zip(signature.outputs, stable, strict=True):
+        index = candidate_signature.output_index.get(spec.name)
+        if index is None or candidate_signature.outputs[index].datatype is not spec.datatype:
+            return dict.fromkeys(MEASURES, math.inf)
+        pairs.append((as_numbers(expected, spec.datatype), as_numbers(candidate[index], spec.datatype)))
+    meter = AgreementMeter([spec.name for spec in signature.outputs])
+    meter.add([expected for expected, _ in pairs], [found for _, found in pairs], rows)
+    result = meter.result()
+    return {measure: result.error(measure) for measure in MEASURES}
+
+
+def disagrees(errors: Mapping[str, float], tolerance: Mapping[Measure, float]) -> bool:
+    """Whether a request differs by more than its model tolerates."""
+    return any(errors[measure] > most for measure, most in tolerance.items())
+
+
+class Latencies:
+    """Times of many requests in little memory, and their percentiles with an error of at most 9 %.
+
+    They are counted by size, each class 9 % longer than the one before.
+    """
+
+    def __init__(self) -> None:
+        self._counts = [0] * _CLASSES
+        self.count = 0
+
+    def add(self, ns: int) -> None:
+        self._counts[min(_CLASSES - 1, int(math.log2(max(1, ns)) * _CLASSES_PER_OCTAVE))] += 1
+        self.count += 1
+
+    def percentile_s(self, percent: float) -> float | None:
+        """The time within which ``percent`` of the requests ended, in seconds; None without any."""
+        left = math.ceil(self.count * percent / 100)
+        if not left:
+            return None
+        for number, count in enumerate(self._counts):
+            left -= count
+            if left <= 0:
+                return float(2.0 ** ((number + 1) / _CLASSES_PER_OCTAVE) / 1e9)
+        raise AssertionError
 
 
 @dataclass(frozen=True, slots=True)

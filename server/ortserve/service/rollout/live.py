@@ -22,9 +22,7 @@ from ortserve.core.version_names import STABLE
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.rollout import Headers, Rollout
 from ortserve.registry.serving import ServedVersion
-from ortserve.service.rollout.comparison import MEASURES, disagrees, errors_of
-from ortserve.service.rollout.decision import Decision, Figures, decide
-from ortserve.service.rollout.latencies import Latencies
+from ortserve.service.rollout.decision import MEASURES, Decision, Figures, Latencies, decide, disagrees, errors_of
 from ortserve.service.validation import check_request
 from ortserve.telemetry.logs import log_fault
 

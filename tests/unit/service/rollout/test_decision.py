@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ortserve.config.rollout import RolloutRules
-from ortserve.service.rollout.decision import Figures, decide
-from ortserve.service.rollout.latencies import Latencies
+from ortserve.service.rollout.decision import Figures, Latencies, decide
 
 RULES = RolloutRules(
     min_requests=100, max_error_rate=0.02, max_disagreement=0.05, max_p99_ratio=1.5, promote_after=1000
