@@ -87,6 +87,11 @@ class Table:
     note: str = ""
     most_rows: int | None = None
 
+    @staticmethod
+    def of(title: str, rows: Sequence[Mapping[str, Cell]], note: str = "", most_rows: int | None = None) -> "Table":
+        """A table from rows that map columns to cells. All rows have the same columns; without rows there are none."""
+        return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], note, most_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:
@@ -144,8 +149,7 @@ def table_of(
     title: str, records: Sequence[Any], *, without: Sequence[str] = (), most_rows: int | None = None, note: str = ""
 ) -> Table:
     """A row per dataclass with a column per field, but some."""
-    rows = [facts_of(title, record, without=without).entries for record in records]
-    return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], note, most_rows)
+    return Table.of(title, [facts_of("", record, without=without).entries for record in records], note, most_rows)
 
 
 def _label(name: str) -> str:

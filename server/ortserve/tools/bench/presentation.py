@@ -1,6 +1,6 @@
 """A result as a report. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Final
@@ -46,7 +46,7 @@ _MUCH: Final = 0.1
 
 
 def present(result: BenchResult, *, has_pictures: bool) -> Report:
-    """The report of a measurement. Only pages have pictures, which take seconds to draw."""
+    """The report of a measurement. Only pages show pictures, and drawing them takes seconds."""
     points = result.points
     names = _Names(points)
     facts: dict[str, Cell] = {
@@ -58,19 +58,7 @@ def present(result: BenchResult, *, has_pictures: bool) -> Report:
         "machine of the generator": result.machine,
         **({"ended": "early, by Ctrl-C: these are partial results"} if result.is_interrupted else {}),
     }
-    capacities: list[list[Cell]] = [list(astuple(one)) for one in result.capacities]
-    bound = f", and p{result.percentile:g} is within {result.slo_ms:g} ms" if result.slo_ms else ""
-    tables = [
-        _latencies(result, names),
-        _rates(result, names),
-        Table(
-            "Capacity",
-            ["target", "way", "rows", "sustained /s", "too much /s"],
-            capacities,
-            f"Sustained: nothing piles up, at most 0.1 % fail{bound}.",
-        ),
-        *_details(points, names),
-    ]
+    tables = [_latencies(result, names), _rates(result, names), _capacities(result), *_details(points, names)]
     blocks: list[Block] = [Facts("Measurement", facts), *(table for table in tables if table.rows)]
     blocks.append(Findings(_findings(result, names)))
     if has_pictures:
@@ -84,22 +72,22 @@ def present(result: BenchResult, *, has_pictures: bool) -> Report:
 
 
 class _Names:
-    """What tells the points of a result apart: columns and words for that which differs, and for the load."""
+    """The cells that identify a point within a result: the fields that differ between points, and the load."""
 
     def __init__(self, points: Sequence[Point]) -> None:
         fields = {"target": "target", "way": "way", "rows": "batch"}
         self._shown = {
-            name: field for name, field in fields.items() if len({getattr(point, field) for point in points}) > 1
+            name: field for name, field in fields.items() if len({getattr(one, field) for one in points}) > 1
         }
-        self.columns = [*self._shown, "load"]
 
-    def cells(self, point: Point) -> list[Cell]:
-        """The first cells of a row, below ``columns``."""
-        return [*(getattr(point, field) for field in self._shown.values()), point.load]
+    def cells(self, point: Point) -> dict[str, Cell]:
+        """The first cells of a row."""
+        return {**{name: getattr(point, field) for name, field in self._shown.items()}, "load": point.load}
 
     def text(self, point: Point) -> str:
         """The same as words."""
-        return ", ".join(f"{cell} rows" if isinstance(cell, int) else str(cell) for cell in self.cells(point))
+        cells = self.cells(point).values()
+        return ", ".join(f"{cell} rows" if isinstance(cell, int) else str(cell) for cell in cells)
 
 
 def _range(low: float | None, high: float | None) -> str | None:
@@ -107,74 +95,79 @@ def _range(low: float | None, high: float | None) -> str | None:
 
 
 def _latencies(result: BenchResult, names: _Names) -> Table:
-    percents = sorted({*PERCENTS, result.percentile})
-    rows: list[list[Cell]] = []
+    rows: list[dict[str, Cell]] = []
     for point in result.points:
-        found = [point.percentile(percent) for percent in percents]
+        row = names.cells(point)
+        for percent in sorted({*PERCENTS, result.percentile}):
+            found = point.percentile(percent)
+            row[f"p{percent:g}"] = found.ms if found else None
+        row["max"] = point.most_ms
         asked = point.percentile(result.percentile)
-        interval = _range(asked.low_ms, asked.high_ms) if asked else None
-        rows.append([*names.cells(point), *(one.ms if one else None for one in found), point.most_ms, interval])
-    return Table(
-        "Latency in ms",
-        [*names.columns, *(f"p{percent:g}" for percent in percents), "max", f"p{result.percentile:g} 95 %"],
-        rows,
-        note="Open loops count from the moment when a request was due. Closed loops count from its sending, and hide "
-        "stalls: callers that wait send nothing.",
+        row[f"p{result.percentile:g} 95 %"] = _range(asked.low_ms, asked.high_ms) if asked else None
+        rows.append(row)
+    note = (
+        "Open loops count from the moment when a request was due. Closed loops count from its sending, and hide "
+        "stalls: callers that wait send nothing."
     )
+    return Table.of("Latency in ms", rows, note)
 
 
 def _rates(result: BenchResult, names: _Names) -> Table:
-    has_goodput = result.slo_ms is not None
-    rows: list[list[Cell]] = []
+    rows: list[dict[str, Cell]] = []
     for point in result.points:
         usage, rate = point.usage, point.throughput
-        values: list[Cell] = [
-            *(rate.value, _range(rate.low, rate.high), rate.value * point.batch),
-            *([point.goodput_per_s] if has_goodput else []),
-            point.failed,
-            usage.cpu_us_per_request if usage else None,
-            bytes_text(usage.resident_bytes) if usage else None,
-            f"{point.seconds:.1f} s, {point.stopped_because}",
-        ]
-        rows.append([*names.cells(point), *values])
-    goodput = [f"within {result.slo_ms:g} ms /s"] if has_goodput else []
-    columns = ["answers /s", "95 %", "rows /s", *goodput, "failed", "server CPU µs", "server memory", "measured"]
-    return Table("Throughput", [*names.columns, *columns], rows)
+        goodput = {} if result.slo_ms is None else {f"within {result.slo_ms:g} ms /s": point.goodput_per_s}
+        rows.append(
+            {
+                **names.cells(point),
+                "answers /s": rate.value,
+                "95 %": _range(rate.low, rate.high),
+                "rows /s": rate.value * point.batch,
+                **goodput,
+                "failed": point.failed,
+                "server CPU µs": usage.cpu_us_per_request if usage else None,
+                "server memory": bytes_text(usage.resident_bytes) if usage else None,
+                "measured": f"{point.seconds:.1f} s, {point.stopped_because}",
+            }
+        )
+    return Table.of("Throughput", rows)
 
 
-def _details(points: Sequence[Point], names: _Names) -> list[Table]:
-    failures: list[list[Cell]] = [
-        [names.text(point), one.kind, one.count, one.example] for point in points for one in point.failures
-    ]
+def _capacities(result: BenchResult) -> Table:
+    bound = f", and p{result.percentile:g} is within {result.slo_ms:g} ms" if result.slo_ms else ""
+    columns = ["target", "way", "rows", "sustained /s", "too much /s"]
+    note = f"Sustained: nothing piles up, at most 0.1 % fail{bound}."
+    return Table("Capacity", columns, [astuple(one) for one in result.capacities], note)
+
+
+def _details(points: Sequence[Point], names: _Names) -> Iterator[Table]:
+    failures = [(names.text(point), one.kind, one.count, one.example) for point in points for one in point.failures]
+    yield Table("Failures", ["load", "kind", "count", "one of them"], failures)
     phases = list(dict.fromkeys(one.name for point in points for one in point.phases))
-    times: list[list[Cell]] = []
+    times: list[dict[str, Cell]] = []
     for point in (point for point in points if point.phases):
         found = {one.name: f"{number_text(one.mean_ms)} / {number_text(one.p99_ms)}" for one in point.phases}
-        times.append([names.text(point), *(found.get(name) for name in phases)])
-    batches: list[list[Cell]] = [
-        [names.text(point), ", ".join(f"{one.rows}: {one.batches:,}" for one in point.batches)]
+        times.append({"load": names.text(point), **{name: found.get(name) for name in phases}})
+    yield Table.of("Time on the server in ms, mean / p99", times, "As it says itself.")
+    batches = [
+        (names.text(point), ", ".join(f"{one.rows}: {one.batches:,}" for one in point.batches))
         for point in points
         if point.batches
     ]
-    own: list[list[Cell]] = []
-    for point in points:
-        one, outputs = point.generator, point.outputs
-        compared = f"{outputs.checked:,} with {outputs.expected}" if outputs else "not compared"
-        cells = [
-            one.processes,
-            round(100 * one.cpu_share, 1),
-            one.late_p50_us,
-            one.late_p99_us,
-            one.waited_us,
-            compared,
-        ]
-        own.append([names.text(point), *cells])
-    return [
-        Table("Failures", ["load", "kind", "count", "one of them"], failures),
-        Table("Time on the server in ms, mean / p99", ["load", *phases], times, "As it says itself."),
-        Table("Batches", ["load", "rows: batches"], batches, most_rows=30),
-        Table("Generator", ["load", "processes", "CPU %", "late p50 µs", "late p99 µs", "waited µs", "compared"], own),
+    yield Table("Batches", ["load", "rows: batches"], batches, most_rows=30)
+    own: list[dict[str, Cell]] = [
+        {
+            "load": names.text(point),
+            "processes": point.generator.processes,
+            "CPU %": round(100 * point.generator.cpu_share, 1),
+            "late p50 µs": point.generator.late_p50_us,
+            "late p99 µs": point.generator.late_p99_us,
+            "waited µs": point.generator.waited_us,
+            "compared": f"{point.outputs.checked:,} with {point.outputs.expected}" if point.outputs else "not compared",
+        }
+        for point in points
     ]
+    yield Table.of("Generator", own)
 
 
 def _findings(result: BenchResult, names: _Names) -> list[Finding]:

@@ -1,6 +1,6 @@
 """A result as a report. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
@@ -29,12 +29,12 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
         sides = (("current", found.current, found.current_per_s), ("best", found.best, found.best_per_s))
         rows = [{"configuration": name, **_cells(one), "constant rate /s": rate} for name, one, rate in sides]
         note = f"New processes in turn, {found.pairs} pairs: the best is {found.ratio} times as good."
-        tables.append(_table("Confirmation", rows, note))
+        tables.append(Table.of("Confirmation", rows, note))
     gains: list[dict[str, Cell]] = [
         {"keys": describe(one.changes), "ratio": str(one.ratio or "not measured"), "is kept": one.is_kept}
         for one in result.gains
     ]
-    tables.append(_table("Gains, each against leaving it out", gains))
+    tables.append(Table.of("Gains, each against leaving it out", gains))
     note = "With the same configuration. model.yaml chooses versions by version_policy, such as {specific: [2]}."
     tables.append(table_of("Other versions", result.variants, note=note))
     trials: list[dict[str, Cell]] = [
@@ -48,7 +48,7 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
         }
         for one in result.trials
     ]
-    tables.append(_table("Trials, against the current configuration in turn", trials, most_rows=15))
+    tables.append(Table.of("Trials, against the current configuration in turn", trials, most_rows=15))
     blocks: list[Block] = [Text(result.conclusion), facts_of("Search", result, without=_OTHERS)]
     if result.yaml:
         blocks.append(Text(f"{result.written or result.why_not_written}:\n\n{result.yaml.rstrip()}"))
@@ -58,10 +58,6 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
         )
     blocks += [one for one in tables if one.rows]
     return Report(f"ortserve tune {result.model}", [*blocks, Findings(list(_findings(result)))])
-
-
-def _table(title: str, rows: Sequence[Mapping[str, Cell]], note: str = "", most_rows: int | None = None) -> Table:
-    return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], note, most_rows)
 
 
 def _cells(figures: Figures | None) -> dict[str, Cell]:
