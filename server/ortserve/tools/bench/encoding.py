@@ -1,6 +1,6 @@
 """Requests as bytes, made once before a measurement, and answers as arrays, for those that are looked at. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -18,6 +18,9 @@ from ortserve.core.tensor import Tensor, is_absent
 from ortserve.errors import ErrorKind, ServeError
 
 PROTOCOLS: Final = ("rest", "rest-binary", "grpc", "grpc-stream", "shm")
+
+_PARAMETER_FIELDS: Final = {bool: "bool_param", int: "int64_param", str: "string_param"}
+"""Fields of gRPC's ``InferParameter``."""
 
 Outputs: TypeAlias = Mapping[str, Tensor]
 
@@ -78,19 +81,11 @@ def encode_rest(tensors: Sequence[Tensor], part: SequencePart | None = None, *, 
 
 def encode_grpc(model: str, version: str, tensors: Sequence[Tensor], part: SequencePart | None = None) -> Encoded:
     """A gRPC request, with raw contents."""
-    parameters = {} if part is None else part.parameters
     document = {
-        "model_name": model,
-        "model_version": version,
         "inputs": [_declared(tensor) for tensor in tensors],
-        "parameters": {
-            name: {"bool_param" if isinstance(value, bool) else "int64_param": value}
-            for name, value in parameters.items()
-        },
+        "parameters": _grpc_parameters({} if part is None else part.parameters),
     }
-    request = ParseDict(document, pb.ModelInferRequest())
-    request.raw_input_contents.extend(encoded(tensor) for tensor in tensors)
-    return Encoded(request.SerializeToString(), {})
+    return _encode_message(model, version, document, map(encoded, tensors))
 
 
 def encode_shared(
@@ -104,19 +99,30 @@ def encode_shared(
     """A request whose inputs and outputs are in shared memory."""
 
     def parameters(place: Place) -> dict[str, Any]:
-        sizes = {"shared_memory_offset": place.offset, "shared_memory_byte_size": place.nbytes}
-        if not is_grpc:
-            return {REGION: place.region, **sizes}
-        return {REGION: {"string_param": place.region}} | {name: {"int64_param": n} for name, n in sizes.items()}
+        found = {
+            REGION: place.region,
+            "shared_memory_offset": place.offset,
+            "shared_memory_byte_size": place.nbytes,
+        }
+        return _grpc_parameters(found) if is_grpc else found
 
     document = {
         "inputs": [_declared(tensor) | {"parameters": parameters(place)} for tensor, place in inputs],
         "outputs": [{"name": tensor.name, "parameters": parameters(place)} for tensor, place in outputs],
     }
-    if not is_grpc:
-        return Encoded(orjson.dumps(document), {"content-type": "application/json"})
-    whole = {"model_name": model, "model_version": version, **document}
-    return Encoded(ParseDict(whole, pb.ModelInferRequest()).SerializeToString(), {})
+    if is_grpc:
+        return _encode_message(model, version, document)
+    return Encoded(orjson.dumps(document), {"content-type": "application/json"})
+
+
+def _grpc_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: {_PARAMETER_FIELDS[type(value)]: value} for name, value in parameters.items()}
+
+
+def _encode_message(model: str, version: str, document: Mapping[str, Any], contents: Iterable[bytes] = ()) -> Encoded:
+    request = ParseDict({"model_name": model, "model_version": version, **document}, pb.ModelInferRequest())
+    request.raw_input_contents.extend(contents)
+    return Encoded(request.SerializeToString(), {})
 
 
 def decode_rest(body: bytes, json_size: int | None) -> Outputs:

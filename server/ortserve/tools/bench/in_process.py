@@ -26,7 +26,6 @@ from ortserve.telemetry.series import ModelMetrics
 from ortserve.tools.bench.samples import Ticket
 from ortserve.tools.bench.target import ModelPlan, Target
 from ortserve.tools.opening import open_model
-from ortserve.tools.subject import find_model
 
 Caller = Callable[[int], Callable[[], list[np.ndarray]]]
 """Runs the inputs of a number, blocking. The result reads the outputs, which is only done for those looked at."""
@@ -36,14 +35,14 @@ class BareRuns:
     """Runs of a session by threads of the driver; any number of them may run at a time."""
 
     def __init__(self, plan: ModelPlan) -> None:
-        self._model: Final = open_model(find_model(plan.model), provider=plan.provider, threads=plan.threads)
+        self._model: Final = open_model(plan.subject, provider=plan.provider, threads=plan.threads)
         self._inputs = [self._model.for_model(arrays) for arrays in plan.inputs]
         self._is_bound = plan.way == "bound"
         signature = self._model.signature
         unbound = {DataType.BYTES, DataType.BF16} & {one.datatype for one in (*signature.inputs, *signature.outputs)}
         if self._is_bound and (unbound or signature.has_sequences):  # a run appends to a sequence that is bound
             kinds = "strings, BF16 and sequences"
-            raise invalid_input(f"{plan.model}: {kinds} cannot be bound, so measure it without --way bound")
+            raise invalid_input(f"{plan.subject.path}: {kinds} cannot be bound, so measure it without --way bound")
 
     def caller(self) -> Caller:
         """The runs of one thread. They raise ServeError: rejected_by_model, as ONNX Runtime says."""
@@ -96,7 +95,7 @@ class BatcherTarget(Target):
     async def open(self, count: int) -> None:
         """As ``Target.open``; loads and warms up the model."""
         if self._served is None:
-            plan, subject = self._plan, self._plan.subject or find_model(self._plan.model)
+            plan, subject = self._plan, self._plan.subject
             chosen = {"execution_providers": plan.provider and [plan.provider], "intra_op_threads": plan.threads}
             options = subject.options.model_copy(update={name: value for name, value in chosen.items() if value})
             load = partial(load_model, subject.path, subject.name, options, monotonic_ns, subject.folder)

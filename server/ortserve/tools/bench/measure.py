@@ -13,7 +13,7 @@ from ortserve.tools.bench.generators import Generators, Seen
 from ortserve.tools.bench.load import Load, arrival_times
 from ortserve.tools.bench.points import NO_VERDICT, make_point
 from ortserve.tools.bench.prepare import Prepared, Settings
-from ortserve.tools.bench.result import Capacity, Point, Subject
+from ortserve.tools.bench.result import Capacity, LoadOnTarget, Point
 from ortserve.tools.bench.samples import join
 from ortserve.tools.bench.statistics import estimate_percentile, next_check
 from ortserve.tools.bench.usage import UsageMeter
@@ -82,7 +82,7 @@ class _Series:
         """What the rounds found together."""
         prepared, load, settings = self._prepared, self._load, self._settings
         names = (prepared.target, prepared.way, prepared.server, load.label)
-        subject = Subject(*names, load.concurrency, load.rate, prepared.batch)
+        subject = LoadOnTarget(*names, load.concurrency, load.rate, prepared.batch)
         chunks = [chunk for seen in self.rounds for chunk in seen.chunks]
         return make_point(
             subject,

@@ -12,12 +12,12 @@ from ortserve.tools.bench.result import (
     BatchSize,
     FailureCount,
     Generator,
+    LoadOnTarget,
     OutputCheck,
     Percentile,
     Phase,
     Point,
     ServerUsage,
-    Subject,
 )
 from ortserve.tools.bench.samples import Chunk, join
 from ortserve.tools.bench.statistics import Estimate, estimate_percentile, estimate_rate, histogram
@@ -34,7 +34,7 @@ _LATE_SHARE: Final = 0.05
 
 
 def make_point(
-    subject: Subject,
+    subject: LoadOnTarget,
     rounds: Sequence[Seen],
     percent: float,
     slo_ms: float | None,
@@ -155,7 +155,7 @@ def _phases(timings: Sequence[bytes]) -> tuple[Phase, ...]:
 
 
 def _generator(
-    parts: Sequence[_Part], subject: Subject, asked: Percentile | None, median: Percentile | None
+    parts: Sequence[_Part], subject: LoadOnTarget, asked: Percentile | None, median: Percentile | None
 ) -> Generator:
     callers = subject.concurrency
     cpu_share = max(part.cpu_share for part in parts)

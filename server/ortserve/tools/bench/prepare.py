@@ -182,7 +182,7 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
         signature = interface.client
         arrays = tuple(as_clients_send(model, interface, one) for one in arrays)
         expected = [as_clients_see(interface, outputs) for outputs in expected]
-    plan = ModelPlan(target, way, settings.provider, settings.threads, arrays, batch)
+    plan = ModelPlan(subject, way, settings.provider, settings.threads, arrays, batch)
     read = lambda _, outputs: _named(signature, outputs)  # noqa: E731
     return Prepared(target, way, "", batch, plan, inputs.origin, expected, source, read)
 

@@ -128,8 +128,8 @@ class OutputCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What a point is about; its attributes are described there."""
+class LoadOnTarget:
+    """One load on one target. ``Point`` describes the attributes."""
 
     target: str
     way: str
@@ -141,7 +141,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Point(Subject):
+class Point(LoadOnTarget):
     """One load on one target.
 
     Attributes:

@@ -56,23 +56,21 @@ class ModelPlan:
     """A model, and the inputs of its runs, which are used in turns.
 
     Attributes:
-        model: As ``find_model`` takes it.
+        subject: The model on disk.
         way: One of ``WAYS``.
         provider: The only execution provider to use; None for the configured ones.
         threads: Of a run; None for the configured ones.
         inputs: Of each run, in the order of the signature, with their rows on axis 0; for the batcher, as clients send
             them.
         rows: Of each run.
-        subject: Measured instead of what ``model`` names: with other options, or a version that is not served.
     """
 
-    model: str
+    subject: "Subject"
     way: str
     provider: str | None
     threads: int | None
     inputs: tuple[Arrays, ...]
     rows: int
-    subject: "Subject | None" = None
 
     def request_of(self, number: int, callers: int | None) -> int:
         """As of a ``ServerPlan``."""

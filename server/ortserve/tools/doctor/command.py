@@ -17,7 +17,7 @@ from ortserve.tools.doctor.machine import Files, read_memory, read_processors, r
 from ortserve.tools.doctor.options import check_options
 from ortserve.tools.doctor.presentation import make_report
 from ortserve.tools.doctor.request_path import follow_requests
-from ortserve.tools.doctor.result import SCHEMA, DoctorResult, ModelCheck
+from ortserve.tools.doctor.result import DoctorResult, ModelCheck
 from ortserve.tools.doctor.runtime import read_runtime
 from ortserve.tools.doctor.server import look_at
 from ortserve.tools.doctor.steadiness import measure_steadiness
@@ -86,8 +86,16 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
         # Models that share their threads cannot have too many.
         budget = None if options.global_threads else processors.budget
         found += find.find_in_models(models, budget, memory.free_bytes)
-    subject = repository or "this machine"
-    return DoctorResult(SCHEMA, subject, tuple(found), processors, memory, system, steadiness, runtime, tuple(models))
+    return DoctorResult(
+        subject=repository or "this machine",
+        findings=tuple(found),
+        processors=processors,
+        memory=memory,
+        system=system,
+        steadiness=steadiness,
+        runtime=runtime,
+        models=tuple(models),
+    )
 
 
 def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
@@ -107,4 +115,5 @@ def _look_at_server(url: str, arguments: argparse.Namespace) -> DoctorResult:
             request = follow_requests(client, name, bare, arguments.requests)
     finally:
         client.close()
-    return DoctorResult(SCHEMA, url, tuple(find.find_in_server(facts)), server=facts, request=request)
+    found = tuple(find.find_in_server(facts))
+    return DoctorResult(subject=url, findings=found, server=facts, request=request)

@@ -5,11 +5,8 @@ The descriptions of fields are those of the JSON Schema; names of fields are als
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from ortserve.tools.report import Finding
-
-SCHEMA: Final = "ortserve.doctor/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +289,7 @@ class RequestPath:
     bare_us: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorResult:
     """What was looked at: the machine and perhaps a repository, or a server. The rest is null or empty.
 
@@ -309,7 +306,7 @@ class DoctorResult:
         request: The way of one request to the server.
     """
 
-    schema: str = SCHEMA
+    schema: str = "ortserve.doctor/1"
     subject: str = ""
     findings: tuple[Finding, ...] = ()
     processors: Processors | None = None

@@ -136,7 +136,7 @@ class ModelProcess:
         self._checks = checks
         self._is_closed = False
         self._meter: Final = AgreementMeter(list(requests.datatypes))
-        self._plan: Final = ModelPlan(subject.name, "batcher", None, None, requests.arrays, requests.rows, subject)
+        self._plan: Final = ModelPlan(subject, "batcher", None, None, requests.arrays, requests.rows)
         self._errors: Final = os.memfd_create("errors")
         try:
             self._generators: Final = Generators(1, errors=self._errors, open_limit_s=_OPEN_LIMIT_S)

@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ from ortserve.tools.bench.generator import Finished, LoopDriver, Work
 from ortserve.tools.bench.generators import Seen
 from ortserve.tools.bench.load import Load
 from ortserve.tools.bench.points import judge_generator, make_point
-from ortserve.tools.bench.result import OutputCheck, Percentile, Point, Subject
+from ortserve.tools.bench.result import LoadOnTarget, OutputCheck, Percentile, Point
 from ortserve.tools.bench.samples import Chunk, Recorder, Ticket
 from ortserve.tools.bench.target import ModelPlan, Target
+from ortserve.tools.subject import Subject
 
 OPEN = Load(None, 1000.0)
 CLOSED = Load(4)
@@ -34,7 +36,7 @@ def seen_of(latencies_s: np.ndarray, *, late_s: float = 0.0, cpu_share: float = 
 def point(
     *rounds: Seen, load: Load = OPEN, outputs: OutputCheck | None = None, server: str = "s", slo_ms: float | None = None
 ) -> Point:
-    subject = Subject("url", "rest", server, load.label, load.concurrency, load.rate, 2)
+    subject = LoadOnTarget("url", "rest", server, load.label, load.concurrency, load.rate, 2)
     return make_point(subject, rounds, 99.0, slo_ms, batches={4: 3, 8: 0}, usage=None, outputs=outputs)
 
 
@@ -211,7 +213,7 @@ class Bursts(Target):
 def test_answers_that_come_together_wait_for_each_other() -> None:
     chunks: list[Chunk] = []
     channel: Any = SimpleNamespace(on_stop=None, send=chunks.append)
-    plan = ModelPlan("", "batcher", None, None, ((),), 1)
+    plan = ModelPlan(Subject("m", Path("m.onnx")), "batcher", None, None, ((),), 1)
 
     async def run() -> Finished:
         work = Work("", plan, 4, None, 0.0, 0.2, 1.0)

@@ -11,11 +11,11 @@ from ortserve.tools.doctor import command
 from ortserve.tools.doctor.catalog import finding
 from ortserve.tools.doctor.presentation import make_report
 from ortserve.tools.doctor.request_path import summarize
-from ortserve.tools.doctor.result import SCHEMA, DoctorResult, GpuFacts, ModelCheck, ProviderTrial, RuntimeFacts
+from ortserve.tools.doctor.result import DoctorResult, GpuFacts, ModelCheck, ProviderTrial, RuntimeFacts
 from ortserve.tools.page import render_page
 from ortserve.tools.report import Level
 
-RESULT = DoctorResult(SCHEMA, "this machine", ())
+RESULT = DoctorResult(subject="this machine")
 
 
 @pytest.mark.parametrize(
