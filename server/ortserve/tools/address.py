@@ -1,4 +1,4 @@
-"""The address of a server that a tool talks to, and the flags that say how to get in. The tools' calls go to it."""
+"""Addresses of servers, and the flags for keys, headers and certificates."""
 
 import argparse
 import ssl
@@ -12,18 +12,18 @@ from ortserve.errors import invalid_input
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens, and what each request needs to get in.
+    """The address of a server, and the headers and certificates for requests to it.
 
     Attributes:
-        url: As given.
+        url: The URL as given.
         host: Name or address, IPv6 without brackets.
-        port: Of TCP.
+        port: TCP port.
         is_tls: Whether connections are encrypted.
         is_grpc: Whether the port speaks gRPC.
-        headers: Of each request, with names in small letters.
-        ca: Certificates to trust instead of the system's; None for these.
-        prefix: Of each path over HTTP, such as ``/models-of-a-proxy``; usually empty.
-        is_verified: Whether the certificate of the server must be a trusted one.
+        headers: Headers of each request, with names in lower case.
+        ca: Certificates to trust instead of the system's; None for the system's.
+        prefix: Prefix of each HTTP path, such as ``/models-of-a-proxy``; usually empty.
+        is_verified: Whether the certificate of the server is verified.
     """
 
     url: str
@@ -42,7 +42,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def tls(self) -> ssl.SSLContext | None:
-        """None without TLS. Raises OSError, if the certificates cannot be read."""
+        """The TLS settings; None without TLS. Raises OSError, if the certificates cannot be read."""
         context = ssl.create_default_context(cafile=self.ca) if self.is_tls else None
         if context and self.is_grpc:
             context.set_alpn_protocols(["h2"])
@@ -60,13 +60,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
 
 
 def address_of(url: str, given: argparse.Namespace, *, needs_http: bool = False) -> Address:
-    """As ``parse_address``, with what the flags say.
-
-    Args:
-        url: Of the server.
-        given: The flags.
-        needs_http: Refuse ports of gRPC, because the command makes calls that gRPC does not have.
-    """
+    """As ``parse_address``, with the flags of ``add_access``. ``needs_http`` rejects gRPC ports."""
     address = parse_address(url, given.header, given.ca, given.key_file)
     if address.is_grpc and needs_http:
         raise invalid_input(f"{url}: expected the server's HTTP port, such as http://{address.host}:8000, got gRPC")
@@ -82,7 +76,7 @@ def parse_address(
         ServeError: invalid_input, for another URL or one with a password, headers that are not ``NAME: VALUE``, and
             unreadable files.
     """
-    if "@" in url:  # not shown: what is before it may be a password
+    if "@" in url:  # the message does not show the URL, which may contain a password
         raise invalid_input("expected a URL without user and password, such as http://HOST:8000, got one with them")
     try:
         parts = urlsplit(url)
@@ -109,7 +103,7 @@ def parse_address(
 
 
 def _read_key(file: Path) -> str:
-    """The first line that is neither empty nor a comment."""
+    """The first line of a key file that is neither empty nor a comment."""
     try:
         lines = map(str.strip, file.read_text().splitlines())
         return next(line for line in lines if line and not line.startswith("#"))

@@ -1,4 +1,4 @@
-"""Work that may crash or hang, or whose memory is to be measured, done in a process of its own.
+"""Runs work that may crash or hang, or whose memory is measured, in a process of its own.
 
 ``python -m ortserve.tools.apart FD`` is that process. It reads pickled work from the connection ``FD``.
 """
@@ -29,7 +29,7 @@ _Kept = TypeVar("_Kept")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no result: the process ended, or took too long (``is_late``). ``reason`` begins with a verb."""
+    """The process ended without a result, or was too slow (``is_late``). ``reason`` begins with a verb."""
 
     reason: str
     is_late: bool = False
@@ -41,20 +41,20 @@ def run_apart(
     limit_s: float,
     children: list[subprocess.Popen[bytes]] | None = None,
 ) -> Generator[Any, None, None]:
-    """Do work on each item, all in one process, which is replaced after an item that it did not survive.
+    """Do work on each item in one process, which is replaced after a crash or a timeout.
 
     Args:
-        work: A function of a module. It and its items and results are pickled.
-        items: What to work on.
-        limit_s: For each item; the start of the process counts to the first one.
-        children: Holds the process while it runs; None if only the iterator ends it.
+        work: A function of a module. The function, its items and its results are pickled.
+        items: The arguments of the calls.
+        limit_s: Time limit of each item. The start of the process counts for the first item.
+        children: Holds the process while it runs, for callers that may kill it.
 
     Yields:
         The result for each item, or a ``Failure``. Closing the iterator ends the process.
     """
     waiting = list(items)
     while waiting:
-        # Closed here: Python 3.12 keeps the iterators of a closed one until it is freed itself.
+        # Closed explicitly: in Python 3.12, a closed generator keeps the iterator of its loop until it is freed itself.
         with closing(_run_child(work, tuple(waiting), limit_s, [] if children is None else children)) as results:
             for result in results:
                 waiting.pop(0)
@@ -67,7 +67,7 @@ def run_side_by_side(
     """As ``run_apart``, in several processes at the same time.
 
     Yields:
-        Each item with its result or ``Failure``, as they come. Closing the iterator ends the processes.
+        Each item with its result or ``Failure``, in the order of completion. Closing the iterator ends the processes.
 
     Raises:
         Exception: An item cannot be sent, or a process cannot be started.
@@ -83,7 +83,7 @@ def run_side_by_side(
                     outcomes.put((item, result))
                     if is_over.is_set():
                         return
-        except BaseException as error:  # noqa: BLE001 - such as an OSError because no process can be started
+        except BaseException as error:  # noqa: BLE001 - for example OSError: no process can be started
             outcomes.put(error)
 
     processes = min(processes, len(items))
@@ -99,7 +99,7 @@ def run_side_by_side(
     finally:
         is_over.set()
         while any(thread.is_alive() for thread in threads):
-            for child in children:  # each thread waits for its own
+            for child in children:  # each thread waits for its child
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
             for thread in threads:
@@ -120,19 +120,19 @@ def call_apart(limit_s: float, function: Callable[..., _Result], *arguments: Any
 
 
 class ObjectApart(Generic[_Kept]):
-    """An object in a process of its own, whose methods are called one at a time. Several such processes can take turns.
+    """An object in a process of its own. Its methods are called one at a time.
 
-    Use it as a context manager, which ends the process. Its methods raise what ``call_apart`` does; then the process
-    has ended or the object is as the call left it.
+    Use it as a context manager, which ends the process. Calls raise the errors of ``call_apart``. Afterwards the
+    process has ended, or the object is in the state in which the call left it.
     """
 
     def __init__(self, limit_s: float, make: Callable[..., _Kept], *arguments: Any) -> None:
         """Make the object in a new process.
 
         Args:
-            limit_s: For the start of the process with the making of the object, and for each call.
-            make: A function or class of a module. What it gets is pickled; what it returns is not.
-            arguments: What it gets.
+            limit_s: Time limit of the start with the making of the object, and of each call.
+            make: A function or class of a module. Its arguments are pickled; its result is not.
+            arguments: Its arguments.
         """
         self._next: tuple[Callable[..., Any], tuple[Any, ...]] = (make, arguments)
         self._outcomes: Final = _run_child(None, self._calls(), limit_s, [])
@@ -165,7 +165,7 @@ class ObjectApart(Generic[_Kept]):
 
 
 def _result_of(outcome: Any) -> Any:
-    """The result of ``_call``; raises its problem."""
+    """The result of ``_call``. Raises its error, or ServeError for a ``Failure``."""
     if isinstance(outcome, Failure):
         reason = outcome.reason if outcome.is_late else f"the other process {outcome.reason}"
         raise ServeError(ErrorKind.INTERNAL, reason)
@@ -176,7 +176,7 @@ def _result_of(outcome: Any) -> Any:
 
 
 def _call(item: tuple[Callable[..., _Result], tuple[Any, ...]]) -> tuple[_Result | None, ServeError | OSError | None]:
-    """The result of a function and None, or None and the problem."""
+    """The result of a function and None, or None and the error."""
     function, arguments = item
     try:
         return function(*arguments), None
@@ -192,11 +192,12 @@ def _run_child(
     limit_s: float,
     children: list[subprocess.Popen[bytes]],
 ) -> Generator[Any, None, None]:
-    """The results up to the first ``Failure``.
+    """The results of a new process, up to the first ``Failure``.
 
-    Without ``work``, the items are functions with arguments; the first one makes an object, which the others get first.
+    Without ``work``, items are functions with arguments. The first one makes an object, which is the first argument of
+    the others.
     """
-    errors = os.memfd_create("errors")  # what libraries write is shown only if the process ends
+    errors = os.memfd_create("errors")  # receives the output of libraries, which a Failure quotes
     ours, theirs = Pipe()
     child = subprocess.Popen(  # noqa: S603 - this interpreter and module
         [sys.executable, "-m", "ortserve.tools.apart", str(theirs.fileno())],
@@ -204,7 +205,7 @@ def _run_child(
         stdout=errors,
         stderr=errors,
         pass_fds=(theirs.fileno(),),
-        start_new_session=True,  # so that processes of its own end with it
+        start_new_session=True,  # a process group, so its own children end with it
     )
     theirs.close()
     children.append(child)
@@ -231,7 +232,7 @@ def _run_child(
 
 
 def main(connection: Connection) -> None:
-    """Do what the other side sends, until it is killed."""
+    """Do the received work, until the parent kills this process."""
     kept: list[Any] = []
     while True:
         work, item = connection.recv()

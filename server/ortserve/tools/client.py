@@ -1,4 +1,4 @@
-"""HTTP calls of the tools that block: a kept connection with bounded waits, and errors that name the server."""
+"""Blocking HTTP calls over a persistent connection. Waits are bounded, and errors name the server."""
 
 import socket
 import ssl
@@ -27,7 +27,7 @@ _KINDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer. ``headers`` have names in small letters."""
+    """An answer. The names in ``headers`` are in lower case."""
 
     status: int
     headers: Mapping[bytes, bytes]
@@ -42,16 +42,16 @@ class Answer:
 
     @property
     def json_size(self) -> int | None:
-        """The size of the JSON, if binary tensors follow it."""
+        """The size of the JSON if binary tensors follow it, otherwise None."""
         size = self.headers.get(b"inference-header-content-length", b"")
         return int(size) if size.isdigit() else None
 
 
 class Client:
-    """A connection, which is opened by the first call, and again after ``close``. Each wait ends after ``timeout_s``,
-    and so does an answer that comes in many parts.
+    """A connection, which the first call opens, also after ``close``.
 
-    All calls raise ServeError: not_ready, if no server answers, and unsupported, if what answers is not HTTP.
+    ``timeout_s`` limits each wait, and an answer that comes in many parts. All calls raise ServeError: not_ready, if no
+    server answers, and unsupported, if the answer is not HTTP.
     """
 
     def __init__(self, address: Address, timeout_s: float = 5.0) -> None:
@@ -63,7 +63,7 @@ class Client:
         self._socket: socket.socket | None = None
 
     def connect(self) -> socket.socket:
-        """Connect, unless it is connected. Raises also ssl.SSLCertVerificationError."""
+        """The socket, connected if necessary. Also raises ssl.SSLCertVerificationError."""
         if self._socket is None:
             address, context = self.address, self.address.tls()
             made: socket.socket | None = None
@@ -82,7 +82,7 @@ class Client:
     def prepare(
         self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None, *, method: str = ""
     ) -> bytes:
-        """The bytes of a GET, or with a body of a POST, unless ``method`` is another."""
+        """The bytes of a request: GET, or POST with a body, unless ``method`` names another one."""
         method = method or ("GET" if body is None else "POST")
         more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         length = f"content-length: {len(body or b'')}\r\n"
@@ -90,10 +90,10 @@ class Client:
         return head.encode() + (body or b"")
 
     def exchange(self, request: bytes) -> Answer:
-        """Send prepared bytes and read the answer, whatever its status, which takes little time here."""
+        """Send prepared bytes and read the answer, of any status."""
         headers: dict[bytes, bytes] = {}
         body = bytearray()
-        kept: list[bool] = []  # whether the connection stays open, once the answer is whole
+        kept: list[bool] = []  # filled when the answer is complete: whether the connection stays open
         parser: httptools.HttpResponseParser
         events = SimpleNamespace(
             on_header=lambda name, value: headers.update({name.lower(): value}),
@@ -110,7 +110,7 @@ class Client:
                 if not part and not parser.get_status_code():
                     raise another_kind(self.address, "it closes the connection instead of answering")
                 if not part:
-                    break  # as servers of HTTP/1.0 end their answers
+                    break  # the end of the connection ends an answer of HTTP/1.0
                 parser.feed_data(part)
                 if not kept and time.monotonic() > latest:
                     raise TimeoutError
@@ -133,17 +133,17 @@ class Client:
         return self.exchange(self.prepare(path, body, headers))
 
     def call(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """As ``ask``. Raises ServeError also as ``checked``."""
+        """As ``ask``, followed by ``checked``."""
         return self.checked(self.ask(path, body, headers))
 
     def checked(self, answer: Answer) -> Answer:
-        """An answer with status 200. Raises ServeError for others, with the server's own words."""
+        """The answer, if its status is 200. Raises ServeError with the message of the server for other statuses."""
         status = answer.status
         if status == 200:
             return answer
         text = answer.body[:300].decode(errors="replace")
         is_lost = status == 501 or (400 <= status < 500 and status not in (401, 403, 429))
-        if is_lost and not text.startswith("{"):  # the protocol has its errors in JSON
+        if is_lost and not text.startswith("{"):  # errors of the protocol are JSON
             raise another_kind(self.address, f"got status {status}: {text[:60]!r}")
         with suppress(ValueError, LookupError, TypeError):
             text = orjson.loads(answer.body)["error"]
@@ -168,7 +168,7 @@ def path_of(model: str, version: str = "") -> str:
 
 
 def read_timing(header: str) -> Iterator[tuple[str, float]]:
-    """The phases of ``Server-Timing`` and their milliseconds; what is malformed is left out."""
+    """The phases of ``Server-Timing`` and their times in ms. Malformed entries are left out."""
     for entry in header.split(","):
         name, *parameters = (part.strip() for part in entry.split(";"))
         for key, _, text in (parameter.partition("=") for parameter in parameters):

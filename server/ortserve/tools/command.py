@@ -1,4 +1,4 @@
-"""What all tools have in common: flags, output for people, programs and browsers, and the exit status."""
+"""The frame of all commands: common flags, readers of arguments, output in three forms, and the exit status."""
 
 import argparse
 import os
@@ -24,12 +24,11 @@ _Number = TypeVar("_Number", int, float)
 
 OK: Final = 0
 FAILED: Final = 1
-"""The command did what it was asked for, and the result is bad: a finding that the caller wants to fail on, a missed
-bound; or it could not do it."""
+"""The command failed, or its result is bad: a finding of the level of ``--fail-on``, or a missed bound."""
 INVALID: Final = 2
 """Arguments or input files are wrong."""
 INTERRUPTED: Final = 130
-"""As shells report Ctrl-C."""
+"""The status that shells give to Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +37,8 @@ class Outcome:
 
     Attributes:
         result: A dataclass, which ``--json`` writes. Its first field is ``schema``, such as ``ortserve.inspect/1``.
-        report: The same for people.
-        status: Exit status.
+        report: The result for the terminal and the page.
+        status: The exit status.
     """
 
     result: Any
@@ -53,7 +52,7 @@ class ToolParser(argparse.ArgumentParser):
     def __init__(
         self, name: str, description: str, *, page_flags: Sequence[str] = ("-o", "--output"), **more: Any
     ) -> None:
-        """``page_flags`` are others for tools whose ``-o`` is a model."""
+        """``page_flags`` name the flag of the page, for tools whose ``-o`` is a model."""
         super().__init__(
             prog=f"ortserve {name}",
             description=description,
@@ -88,7 +87,7 @@ def number(kind: type[_Number], least: float, most: float = 999_999) -> Callable
 
 
 def json_or_text(text: str) -> Any:
-    """A value that is written as JSON; any other text as it is."""
+    """The value of a JSON text. Text that is not JSON is returned unchanged."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -101,13 +100,13 @@ def several(read: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
 
 
 def add_fail_on(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the flag with the lowest level of findings for which the status is ``FAILED``; ``status_of`` decides."""
+    """Add ``--fail-on``: the lowest level of findings for which ``status_of`` returns ``FAILED``."""
     text = f"Exit with 1 for findings of this level or a worse one: {', '.join(LEVELS)}, never. Default: {default}."
     parser.add_argument("--fail-on", choices=(*LEVELS, "never"), default=default, metavar="LEVEL", help=text)
 
 
 def status_of(findings: Iterable[Finding], fail_on: str) -> int:
-    """The exit status that findings lead to."""
+    """The exit status for findings."""
     bad = LEVELS[: LEVELS.index(fail_on) + 1] if fail_on in LEVELS else ()
     return FAILED if any(finding.level in bad for finding in findings) else OK
 
@@ -122,7 +121,7 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
         try:
             if page is not None:
                 page.write_text(render_page(outcome.report), encoding="utf-8")
-        finally:  # a result that took minutes is not lost with its page
+        finally:  # print the result even if the page cannot be written
             _print(outcome, as_json=arguments.json)
     except ServeError as error:
         return _fail(name, error.message, INVALID if error.kind is ErrorKind.INVALID_INPUT else FAILED)
@@ -147,18 +146,18 @@ def _print(outcome: Outcome, *, as_json: bool) -> None:
     try:
         if as_json:
             if hasattr(sys.stdout, "reconfigure"):
-                sys.stdout.reconfigure(encoding="utf-8")  # as all JSON, whatever the locale is
+                sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8 in all locales
             sys.stdout.write(json_text(outcome.result))
         else:
             print_report(outcome.report)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the pipe has what it wants; nothing more can be written
+    except BrokenPipeError:  # the reader has closed the pipe; discard the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that it removes what it has not finished."""
+    """Make SIGTERM raise KeyboardInterrupt, so that the block removes unfinished files."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -167,7 +166,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def json_text(result: Any) -> str:
-    """A result as JSON with a line feed at the end. Numbers that JSON does not have become null."""
+    """A result as JSON with a final line feed. NaN and infinities become null."""
     return TypeAdapter(type(result)).dump_json(result, indent=2).decode() + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A report on the terminal, and the progress of long work. Both adapt to pipes, narrow terminals and ASCII."""
+"""Prints reports and progress bars. Both adapt to pipes, narrow terminals and ASCII."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ def print_report(report: Report) -> None:
 
 
 Step: TypeAlias = Callable[[float, str], None]
-"""Called with the part of the total that is done, and a text about the current work; empty keeps the last one."""
+"""Called with the amount of work done and a text about the current work. An empty text shows the title of the bar."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def _console(stream: TextIO) -> Console:
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")  # streams in ASCII cannot show µ
     is_terminal = stream.isatty()
-    # Set here, because FORCE_COLOR would otherwise put codes for terminals into pipes.
+    # Set explicitly, because FORCE_COLOR would put escape codes into pipes.
     return Console(
         file=stream,
         force_terminal=is_terminal,
@@ -74,7 +74,7 @@ def _console(stream: TextIO) -> Console:
 
 
 def printable(text: str) -> str:
-    """A text on one line without the control characters that names in models may have, and that terminals obey."""
+    """A text on one line without control characters, which names in models may contain and terminals obey."""
     return text.translate(_CONTROLS)
 
 

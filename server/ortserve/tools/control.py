@@ -1,6 +1,6 @@
-"""A model on a running server, over REST or gRPC: what it takes, how it batches, and one request at a time.
+"""Blocking calls about a model on a running server, over REST or gRPC.
 
-Uses only calls that all servers of the protocol have, and statistics and shared memory, which are extensions.
+It uses calls that all servers of the protocol have, and the extensions for statistics and shared memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ _CODES: Final = {
 
 
 class Control:
-    """Calls to a server about one model, which block. Each raises ServeError: not_ready, if the server cannot be
-    reached, unsupported, if it is of another kind, otherwise as it answers.
+    """Blocking calls to a server about one model. Each raises ServeError: not_ready, if the server cannot be reached,
+    unsupported, if it does not speak the protocol, or the kind of its error.
     """
 
     def __init__(self, address: Address, model: str, version: str = "", timeout_s: float = 5.0) -> None:
@@ -48,7 +48,7 @@ class Control:
         self._timeout_s = timeout_s
 
     def describe(self) -> tuple[str, ModelSignature]:
-        """The name and version of the server, and what the model takes. not_found, if there is no such model."""
+        """The name and version of the server, and the signature of the model. Raises not_found for an unknown model."""
         try:
             about = self._ask("GET", "/v2", pb, "ServerMetadata")
             server = f"{about['name']} {about.get('version', '')}".strip()
@@ -66,14 +66,14 @@ class Control:
             raise another_kind(self.address, f"the metadata of its model cannot be read: {error!r}") from None
 
     def has_sequences(self) -> bool:
-        """Whether the requests of the model belong to sequences; False for servers that do not say."""
+        """Whether requests of the model belong to sequences; False if the server does not say."""
         with suppress(ServeError, LookupError, TypeError):
             config = self._ask("GET", f"{self.path}/config", management_pb2, "ModelConfig", self._model)
             return "sequence_batching" in (config["config"] if self.address.is_grpc else config)
         return False
 
     def batches(self) -> dict[int, int]:
-        """How many batches of each size have run so far; empty for servers that do not say."""
+        """Counts of the batches that have run so far, by rows; empty if the server does not say."""
         counts: dict[int, int] = {}
         with suppress(ServeError, LookupError, TypeError):
             stats = self._ask("GET", f"{self.path}/stats", management_pb2, "ModelStatistics", self._model)
@@ -83,7 +83,7 @@ class Control:
         return counts
 
     def infer(self, headers: Mapping[str, str], body: bytes) -> tuple[bytes, int | None]:
-        """Send one request; the body of its answer, and the size of its JSON if binary tensors follow."""
+        """Send one request. Returns the body of the answer, and the size of its JSON if binary tensors follow."""
         if self.address.is_grpc:
             return self._send_rpc("ModelInfer", body), None
         with closing(Client(self.address, self._timeout_s)) as client:
@@ -91,18 +91,18 @@ class Control:
         return answer.body, answer.json_size
 
     def register(self, region: str, nbytes: int) -> None:
-        """Have the server map shared memory."""
+        """Register a region of shared memory."""
         fields = {"name": region, "key": f"/{region}", "offset": 0, "byte_size": nbytes}
         path = f"/v2/systemsharedmemory/region/{region}/register"
         self._ask("POST", path, shared_memory_pb2, "SystemSharedMemoryRegister", fields)
 
     def unregister(self, region: str) -> None:
-        """Have the server forget it."""
+        """Unregister a region of shared memory."""
         path = f"/v2/systemsharedmemory/region/{region}/unregister"
         self._ask("POST", path, shared_memory_pb2, "SystemSharedMemoryUnregister", {"name": region})
 
     def _known(self) -> str:
-        """The models of the server; of a model that it has, the versions that are ready."""
+        """A hint for errors: the models of the server, or the ready versions of the model if the server has it."""
         try:
             index = self._ask("POST", "/v2/repository/index", management_pb2, "RepositoryIndex")
             models = index["models"] if isinstance(index, dict) else index
@@ -115,10 +115,10 @@ class Control:
             return ""
 
     def _ask(self, method: str, path: str, messages: Any, rpc: str, fields: Mapping[str, Any] | None = None) -> Any:
-        """A call over REST or gRPC; its answer as a document, which is the same in both except for numbers."""
+        """Make a call over REST or gRPC. The answers differ in the types of numbers only."""
         fields = fields or {}
         if not self.address.is_grpc:
-            body = {name: value for name, value in fields.items() if name != "name"}  # which is in the path
+            body = {name: value for name, value in fields.items() if name != "name"}  # the name is in the path
             with closing(Client(self.address, self._timeout_s)) as client:
                 answer = client.call(path, orjson.dumps(body) if method == "POST" else None)
             document = answer.json() if answer.body else {}

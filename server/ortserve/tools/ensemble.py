@@ -1,4 +1,4 @@
-"""Opening an ensemble in this process: the sessions of its members, which run one step after the other.
+"""Opens an ensemble in this process. The sessions of its members run one step after the other.
 
 The tensors between the steps are those that clients of the members would send and get, as in the server. Nothing is
 queued or batched, so that a run takes the time of its steps.
@@ -30,7 +30,7 @@ from ortserve.tools.subject import Subject, find_version
 
 @dataclass(frozen=True, slots=True)
 class OpenMember:
-    """An open model as its clients see it."""
+    """An open model behind its interface for clients."""
 
     model: OpenModel
     interface: Interface
@@ -49,7 +49,7 @@ class OpenMember:
         return (self.model,)
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Run a request of clients. Raises one of ``ORT_ERRORS``."""
+        """Run a request as clients send it. Raises one of ``ORT_ERRORS``."""
         model, interface = self.model, self.interface
         rows, arrays = _rows_of(self.signature, inputs), tuple(inputs)
         if interface.conversions is not None:
@@ -72,13 +72,13 @@ class OpenMember:
 
 @dataclass(frozen=True, slots=True)
 class OpenEnsemble:
-    """An open ensemble. It has what ``OpenModel`` has for comparisons.
+    """An open ensemble, with the attributes and methods of ``OpenModel`` that comparisons use.
 
     Attributes:
-        subject: The ensemble on disk; ``max_rows`` of its options is the least of those of its members, too.
+        subject: The ensemble on disk; ``max_rows`` of its options is also limited by those of its members.
         signature: Its inputs and outputs.
         plan: Its graph.
-        members: Of each step.
+        members: The member of each step.
         order: The steps, each after those whose tensors it reads.
     """
 
@@ -90,7 +90,7 @@ class OpenEnsemble:
 
     @property
     def opening_s(self) -> float:
-        """How long ONNX Runtime took to open the members."""
+        """Time that ONNX Runtime took to open the members."""
         return sum(model.opening_s for model in self.models)
 
     @property
@@ -99,7 +99,7 @@ class OpenEnsemble:
         return tuple({id(model): model for member in self.members for model in member.models}.values())
 
     def runner(self) -> "OpenEnsemble":
-        """Runs on arrays that ``for_model`` has prepared."""
+        """The runner: this object, for arrays from ``for_model``."""
         return self
 
     def with_rows_of(self, reference: ModelSignature) -> "OpenEnsemble":
@@ -137,13 +137,13 @@ def open_ensemble(
     threads: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> OpenEnsemble:
-    """Open an ensemble and its members, each once. Blocks until ONNX Runtime has.
+    """Open an ensemble and its members, each once. Blocks while ONNX Runtime opens them.
 
     Args:
         subject: The ensemble on disk.
-        provider: As for ``open_model``, of all members.
-        threads: Likewise.
-        settings: Likewise.
+        provider: As in ``open_model``, for all members.
+        threads: As in ``open_model``, for all members.
+        settings: As in ``open_model``, for all members.
 
     Raises:
         ServeError: A member cannot be opened or is not compared, or the steps do not fit their members.
@@ -159,7 +159,7 @@ class _Opener:
         self._members: dict[tuple[str, int | None], OpenMember | OpenEnsemble] = {}
 
     def open(self, subject: Subject, within: tuple[str, ...]) -> OpenEnsemble:
-        """Open an ensemble; ``within`` are those that contain it. Raises ServeError, as ``open_ensemble``."""
+        """Open an ensemble inside the ensembles ``within``. Raises ServeError, as ``open_ensemble``."""
         name, options = subject.name, subject.options
         assert options.ensemble is not None
         assert subject.folder is not None
@@ -172,7 +172,7 @@ class _Opener:
         seen = [Member(member.subject.name, member.signature, member.subject.options.max_rows) for member in members]
         plan = make_plan(name, options)
         signature = resolve_signature(name, options, plan, seen)
-        # A member without rows takes one at a time.
+        # A member that is not batched takes one row at a time.
         most = [options.max_rows, *(one.most_rows if one.signature.is_batched else 1 for one in seen)]
         least = min((rows for rows in most if rows is not None), default=None)
         subject = replace(subject, options=options.model_copy(update={"max_rows": least}))
@@ -200,7 +200,7 @@ def _order(plan: Plan) -> tuple[int, ...]:
     """The steps, each after those whose tensors it reads."""
     selection = plan.select(plan.outputs)
     waits, order = list(selection.waits), list(selection.first)
-    for number in order:  # grows by the steps whose inputs exist
+    for number in order:  # the loop appends steps whose inputs exist
         for follower in selection.followers[number]:
             waits[follower] -= 1
             if not waits[follower]:
@@ -209,7 +209,7 @@ def _order(plan: Plan) -> tuple[int, ...]:
 
 
 def _find_member(repository: Path, step: EnsembleStep) -> Subject:
-    """The version that a step uses: the one that it names, that of the label ``stable``, or the highest one."""
+    """The version that a step uses: the one that it names, the one with the label ``stable``, or the highest one."""
     version: int | None = step.version
     if step.version == LATEST:
         source = read_source(step.model, [repository], LoadOptions())

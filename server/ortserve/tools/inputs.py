@@ -1,4 +1,4 @@
-"""Inputs of runs: made from the signature of a model, or read from files of the user or of a recording server."""
+"""Inputs of runs: made from the signature of a model, or read from files of users or recording servers."""
 
 import zlib
 from collections import defaultdict
@@ -21,7 +21,7 @@ from ortserve.registry.sample_files import as_samples, fits
 from ortserve.tools.ensemble import Opened
 
 MAX_FOLDER_BYTES: Final = 2**31
-"""Of all files of a folder, which are read into memory."""
+"""Limit of the total size of the files of a folder, which are read into memory."""
 
 
 class Inputs(Protocol):
@@ -29,29 +29,27 @@ class Inputs(Protocol):
 
     @property
     def origin(self) -> str:
-        """Where the inputs come from, in words for reports."""
+        """A description of the inputs, for reports."""
         ...
 
     def take(self, rows: int, number: int) -> Arrays:
-        """Inputs with this many rows, as batches hold them. Different numbers give different inputs."""
+        """Inputs with this many rows on axis 0. Different numbers give different inputs."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticInputs:
-    """Random numbers and short texts, in shapes that the model accepts."""
+    """Random numbers and short strings in shapes that the model accepts."""
 
     generator: InputGenerator
 
     @property
     def origin(self) -> str:
-        """Where the inputs come from."""
         has_free = any(-1 in spec.row_shape for spec in self.generator.signature.inputs)
         free = f", free dimensions {self.generator.free_dim}" if has_free else ""
         return f"synthetic (floats from N(0, 1), integers 0 or 1{free})"
 
     def take(self, rows: int, number: int) -> Arrays:
-        """As ``Inputs.take``."""
         return self.generator.generate(rows, number)
 
 
@@ -60,15 +58,15 @@ class SampleGroup:
     """Samples with equal row shapes, which can run together.
 
     Attributes:
-        arrays: One per input of the model, with the samples on axis 0; absent ones for inputs that they omit.
-        positions: Of each sample among all samples of the files, in the order of their names.
+        arrays: One array per input of the model, with the samples on axis 0; an absent array for an omitted input.
+        positions: The position of each sample among the samples of all files, ordered by the names of the files.
     """
 
     arrays: Arrays
     positions: np.ndarray
 
     def take(self, chosen: np.ndarray, *, is_batched: bool) -> Arrays:
-        """These samples as one batch; a model that is not batched gets the first one."""
+        """The ``chosen`` samples as one batch; for a model that is not batched, the first of them."""
         return tuple(array[chosen if is_batched else chosen[0], ...] for array in self.arrays)
 
 
@@ -85,17 +83,16 @@ class FileInputs:
 
     @property
     def samples(self) -> int:
-        """Their number."""
+        """The number of samples."""
         return sum(len(group.positions) for group in self.groups)
 
     @property
     def origin(self) -> str:
-        """Where the inputs come from."""
         shapes = f" of {len(self.groups)} shapes" if len(self.groups) > 1 else ""
         return f"{self.name}: {self.samples} samples{shapes}"
 
     def take(self, rows: int, number: int) -> Arrays:
-        """As ``Inputs.take``. A model that is not batched gets one sample; ``rows`` has no effect.
+        """As ``Inputs.take``. A model that is not batched gets one sample, whatever ``rows`` is.
 
         Consecutive numbers take groups in proportion to their samples. A group with fewer samples than ``rows`` repeats
         them.
@@ -110,7 +107,7 @@ class FileInputs:
         return group.take(chosen, is_batched=self.is_batched)
 
     def each(self, rows: int = 1) -> Iterator[tuple[np.ndarray, Arrays]]:
-        """Every sample once, in batches of at most ``rows``, each with the positions of its samples in the files."""
+        """Every sample once, in batches of at most ``rows``, each with the positions of its samples."""
         step = rows if self.is_batched else 1
         for group in self.groups:
             for begin in range(0, len(group.positions), step):
@@ -118,19 +115,19 @@ class FileInputs:
                 yield group.positions[chosen], group.take(chosen, is_batched=self.is_batched)
 
     def some(self, most: int) -> dict[int, Arrays]:
-        """At most so many samples, spread over the files, by their positions."""
+        """At most ``most`` samples, spread over the files, by their positions."""
         wanted = set(spread(self.samples, most).tolist())
         return {int(at[0]): arrays for at, arrays in self.each() if int(at[0]) in wanted}
 
 
 def spread(count: int, most: int) -> np.ndarray:
-    """At most so many numbers below ``count``, spread evenly, because neighbours are often alike."""
+    """At most ``most`` numbers below ``count``, spread evenly, because neighbouring samples are often alike."""
     return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int))
 
 
 @lru_cache(maxsize=64)
 def _batch_order(counts: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
-    """The batches of all groups as group and number, each group spread evenly over the whole."""
+    """The batches of all groups, as pairs of group and batch. The batches of a group are spread evenly."""
     batches = [-(-count // rows) for count in counts]
     spread = [((batch + 0.5) / of, index, batch) for index, of in enumerate(batches) for batch in range(of)]
     return [(index, batch) for _, index, batch in sorted(spread)]
@@ -149,9 +146,9 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
     """As ``choose_inputs``, for a signature.
 
     Args:
-        signature: Of the model.
+        signature: The signature of the model.
         file: Samples, or a folder of them; None for synthetic inputs.
-        run: Runs inputs and raises what the model says against them; None to try nothing.
+        run: Runs inputs, and raises the error if the model rejects them; None to skip the trial.
     """
     if file is not None:
         return read_inputs(file, signature)
@@ -164,7 +161,7 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
             run(variant.generate(1, 0))
         except ServeError as error:
             if error.kind is not ErrorKind.REJECTED_BY_MODEL:
-                raise  # it is the server that runs it
+                raise  # an error of the server, which runs the model
             problem = problem or error.message
         except ORT_ERRORS as error:
             problem = problem or without_paths(str(error))
@@ -174,7 +171,7 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
 
 
 def take_inputs(inputs: Inputs, rows: int, most: int = 16, most_nbytes: int = 64 * 2**20) -> tuple[Arrays, ...]:
-    """Different inputs of so many rows, at most so many, and fewer if they would take more memory."""
+    """Up to ``most`` different inputs of ``rows`` rows, fewer if they exceed ``most_nbytes``."""
     first = inputs.take(rows, 0)
     count = max(1, min(most, most_nbytes // max(1, sum(array.nbytes for array in first))))
     return first, *(inputs.take(rows, number) for number in range(1, count))
@@ -187,11 +184,11 @@ def read_inputs(path: Path, signature: ModelSignature, *, option: str = "--input
 
     Args:
         path: The file or folder.
-        signature: Of the model.
-        option: Named in errors.
+        signature: The signature of the model.
+        option: The option that errors name.
 
     Raises:
-        ServeError: invalid_input, naming the file and the array, what is expected and what the file has.
+        ServeError: invalid_input, with the file, the array, the expectation and the content of the file.
     """
     if not path.is_dir():
         return FileInputs(path.name, _group([_read_file(path, signature, option)]), signature.is_batched)
@@ -230,7 +227,7 @@ def _group(files: Sequence[Arrays]) -> tuple[SampleGroup, ...]:
 
 
 def _read_file(file: Path, signature: ModelSignature, option: str) -> Arrays:
-    """The samples of one file by input; absent ones for optional inputs that it omits.
+    """The samples of one file, one array per input; absent arrays for omitted optional inputs.
 
     Raises:
         ServeError: As ``read_inputs``.
@@ -260,13 +257,13 @@ def _read_file(file: Path, signature: ModelSignature, option: str) -> Arrays:
         lengths = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise invalid_input(f"{option} {file}: expected arrays with one first length of at least 1, got {lengths}")
     samples = next(iter(counts.values()))
-    # A sample of an absent input is an array, too.
+    # For a model that is not batched, each sample of an absent input must be an array itself.
     nothing = absent(samples) if signature.is_batched else absent(samples)[:, np.newaxis]
     return tuple(given.get(spec.name, nothing) for spec in signature.inputs)
 
 
 def _divide_request(signature: ModelSignature, found: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """The rows of a request that a server recorded whole, because a trial or the lack of one kept its rows together."""
+    """Divide a request that a server recorded whole, because its rows were not known to be independent, into rows."""
     specs = [spec for spec in signature.inputs if spec.name in found and spec.batch_axis is not None]
     is_whole = specs and all(
         not spec.has_any_shape and found[spec.name].shape[:1] == (1,) and fits(spec.shape, found[spec.name].shape[1:])

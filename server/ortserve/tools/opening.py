@@ -33,12 +33,12 @@ class OpenModel:
     Attributes:
         subject: The model on disk.
         graph: Its content without weights.
-        rows: Along which axes its rows run together, and on what grounds.
+        rows: The row axes, and how they were determined.
         session: The session.
-        signature: Its inputs and outputs, with the row axes.
+        signature: The inputs and outputs, with the row axes.
         choice: The execution provider.
         threads: Threads of a run.
-        opening_s: How long ONNX Runtime took to open it.
+        opening_s: Time that ONNX Runtime took to open the session.
     """
 
     subject: Subject
@@ -52,28 +52,28 @@ class OpenModel:
 
     @property
     def models(self) -> "tuple[OpenModel, ...]":
-        """The model itself; an ensemble has several."""
+        """This model. An ensemble has several."""
         return (self,)
 
     def runner(self) -> PlainRun:
-        """Runs of the session on arrays that ``for_model`` has prepared."""
+        """A runner of the session, for arrays from ``for_model``."""
         return PlainRun(self.session, self.signature, run_options(self.subject.options.session))
 
     def with_rows_of(self, reference: ModelSignature) -> "OpenModel":
-        """This model with its rows where a reference has them, so that both get the same arrays.
+        """This model with the row axes of a reference, so that both take the same arrays.
 
-        The axes that are found for two such models may differ: in a quantized model rows may meet, and then they are
-        taken to be on axis 0. It still has them where its source has them.
+        The detected axes of two models may differ: in a quantized model rows may depend on each other, so axis 0 is
+        assumed. Its rows are nevertheless on the axes of its source.
         """
         return replace(self, signature=rows_as(self.signature, reference))
 
     def for_model(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Arrays with their rows on axis 0 in the model's own form: contiguous, with the rows where it has them."""
+        """Convert arrays with their rows on axis 0 to contiguous arrays with the model's row axes."""
         return arrays_for(self.signature, arrays)
 
 
 def rows_as(signature: ModelSignature, reference: ModelSignature) -> ModelSignature:
-    """A signature with its rows where a reference has them."""
+    """A signature with the row axes of a reference."""
     axes = {spec.name: spec.batch_axis for spec in (*reference.inputs, *reference.outputs)}
     inputs, outputs = (
         tuple(replace(spec, batch_axis=axes.get(spec.name)) for spec in specs)
@@ -83,12 +83,12 @@ def rows_as(signature: ModelSignature, reference: ModelSignature) -> ModelSignat
 
 
 def arrays_for(signature: ModelSignature, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Inputs with their rows on axis 0 in the form of a signature: contiguous, with the rows where it has them."""
+    """Convert inputs with their rows on axis 0 to contiguous arrays with the row axes of a signature."""
 
     def move(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
         if is_absent(array) or not spec.batch_axis:
             is_whole = signature.is_batched and spec.batch_axis is None and not is_absent(array)
-            return array[0, ...] if is_whole else array  # the same for all rows; without axes, still an array
+            return array[0, ...] if is_whole else array  # shared by all rows, so one is enough; ``...`` keeps an array
         return np.moveaxis(array, 0, spec.batch_axis)
 
     moved = (move(*pair) for pair in zip(signature.inputs, arrays, strict=True))
@@ -115,12 +115,12 @@ def open_model(
     settings: Mapping[str, Any] | None = None,
     profile_prefix: Path | None = None,
 ) -> OpenModel:
-    """Open a model. Blocks until ONNX Runtime has.
+    """Open a model. Blocks while ONNX Runtime opens it.
 
     Args:
         subject: The model on disk.
         provider: The only execution provider to use, such as ``cpu``; None for the configured ones.
-        threads: Threads of a run; None for the configured number, or for all processors.
+        threads: Threads of a run; None for the configured number, or for the usual one.
         settings: Replace session settings of the configuration, by their names in ``SessionSettings``.
         profile_prefix: As in ``engine.session.SessionOptions``.
 
@@ -148,6 +148,6 @@ def open_model(
 
 
 def usual_threads(choice: ProviderChoice, settings: SessionSettings) -> int:
-    """Threads of a run on this machine, if the configuration does not say."""
+    """The number of threads of a run on this machine, without a configured one."""
     branches = settings.inter_op_threads if settings.execution_mode == "parallel" else 1
     return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=branches)

@@ -1,4 +1,4 @@
-"""A report as one page for browsers, which needs no network: styles and pictures are in it.
+"""Renders a report as one HTML page that contains its styles and pictures, and needs no network.
 
 Pictures are SVG: charts by matplotlib, or drawn by hand with the escaping that they need.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def render_page(report: Report) -> str:
-    """The page. All texts are escaped; only pictures are taken as they are."""
+    """The page. All texts are escaped, except the SVG of pictures."""
     kinds = [(type(block).__name__, block) for block in report.blocks]
     return _template().render(report=report, blocks=kinds, version=__version__)
 
@@ -39,7 +39,7 @@ def chart(draw: Callable[["Axes"], object], *, name: str, height: float = 3.6) -
 
     Args:
         draw: Draws on the axes.
-        name: Distinct on the page; the beginning of all ids in the SVG.
+        name: A prefix of all ids in the SVG, unique on the page.
         height: In inches of 72 points; the width is 8.
     """
     import matplotlib as mpl  # imported here: it takes half a second, and only pages need it
@@ -66,5 +66,5 @@ def chart(draw: Callable[["Axes"], object], *, name: str, height: float = 3.6) -
 
 
 def svg_text(text: str) -> str:
-    """A text inside an SVG element or attribute."""
+    """Escape a text for an SVG element or attribute."""
     return escape(text, {'"': "&quot;"})

@@ -1,4 +1,4 @@
-"""A result for people, as blocks that the terminal and the page both show. Pure."""
+"""Reports: results as blocks, which the terminal and the page show. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ NOTHING: Final = "\u2013"
 """A dash, for a cell without a value."""
 
 Level: TypeAlias = Literal["problem", "warning", "advice"]
-"""How a finding matters: something does not work; it costs time, memory or safety; it may gain something."""
+"""The level of a finding. problem: something does not work; warning: costs time, memory or safety; advice: may gain."""
 
 LEVELS: Final[tuple[Level, ...]] = ("problem", "warning", "advice")
 """The worst first."""
@@ -22,15 +22,15 @@ LEVELS: Final[tuple[Level, ...]] = ("problem", "warning", "advice")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that was seen, why it matters, and what to do.
+    """An observation, its effect and its remedy.
 
     Attributes:
         kind: A stable name for programs: ``unfused_attention``.
-        level: How it matters.
+        level: Level of the finding.
         seen: The evidence: names, counts, values.
         matters: Why it matters.
         remedy: What to do, if possible a command or a setting.
-        where: The nodes, tensors, files or options that it is about.
+        where: The nodes, tensors, files or options of the finding.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class Finding:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings by their levels."""
+    """Sort findings by level, the worst first."""
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 class Catalog:
-    """Kinds of findings: how much each matters, why, and what to do."""
+    """Kinds of findings, each with its level, its effect and its remedy."""
 
     def __init__(self, text: str) -> None:
         """``text`` has entries ``kind (level): why`` with ``→ what to do`` on a line of its own; ``#`` is a comment."""
@@ -74,10 +74,10 @@ class Table:
     """Rows of equal length.
 
     Attributes:
-        title: Above it.
+        title: Text above the table.
         columns: Names of the columns, with units.
         rows: Cells.
-        note: Below it; empty for none.
+        note: Text below the table; may be empty.
         most_rows: The number of rows that the terminal shows; the page shows all. None for no limit.
     """
 
@@ -95,7 +95,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found, the worst first; says so if there is nothing."""
+    """A list of findings, the worst first. An empty list is shown as ``nothing to report``."""
 
     findings: Sequence[Finding]
     title: str = "Findings"
@@ -140,7 +140,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def facts_of(title: str, record: Any, *, without: Sequence[str] = ()) -> Facts:
-    """The fields of a dataclass, but some."""
+    """The fields of a dataclass as facts, except those in ``without``."""
     values = {one.name: getattr(record, one.name) for one in fields(record) if one.name not in without}
     return Facts(title, {_label(name): _cell(name, value) for name, value in values.items()})
 
@@ -148,7 +148,7 @@ def facts_of(title: str, record: Any, *, without: Sequence[str] = ()) -> Facts:
 def table_of(
     title: str, records: Sequence[Any], *, without: Sequence[str] = (), most_rows: int | None = None, note: str = ""
 ) -> Table:
-    """A row per dataclass with a column per field, but some."""
+    """A table with a row per dataclass and a column per field, except those in ``without``."""
     return Table.of(title, [facts_of("", record, without=without).entries for record in records], note, most_rows)
 
 
@@ -157,7 +157,7 @@ def _label(name: str) -> str:
 
 
 def _cell(name: str, value: Any) -> Cell:
-    """The value of a field as a cell; the names of numbers of bytes end with ``nbytes``."""
+    """The value of a field as a cell. Names that end with ``nbytes`` are sizes in bytes."""
     if isinstance(value, Mapping):
         return "; ".join(f"{key}: {cell_text(_cell(name, one))}" for key, one in value.items()) or "none"
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -170,7 +170,7 @@ def _cell(name: str, value: Any) -> Cell:
 
 
 def number_text(value: float) -> str:
-    """A number with three significant digits, as a power of ten only from a million on and below 0.0001: ``12,300``."""
+    """A number with three significant digits: ``12,300``. From a million on and below 0.0001, with an exponent."""
     if value != value:
         return NOTHING
     if value == 0:
@@ -183,7 +183,7 @@ def number_text(value: float) -> str:
 
 
 def bytes_text(nbytes: float) -> str:
-    """A number of bytes in a unit that fits: ``1.5 MiB``."""
+    """A number of bytes in a suitable unit: ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024 or unit == "GiB":
             return f"{number_text(float(nbytes)) if unit != 'B' else int(nbytes)} {unit}"
@@ -192,7 +192,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in a unit that fits: ``12.3 ms``."""
+    """A duration in a suitable unit: ``12.3 ms``."""
     for factor, unit in ((1, "s"), (1e3, "ms")):
         if abs(seconds) * factor >= 1:
             return f"{number_text(seconds * factor)} {unit}"

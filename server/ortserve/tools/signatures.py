@@ -7,7 +7,7 @@ from ortserve.core.tensor import format_shape
 
 
 def signature_differences(expected: ModelSignature, got: ModelSignature, *, may_narrow: bool = False) -> list[str]:
-    """What differs, in words; empty if nothing does.
+    """Describe the differences; empty if there are none.
 
     A fixed dimension may become a free one. A free dimension may become fixed only if ``may_narrow``.
     """

@@ -25,25 +25,27 @@ from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import Subject
 
 Feeds = Mapping[str, np.ndarray]
-"""Inputs of one run by name, with their rows on axis 0."""
+"""The inputs of one run by name. Axis 0 holds the rows."""
 
 _BLOCK_S: Final = 0.05
-"""Of runs without a change of the model: long against a change of processes, short against changes of the machine."""
+"""Duration of a block, the runs of one model before the next model's turn. Switching between processes takes far less
+time, and the speed of the machine changes more slowly."""
 _MOST_RUNS: Final = 2000
+"""Limit of the runs in a block."""
 _LEAST_ROUNDS: Final = 4
-"""In a process."""
+"""Blocks of each model that one process measures at least, whatever the time limit."""
 _MOST_ROUNDS: Final = 400
 _WARM_S: Final = 1.0
-"""Enough for runs that precede the measurement in a process; one is made in any case."""
+"""Time limit of the warm-up runs in a process. The first of them is always made."""
 _PROCESSES: Final = 5
-"""Per model. Two processes with one model differ as long as they live, by up to 8 % if a run takes 17 µs, because their
-memory is laid out differently."""
+"""Processes that measure each model. Two processes with one model differ in memory layout, and so in speed: by up to
+8 % if a run takes 17 µs."""
 _LIMIT_S: Final = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A model and how to open it; the parameters of ``open_model``."""
+    """A model and the parameters of ``open_model`` for it."""
 
     subject: Subject
     provider: str | None = None
@@ -51,7 +53,7 @@ class Timed:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def at(self, path: Path) -> "Timed":
-        """Another file of the model, opened likewise."""
+        """The same parameters for another file of the model."""
         return replace(self, subject=replace(self.subject, path=path))
 
     def open(self, profile_prefix: Path | None = None) -> OpenModel:
@@ -76,13 +78,13 @@ class Speed:
     """How fast a model runs.
 
     Attributes:
-        median_ms: Time of a run, the median of blocks of runs.
+        median_ms: Time of a run: the median over the blocks of runs.
         cpu_ms: Processor time of a run, all threads together.
-        runs: That were measured.
-        ratio: Time of the first model divided by that of this one: 2 is twice as fast. An interval that contains 1
-            is no difference that could be measured. It is that of the mean over pairs of processes, each with the
-            median of its pairs of blocks.
-        rss_nbytes: Memory that a process took to open the model and to run it.
+        runs: The number of measured runs.
+        ratio: Time of the first model divided by the time of this one: 2 means twice as fast. If the interval contains
+            1, no difference was measured. Each pair of processes gives the median ratio of its pairs of blocks; the
+            value and the interval are those of the mean over the pairs of processes.
+        rss_nbytes: Memory that a process took to open and run the model.
         opening_s: How long ONNX Runtime took to open it.
     """
 
@@ -105,12 +107,12 @@ class Speed:
 
 
 def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: float = 4.0) -> tuple[Speed, ...]:
-    """Measure models in turns: A B, B A, A B, and so on, in short blocks of runs, in several processes per model.
+    """Measure models alternately (A B, B A, A B, …), in short blocks of runs and in several processes per model.
 
     Args:
-        models: The first is what the others are compared with.
-        feeds: Inputs of runs, used in turn; the models may order them in different ways.
-        seconds: For all runs together; slow models get a few blocks in any case.
+        models: The first one is the reference for the ratios of the others.
+        feeds: The inputs of runs, used in turn. Models may declare these inputs in different orders.
+        seconds: Time for all runs together. Slow models exceed it, as each process measures at least four blocks.
 
     Raises:
         ServeError: invalid_input: a model cannot be opened or run, or its process ended.
@@ -126,7 +128,7 @@ def compare_speed(models: Sequence[Timed], feeds: Sequence[Feeds], *, seconds: f
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Runs one after the other: their number, and time and processor time of one."""
+    """Consecutive runs of a model: their number, the time of a run, and its processor time."""
 
     runs: int
     wall_s: float
@@ -135,14 +137,14 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """The blocks of a model in one process."""
+    """What one process measured of a model."""
 
     blocks: list[_Block]
     rss_nbytes: int
     opening_s: float
 
     def ratio(self, first: "_Trial") -> float:
-        """Time of the first model divided by that of this one: the median of pairs of blocks."""
+        """Time of the first model divided by the time of this one: the median over pairs of blocks."""
         return float(np.median([one.wall_s / own.wall_s for one, own in zip(first.blocks, self.blocks, strict=True)]))
 
 
@@ -179,17 +181,17 @@ def _speed(first: Sequence[_Trial], own: Sequence[_Trial]) -> Speed:
 
 
 class _Runner:
-    """An open model in its process."""
+    """Opens a model in its own process and runs it there."""
 
     def __init__(self, model: Timed, feeds: Sequence[Feeds], reference: ModelSignature | None = None) -> None:
-        """``reference`` is the signature of the first model, as ``OpenModel.with_rows_of`` takes it."""
+        """``reference`` is the signature of the first model; None in the first model itself."""
         self._process: Final = psutil.Process()
         self._before: Final = self._process.memory_info().rss
         opened = model.open_with_members()
         if reference is not None:
             opened = opened.with_rows_of(reference)
         self._signature: Final = opened.signature
-        give_back_freed()  # what opening freed would hide the growth of the first runs
+        give_back_freed()  # otherwise the first runs reuse memory that opening freed, and do not show in the growth
         self._opening_s: Final = opened.opening_s
         self._run: Final = opened.runner().run
         if missing := {spec.name for spec in opened.signature.inputs} - {*feeds[0]}:
@@ -197,7 +199,7 @@ class _Runner:
         self._inputs: Final = [opened.for_model([one[spec.name] for spec in opened.signature.inputs]) for one in feeds]
         self._number = 0
         deadline = time.monotonic() + _WARM_S
-        for inputs in self._inputs:  # also the plans of memory, which ONNX Runtime makes for each shape
+        for inputs in self._inputs:  # ONNX Runtime plans memory for each shape of inputs
             self._run(inputs)
             if time.monotonic() > deadline:
                 break
@@ -207,14 +209,14 @@ class _Runner:
         return self._signature
 
     def runs_of(self, block_s: float) -> int:
-        """How many runs take about this time."""
+        """The number of runs that take about this time."""
         run_s = self.run(1).wall_s
         if run_s < block_s / 8:
             run_s = self.run(8).wall_s
         return max(1, min(_MOST_RUNS, round(block_s / run_s)))
 
     def run(self, count: int) -> _Block:
-        """Run so often, after a first run that wakes the threads and fills the caches if it is a short one."""
+        """Make ``count`` runs. If there are several, an unmeasured run before them wakes threads and fills caches."""
         if count > 1:
             self._run(self._inputs[self._number % len(self._inputs)])
         cpu_s, times = time.process_time(), [time.perf_counter()]
@@ -226,5 +228,5 @@ class _Runner:
         return _Block(count, wall_s, (time.process_time() - cpu_s) / count)
 
     def memory(self) -> tuple[int, float]:
-        """The memory that this process has taken since before it opened the model, and the time of opening."""
+        """The growth of this process since before it opened the model, in bytes, and the seconds that opening took."""
         return max(0, self._process.memory_info().rss - self._before), self._opening_s

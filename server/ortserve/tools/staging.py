@@ -1,4 +1,4 @@
-"""Writing results as a whole: in a hidden folder beside their place, which they enter at the end or not at all."""
+"""Writes files atomically: into a hidden folder beside their target, from which they are moved when complete."""
 
 import os
 import secrets
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def staging_folder(beside: Path) -> Iterator[Path]:
-    """A new folder on the same file system as ``beside``. At the end it is removed with what it still holds.
+    """A new folder in the folder of ``beside``. It is removed at the end, with its remaining content.
 
     Its name begins with a dot, so that repositories do not take it for a model or a version.
 
@@ -18,7 +18,7 @@ def staging_folder(beside: Path) -> Iterator[Path]:
         OSError: The folder of ``beside`` does not exist or cannot be written.
     """
     folder = beside.absolute().parent / f".ortserve-{secrets.token_hex(8)}"
-    try:  # an interruption between the two lines below leaves nothing either
+    try:  # an interruption between the next two lines leaves no folder either
         folder.mkdir(mode=0o700)
         yield folder
     finally:
@@ -26,9 +26,9 @@ def staging_folder(beside: Path) -> Iterator[Path]:
 
 
 def install_files(staged: Path, target: Path) -> None:
-    """Move all files of a folder to ``target``'s folder, over existing ones.
+    """Move all files of a folder to the folder of ``target``. Existing files are replaced.
 
-    The file with ``target``'s name comes last, so that a model never refers to files that are not there yet.
+    The file with the name of ``target`` is moved last, so that a model never refers to missing files.
     """
     for file in sorted(
         (file for file in staged.rglob("*") if file.is_file()), key=lambda file: file.name == target.name

@@ -1,4 +1,4 @@
-"""The model that a tool looks at: a file, or a model of a repository with its configuration."""
+"""Finds the model that an argument names: a file, or a model of a repository with its configuration."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -18,11 +18,11 @@ class Subject:
     """A model on disk.
 
     Attributes:
-        name: Of the model.
+        name: Name of the model.
         path: The file to open.
-        folder: Of the model, with the files that its configuration names; None for a single file.
-        options: Its configuration; the defaults for a single file.
-        version: Of the model; None for a single file.
+        folder: Folder of the model, with the files that its configuration names; None for a single file.
+        options: The configuration; the defaults for a single file.
+        version: Number of the version; None for a single file.
     """
 
     name: str
@@ -54,10 +54,10 @@ def find_model(text: str) -> Subject:
 
 
 def find_version(text: str) -> Subject:
-    """Find a model: ``model.onnx``, ``REPOSITORY/name`` or ``REPOSITORY/name/version``. Blocks on the disk.
+    """Find a model: ``model.onnx``, ``REPOSITORY/name`` or ``REPOSITORY/name/version``. Reads the disk.
 
-    A model of a repository has its configuration. Without a version, it is the highest one that would serve; with one,
-    it may be any that is there.
+    A model of a repository has its configuration. Without a version, the highest one of the version policy is found;
+    with a version, any that exists.
 
     Raises:
         ServeError: invalid_input, if there is no such model, or if its configuration is wrong.
@@ -84,7 +84,7 @@ def find_version(text: str) -> Subject:
 
 
 def _other_version(source: ModelSource, folder: Path, version: int, text: str) -> VersionSource:
-    """A version of the folder that the version policy does not choose."""
+    """A version that the version policy does not select."""
     files = next(files for files in read_repositories([folder.parent]) if files.name == source.name)
     if version not in files.versions:
         known = ", ".join(map(str, sorted(files.versions)))

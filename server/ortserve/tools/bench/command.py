@@ -46,7 +46,7 @@ _count, _share, _seconds = number(int, 1), number(float, 0, 1), number(float, 0)
 
 
 def build_parser() -> ToolParser:
-    """All arguments, also for the tests of documents."""
+    """The arguments. Tests of the documents use them, too."""
     parser = ToolParser("bench", _DESCRIPTION)
     add = parser.add_argument
     add("targets", nargs="*", metavar="TARGET", help="URL of a server, or a model.")
@@ -108,7 +108,7 @@ def _measure(given: argparse.Namespace) -> Outcome:
     capacities: list[Capacity] = []
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(progress("preparing"))
-        generators = stack.enter_context(Generators(given.processes))  # they begin meanwhile
+        generators = stack.enter_context(Generators(given.processes))  # the processes start while targets are prepared
         targets: list[Prepared] = []
         for target, address, way in chosen:
             for batch in given.batch:
@@ -137,7 +137,7 @@ def _measure(given: argparse.Namespace) -> Outcome:
         is_interrupted=measurement.is_interrupted,
         problems=tuple(problems),
     )
-    if given.json:  # the report shows them, too
+    if given.json:  # the report contains the problems
         sys.stderr.writelines(f"ortserve bench: {printable(problem)}\n" for problem in problems)
     status = INTERRUPTED if result.is_interrupted else FAILED if problems else OK
     return Outcome(result, present(result, has_pictures=given.page is not None), status)
@@ -150,7 +150,7 @@ def _compare(given: argparse.Namespace) -> Outcome:
 
 
 def _loads(given: argparse.Namespace) -> list[Load]:
-    """Raises ServeError: invalid_input, for options that contradict each other."""
+    """The loads. Raises ServeError: invalid_input, for contradictory options."""
     is_file = given.arrivals not in ("constant", "poisson") and not given.arrivals.startswith("bursts:")
     if sum(map(bool, (given.concurrency, given.rate or is_file, given.find_capacity))) > 1:
         raise invalid_input("expected one of --concurrency, --rate, --arrivals FILE and --find-capacity, got several")
@@ -165,7 +165,7 @@ def _loads(given: argparse.Namespace) -> list[Load]:
 
 
 def _check_sequences(given: argparse.Namespace, chosen: Sequence[tuple[str, Address | None, str]]) -> None:
-    """Raises ServeError: invalid_input, for options that do not go with ``--sequences``."""
+    """Raise ServeError: invalid_input, for options that contradict ``--sequences``."""
     for option, is_given in (
         ("--rate, --arrivals and --find-capacity", given.find_capacity or not given.callers),
         ("more than one of --processes", given.processes > 1),
@@ -178,7 +178,7 @@ def _check_sequences(given: argparse.Namespace, chosen: Sequence[tuple[str, Addr
 
 
 def _choices(target: str, given: argparse.Namespace) -> list[tuple[str, Address | None, str]]:
-    """Each way of a target. Raises ServeError: invalid_input."""
+    """The target with each of its ways. The address of a model is None. Raises ServeError: invalid_input."""
     address, option, names = None, "--way", given.way
     known: Sequence[str] = WAYS
     if is_url(target):

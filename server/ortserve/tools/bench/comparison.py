@@ -1,4 +1,4 @@
-"""Reads results and compares two of them. Pure, except for reading."""
+"""Reads results of ``--json``, and compares two of them."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from ortserve.tools.bench.statistics import Estimate, compare
 
 
 def read_result(file: Path) -> BenchResult:
-    """Read what ``--json`` printed.
+    """Read a result that ``--json`` has printed.
 
     Raises:
-        ServeError: invalid_input, if it is something else.
+        ServeError: invalid_input: the file cannot be read, or is no result.
     """
     try:
         return TypeAdapter(BenchResult).validate_json(file.read_bytes())
@@ -26,7 +26,7 @@ def read_result(file: Path) -> BenchResult:
 
 
 def compare_results(first: BenchResult, second: BenchResult, names: tuple[str, str]) -> BenchComparison:
-    """Compare the points that have the same load, way and batch in their order, so that targets go one by one."""
+    """Compare the points with equal way, load and batch. Several such points are paired in their order."""
     left = list(second.points)
     changes: list[Change] = []
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""Connections to a server, with at most one request on each; requests wait if all are in use."""
+"""A pool of connections to a server. Each carries one request at a time; other requests wait for a free connection."""
 
 import asyncio
 from abc import abstractmethod
@@ -12,30 +12,30 @@ from ortserve.tools.bench.target import ServerPlan, Target
 
 
 class Connection(asyncio.Protocol):
-    """A connection; what it speaks is said by the classes below it."""
+    """A connection. Subclasses implement the protocol."""
 
     def __init__(self, owner: "Connections") -> None:
         self.owner: Final = owner
         self.transport: asyncio.Transport
         self.ticket: Ticket | None = None
         self.came_ns = 0
-        """When the last bytes came. They are parsed afterwards, which is no part of the latency."""
+        """When the last bytes arrived. Latency ends here, before the bytes are parsed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit it
 
     @abstractmethod
     def send(self, ticket: Ticket) -> None:
-        """Send a request, while no other is under way."""
+        """Send a request. The connection is idle."""
 
     def answered(self, nbytes: int, timing: bytes | None, body: object, *, is_usable: bool = True) -> None:
-        """The request was answered, and the connection can be used again or not."""
+        """Report the answer. A connection that is not usable any more is closed."""
         ticket = self._release(is_usable=is_usable)
         if ticket is not None:
             self.owner.sink.answered(ticket, self.came_ns, nbytes, timing, body)
 
     def failed(self, kind: str, example: str, *, is_usable: bool = False) -> None:
-        """The request, if there is one, has failed."""
+        """Report the failure of the current request, if there is one."""
         done_ns = monotonic_ns()
         ticket = self._release(is_usable=is_usable)
         if ticket is not None:
@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
 
 
 class Connections(Target):
-    """A ``Target`` over connections of one kind; opens more as long as requests wait for one."""
+    """A target over connections of one kind. It opens more connections while requests wait, up to the limit."""
 
     def __init__(self, plan: ServerPlan, make: Callable[["Connections"], Connection]) -> None:
         self.plan: Final = plan
@@ -67,12 +67,10 @@ class Connections(Target):
         self._opening: set[asyncio.Task[None]] = set()
 
     async def open(self, count: int) -> None:
-        """As ``Target.open``."""
         for _ in range(min(count, self.plan.most_connections) - len(self._all)):
             self._idle.append(await self._connect())
 
     def send(self, ticket: Ticket) -> None:
-        """As ``Target.send``."""
         if self._idle:
             self._idle.pop().send(ticket)
             return
@@ -84,14 +82,14 @@ class Connections(Target):
             task.add_done_callback(self._opening.discard)
 
     def give_back(self, connection: Connection) -> None:
-        """A connection is idle again."""
+        """Send the next waiting request on a free connection, or keep the connection idle."""
         if self._waiting:
             connection.send(self._waiting.popleft())
         else:
             self._idle.append(connection)
 
     def lose(self, connection: Connection) -> None:
-        """A connection is closed; requests that wait get another one."""
+        """Forget a closed connection, and open another one for waiting requests."""
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
@@ -99,7 +97,6 @@ class Connections(Target):
             self.send(self._waiting.popleft())
 
     def expire(self, sent_before_ns: int) -> None:
-        """As ``Target.expire``."""
         for connection in list(self._all):
             if connection.ticket is not None and connection.ticket.sent_ns < sent_before_ns:
                 connection.failed("timeout", "no answer in time")
@@ -107,7 +104,6 @@ class Connections(Target):
             self._fail_waiting("timeout", "no connection was free in time")
 
     async def close(self) -> None:
-        """As ``Target.close``."""
         for task in self._opening:
             task.cancel()
         for connection in list(self._all):

@@ -1,4 +1,4 @@
-"""Requests as bytes, made once before a measurement, and answers as arrays, for those that are looked at. Pure."""
+"""Encodes requests to bytes before a measurement, and decodes the answers that are compared. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def tensors_of(signature: ModelSignature, arrays: Sequence[np.ndarray]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """The part of a request in its sequence."""
+    """The position of a request in a sequence; ``number`` is the id of the sequence."""
 
     number: int
     is_start: bool
@@ -126,7 +126,7 @@ def _encode_message(model: str, version: str, document: Mapping[str, Any], conte
 
 
 def decode_rest(body: bytes, json_size: int | None) -> Outputs:
-    """The outputs of a REST answer by name. Raises ServeError: internal, if it is no answer."""
+    """The outputs of a REST answer by name. Raises ServeError: internal, if the answer is malformed."""
     try:
         document = parse_json(body[:json_size])
         outputs: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ def decode_rest(body: bytes, json_size: int | None) -> Outputs:
 
 
 def decode_grpc(body: bytes) -> Outputs:
-    """The outputs of a gRPC answer by name. Raises ServeError: internal, if it is no answer."""
+    """The outputs of a gRPC answer by name. Raises ServeError: internal, if the answer is malformed."""
     try:
         answer = pb.ModelInferResponse.FromString(body)
         outputs: dict[str, Tensor] = {}
@@ -165,7 +165,7 @@ def decode_grpc(body: bytes) -> Outputs:
 
 
 def encoded(tensor: Tensor) -> bytes:
-    """A tensor as the binary protocols have it."""
+    """The bytes of a tensor in the binary protocols."""
     return bytes(encode_binary_tensor(tensor.array, tensor.datatype))
 
 

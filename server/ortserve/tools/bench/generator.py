@@ -1,7 +1,7 @@
-"""The process of a generator: offers a load to targets, and reports what it sees in chunks, over a pipe.
+"""A generator process: it offers a load to targets and sends the outcomes over a pipe, in chunks.
 
-It does nothing else, so that statistics and the screen, which are the measuring process's, do not make it late. Started
-by ``generators``.
+The measuring process starts it (``generators``), computes statistics and draws the screen, so that this work delays no
+requests.
 """
 
 import asyncio
@@ -31,29 +31,30 @@ if TYPE_CHECKING:
 
 _CHUNK_S: Final = 0.25
 _PAUSE_S: Final = 0.1
-"""Of a caller whose connection failed, before it tries again."""
+"""Pause of a caller after its connection failed."""
 _MOST_EARLY_NS: Final = 100_000
-"""Most time by which the generator wakes before a request is due. It spends the rest of that time in a loop."""
+"""Limit of the time by which the generator wakes before a request is due. It then polls the clock."""
 _EARLY_GAIN: Final = 0.05
+"""Weight of the latest wake-up in the moving average of their delays."""
 LOOK_EVERY: Final = 37
-"""Coprime with the number of different inputs, so that all have their turn."""
+"""One in so many answers is compared. Coprime with the number of different inputs, so that each input is compared."""
 STOP: Final = "stop"
 READY: Final = "ready"
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One load on one target, as one process offers it.
+    """The part of one load on one target that one process offers.
 
     Attributes:
-        key: Equal for equal plans: their targets stay open from one work to the next.
-        plan: Makes the target.
-        callers: Of a closed loop; None for an open one.
-        times_ns: When to send, from the beginning of warm-up, in an open loop; None in a closed one.
-        warmup_s: Not measured.
-        seconds: Measured afterwards.
-        timeout_s: For an answer.
-        look_every: One of so many answers is kept for comparison.
+        key: Works with equal keys have equal plans, and share the target, which stays open.
+        plan: The plan of the target.
+        callers: Callers of a closed loop; None for an open loop.
+        times_ns: Times to send in an open loop, from the beginning of the warm-up; None for a closed loop.
+        warmup_s: Duration of the warm-up, which is not measured.
+        seconds: Duration of the measurement after it.
+        timeout_s: Time limit of an answer.
+        look_every: One in so many answers is kept for comparison.
     """
 
     key: str
@@ -66,7 +67,7 @@ class Work:
     look_every: int = LOOK_EVERY
 
     def times(self, start_ns: int) -> tuple[int, int, list[int]]:
-        """When the measured time begins and ends, and when requests of an open loop are due."""
+        """The beginning and end of the measurement, and the due times of an open loop."""
         begin_ns = start_ns + int(self.warmup_s * 1e9)
         dues = [] if self.times_ns is None else (self.times_ns + start_ns).tolist()
         return begin_ns, begin_ns + int(self.seconds * 1e9), dues
@@ -74,15 +75,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a work.
+    """The last message about a work.
 
     Attributes:
-        begin_ns: Of the measured time (monotonic).
-        end_ns: Of it: when the last request was sent, or when it was stopped.
-        cpu_ns: Processor time of the generator in this time.
-        due: Requests that should have been sent in this time; None in a closed loop.
-        batches: Sizes and numbers of the batches of the batcher in this process.
-        waited_ns: For how long answers waited in all while the generator processed those that came with them.
+        begin_ns: Beginning of the measurement (monotonic).
+        end_ns: End of the sending: the planned one, or earlier if the work was stopped.
+        cpu_ns: Processor time of the generator between them.
+        due: Requests that should have been sent between them; None in a closed loop.
+        batches: Counts of the batches of a batcher in this process, by rows.
+        waited_ns: Sum over all answers of the time that an answer waited while the generator processed others that had
+            arrived with it.
     """
 
     begin_ns: int
@@ -94,12 +96,14 @@ class Finished:
 
 
 class Channel:
-    """The pipe to the measuring process. Threads read and write it, so that the event loop never waits for it: the loop
-    itself would make it non-blocking, and cut large messages.
+    """The pipe to the measuring process.
+
+    Threads read and write it, so the event loop never waits for it. The event loop itself would make the pipe
+    non-blocking, which breaks large messages.
     """
 
     def __init__(self, pipe: Connection) -> None:
-        """Begin to read, on the loop's thread."""
+        """Start reading. Called on the thread of the event loop."""
         self._pipe = pipe
         self._received: asyncio.Queue[Any] = asyncio.Queue()
         self._writer = ThreadPoolExecutor(1)
@@ -108,11 +112,11 @@ class Channel:
         threading.Thread(target=self._read, daemon=True).start()
 
     async def receive(self) -> Any:
-        """The next message; None when the measuring process needs nothing more."""
+        """The next message; None after the measuring process has closed the pipe."""
         return await self._received.get()
 
     def send(self, message: object) -> None:
-        """Send soon. From any thread."""
+        """Send a message without waiting. Thread-safe."""
         self._writer.submit(self._pipe.send, message)
 
     def _read(self) -> None:
@@ -132,10 +136,10 @@ class Channel:
 
 
 class LoopDriver:
-    """Offers a load to a ``Target`` from the event loop, and is its sink."""
+    """Offers a load to a ``Target`` on the event loop, and receives the outcomes."""
 
     def __init__(self, target: Target, work: Work, channel: Channel, start_ns: int) -> None:
-        """``start_ns`` is the beginning of warm-up (monotonic), in the future."""
+        """``start_ns`` is the beginning of the warm-up (monotonic), in the future."""
         self._target = target
         self._work = work
         self._channel = channel
@@ -158,7 +162,7 @@ class LoopDriver:
         target.sink = self
 
     async def run(self) -> Finished:
-        """Send all requests, and wait for their answers or until these are late."""
+        """Send all requests, and wait until each is answered or has timed out."""
         work, target = self._work, self._target
         self._channel.on_stop = self.stop
         self._call_at(self._begin_ns, self._begin)
@@ -180,7 +184,7 @@ class LoopDriver:
         return Finished(self._begin_ns, self._end_ns, self._cpu_ns, due_or_none, batches, self._waited_ns)
 
     def stop(self) -> None:
-        """Send nothing more; ``run`` returns when all is answered, or late."""
+        """Stop sending. ``run`` returns when each request is answered or has timed out."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -192,7 +196,7 @@ class LoopDriver:
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
     ) -> None:
-        """As ``Sink.answered``. What is answered in one turn of the loop had come before the turn began."""
+        """Record an answer. All answers of one turn of the event loop arrived before that turn began."""
         if self._turn_ns is None:
             self._turn_ns = done_ns
             self._loop.call_soon(self._end_turn)
@@ -206,7 +210,6 @@ class LoopDriver:
         self._turn_ns = None
 
     def failed(self, ticket: Ticket, done_ns: int, kind: str, example: str) -> None:
-        """As ``Sink.failed``."""
         self._recorder.failed(ticket, done_ns, kind, example)
         self._under_way -= 1
         if kind.startswith("connection") and not self._is_stopped:
@@ -218,7 +221,7 @@ class LoopDriver:
         self._loop.call_later(max(0.0, (time_ns - monotonic_ns()) / 1e9), call)
 
     def _go_on(self, ticket: Ticket, *, is_failed: bool) -> None:
-        """The caller of a ticket is free: send its next request, or end."""
+        """Send the next request of the ticket's caller, unless the work is stopped."""
         if self._is_stopped:
             self._end_if_answered()
         elif callers := self._work.callers:
@@ -237,7 +240,7 @@ class LoopDriver:
         self._target.send(Ticket(number, due_ns, now_ns, number % work.look_every == 0, request))
 
     def _set_timer(self, due_ns: int, now_ns: int) -> None:
-        """Wake before ``due_ns`` by as much as waking takes: a processor that slept needs some 50 µs."""
+        """Set the timer earlier than ``due_ns`` by the usual delay of a wake-up: some 50 µs on an idle processor."""
         self._timer_ns = due_ns
         self._wakes_ns = max(now_ns, due_ns - int(self._wake_delay_ns))
         self._timer.set(self._wakes_ns, now_ns)
@@ -262,7 +265,7 @@ class LoopDriver:
 
 
 def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int) -> Finished:
-    """Offer a load to blocking runs: each caller is a thread. An open loop has one, which runs one at a time."""
+    """Offer a load to blocking runs. Each caller is a thread; an open loop has one thread."""
     begin_ns, end_ns, dues = work.times(start_ns)
     stop, lock, recorder, numbers = threading.Event(), threading.Lock(), Recorder(begin_ns), itertools.count()
     channel.on_stop = stop.set
@@ -276,7 +279,7 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
             due_ns = sent_ns = monotonic_ns() if work.callers else dues[number]
             if due_ns >= end_ns:
                 return
-            if sent_ns > monotonic_ns():  # if it is late, it waited for another run, which is not the generator's fault
+            if sent_ns > monotonic_ns():  # a later one waited for an earlier run, so the generator was not late
                 stop.wait((sent_ns - monotonic_ns()) / 1e9)
                 sent_ns = monotonic_ns()
             ticket = Ticket(number, due_ns, sent_ns)
@@ -307,7 +310,7 @@ def run_threads(target: "BareRuns", work: Work, channel: Channel, start_ns: int)
 
 
 def make_target(plan: Plan) -> "Target | BareRuns":
-    """Make the target of a plan. Imports only what it needs: the modules of models take more than a second."""
+    """Make the target of a plan. Imports what it needs: importing ONNX Runtime and its users takes over a second."""
     if isinstance(plan, ServerPlan):
         from ortserve.tools.bench.connections import Connections
 
@@ -324,11 +327,11 @@ def make_target(plan: Plan) -> "Target | BareRuns":
 
 
 async def _serve(pipe: Connection) -> None:
-    """Do one work after the other, until the pipe closes."""
+    """Offer one work after the other, until the pipe closes."""
     channel = Channel(pipe)
     targets: dict[str, Target | BareRuns] = {}
     while (work := await channel.receive()) is not None:
-        if not isinstance(work, Work):  # the end of a work that could not begin
+        if not isinstance(work, Work):  # STOP, for a work that this generator could not begin
             continue
         try:
             target = targets.get(work.key) or targets.setdefault(work.key, make_target(work.plan))
@@ -356,7 +359,7 @@ async def _serve(pipe: Connection) -> None:
 
 
 def main() -> None:
-    """Serve the pipe that the measuring process has opened."""
+    """Serve the pipe whose descriptor is the argument of the process."""
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)  # collections in the middle of a measurement would make requests late
     with Connection(int(sys.argv[1])) as pipe, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

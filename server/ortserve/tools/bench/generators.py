@@ -1,4 +1,4 @@
-"""The generators of a measurement: processes that offer the load together."""
+"""Starts the generator processes of a measurement, and has them offer loads together."""
 
 import contextlib
 import signal
@@ -17,20 +17,20 @@ from ortserve.tools.bench.samples import Chunk
 
 _PROGRAM: Final = "from ortserve.tools.bench.generator import main; main()"
 _START_S: Final = 0.05
-"""From the moment when all are ready to their common start."""
+"""Delay from the moment when all generators are ready to their common start."""
 _GRACE_S: Final = 30
-"""For a generator that should have ended."""
+"""Time limit of the last message, after the last request has timed out."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the generators saw of one load.
+    """The outcomes of one load from all generators.
 
     Attributes:
-        chunks: In the order of time.
-        finished: Of each generator.
-        is_interrupted: By Ctrl-C.
-        is_precise: ``wants_more`` ended it.
+        chunks: The chunks in the order of their arrival.
+        finished: The last message of each generator.
+        is_interrupted: Whether Ctrl-C ended the load.
+        is_precise: Whether ``wants_more`` ended the load.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -40,21 +40,21 @@ class Seen:
 
 
 class Generators:
-    """Processes that stay for several works. Use as a context manager."""
+    """Generator processes, which offer several loads one after the other. Use as a context manager."""
 
     def __init__(self, count: int, *, errors: int | None = None, open_limit_s: float | None = None) -> None:
-        """Start them.
+        """Start the processes.
 
         Args:
-            count: At least 1.
-            errors: A file for what they and their libraries say; None for standard error.
-            open_limit_s: For targets to open; None for no limit.
+            count: The number of processes, at least 1.
+            errors: Descriptor of a file that replaces their standard error; None to keep it.
+            open_limit_s: Time limit of opening a target; None for no limit.
         """
         self.count: Final = count
         self._open_limit_s = open_limit_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        # Ctrl-C is this process's, which keeps what was measured: the others inherit the mask.
+        # The processes inherit the mask, so Ctrl-C reaches this process only, which keeps the outcomes so far.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             for _ in range(count):
@@ -71,7 +71,7 @@ class Generators:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes."""
+        """The process ids."""
         return [process.pid for process in self._processes]
 
     def __enter__(self) -> "Generators":
@@ -81,7 +81,7 @@ class Generators:
         self.close()
 
     def close(self) -> None:
-        """End the processes; a load that goes on is cut off."""
+        """End the processes. A load in progress is aborted."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -94,13 +94,13 @@ class Generators:
     def offer(
         self, works: Sequence[Work], wants_more: Callable[[Seen, float], bool], on_begin: Callable[[], object]
     ) -> Seen:
-        """Have all generators offer their work at the same time. Ctrl-C ends the load, not this call.
+        """Have all generators offer their work at the same time. Ctrl-C ends the load, and this call returns normally.
 
         Args:
             works: One for each process.
-            wants_more: Called ten times a second with all so far and the seconds since the measured time began
-                (negative in warm-up); False ends the load.
-            on_begin: Called once when the measured time has begun.
+            wants_more: Called ten times a second with the outcomes so far and the seconds since the measurement began
+                (negative in the warm-up). False ends the load.
+            on_begin: Called once when the measurement has begun.
 
         Raises:
             ServeError: A target cannot be opened, or a generator has died.
@@ -130,14 +130,14 @@ class Generators:
                     seen.is_precise = True
                     self._tell(STOP)
             except KeyboardInterrupt:
-                if seen.is_interrupted:  # twice: at once
+                if seen.is_interrupted:  # the second Ctrl-C ends the call at once
                     raise
                 seen.is_interrupted = True
                 self._tell(STOP)
         return seen
 
     def _open(self, works: Sequence[Work]) -> int:
-        """Open all targets; returns the time of the common start."""
+        """Open all targets. Returns the time of the common start."""
         for pipe, work in zip(self._pipes, works, strict=True):
             with _watching():
                 pipe.send(work)
@@ -146,7 +146,7 @@ class Generators:
                 raise ServeError(ErrorKind.INTERNAL, f"it did not open within {self._open_limit_s:g} s")
         for answer in [_receive(pipe) for pipe in self._pipes]:
             if isinstance(answer, ServeError):
-                self._tell(STOP)  # those that could open theirs wait for the start
+                self._tell(STOP)  # generators whose targets are open wait for the start
                 raise answer
         start_ns = monotonic_ns() + int(_START_S * 1e9)
         self._tell(start_ns)
@@ -154,7 +154,7 @@ class Generators:
 
     def _tell(self, message: object) -> None:
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # it is noticed when nothing comes
+            with contextlib.suppress(BrokenPipeError):  # ``_receive`` raises for a process that has ended
                 pipe.send(message)
 
 

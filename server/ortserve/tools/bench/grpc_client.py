@@ -1,7 +1,7 @@
-"""The load over gRPC: HTTP/2 by hand (RFC 9113) on kept connections, with one request in flight on each.
+"""The load over gRPC: an HTTP/2 client (RFC 9113) on persistent connections with one request in flight each.
 
-Unary calls are a stream each; streamed requests share one. Not grpc.aio, which took 0.2 to 0.6 ms of CPU for a request
-of 0.3 ms, so that answers waited for it.
+A unary call opens a stream; the requests of ``ModelStreamInfer`` share one. grpc.aio is too slow for a load generator:
+it took 0.2 to 0.6 ms of CPU for a request of 0.3 ms, so answers waited for it.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ _END_STREAM, _ACK, _END_HEADERS, _PADDED = 0x1, 0x1, 0x4, 0x8
 _INITIAL_WINDOW: Final = 65_535
 _MOST_WINDOW: Final = 2**31 - 1
 _GIVE_BACK: Final = 2**29
-"""Received bytes after which the window is opened again."""
+"""Received bytes after which the client updates its windows."""
 _FRAME: Final = 16_384
 _ANSWER: Final = 0x12
-"""The tag of ``infer_response`` in ``ModelStreamInferResponse``; an error comes in field 1."""
+"""The tag of ``infer_response`` in ``ModelStreamInferResponse``. Field 1 holds an error instead."""
 _STATUSES: Final = (
     *("ok", "cancelled", "unknown", "invalid_argument", "timeout", "not_found", "already_exists"),
     *("permission_denied", "resource_exhausted", "failed_precondition", "aborted", "out_of_range"),
@@ -32,7 +32,7 @@ _STATUSES: Final = (
 
 
 class GrpcConnection(Connection):
-    """A connection with one stream at a time. The body of an answer is its ``ModelInferResponse``."""
+    """A connection with one stream at a time. The body of an answer is an encoded ``ModelInferResponse``."""
 
     def __init__(self, owner: Connections) -> None:
         super().__init__(owner)
@@ -52,12 +52,11 @@ class GrpcConnection(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        settings = b"\0\2\0\0\0\0" + b"\0\4" + _MOST_WINDOW.to_bytes(4, "big")  # no push; the window of streams
+        settings = b"\0\2\0\0\0\0" + b"\0\4" + _MOST_WINDOW.to_bytes(4, "big")  # no push; the initial window of streams
         opening = _frame(_SETTINGS, 0, 0, settings) + _window_update(0, _MOST_WINDOW - _INITIAL_WINDOW)
         self.transport.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + opening)
 
     def send(self, ticket: Ticket) -> None:
-        """As ``Connection.send``."""
         self.ticket = ticket
         head = b""
         if not self._is_open:
@@ -69,7 +68,7 @@ class GrpcConnection(Connection):
         self.transport.write(head + self._sendable())
 
     def _sendable(self) -> bytes:
-        """As much of the message as the windows allow, in frames."""
+        """Frames with as much of the message as the windows allow."""
         frames = []
         while (size := min(len(self._to_send), self._window, self._stream_window, _FRAME)) > 0:
             piece, self._to_send = self._to_send[:size], self._to_send[size:]
@@ -98,7 +97,7 @@ class GrpcConnection(Connection):
         del received[:position]
 
     def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        is_ours = stream_id == self._stream_id  # others are the connection's, or of a stream that has ended
+        is_ours = stream_id == self._stream_id  # other ids: the connection itself, or streams that have ended
         if kind in (_DATA, _HEADERS) and flags & _PADDED:
             payload = payload[1 : len(payload) - payload[0]]
         if kind == _DATA:
@@ -107,7 +106,7 @@ class GrpcConnection(Connection):
             self._block += payload
             if flags & _END_HEADERS:
                 block, self._block = self._block, b""
-                fields = self._decoder.decode(block)  # those of other streams, too: they share the table
+                fields = self._decoder.decode(block)  # headers of other streams update the shared table, too
                 self._fields.update((str(name), str(value)) for name, value in fields if is_ours)
         elif kind == _SETTINGS and not flags & _ACK:
             self._on_settings(payload)
@@ -128,7 +127,7 @@ class GrpcConnection(Connection):
 
     def _on_settings(self, payload: bytes) -> None:
         for position in range(0, len(payload) - 5, 6):
-            if payload[position : position + 2] == b"\0\4":  # the window of streams, also of those that are open
+            if payload[position : position + 2] == b"\0\4":  # the initial window; it changes that of open streams, too
                 value = int.from_bytes(payload[position + 2 : position + 6], "big")
                 self._stream_window += value - self._first_window
                 self._first_window = value
@@ -145,7 +144,7 @@ class GrpcConnection(Connection):
             self._on_message(bytes(self._body[5:]))
 
     def _on_message(self, message: bytes) -> None:
-        """A message of a stream came whole."""
+        """Handle a complete message of ``ModelStreamInfer``."""
         self._body.clear()
         if message[:1] != bytes([_ANSWER]):
             self.failed("grpc_stream_error", message[2:300].decode(errors="replace"), is_usable=True)
@@ -154,7 +153,7 @@ class GrpcConnection(Connection):
             self.answered(len(message), None, body)
 
     def _on_end(self) -> None:
-        """The stream has ended: a unary call is answered, other streams have failed."""
+        """The stream has ended: a unary call is complete, ``ModelStreamInfer`` has failed."""
         self._is_open = False
         self._to_send = b""
         fields, ticket, nbytes = self._fields, self.ticket, len(self._body)
@@ -173,7 +172,7 @@ class GrpcConnection(Connection):
 
 
 def _head(plan: ServerPlan) -> bytes:
-    """The header block of a request (RFC 7541), the same for each: it adds nothing to the table."""
+    """The header block of all requests (RFC 7541). It adds no entries to the table, so it can be sent again."""
     address, method = plan.address, "ModelStreamInfer" if plan.is_stream else "ModelInfer"
     fields = {
         ":method": "POST",
@@ -197,8 +196,8 @@ def _window_update(stream_id: int, step: int) -> bytes:
 
 
 def _content(message: bytes) -> bytes:
-    """The ``ModelInferResponse`` in a stream's message."""
+    """The ``ModelInferResponse`` in a ``ModelStreamInferResponse``."""
     position = 1
-    while message[position] & 0x80:  # its length, a varint
+    while message[position] & 0x80:  # skip the length, a varint
         position += 1
     return message[position + 1 :]

@@ -1,4 +1,4 @@
-"""Models in the generator's process: bare runs, bare runs on bound memory, and requests through the batcher."""
+"""Targets in the generator's process: ``session.run``, runs on bound memory, and requests through the batcher."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,11 +28,11 @@ from ortserve.tools.bench.target import ModelPlan, Target
 from ortserve.tools.opening import open_model
 
 Caller = Callable[[int], Callable[[], list[np.ndarray]]]
-"""Runs the inputs of a number, blocking. The result reads the outputs, which is only done for those looked at."""
+"""Makes run ``number`` and blocks until it ends. The returned function reads the outputs, for runs that are checked."""
 
 
 class BareRuns:
-    """Runs of a session by threads of the driver; any number of them may run at a time."""
+    """Blocking runs of one session. The threads of ``run_threads`` make them, several at a time."""
 
     def __init__(self, plan: ModelPlan) -> None:
         self._model: Final = open_model(plan.subject, provider=plan.provider, threads=plan.threads)
@@ -45,7 +45,7 @@ class BareRuns:
             raise invalid_input(f"{plan.subject.path}: {kinds} cannot be bound, so measure it without --way bound")
 
     def caller(self) -> Caller:
-        """The runs of one thread. They raise ServeError: rejected_by_model, as ONNX Runtime says."""
+        """A function for one thread that makes runs. It raises ServeError: rejected_by_model."""
         runner, inputs = self._model.runner(), self._inputs
         run = self._bound() if self._is_bound else lambda n: partial(list, runner.run(inputs[n % len(inputs)]))
 
@@ -58,7 +58,7 @@ class BareRuns:
         return call
 
     def _bound(self) -> Caller:
-        """Inputs and outputs stay on the device of the session."""
+        """Runs whose inputs and outputs stay on the device of the session."""
         session, choice, signature = self._model.session, self._model.choice, self._model.signature
         device, index = ("cuda", choice.device_id) if choice.name in GPU_PROVIDERS else ("cpu", 0)
         bindings = []
@@ -85,7 +85,7 @@ class BareRuns:
 
 
 class BatcherTarget(Target):
-    """A ``Target`` through the batcher: loaded and batched as the server does it, without a protocol."""
+    """A model that is loaded and batched as in the server. Requests enter the batcher directly, without a protocol."""
 
     def __init__(self, plan: ModelPlan) -> None:
         self._plan = plan
@@ -93,7 +93,6 @@ class BatcherTarget(Target):
         self._under_way: dict[int, tuple[Ticket, InflightRequest]] = {}
 
     async def open(self, count: int) -> None:
-        """As ``Target.open``; loads and warms up the model."""
         if self._served is None:
             plan, subject = self._plan, self._plan.subject
             chosen = {"execution_providers": plan.provider and [plan.provider], "intra_op_threads": plan.threads}
@@ -104,7 +103,6 @@ class BatcherTarget(Target):
             self._served = assembly.serve(loaded, Configuration(options), ModelMetrics(subject.name, "1"))
 
     def send(self, ticket: Ticket) -> None:
-        """As ``Target.send``."""
         assert self._served is not None
         plan = self._plan
         request = InflightRequest(Timing(monotonic_ns()), plan.inputs[ticket.request], plan.rows)
@@ -114,7 +112,7 @@ class BatcherTarget(Target):
             self._served.submit(request, NO_TERMS)
         except ServeError as error:
             self._under_way.pop(ticket.number, None)
-            # Not from here: a caller that sends its next request on every failure would never return.
+            # Deferred: a caller sends its next request on a failure, so failing here would recurse without end.
             asyncio.get_running_loop().call_soon(
                 self.sink.failed, ticket, monotonic_ns(), error.kind.value, error.message
             )
@@ -134,12 +132,10 @@ class BatcherTarget(Target):
         self.sink.answered(ticket, done_ns, nbytes, request.timing.server_timing(), body)
 
     def batches(self) -> dict[int, int]:
-        """As ``Target.batches``."""
         assert self._served is not None
         return {rows: series.count for rows, series in self._served.metrics.batches.items()}
 
     def expire(self, sent_before_ns: int) -> None:
-        """As ``Target.expire``."""
         for number, (ticket, request) in list(self._under_way.items()):
             if ticket.sent_ns < sent_before_ns:
                 del self._under_way[number]
@@ -147,6 +143,5 @@ class BatcherTarget(Target):
                 self.sink.failed(ticket, monotonic_ns(), "timeout", "no answer in time")
 
     async def close(self) -> None:
-        """As ``Target.close``."""
         if self._served is not None:
             await self._served.close()

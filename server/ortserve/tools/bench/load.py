@@ -1,4 +1,4 @@
-"""The load that a measurement offers: callers that wait for their answers, or arrivals at given times. Pure."""
+"""Loads: a closed loop of callers that wait for answers, or an open loop of arrivals at given times. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ _MOST_ARRIVALS: Final = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is offered.
+    """A load.
 
     Attributes:
-        concurrency: Callers that send their next request when they have an answer (closed loop); None for an open one.
-        rate: Requests per second, answered or not (open loop); 0 for the times of a file.
+        concurrency: Callers of a closed loop, which send their next request when they have an answer; None for an open
+            loop.
+        rate: Requests per second of an open loop, sent whether earlier ones are answered or not; 0 for the times of a
+            file.
         arrivals: ``constant``, ``poisson``, ``bursts:N`` (N at a time), or a file of times in seconds, one a line.
     """
 
@@ -32,13 +34,13 @@ class Load:
 
     @property
     def label(self) -> str:
-        """In words, the same for the same load."""
+        """The load in words. Equal loads have equal labels."""
         if self.rate is None:
             return "1 caller" if self.concurrency == 1 else f"{self.concurrency} callers"
         return f"{self.rate:g}/s {self.arrivals}" if self.rate else f"times of {Path(self.arrivals).name}"
 
     def share(self, number: int, processes: int) -> int | None:
-        """The callers of one of several generators. Those of open loops divide the times of arrivals."""
+        """The callers of generator ``number``; None for an open loop, whose generators divide the arrival times."""
         return None if self.concurrency is None else len(range(number, self.concurrency, processes))
 
 

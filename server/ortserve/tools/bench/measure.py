@@ -1,4 +1,4 @@
-"""Runs a measurement: loads on prepared targets in rounds, the search for the capacity, and the live view."""
+"""Runs a measurement: loads on prepared targets in rounds, the search for the capacity, and the live line."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ _PROBE: Final = Load(8)
 _PROBE_S: Final = 1.0
 _SEED: Final = 1
 _BRACKET: Final = 1.06
-"""The search ends when the lowest rate that is too high is at most so much above the highest sustained one."""
+"""The search ends when the ratio of the lowest exceeded rate to the highest sustained rate is at most this."""
 _MOST_TRIES: Final = 14
 
 
 class _Series:
-    """The rounds of one load on one target: shows how they go, and decides whether they go on."""
+    """The rounds of one load on one target. It shows their progress, and ends them early if they are precise enough."""
 
     def __init__(self, prepared: Prepared, load: Load, settings: Settings, show: Callable[[str], object]) -> None:
         self._prepared = prepared
@@ -42,7 +42,7 @@ class _Series:
         self.rounds: list[Seen] = []
 
     def run(self, generators: Generators, seconds: float, precision: float | None) -> None:
-        """One round."""
+        """Run one round."""
         prepared, load, settings, processes = self._prepared, self._load, self._settings, generators.count
         if load.concurrency is not None and load.concurrency < processes:
             expected = f"expected at most one for each of {load.concurrency} callers"
@@ -79,7 +79,7 @@ class _Series:
         self.rounds.append(seen)
 
     def point(self) -> Point:
-        """What the rounds found together."""
+        """The joint result of the rounds."""
         prepared, load, settings = self._prepared, self._load, self._settings
         names = (prepared.target, prepared.way, prepared.server, load.label)
         subject = LoadOnTarget(*names, load.concurrency, load.rate, prepared.batch)
@@ -95,7 +95,7 @@ class _Series:
         )
 
     def _look(self, seen: Seen, elapsed_s: float, precision: float | None) -> bool:
-        """Whether the load goes on; most calls find nothing new."""
+        """Whether the load goes on. Returns at once if no chunk has arrived since the last call."""
         if len(seen.chunks) == self._shown:
             return True
         self._shown = len(seen.chunks)
@@ -125,17 +125,17 @@ class _Series:
 
 
 class Measurement:
-    """Measures with one set of generators. After Ctrl-C ``is_interrupted`` is set, and nothing more is measured."""
+    """Measures with one set of generators. Ctrl-C sets ``is_interrupted``, and nothing more is measured."""
 
     def __init__(self, generators: Generators, settings: Settings, show: Callable[[str], object]) -> None:
-        """``show`` gets a line about now, a few times a second."""
+        """``show`` gets a line about the current state a few times a second."""
         self._generators = generators
         self._settings = settings
         self._show = show
         self.is_interrupted = False
 
     def measure(self, targets: Sequence[Prepared], loads: Sequence[Load]) -> list[Point]:
-        """All loads on all targets, one after the other, in rounds."""
+        """Measure all loads on all targets, one after the other, in rounds."""
         settings = self._settings
         series = [_Series(*pair, settings, self._show) for pair in product(targets, loads)]
         for one in series * settings.rounds:
@@ -143,7 +143,7 @@ class Measurement:
         return [one.point() for one in series if one.rounds]
 
     def find_capacity(self, prepared: Prepared) -> tuple[list[Point], Capacity]:
-        """Search for the highest rate that is sustained; each try takes the time of a load."""
+        """Search for the highest sustained rate. Each try takes as long as a load."""
         settings = self._settings
         points: list[Point] = []
         tries: dict[float, bool] = {}
@@ -158,7 +158,7 @@ class Measurement:
             points.append(one.point())
             tries[rate] = is_sustained(points[-1], settings.percentile, settings.slo_ms)
             if points[-1].generator.too_slow_because and not tries[rate]:
-                break  # it is the generator that cannot do more
+                break  # the generator is the limit
             rate = next_rate(tries)
         points.sort(key=lambda point: point.rate or 0.0)
         return points, Capacity(prepared.target, prepared.way, prepared.batch, *bracket(tries))
@@ -170,14 +170,14 @@ class Measurement:
 
 
 def first_rate(throughput: float) -> float:
-    """The first rate to try, from the answers per second of a closed loop, whose callers wait for each other."""
+    """The first rate to try: a part of the throughput of a closed loop."""
     return max(1.0, throughput * 0.3)
 
 
 def next_rate(tries: Mapping[float, bool]) -> float | None:
-    """The rate to try next, from the rates and whether they were sustained; None when the bracket is narrow enough.
+    """The next rate to try; None when the bracket is narrow enough. ``tries`` says which rates were sustained.
 
-    Doubles until a rate is too high, then halves the bracket, in logarithms.
+    The rate doubles until one is too high. Then the bracket is halved on a logarithmic scale.
     """
     if len(tries) >= _MOST_TRIES:
         return None
@@ -190,21 +190,21 @@ def next_rate(tries: Mapping[float, bool]) -> float | None:
 
 
 def bracket(tries: Mapping[float, bool]) -> tuple[float | None, float | None]:
-    """The highest sustained rate below the lowest that is too high, and that one."""
+    """The highest sustained rate below the lowest rate that is too high, and the latter. None if there is none."""
     high = min((rate for rate, is_sustained in tries.items() if not is_sustained), default=None)
     good = (rate for rate, is_sustained in tries.items() if is_sustained and (high is None or rate < high))
     return max(good, default=None), high
 
 
 def is_sustained(point: Point, percent: float, slo_ms: float | None) -> bool:
-    """Whether nothing piled up, nothing failed, and the asked percentile is within the bound, if there is one."""
+    """Whether no queue grew, at most 0.1 % of the requests failed, and the percentile is within the bound, if any."""
     asked = point.percentile(percent)
     within = slo_ms is None or (asked is not None and asked.ms <= slo_ms)
     return not point.is_overloaded and point.failed <= 0.001 * point.requests and point.answers > 0 and within
 
 
 def result_problems(points: Sequence[Point], settings: Settings, *, is_search: bool) -> list[str]:
-    """Why a measurement is not good: for the exit status. In a search, loads that are too high are no problem."""
+    """The reasons for exit status 1. A search may exceed the capacity, so its failures and latencies are no problem."""
     problems: list[str] = []
     percent, slo_ms = settings.percentile, settings.slo_ms
     for point in points:

@@ -1,4 +1,4 @@
-"""From what the generators saw to a point of the result. Pure."""
+"""Computes a point of the result from the outcomes of its requests. Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from ortserve.tools.client import read_timing
 
 PERCENTS: Final = (50.0, 90.0, 95.0, 99.0, 99.9)
 NO_VERDICT: Final = "no verdict"
-"""Begins the reason in problems of the generator itself."""
+"""Marks problems of the generator itself."""
 _BUSY: Final = 0.8
 _WAIT_SHARE: Final = 0.1
 _SENT: Final = 0.99
@@ -43,16 +43,16 @@ def make_point(
     usage: ServerUsage | None,
     outputs: OutputCheck | None,
 ) -> Point:
-    """Join the rounds of one load, each of which has finished generators.
+    """Make the point of one load from its rounds.
 
     Args:
-        subject: What was measured.
-        rounds: What the generators saw.
-        percent: The percentile that matters.
-        slo_ms: Latency that answers should have.
-        batches: That ran meanwhile, by size.
-        usage: Of the server.
-        outputs: Of the answers that were looked at.
+        subject: The load and its target.
+        rounds: The outcomes of each round.
+        percent: The percentile of ``--percentile``.
+        slo_ms: The latency bound of ``--slo``; None without one.
+        batches: Counts of the batches that ran meanwhile, by rows.
+        usage: The usage of the server; None if unknown.
+        outputs: The result of comparing answers; None if none was compared.
     """
     parts = [_Part(seen, is_open=subject.concurrency is None) for seen in rounds]
     chunks = [chunk for seen in rounds for chunk in seen.chunks]
@@ -90,7 +90,7 @@ def make_point(
 
 
 class _Part:
-    """One round: its latencies in the order of time, and its rates."""
+    """The figures of one round."""
 
     def __init__(self, seen: Seen, *, is_open: bool) -> None:
         self.samples = samples = join(seen.chunks)
@@ -106,7 +106,7 @@ class _Part:
         self.is_overloaded = is_open and self._is_overloaded(begin_ns, end_ns)
 
     def _is_overloaded(self, begin_ns: int, end_ns: int) -> bool:
-        """Whether requests wait at the end, more and more of them, and fewer were answered in time than came."""
+        """Whether the number of waiting requests grew, and too few requests were answered by the end of the round."""
         samples = self.samples
         waiting = [
             int(((samples.due_ns <= at) & (samples.done_ns > at)).sum())
@@ -123,7 +123,7 @@ def _percentile(latencies_ms: np.ndarray, percent: float) -> Percentile:
 
 
 def _mean_rate(rates: Sequence[Estimate]) -> Estimate:
-    """Of rounds of one length; their errors are independent."""
+    """The mean over rounds of equal length. Their errors are independent."""
     count = len(rates)
     value = sum(rate.value for rate in rates) / count
     if any(rate.high is None for rate in rates):
@@ -182,10 +182,10 @@ def _generator(
 
 
 def judge_generator(cpu_share: float, late_us: np.ndarray, sent_share: float, asked: Percentile | None) -> list[str]:
-    """Why the generator, not the target, may have made the figures; empty if nothing says so.
+    """The reasons why the figures may be those of the generator instead of the target; empty if there are none.
 
-    Lateness is judged at the percentile that was asked for: it is part of the latencies, and above 1 ms and a twentieth
-    of them they are the generator's.
+    Latencies of an open loop include the lateness of the sending. It must not exceed 1 ms in the median. At the
+    percentile of ``--percentile`` it must not exceed the larger of 1 ms and a twentieth of the latency.
     """
     reasons = []
     if cpu_share > _BUSY:

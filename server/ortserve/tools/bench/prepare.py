@@ -1,4 +1,4 @@
-"""What to measure, made ready: inputs, requests as bytes, the outputs to expect, and shared memory."""
+"""Prepares targets: inputs, encoded requests, expected outputs, and shared memory."""
 
 import contextlib
 import mmap
@@ -46,27 +46,9 @@ from ortserve.tools.subject import find_model
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the arguments of the same names say, for all targets and loads.
+    """The arguments that all targets and loads share, under their names on the command line.
 
-    Attributes:
-        model: Name and version on servers, with ``/`` between them.
-        inputs: File of samples.
-        free_dim: Size of free dimensions of made inputs.
-        compare_outputs: The model whose outputs are right.
-        provider: The only execution provider, in this process.
-        threads: Of a run, in this process.
-        sequences: Requests of each sequence that a caller sends; None for requests without one.
-        callers: Most of a closed loop.
-        connections: Most of a generator.
-        arrivals: Kind of an open loop.
-        seconds: Most for each load.
-        warmup_s: Before each round, not measured.
-        rounds: In which the loads take turns.
-        timeout_s: For an answer.
-        percentile: That matters.
-        precision: End when half its interval is at most this share of it; None to use all the time.
-        slo_ms: Bound of it; None for none.
-        allow_errors: The share of requests that may fail.
+    ``callers`` is the largest number of callers of all closed loops.
     """
 
     model: str
@@ -94,16 +76,16 @@ class Prepared:
     """A target that is ready to be measured.
 
     Attributes:
-        target: As given.
-        way: The protocol or kind of run.
-        server: Its name and version; empty in this process.
+        target: The target as given.
+        way: The protocol, or the kind of run.
+        server: Name and version of the server; empty for a model in this process.
         batch: Rows of a request.
-        plan: For the generators.
-        origin: Of the inputs.
-        expected: Outputs of each of the inputs; empty if nothing can be compared.
-        expected_from: Where they come from, or why there are none.
-        read: Reads an answer that was looked at, by its number. Raises ServeError.
-        control: Calls to the server; None in this process.
+        plan: The plan of the generators' targets.
+        origin: A description of the inputs.
+        expected: The expected outputs of each of the inputs; empty if answers cannot be compared.
+        expected_from: The source of these outputs, or why there are none.
+        read: Decodes an answer, given its ticket number and body. Raises ServeError.
+        control: Calls to the server; None for a model in this process.
     """
 
     target: str
@@ -118,7 +100,7 @@ class Prepared:
     control: Control | None = None
 
     def check(self, bodies: Sequence[tuple[int, Any]]) -> OutputCheck | None:
-        """Compare answers with what was expected; None if there are none."""
+        """Compare answers with the expected outputs. Returns None without answers. ``bodies`` are as in ``Chunk``."""
         if not self.expected:
             return OutputCheck(0, 0, self.expected_from, "")
         problems = []
@@ -132,7 +114,7 @@ class Prepared:
 
 
 def difference(expected: Outputs, got: Outputs) -> str:
-    """How outputs differ from the expected ones beyond the tolerance of their datatype; empty if they do not."""
+    """The first difference from the expected outputs beyond the tolerance of their datatype; empty if there is none."""
     if missing := expected.keys() - got.keys():
         return f"the answer has no output '{min(missing)}'"
     for name, wanted in expected.items():
@@ -148,11 +130,11 @@ def difference(expected: Outputs, got: Outputs) -> str:
 def repeated(
     run: Callable[[Arrays], Outputs], arrays: Sequence[Arrays], source: str
 ) -> tuple[Sequence[Outputs], Sequence[Outputs], str]:
-    """Run each of the inputs twice, to see whether other answers can be compared with these.
+    """Run each of the inputs twice, to find out whether equal inputs give equal outputs.
 
     Returns:
-        The outputs; the same to compare with, none if a model answers equal inputs differently; and where these come
-        from, or why there are none.
+        The outputs; the expected outputs, which are the same, or none if equal inputs give different outputs; and the
+        source of the expected outputs, or why there are none.
     """
     outputs = [run(one) for one in arrays]
     for first, one in zip(outputs, arrays, strict=True):
@@ -162,7 +144,7 @@ def repeated(
 
 
 def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prepared:
-    """A model in the generator's process.
+    """Prepare a model that runs in the generator's process.
 
     Raises:
         ServeError: The model, its inputs or the batch are wrong.
@@ -189,7 +171,7 @@ def prepare_model(target: str, way: str, batch: int, settings: Settings) -> Prep
 
 @contextmanager
 def prepare_server(address: Address, protocol: str, batch: int, settings: Settings) -> Iterator[Prepared]:
-    """A model on a server. Sends each of the requests twice. Registers shared memory while the block runs.
+    """Prepare a model on a server. Sends each request twice, and registers shared memory while the block runs.
 
     Raises:
         ServeError: The server cannot be reached, is of another kind, or rejects the requests.
@@ -202,7 +184,7 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
             f"--sequences: expected the requests of each sequence, as '{model}' has sequences, got none"
         )
 
-    base = int.from_bytes(os.urandom(5)) << 20  # so that ids differ from those of other measurements
+    base = int.from_bytes(os.urandom(5)) << 20  # sequence ids differ between measurements
 
     def encode(tensors: Sequence[Tensor], part: SequencePart | None = None) -> Encoded:
         if address.is_grpc:
@@ -255,7 +237,7 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
 def _inputs(
     signature: ModelSignature, name: str, batch: int, settings: Settings, run: Callable[[Arrays], Any]
 ) -> tuple[Inputs, tuple[Arrays, ...]]:
-    """The choice of inputs, and those of each request."""
+    """The source of inputs, and the inputs of each request."""
     if batch > 1 and not signature.is_batched:
         raise invalid_input(f"--batch: expected 1 for '{name}', got {batch}: {signature.unbatched_because}")
     inputs: Inputs = (
@@ -267,7 +249,7 @@ def _inputs(
 
 
 def as_clients_send(model: OpenModel, interface: Interface, arrays: Arrays) -> Arrays:
-    """Inputs with their rows on axis 0 as a request has them: in the order and shapes of the interface."""
+    """Convert inputs with their rows on axis 0 to the order and shapes of requests."""
     names = [spec.name for spec in model.signature.inputs]
     own = dict(zip(names, model.for_model(arrays), strict=True))
     pairs = zip(interface.model.inputs, interface.client.inputs, strict=True)
@@ -275,7 +257,7 @@ def as_clients_send(model: OpenModel, interface: Interface, arrays: Arrays) -> A
 
 
 def as_clients_see(interface: Interface, outputs: Outputs) -> Outputs:
-    """Outputs of a bare run as an answer has them."""
+    """Convert the outputs of a bare run to the shapes of answers."""
     pairs = zip(interface.model.outputs, interface.client.outputs, strict=True)
     arrays = {spec.name: _reshaped(outputs[spec.name].array, spec, seen) for spec, seen in pairs}
     return {name: Tensor(name, outputs[name].datatype, array) for name, array in arrays.items()}
@@ -288,6 +270,7 @@ def _reshaped(array: np.ndarray, own: TensorSpec, seen: TensorSpec) -> np.ndarra
 
 
 def bare_run(model: OpenModel, arrays: Arrays) -> Outputs:
+    """Run inputs with their rows on axis 0. Raises ServeError: rejected_by_model."""
     try:
         return _named(model.signature, model.runner().run(model.for_model(arrays)))
     except ORT_ERRORS as error:
@@ -301,12 +284,12 @@ def _named(signature: ModelSignature, outputs: Sequence[np.ndarray]) -> Outputs:
 
 
 def _common(outputs: Outputs, answer: Outputs) -> Outputs:
-    """The outputs that a server has, too: it may serve some only. All, if it has none of them."""
+    """The outputs that the answer has, too, as a server may serve only some; all if it has none of them."""
     return {name: tensor for name, tensor in outputs.items() if name in answer} or outputs
 
 
 def _message(control: Control, request: Encoded) -> bytes:
-    """The bytes that go over the connection."""
+    """The bytes to send over the connection."""
     address, size = control.address, len(request.body)
     if address.is_grpc:
         return b"\0" + size.to_bytes(4, "big") + request.body
@@ -315,16 +298,16 @@ def _message(control: Control, request: Encoded) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """One object of shared memory with the inputs and outputs of all requests.
+    """A shared memory object with the inputs and outputs of all requests.
 
-    Requests that are under way at the same time with the same inputs write the same outputs to the same place.
+    Concurrent requests with the same inputs share their places, as they write the same outputs.
     """
 
     memory: mmap.mmap
     places: Sequence[tuple[list[tuple[Tensor, Place]], list[tuple[Tensor, Place]]]]
 
     def read(self, number: int, _: object) -> Outputs:
-        """The outputs of a request. Raises ServeError."""
+        """The outputs of a request from the memory. Raises ServeError."""
         outputs: dict[str, Tensor] = {}
         for one, place in self.places[number % len(self.places)][1]:
             data = self.memory[place.offset : place.offset + place.nbytes]
@@ -337,14 +320,14 @@ class _Shared:
 def _shared(
     control: Control, inputs: Sequence[Sequence[Tensor]], outputs: Sequence[Sequence[Tensor]]
 ) -> Iterator[_Shared]:
-    """Make and register shared memory, with the inputs in it, while the block runs."""
+    """Create shared memory, write the inputs into it, and register it while the block runs."""
     name = f"ortserve_bench_{os.getpid()}"
-    path = Path("/dev/shm") / name  # noqa: S108 - where POSIX shared memory is on Linux
+    path = Path("/dev/shm") / name  # noqa: S108 - the folder of POSIX shared memory on Linux
     content = bytearray()
 
     def place(tensor: Tensor) -> tuple[Tensor, Place]:
         piece, offset = encoded(tensor), len(content)
-        content.extend(piece + bytes(64 - len(piece) % 64))  # so that each begins at a multiple of 64
+        content.extend(piece + bytes(64 - len(piece) % 64))  # each tensor begins at a multiple of 64
         return tensor, Place(name, offset, len(piece))
 
     pairs = zip(inputs, outputs, strict=True)

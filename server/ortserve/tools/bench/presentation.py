@@ -1,4 +1,4 @@
-"""A result as a report. Pure."""
+"""Makes reports of results. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_HISTOGRAMS: Final = 12
 _MOST_SEEN: Final = 4
-"""Cases of a finding in its text; all are in ``where``."""
+"""Cases that the text of a finding names. ``where`` has all of them."""
 _CATALOG: Final = Catalog("""
 generator_too_slow (problem): The figures may be those of the generator or of a busy machine, so there is no verdict.
     → Lower the rate, use --processes, free processors, or run the generator on another machine.
@@ -192,7 +192,7 @@ def _findings(result: BenchResult, names: _Names) -> list[Finding]:
 
 
 def _beside(point: Point) -> str:
-    """How much the generator took of full processors that it shares with the server; empty if it was little."""
+    """The share of busy processors that the generator took from the server; empty if it was small."""
     usage, own = point.usage, point.generator.cpu_share
     if usage is None or usage.machine_busy < _FULL or own < _MUCH * (own + usage.processors):
         return ""

@@ -11,10 +11,10 @@ class Percentile:
     """A percentile of the latencies.
 
     Attributes:
-        percent: Of the answers.
-        ms: At most this long.
-        low_ms: Beginning of the 95 % interval; null with too few samples for one.
-        high_ms: Its end.
+        percent: The share of the answers with this latency or less, in percent.
+        ms: The latency.
+        low_ms: Lower end of the 95 % interval; null with too few samples for an interval.
+        high_ms: Upper end of the 95 % interval.
     """
 
     percent: float
@@ -25,12 +25,12 @@ class Percentile:
 
 @dataclass(frozen=True, slots=True)
 class FailureCount:
-    """Requests that failed in one way.
+    """Failures of one kind.
 
     Attributes:
-        kind: ``http_503``, ``timeout``, ``wrong_output``.
-        count: Of requests.
-        example: The text of one.
+        kind: The kind, such as ``http_503``, ``timeout`` or ``wrong_output``.
+        count: The number of failed requests.
+        example: The text of one of the failures.
     """
 
     kind: str
@@ -40,13 +40,13 @@ class FailureCount:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the server's own time, from ``Server-Timing`` of some answers.
+    """A phase of the time on the server, from ``Server-Timing`` of some answers.
 
     Attributes:
-        name: As the server says.
-        mean_ms: Of these answers.
-        p50_ms: Likewise.
-        p99_ms: Likewise.
+        name: The name that the server gives it.
+        mean_ms: Mean of its times.
+        p50_ms: Median of its times.
+        p99_ms: 99th percentile of its times.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """Batches of so many rows that ran meanwhile.
+    """Batches of one size that ran during the measurement.
 
     Attributes:
-        rows: Of a batch.
-        batches: How many ran.
+        rows: Rows of a batch.
+        batches: The number of batches.
     """
 
     rows: int
@@ -70,14 +70,14 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class ServerUsage:
-    """What the server used, if it is on this machine.
+    """The usage of a server on this machine.
 
     Attributes:
-        processes: With its children.
-        processors: Kept busy, in the mean.
-        cpu_us_per_request: Of an answered request.
-        resident_bytes: Most at a time.
-        machine_busy: Share of the processor time of this machine that all its processes used.
+        processes: Processes of the server, with their children.
+        processors: Processors that it kept busy on average.
+        cpu_us_per_request: Processor time per answered request.
+        resident_bytes: Largest resident memory.
+        machine_busy: Share of the processor time of this machine that all processes used together.
     """
 
     processes: int
@@ -89,16 +89,16 @@ class ServerUsage:
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """How the load generator itself did.
+    """The load generator itself.
 
     Attributes:
-        processes: Of it.
-        cpu_share: Of one processor, by the busiest process.
-        late_p50_us: By how much requests of an open loop were sent later than due; null in a closed one.
-        late_p99_us: Likewise.
-        sent_share: Of the requests that were due; 1 in a closed loop.
-        too_slow_because: Why the figures are the generator's rather than the target's; empty if they are not.
-        waited_us: Mean time between the arrival of an answer and its processing by the generator.
+        processes: The number of its processes.
+        cpu_share: Share of one processor that its busiest process used.
+        late_p50_us: Median of the time from due to sent, in an open loop; null in a closed one.
+        late_p99_us: 99th percentile of that time.
+        sent_share: Share of the due requests that were sent; 1 in a closed loop.
+        too_slow_because: Reasons why the figures may be those of the generator instead of the target; empty if none.
+        waited_us: Mean time from the arrival of an answer to its processing by the generator.
     """
 
     processes: int
@@ -115,10 +115,10 @@ class OutputCheck:
     """Answers that were compared with the expected outputs.
 
     Attributes:
-        checked: How many were compared; 0 if nothing can be compared.
-        different: Of them.
-        expected: Where the expected outputs come from, or why there are none.
-        example: The first difference; empty for none.
+        checked: Answers that were compared; 0 if answers cannot be compared.
+        different: Answers that differed.
+        expected: The source of the expected outputs, or why there are none.
+        example: The first difference; empty if there is none.
     """
 
     checked: int
@@ -145,31 +145,32 @@ class Point(LoadOnTarget):
     """One load on one target.
 
     Attributes:
-        target: As given.
+        target: The target as given.
         way: The protocol, or the kind of run in this process.
-        server: Name and version, as it says; empty in this process.
-        load: In words; equal loads have equal words.
-        concurrency: Callers of a closed loop, whose latency counts from the sending; null in an open one.
-        rate: Asked requests per second of an open loop, whose latency counts from the schedule; null in a closed one.
+        server: Name and version that the server gives; empty for a model in this process.
+        load: The load in words; equal loads have equal words.
+        concurrency: Callers of a closed loop, whose latency counts from the sending; null in an open loop.
+        rate: Requests per second asked for in an open loop, whose latency counts from the schedule; null in a closed
+            loop.
         batch: Rows of a request.
-        seconds: Measured, warm-up apart.
-        stopped_because: The interval was narrow enough, the time was over, or Ctrl-C.
-        requests: That were sent in this time.
-        answers: Of them, without failures.
-        failures: By kind.
-        throughput: Answers per second, with the interval.
+        seconds: Duration of the measurement, without warm-up.
+        stopped_because: Whether the interval was narrow enough, the time was over, or Ctrl-C ended the load.
+        requests: Requests sent in this time.
+        answers: Requests that were answered without a failure.
+        failures: Failures by kind.
+        throughput: Answers per second, with the 95 % interval.
         goodput_per_s: Answers per second within ``--slo``; null without it.
-        mean_ms: Latency.
-        percentiles: Of the latency.
-        most_ms: The longest.
-        is_overloaded: Requests came faster than answers, and more and more waited.
-        phases: Of the server's time.
-        batches: That ran on the server or in the batcher.
-        usage: Of the server; null if unknown.
-        generator: Its own account.
-        outputs: What the comparison of answers found; null if none was compared.
-        histogram_ms: Edges of the bars.
-        histogram: Answers in each.
+        mean_ms: Mean latency; null without answers.
+        percentiles: Percentiles of the latency.
+        most_ms: Longest latency; null without answers.
+        is_overloaded: Whether requests came faster than answers, so that more and more of them waited.
+        phases: Phases of the time on the server.
+        batches: Batches that ran on the server or in the batcher, by size.
+        usage: Usage of the server; null if unknown.
+        generator: The load generator itself.
+        outputs: Result of comparing answers; null if none was compared.
+        histogram_ms: Edges of the bins of the histogram of latencies.
+        histogram: Answers in each bin.
     """
 
     seconds: float
@@ -205,11 +206,11 @@ class Capacity:
     """The highest sustained rate that ``--find-capacity`` found.
 
     Attributes:
-        target: As given.
-        way: The protocol or kind of run.
+        target: The target as given.
+        way: The protocol, or the kind of run in this process.
         batch: Rows of a request.
         sustained_per_s: The highest rate that was sustained; null if none was.
-        exceeded_per_s: The lowest that was not; null if all were.
+        exceeded_per_s: The lowest rate that was not sustained; null if all were.
     """
 
     target: str
@@ -225,17 +226,17 @@ class BenchResult:
 
     Attributes:
         schema: Changes with the meaning of the fields.
-        version: Of ortserve.
-        began: In UTC, ISO 8601.
+        version: Version of ortserve.
+        began: Time of the beginning, in UTC and ISO 8601.
         machine: Processors and load of the machine of the generator.
-        model: Its name on servers; empty if only models in this process were measured.
-        inputs: Where they came from.
-        percentile: That decides about precision, ``--slo`` and capacity.
-        slo_ms: Latency that answers should have; null if none was given.
-        points: Loads and targets.
-        capacities: Empty without ``--find-capacity``.
-        is_interrupted: Ctrl-C ended it early; ``points`` is what was measured.
-        problems: Why the exit status is not 0.
+        model: Name of the model on servers; empty if only models in this process were measured.
+        inputs: A description of the inputs.
+        percentile: The percentile that precision, ``--slo`` and capacity use.
+        slo_ms: The latency bound of ``--slo``; null without one.
+        points: One point for each load on each target.
+        capacities: Capacities of the targets; empty without ``--find-capacity``.
+        is_interrupted: Whether Ctrl-C ended the measurement early; ``points`` has what was measured until then.
+        problems: Reasons why the exit status is not 0.
     """
 
     schema: Literal["ortserve.bench/1"] = "ortserve.bench/1"
@@ -254,7 +255,7 @@ class BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value of two results: the second divided by the first, and whether that is beyond the noise."""
+    """A value in two results: the ratio of the second to the first, and whether the difference is beyond the noise."""
 
     way: str
     load: str
@@ -270,7 +271,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class BenchComparison:
-    """What ``--compare`` prints: changes from the first to the second result, and what only one of them has."""
+    """The result of ``--compare``: changes from the first to the second result, and the loads of only one of them."""
 
     schema: Literal["ortserve.bench.comparison/1"]
     first: str

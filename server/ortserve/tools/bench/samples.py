@@ -1,4 +1,4 @@
-"""What became of each request: written by a generator, sent to the measuring process in chunks, joined there."""
+"""The outcomes of requests. A generator records them and sends them in chunks; the measuring process joins these."""
 
 from array import array
 from collections import Counter
@@ -10,19 +10,20 @@ import numpy as np
 
 _MOST_TIMINGS: Final = 2000
 _MOST_BODY_BYTES: Final = 4 * 2**20
-"""What a chunk keeps of answers; all others are only counted."""
+"""Limits of the timings and bodies that a chunk keeps."""
 
 
 @dataclass(slots=True)
 class Ticket:
-    """One request on its way.
+    """One request in flight.
 
     Attributes:
-        number: Counts the requests of a generator. Those of one caller of a closed loop are ``callers`` apart.
-        due_ns: When it should be sent (monotonic).
-        sent_ns: When it was.
-        wants_body: Whether its answer is looked at.
-        request: Which of the prepared ones.
+        number: The requests of a generator are numbered. The numbers of one caller of a closed loop are ``callers``
+            apart.
+        due_ns: When the request should be sent (monotonic).
+        sent_ns: When it was sent.
+        wants_body: Whether its answer is compared with the expected outputs.
+        request: The index of the prepared request.
     """
 
     number: int
@@ -34,14 +35,14 @@ class Ticket:
 
 @dataclass(slots=True)
 class Chunk:
-    """What happened since the last chunk.
+    """The requests that ended since the last chunk.
 
     Attributes:
-        times: Of each request that ended: due, sent, done (monotonic nanoseconds), and 1 for an answer or 0.
-        failures: Numbers by kind.
-        examples: Of each kind, the text of one.
+        times: Four integers per request: due, sent and done (monotonic nanoseconds), and 1 if it was answered, else 0.
+        failures: Counts by kind.
+        examples: The text of one failure of each kind.
         timings: ``Server-Timing`` of some answers.
-        bodies: Number and content of some answers.
+        bodies: Ticket number and content of some answers.
     """
 
     times: "array[int]" = field(default_factory=lambda: array("q"))
@@ -56,10 +57,10 @@ class Chunk:
 
 
 class Recorder:
-    """Collects what a generator sees. One thread at a time."""
+    """Collects outcomes in chunks. Used by one thread at a time."""
 
     def __init__(self, begin_ns: int) -> None:
-        """Requests that are due before ``begin_ns`` are warm-up and left out."""
+        """Requests that are due before ``begin_ns`` belong to the warm-up and are not recorded."""
         self._begin_ns = begin_ns
         self._chunk = Chunk()
         self._body_bytes = 0
@@ -67,7 +68,6 @@ class Recorder:
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
     ) -> None:
-        """As ``Sink.answered``."""
         if ticket.due_ns < self._begin_ns:
             return
         chunk = self._chunk
@@ -79,7 +79,6 @@ class Recorder:
             chunk.bodies.append((ticket.number, body))
 
     def failed(self, ticket: Ticket, done_ns: int, kind: str, example: str) -> None:
-        """As ``Sink.failed``."""
         if ticket.due_ns < self._begin_ns:
             return
         self._chunk.times.extend((ticket.due_ns, ticket.sent_ns, done_ns, 0))
@@ -87,14 +86,14 @@ class Recorder:
         self._chunk.examples.setdefault(kind, example[:300])
 
     def take(self) -> Chunk:
-        """All since the last call."""
+        """Return the current chunk and begin a new one."""
         chunk, self._chunk, self._body_bytes = self._chunk, Chunk(), 0
         return chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Requests of all generators, in the order in which they were due; times in nanoseconds."""
+    """The requests of all generators, ordered by due time. Times are in nanoseconds."""
 
     due_ns: np.ndarray
     sent_ns: np.ndarray
@@ -102,13 +101,13 @@ class Samples:
     is_answered: np.ndarray
 
     def latencies_s(self, *, from_schedule: bool) -> np.ndarray:
-        """Of the answered ones, from the moment when they were due or when they were sent."""
+        """Latencies of the answered requests, counted from the due time or from the sending."""
         begin = self.due_ns if from_schedule else self.sent_ns
         return np.asarray((self.done_ns - begin)[self.is_answered] / 1e9)
 
 
 def join(chunks: Iterable[Chunk]) -> Samples:
-    """Join chunks of any generators."""
+    """Join the chunks of several generators."""
     rows = np.frombuffer(b"".join(chunk.times.tobytes() for chunk in chunks), np.int64).reshape(-1, 4)
     due, sent, done, is_answered = rows[np.argsort(rows[:, 0], kind="stable")].T
     return Samples(due, sent, done, is_answered == 1)

@@ -1,8 +1,8 @@
-"""Percentiles with confidence intervals, also for samples that depend on each other. Pure.
+"""Percentiles and rates with confidence intervals, also for correlated samples. Pure.
 
-Latencies are not normal, and near saturation neighbours in time resemble each other. Intervals of percentiles are
-therefore ranks of the sorted samples, which hold for any distribution, and are widened by what the means of blocks in
-time vary more than those of independent samples would.
+Latencies are not normally distributed, and near saturation successive latencies are correlated. The ends of an interval
+of a percentile are therefore order statistics, which are valid for any distribution. The interval is widened if the
+means of successive blocks vary more than those of independent samples.
 """
 
 import math
@@ -17,11 +17,11 @@ _T: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 """The 97.5th percentile of Student's distribution for 1 to 15 degrees of freedom."""
 _Z: Final = 1.96
 _BLOCKS: Final = (10, 20)
-"""In which neighbours in time are compared."""
+"""Numbers of blocks of successive samples whose means are compared."""
 
 
 def student(degrees: int) -> float:
-    """The 97.5th percentile of Student's distribution; beyond the table an approximation that is 0.01 off at most."""
+    """The 97.5th percentile of Student's distribution. Beyond the table, the error is at most 0.01."""
     return _T[degrees - 1] if degrees <= len(_T) else _Z + 2.4 / degrees
 
 
@@ -31,8 +31,8 @@ class Estimate:
 
     Attributes:
         value: The estimate itself.
-        low: Beginning of the interval; null if there are too few samples for one.
-        high: Its end.
+        low: Lower end of the interval; null if there are too few samples for an interval.
+        high: Upper end of the interval.
     """
 
     value: float
@@ -53,12 +53,12 @@ class Estimate:
 
 
 def least_samples(share: float) -> int:
-    """The samples that a 95 % interval of a percentile needs: 368 for p99."""
+    """The number of samples that a 95 % interval of a percentile needs: 368 for p99."""
     return math.ceil(math.log(0.025) / math.log(max(share, 1 - share)))
 
 
 def estimate_percentile(values: np.ndarray, share: float) -> Estimate:
-    """The percentile of samples in the order of time; ``share`` is 0.99 for p99.
+    """Estimate a percentile of samples that are in the order of time. ``share`` is 0.99 for p99.
 
     Raises:
         ValueError: There are no samples.
@@ -77,7 +77,7 @@ def estimate_percentile(values: np.ndarray, share: float) -> Estimate:
 
 
 def _spread(is_above: np.ndarray, share: float) -> float:
-    """Standard errors to each side, counted in those of independent samples."""
+    """Half the width of the interval, in standard errors of independent samples."""
     widest = _Z
     for blocks in _BLOCKS:
         size = len(is_above) // blocks
@@ -91,7 +91,7 @@ def _spread(is_above: np.ndarray, share: float) -> float:
 
 
 def estimate_rate(times_s: np.ndarray, seconds: float) -> Estimate:
-    """Events per second from time 0 on, with an interval from 20 parts of the time."""
+    """Events per second from time 0 to ``seconds``. The interval comes from the counts in 20 equal parts."""
     blocks = _BLOCKS[-1]
     counts, _ = np.histogram(times_s, blocks, (0, seconds))
     rate = float(counts.sum()) / seconds
@@ -102,7 +102,7 @@ def estimate_rate(times_s: np.ndarray, seconds: float) -> Estimate:
 
 
 def estimate_ratio(logs: Sequence[float]) -> Estimate:
-    """The mean ratio and its 95 % interval, from logarithms of the ratio of each pair; at least one."""
+    """The geometric mean of ratios and its 95 % interval, from the logarithms of at least one ratio."""
     mean = fmean(logs)
     if len(logs) < 2:
         return Estimate(math.exp(mean))
@@ -120,13 +120,13 @@ class Comparison(NamedTuple):
 
 
 def compare(first: Estimate, second: Estimate) -> Comparison:
-    """Compare two independent estimates of positive values. Without both intervals nothing is significant."""
+    """Compare two independent estimates of positive values. Without both intervals, nothing is significant."""
     if first.value <= 0:
         return Comparison(math.nan, None, None, is_significant=False)
     ratio = second.value / first.value
     if not (first.low and first.high and second.low and second.high):
         return Comparison(ratio, None, None, is_significant=False)
-    # Errors of logarithms add as squares: the lower end has the second value too high and the first too low.
+    # The squared errors of the logarithms add up. At the lower end, the second is too high and the first too low.
     down = math.hypot(math.log(second.value / second.low), math.log(first.high / first.value))
     up = math.hypot(math.log(second.high / second.value), math.log(first.value / first.low))
     low, high = ratio * math.exp(-down), ratio * math.exp(up)
@@ -134,12 +134,12 @@ def compare(first: Estimate, second: Estimate) -> Comparison:
 
 
 def next_check(count: int) -> int:
-    """At how many samples to look at the interval again. Looking often would stop at narrow ones by chance."""
+    """The number of samples at which to look again. Frequent looks would find narrow intervals by chance."""
     return math.ceil(count * 1.5)
 
 
 def histogram(values: np.ndarray, bins: int = 60) -> tuple[list[float], list[int]]:
-    """Edges that grow by one factor, and counts; nothing for no samples."""
+    """The edges of bins, which grow by a constant factor, and their counts; both are empty without samples."""
     values = values[values > 0]
     if not len(values):
         return [], []

@@ -1,4 +1,4 @@
-"""What a generator sends requests to, and the plan from which its process makes it. Plans travel as pickles."""
+"""Targets of a load, and the pickled plans from which a generator process makes them."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ WAYS: Final = ("run", "bound", "batcher")
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """Requests that are sent in turns: over HTTP with their heads, over gRPC messages with their prefix.
+    """A server and the encoded requests to send to it in turn.
 
     Attributes:
-        address: Of the server.
-        requests: As bytes.
-        is_stream: Whether they go over ``ModelStreamInfer``.
-        most_connections: At a time.
-        sequence_length: Requests of a sequence; 0 for requests without one. ``requests`` are then the first, a middle
-            and the last one of each caller.
+        address: The address of the server.
+        requests: Whole HTTP requests, or gRPC messages with their 5-byte prefix.
+        is_stream: Whether gRPC requests use ``ModelStreamInfer``.
+        most_connections: Limit of open connections.
+        sequence_length: The number of requests of a sequence; 0 if requests do not belong to sequences. For sequences,
+            ``requests`` has three per caller: the first, a middle and the last request.
     """
 
     address: Address
@@ -34,7 +34,7 @@ class ServerPlan:
     sequence_length: int = 0
 
     def request_of(self, number: int, callers: int | None) -> int:
-        """Which request a ticket of this number sends; ``callers`` are those of a closed loop."""
+        """The index of the request that ticket ``number`` sends. ``callers`` is None in an open loop."""
         length = self.sequence_length
         if not length or not callers:
             return number % len(self.requests)
@@ -43,7 +43,7 @@ class ServerPlan:
         return 3 * caller + (2 if place == length - 1 else min(1, place))
 
     def next_number(self, number: int, callers: int, *, is_failed: bool) -> int:
-        """The number of a caller's next request. After a failure it begins its next sequence."""
+        """The number of a caller's next ticket. After a failure the caller begins its next sequence."""
         turn, caller = divmod(number, callers)
         turn += 1
         if is_failed and self.sequence_length:
@@ -53,16 +53,16 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """A model, and the inputs of its runs, which are used in turns.
+    """A model to run in the generator's process, and the inputs of its runs, used in turn.
 
     Attributes:
         subject: The model on disk.
         way: One of ``WAYS``.
         provider: The only execution provider to use; None for the configured ones.
-        threads: Of a run; None for the configured ones.
-        inputs: Of each run, in the order of the signature, with their rows on axis 0; for the batcher, as clients send
-            them.
-        rows: Of each run.
+        threads: Threads of a run; None for the configured number.
+        inputs: The inputs of each run, in the order of the signature, with their rows on axis 0. For the way
+            ``batcher``, as clients send them.
+        rows: Rows of each run.
     """
 
     subject: "Subject"
@@ -73,11 +73,9 @@ class ModelPlan:
     rows: int
 
     def request_of(self, number: int, callers: int | None) -> int:
-        """As of a ``ServerPlan``."""
         return number % len(self.inputs)
 
     def next_number(self, number: int, callers: int, *, is_failed: bool) -> int:
-        """As of a ``ServerPlan``."""
         return number + callers
 
 
@@ -85,44 +83,44 @@ Plan: TypeAlias = ServerPlan | ModelPlan
 
 
 class Sink(Protocol):
-    """Receives what became of each request, exactly once, on the loop's thread."""
+    """Receives the outcome of each request exactly once, on the thread of the event loop."""
 
     def answered(
         self, ticket: Ticket, done_ns: int, nbytes: int, timing: bytes | None = None, body: object = None
     ) -> None:
-        """It was answered at ``done_ns``; ``timing`` is the server's own account, ``body`` what the ticket wants."""
+        """The answer arrived at ``done_ns``. ``timing`` is ``Server-Timing``; ``body`` only if the ticket wants it."""
         ...
 
     def failed(self, ticket: Ticket, done_ns: int, kind: str, example: str) -> None:
-        """It was rejected, lost or wrong."""
+        """The request was rejected or timed out, its connection was lost, or its answer is malformed."""
         ...
 
 
 class Target(ABC):
-    """Sends prepared requests. Loop thread only.
+    """Sends prepared requests. Used on the thread of the event loop only.
 
     Attributes:
-        sink: Set before the first ``send``.
+        sink: Receives the outcomes. Set before the first ``send``.
     """
 
     sink: Sink
 
     @abstractmethod
     async def open(self, count: int) -> None:
-        """Prepare for so many requests at a time. Raises OSError or ServeError."""
+        """Prepare for ``count`` concurrent requests. Raises OSError or ServeError."""
 
     @abstractmethod
     def send(self, ticket: Ticket) -> None:
-        """Send one request and return; never raises."""
+        """Send one request without waiting for its answer. Never raises."""
 
     @abstractmethod
     def expire(self, sent_before_ns: int) -> None:
-        """Fail the requests that were sent earlier and have no answer."""
+        """Fail unanswered requests that were sent before this time."""
 
     @abstractmethod
     async def close(self) -> None:
         """Close connections, or free the model."""
 
     def batches(self) -> dict[int, int]:
-        """Sizes and numbers of the batches that ran in this process so far; empty if they run elsewhere."""
+        """Counts of the batches that ran in this process so far, by rows; empty if batches run elsewhere."""
         return {}

@@ -11,7 +11,7 @@ from ortserve.tools.bench.result import ServerUsage
 
 
 class UsageMeter:
-    """Measures the processes of a server in one or more stretches of time, from ``begin`` to ``end``."""
+    """Measures the processes of a server during one or more intervals, each from ``begin`` to ``end``."""
 
     def __init__(self, address: Address | None) -> None:
         self._processes = _listeners(address) if address else []
@@ -20,12 +20,12 @@ class UsageMeter:
         self._machine_s = np.zeros(2)
 
     def begin(self) -> None:
-        """A stretch begins."""
+        """Begin an interval."""
         self._cpu_s, self._began_s = self.look(), time.monotonic()
         self._machine_s -= _machine_s()
 
     def end(self) -> None:
-        """A stretch ends."""
+        """End the interval."""
         if self._began_s:
             self._used_s += max(0.0, self.look() - self._cpu_s)
             self._seconds += time.monotonic() - self._began_s
@@ -33,7 +33,7 @@ class UsageMeter:
             self._machine_s += _machine_s()
 
     def look(self) -> float:
-        """Notice the memory in use; returns the processor time so far."""
+        """Record the memory in use. Returns the processor time so far, in seconds."""
         total_s, resident = 0.0, 0
         for process in self._processes:
             try:
@@ -46,7 +46,7 @@ class UsageMeter:
         return total_s
 
     def usage(self, answers: int) -> ServerUsage | None:
-        """The usage of all stretches, shared by so many answers; None without processes."""
+        """The usage in all intervals, in which the server gave ``answers``. None if no process was found."""
         if not self._processes or not self._seconds:
             return None
         used, (all_s, idle_s) = self._used_s, self._machine_s
@@ -56,14 +56,14 @@ class UsageMeter:
 
 
 def _machine_s() -> np.ndarray:
-    """Processor time of the machine so far, of all processors, and the part of it in which they were idle."""
+    """Seconds of all processors of this machine so far: in total, and idle."""
     times = psutil.cpu_times()
     idle = times.idle + times.iowait
     return np.array([sum(times[:8]), idle])  # without guests, which are part of user
 
 
 def _listeners(address: Address) -> list[psutil.Process]:
-    """The processes that listen there, with their children; none, if they are another machine's or user's."""
+    """The processes that listen at an address, and their children. Other users' are not found."""
     try:
         wanted = {info[4][0] for info in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)}
         if not wanted & {one.address for found in psutil.net_if_addrs().values() for one in found}:

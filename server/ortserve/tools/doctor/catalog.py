@@ -1,4 +1,4 @@
-"""Every kind of finding: how much it matters, why, and what to do. ``findings`` decides when they apply."""
+"""All kinds of findings, each with its level, its effect and its remedy. ``findings`` decides which apply."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""``ortserve doctor``: reads the arguments and puts the parts together."""
+"""The command ``ortserve doctor``."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Create the arguments."""
+    """The arguments."""
     parser = ToolParser(
         "doctor",
         "Check what this machine and its ONNX Runtime can do, the models of a repository, or a running server. "
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
-    """Look, find, and present."""
+    """Examine the machine or the server. Raises ServeError."""
     subject: str | None = arguments.subject
     if subject is not None and is_url(subject):
         result = _look_at_server(subject, arguments)
@@ -83,7 +83,7 @@ def _look_at_machine(repository: str | None, arguments: argparse.Namespace) -> D
     models: list[ModelCheck] = []
     if repository is not None:
         models = check_models(Path(repository), options, memory.free_bytes, arguments.seconds_per_model)
-        # Models that share their threads cannot have too many.
+        # With global_threads, models share their threads, so instances do not add threads.
         budget = None if options.global_threads else processors.budget
         found += find.find_in_models(models, budget, memory.free_bytes)
     return DoctorResult(

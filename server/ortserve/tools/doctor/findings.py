@@ -1,4 +1,4 @@
-"""What the facts mean for a server: which kinds of the catalog apply. Pure."""
+"""Decides which findings of the catalog apply to the facts. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -21,7 +21,7 @@ from ortserve.tools.report import Finding, Level, bytes_text
 _DOT_PRODUCTS: Final = ("avx512_vnni", "avx_vnni", "asimddp")
 _LEAST_CUDA: Final = (13, 0)
 _CAPABILITIES: Final = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
-"""For which onnxruntime-gpu 1.31 has kernels; a GPU also runs those of an earlier minor version."""
+"""Compute capabilities with kernels in onnxruntime-gpu 1.31. A GPU also runs kernels of an earlier minor version."""
 _SOON_DAYS: Final = 21
 _EVENTS: Final = {
     "execution provider passed over": "provider_passed_over",
@@ -30,7 +30,7 @@ _EVENTS: Final = {
     "requests run one at a time": "not_batched",
     "rows run together because the configuration says so": "batched_against_evidence",
 }
-"""Warnings of a load."""
+"""Kinds of findings by the beginning of a warning of the load."""
 _COUNTS: Final = {
     "event_loop_stalls": "times the event loop stood still",
     "run_timeouts": "batches were terminated at their time limit",
@@ -38,11 +38,11 @@ _COUNTS: Final = {
     "out_of_memory": "batches found too little memory",
     "rows_depend": "answers depended on the other requests of their batch",
 }
-"""Metrics that should be 0; their kinds have the same names."""
+"""Metrics that should be 0. The kinds of their findings have the same names."""
 
 
 def find_in_processors(found: Processors) -> Iterator[Finding]:
-    """Instruction sets, quota, cores, NUMA and frequency."""
+    """Findings in instruction sets, quota, cores, NUMA and frequency."""
     sets, model = found.instruction_sets, found.model or "the processor"
     if not sets.get("avx2", True):
         yield finding("no_avx2", f"{model} has no AVX2")
@@ -64,7 +64,7 @@ def find_in_processors(found: Processors) -> Iterator[Finding]:
 
 
 def find_in_memory(found: Memory) -> Iterator[Finding]:
-    """Limits and pages."""
+    """Findings in memory limits and huge pages."""
     limit, used = found.limit_bytes, found.used_bytes
     if limit and used and used > 0.85 * limit:
         yield finding("memory_near_limit", f"the cgroup uses {bytes_text(used)} of {bytes_text(limit)}")
@@ -79,7 +79,7 @@ def find_in_memory(found: Memory) -> Iterator[Finding]:
 
 
 def find_in_system(found: System, connections: int) -> Iterator[Finding]:
-    """Limits and environment. ``connections`` is the most that the server's options allow."""
+    """Findings in limits and environment. ``connections`` is the limit of connections by the server's options."""
     if found.open_files is not None and found.open_files < connections + 256:
         hard = "no hard limit" if found.open_files_hard is None else f"hard limit {found.open_files_hard:,}"
         seen = f"{found.open_files:,} open files are allowed ({hard}), and {connections:,} connections by the options"
@@ -92,7 +92,7 @@ def find_in_system(found: System, connections: int) -> Iterator[Finding]:
 
 
 def find_in_steadiness(found: Steadiness) -> Iterator[Finding]:
-    """Noise of the processors."""
+    """Findings in the noise of the processors."""
     if found.spread > 1.5:
         seen = f"the same {found.median_ms:.1f} ms of work took {found.spread:.1f} times as long at the 99th percentile"
         yield finding("unsteady_processors", seen)
@@ -105,7 +105,7 @@ def find_in_steadiness(found: Steadiness) -> Iterator[Finding]:
 
 
 def find_in_runtime(found: RuntimeFacts) -> Iterator[Finding]:
-    """Distributions, execution providers and GPUs."""
+    """Findings in distributions, execution providers and GPUs."""
     if problem := runtime_problem(found.distributions):
         yield finding("runtime_distributions", problem)
     for trial in found.providers:
@@ -146,12 +146,12 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def find_in_models(models: Sequence[ModelCheck], budget: int | None, free_bytes: int) -> Iterator[Finding]:
-    """Each model, and all together.
+    """Findings in each model and in all models together.
 
     Args:
-        models: As loaded.
-        budget: Threads that the server may keep busy; None if all models share them.
-        free_bytes: Memory that it may take.
+        models: The checks of all versions.
+        budget: Threads that the server may keep busy; None to allow any number.
+        free_bytes: Memory that the server may take.
     """
     if not models:
         yield finding("empty_repository", "the repository has no models")
@@ -175,7 +175,7 @@ def find_in_models(models: Sequence[ModelCheck], budget: int | None, free_bytes:
 
 
 def find_in_server(found: ServerFacts) -> Iterator[Finding]:
-    """Health, models, keys, TLS and metrics."""
+    """Findings in health, models, keys, TLS and metrics of a server."""
     if not found.live:
         yield finding("not_live", "the server is not live")
     elif not found.ready:
@@ -197,7 +197,7 @@ def find_in_server(found: ServerFacts) -> Iterator[Finding]:
 
 
 def find_in_expiry(seconds: float) -> Iterator[Finding]:
-    """A certificate that has expired or soon will, ``seconds`` from now."""
+    """A finding if the certificate, which expires in ``seconds``, has expired or soon expires."""
     days = seconds / 86_400
     if days < _SOON_DAYS:
         seen = f"the certificate expires in {days:.0f} days" if days >= 0 else f"it expired {-days:.0f} days ago"
@@ -205,7 +205,7 @@ def find_in_expiry(seconds: float) -> Iterator[Finding]:
 
 
 def find_in_exposure(seen: str, *, has_tls: bool, has_control_keys: bool, has_keys: bool) -> Iterator[Finding]:
-    """What others can do with a server that they can reach. ``seen`` says how; ``has_keys`` makes plain text worse."""
+    """Findings about an exposed server. ``seen`` describes the exposure; plain text is worse if it may carry keys."""
     if not has_tls:
         yield finding("plain_text", f"{seen}, without TLS", level="problem" if has_keys else None)
     if not has_control_keys:

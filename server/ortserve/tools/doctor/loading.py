@@ -1,4 +1,4 @@
-"""Loading the models of a repository as the server would, in a process of its own that may crash or hang.
+"""Loads the models of a repository as the server would, in processes of their own that may crash or hang.
 
 Nothing is written to disk: settings that write files are removed first.
 """
@@ -46,7 +46,7 @@ _WRITING_OPTIONS: Final = ("cache", "dump", "context", "build_log")
 
 @dataclass(frozen=True, slots=True)
 class LoadItem:
-    """A version to load, and all models that it contains if it is an ensemble, each after its own members."""
+    """A version to load. ``members`` has all models that an ensemble contains, each after its own members."""
 
     check: ModelCheck
     version: VersionSource
@@ -67,11 +67,11 @@ def check_models(
 
     Args:
         repository: The folder of models.
-        options: Of the server.
-        free_bytes: A model whose files do not fit is not loaded.
-        limit_s: For each model. One that crashes or hangs does not stop the others.
+        options: Options of the server.
+        free_bytes: Free memory. A model whose files do not fit is not loaded.
+        limit_s: Time limit of each load. A model that crashes or hangs does not stop the others.
         only: Name of the only model to check; None for all.
-        jobs: How many processes load side by side.
+        jobs: Number of processes that load concurrently.
 
     Raises:
         ServeError: invalid_input, if the repository cannot be read or has no model of the name ``only``.
@@ -116,7 +116,7 @@ def check_models(
 
 
 def _members(source: ModelSource, sources: Mapping[str, ModelSource]) -> tuple[ModelSource, ...]:
-    """All models that an ensemble contains, however deep, each after its own members. There are no cycles."""
+    """All models that an ensemble contains, directly or indirectly, each after its own members. There are no cycles."""
     found: dict[str, ModelSource] = {}
     for name in members_of(source):
         if (member := sources.get(name)) is not None:
@@ -130,7 +130,7 @@ def _failed(check: ModelCheck, failure: Failure) -> ModelCheck:
 
 
 def without_files(options: ModelOptions) -> ModelOptions:
-    """The options without settings that let ONNX Runtime or an execution provider write files. Pure."""
+    """Remove settings that make ONNX Runtime or an execution provider write files. Pure."""
     session = options.session
     entries = {key: value for key, value in session.entries.items() if not key.startswith(_WRITING_ENTRIES)}
     providers = []
@@ -150,7 +150,7 @@ class _Events(logging.Handler):
         self.events: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno > logging.WARNING:  # the failure of an ensemble's load, which is reported anyway
+        if record.levelno > logging.WARNING:  # the failed load of an ensemble, which the result reports
             return
         fields = {key: value for key, value in getattr(record, "fields", {}).items() if key != "model"}
         reason = fields.pop("reason", "")
@@ -159,7 +159,7 @@ class _Events(logging.Handler):
 
 
 def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: bool, cache_bytes: int = 0) -> ModelCheck:
-    """Load a version in this process and free it again. Returns what is known with what this shows."""
+    """Load a version in this process and free it. Returns the check with the results of the load."""
     check, version = item.check, item.version
     handler, process = _Events(), psutil.Process()
     logging.getLogger("ortserve").addHandler(handler)
@@ -197,10 +197,10 @@ def load_one(item: LoadItem, *, libraries: tuple[Path, ...], global_threads: boo
 
 
 async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: int) -> str:
-    """Load the members and connect the ensemble. Returns how its golden samples agree; empty without any.
+    """Load the members and the ensemble. Returns how well its golden samples agree; empty without any.
 
     Raises:
-        ServeError: invalid_input: the reason why it does not serve, or that of a member.
+        ServeError: invalid_input: the ensemble or a member cannot be served.
     """
     catalog, ledger, metrics = Catalog(), HostLedger(), unread_metrics()
     draining = Draining(catalog, ledger, metrics)
@@ -229,5 +229,5 @@ async def _load_ensemble(item: LoadItem, runtime: DeviceRuntime, cache_bytes: in
 
 @cache
 def _device_runtime(libraries: tuple[Path, ...], global_threads: bool) -> DeviceRuntime:
-    """ONNX Runtime's environment, of which a process has one."""
+    """The environment of ONNX Runtime. A process has only one."""
     return DeviceRuntime(libraries, global_threads=global_threads)

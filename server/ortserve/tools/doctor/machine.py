@@ -1,6 +1,6 @@
-"""The machine: from ``/proc`` and ``/sys`` below a root, so that another machine's files can be read as well.
+"""Reads the facts of a machine from ``/proc`` and ``/sys`` below a root folder, which may hold another machine's files.
 
-What cannot be read or understood is None; no content of a file is an error.
+Values that cannot be read or parsed are None. No content of a file raises an error.
 """
 
 import math
@@ -22,35 +22,35 @@ X86_SETS: Final = (
     *("amx_tile", "amx_int8", "amx_bf16"),
 )
 ARM_SETS: Final = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2")
-"""The kernel's names of what ONNX Runtime has kernels for; ``asimddp`` is the dot product of bytes."""
+"""Instruction sets with kernels in ONNX Runtime, as Linux names them. ``asimddp`` is the dot product of bytes."""
 
 ENVIRONMENT: Final = re.compile(
     r"(ORT|OMP|KMP|GOMP|MKL|OPENBLAS|MALLOC|CUDA)_\w+|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|TF32_OVERRIDE)|"
     r"LD_PRELOAD|LD_LIBRARY_PATH|GLIBC_TUNABLES"
 )
-"""Variables that change ONNX Runtime, its libraries or the allocator; others may hold secrets."""
+"""Variables that change ONNX Runtime, its libraries or the allocator. Others are not shown: they may hold secrets."""
 
 _MOST_PROCESSORS: Final = 8192
 _MOST_BYTES: Final = 1024**2
-"""Of a file: the kernel refuses reads of /proc/sys into buffers of several MiB."""
+"""Limit of the bytes read of a file. The kernel refuses reads of /proc/sys into buffers of several MiB."""
 _ALLOCATORS: Final = {
     **{name: f"({name})" for name in ("mimalloc", "jemalloc", "tcmalloc")},
     "musl": "(ld-musl)",
     "glibc": r"(libc[.-])",
 }
-"""What their libraries are called; the first that is loaded counts."""
+"""Patterns of the libraries of allocators. The first one that is loaded is in use."""
 _NO_LIMIT: Final = 2**60
 """Version 1 of cgroups reports about 2**63 for no limit."""
 
 
 class Files:
-    """Files of a machine below ``root``. A file that is not there is empty."""
+    """The files of a machine below ``root``. A missing file counts as empty."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.root: Final = root
 
     def find(self, path: str, pattern: str = r"(.+)") -> str | None:
-        """The group of a pattern, where it matches first; ``^`` matches at each line."""
+        """The group of the first match of a pattern; None without a match. ``^`` matches at each line."""
         try:
             with (self.root / path).open("rb") as file:
                 text = file.read(_MOST_BYTES).decode(errors="replace")
@@ -60,12 +60,12 @@ class Files:
         return found[1].strip() if found else None
 
     def number(self, path: str, pattern: str = r"^(\d{1,20})\b") -> int | None:
-        """As ``find``, for a pattern that finds a whole number."""
+        """As ``find``, for an integer."""
         found = self.find(path, pattern)
         return int(found) if found else None
 
     def listed(self, path: str, pattern: str = r"(.+)") -> tuple[int, ...]:
-        """As ``find``, for a list of numbers."""
+        """As ``find``, for a list in the form ``0-3,8``; empty without a match."""
         return parse_list(self.find(path, pattern) or "")
 
     def cgroups(self, controller: str) -> list[tuple["Files", bool]]:
@@ -79,7 +79,7 @@ class Files:
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Numbers in the kernel's form ``0-3,8``, ascending; other parts are ignored."""
+    """Parse a list of numbers in the kernel's form ``0-3,8``. Returns them in ascending order; ignores other text."""
     numbers: set[int] = set()
     for part in text.split(","):
         if found := re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part):
@@ -119,7 +119,7 @@ def read_processors(files: Files) -> Processors:
 
 
 def throttled_periods(quotas: Sequence[Quota]) -> int:
-    """The periods in which a quota was used up, since the cgroups were made."""
+    """The number of periods in which a quota was used up, since the cgroups were created."""
     return sum(Files(quota.folder).number("cpu.stat", r"^nr_throttled (\d{1,20})") or 0 for quota in quotas)
 
 

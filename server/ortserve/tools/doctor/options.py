@@ -1,4 +1,4 @@
-"""The server's options, read as ``ortserve serve`` reads them: combinations, keys, TLS, and its address."""
+"""Reads the options as ``ortserve serve`` does, and checks their combinations, keys, TLS files and address."""
 
 import os
 import ssl
@@ -27,10 +27,10 @@ _KEYS: Final = ("infer_keys_file", "metadata_keys_file", "control_keys_file", "m
 
 
 def check_options(config: Path | None) -> tuple[ServerOptions, list[Finding]]:
-    """Read the options file, or that of the environment, and check it. Returns the defaults if it is invalid.
+    """Read and check the options of a file, or of the environment. Returns the defaults if they are invalid.
 
     Raises:
-        ServeError: invalid_input: there is no such file.
+        ServeError: invalid_input: the file does not exist.
     """
     if config is not None and not config.is_file():
         raise invalid_input(f"--config: expected a file, got '{config}'")

@@ -1,4 +1,4 @@
-"""The result for people: names of fields become names of rows, and units come from their endings."""
+"""Makes the report of a result. Names of fields become names of rows; their endings determine the units."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -13,11 +13,11 @@ _UNITS: Final = {
     "_ms": lambda ms: duration_text(ms / 1e3),
     "_s": duration_text,
 }
-"""How fields are written, by the endings of their names; the first that fits counts."""
+"""Formats of values by the endings of the names of fields. The first ending that matches is used."""
 
 
 def make_report(result: DoctorResult) -> Report:
-    """The report: findings first."""
+    """The report, with the findings first."""
     return Report(f"ortserve doctor: {result.subject}", tuple(_blocks(result)))
 
 
@@ -45,7 +45,7 @@ def _blocks(result: DoctorResult) -> Iterator[Block]:
 
 
 def models_table(models: Sequence[ModelCheck]) -> Iterator[Block]:
-    """The models of a repository; nothing without any."""
+    """The table of the models of a repository; nothing without models."""
     if models:
         names = ("name", "version", "execution_provider", "instances", "threads")
         sizes = ("files_bytes", "memory_bytes", "load_s", "row_ms")
@@ -53,7 +53,7 @@ def models_table(models: Sequence[ModelCheck]) -> Iterator[Block]:
 
 
 def _entries(record: Any) -> dict[str, Cell]:
-    """The fields of a dataclass as facts; mappings become facts of their own, but those with a table."""
+    """The fields of a dataclass as facts. A mapping becomes one fact per entry. Fields with a table are left out."""
     entries: dict[str, Cell] = {}
     for field in fields(record):
         value = getattr(record, field.name)

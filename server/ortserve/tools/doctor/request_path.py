@@ -1,4 +1,4 @@
-"""The way of one request, stage by stage: from ``Server-Timing`` and the clock of this client, beside bare runs."""
+"""Measures the stages of a request by ``Server-Timing`` and the clock of the client, and compares with bare runs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from ortserve.tools.inputs import choose_inputs, make_inputs
 from ortserve.tools.opening import OpenModel
 
 _BLOCK: Final = 20
-"""Requests and bare runs alternate in blocks of this length, so that both see the same machine. The first blocks do not
-count."""
+"""Requests and bare runs alternate in blocks of this size, so that both meet the same conditions. The first blocks are
+not counted."""
 _MOST_S: Final = 30.0
 _OUTSIDE: Final = "network and HTTP"
 
@@ -27,13 +27,13 @@ def follow_requests(client: Client, model: str, bare: OpenModel | None, requests
     """Send requests one after the other, each with one row, for 30 s at most.
 
     Args:
-        client: To send them.
-        model: Name on the server.
-        bare: The same model in this process, to compare with; None without its file.
-        requests: How many.
+        client: The connection to the server.
+        model: Name of the model on the server.
+        bare: The same model in this process, for bare runs; None without its file.
+        requests: Number of requests.
 
     Raises:
-        ServeError: The model has sequences; the server or the model rejects the requests, or tells no times.
+        ServeError: The model has sequences, a request is rejected, or the server sends no ``Server-Timing``.
     """
     control = Control(client.address, model)
     if control.has_sequences():
@@ -87,8 +87,8 @@ def summarize(
 ) -> RequestPath:
     """The result from the times of all requests. Pure.
 
-    What the phases do not contain passed between the client and the complete body, and after the answer was handed to
-    the transport: the client, the network, the sockets and the parsing of HTTP.
+    The remaining time passed before the server had the complete body, or after the answer was handed to the transport:
+    in the client, the network, the sockets and the parsing of HTTP.
     """
     total, phases = np.asarray(total_ns) / 1e3, np.asarray(phases_us)
     columns = {_OUTSIDE: np.maximum(0, total - phases.sum(axis=1)), **dict(zip(PHASES, phases.T, strict=True))}

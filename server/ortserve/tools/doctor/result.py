@@ -1,6 +1,6 @@
-"""The result of ``ortserve doctor``, as ``--json`` writes it. None stands for what this machine does not tell.
+"""The result of ``ortserve doctor``, as ``--json`` writes it. Unknown values are None.
 
-The descriptions of fields are those of the JSON Schema; names of fields are also those of the tables for people.
+The JSON Schema has the descriptions of the fields. The tables of the report have the names of the fields.
 """
 
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ class Processors:
     """The processors.
 
     Attributes:
-        model: As the processor names itself.
-        online: Logical processors of the machine.
-        cores: Physical ones.
-        allowed: Those of this process's affinity mask.
+        model: Name of the processor.
+        online: Number of logical processors of the machine.
+        cores: Number of physical cores.
+        allowed: Processors in the affinity mask of this process.
         quota: CPU quota of the cgroup, in processors; None without one.
-        budget: Threads that the server keeps busy: the allowed processors or the quota, rounded up.
-        throttled_periods: In which the quota was used up, since the cgroup was made.
-        instruction_sets: For which ONNX Runtime has kernels, and whether the processor has them.
-        governor: Of the frequency.
-        highest_mhz: Frequency that the processor may reach.
+        budget: Threads that the server keeps busy: the number of allowed processors, or the quota rounded up if lower.
+        throttled_periods: Periods in which the quota was used up, since the cgroup was created.
+        instruction_sets: Instruction sets with kernels in ONNX Runtime, and whether the processor has them.
+        governor: Frequency governor.
+        highest_mhz: Highest frequency of the processor.
         numa_nodes: Processors by node, of the nodes with allowed processors.
     """
 
@@ -45,15 +45,15 @@ class Memory:
     """The memory.
 
     Attributes:
-        total_bytes: Of the machine.
-        available_bytes: Of the machine, without swapping.
-        limit_bytes: The smallest limit of the cgroups; None without one.
-        used_bytes: By the cgroup with that limit.
-        killed_processes: Of the cgroup, for lack of memory.
-        shared_bytes: Of ``/dev/shm``.
+        total_bytes: Memory of the machine.
+        available_bytes: Memory of the machine that is available without swapping.
+        limit_bytes: The smallest limit of the cgroups; None without a limit.
+        used_bytes: Memory in use by the cgroup with that limit.
+        killed_processes: Processes of the cgroup that the kernel killed for lack of memory.
+        shared_bytes: Size of ``/dev/shm``.
         huge_pages: Mode of transparent huge pages.
-        huge_pages_defrag: When the kernel makes room for them.
-        allocator: ``glibc``, or the library in its place.
+        huge_pages_defrag: When the kernel defragments memory for huge pages.
+        allocator: ``glibc``, or the library that replaces its allocator.
     """
 
     total_bytes: int
@@ -68,7 +68,7 @@ class Memory:
 
     @property
     def free_bytes(self) -> int:
-        """What this process may still take, by the machine and the limit."""
+        """The memory that this process may still allocate, by the machine and the limit."""
         left = self.available_bytes if self.limit_bytes is None else self.limit_bytes - (self.used_bytes or 0)
         return max(0, min(self.available_bytes, left))
 
@@ -78,9 +78,9 @@ class System:
     """Kernel, limits and environment.
 
     Attributes:
-        kernel: Its version.
-        open_files: Soft limit; None without one.
-        open_files_hard: Hard limit; None without one.
+        kernel: Version of the kernel.
+        open_files: Soft limit of open files; None without a limit.
+        open_files_hard: Hard limit of open files; None without a limit.
         environment: Variables that change ONNX Runtime, its libraries or the allocator.
     """
 
@@ -92,17 +92,17 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Steadiness:
-    """The same unit of work again and again, on several processors at once; then copies of memory.
+    """Times of a repeated unit of work on several processors at once, and speed of copying memory.
 
     Attributes:
-        processors: That took part.
-        median_ms: Of the unit of work.
-        spread: p99 / median, of the processor in the middle.
-        slowest: Median of the slowest processor, divided by that of the fastest.
+        processors: Number of processors that took part.
+        median_ms: Median time of the unit of work.
+        spread: p99 / median of a processor: the median over the processors.
+        slowest: Median of the slowest processor divided by the median of the fastest one.
         stolen: Share of processor time that the hypervisor gave to others.
-        throttled_periods: In which a quota was used up meanwhile.
-        copy_one_gb_per_s: Read and written by one thread.
-        copy_all_gb_per_s: By all threads.
+        throttled_periods: Periods in which a quota was used up during the test.
+        copy_one_gb_per_s: Bytes read and written by one copying thread.
+        copy_all_gb_per_s: Bytes read and written by all threads together.
     """
 
     processors: int
@@ -120,11 +120,11 @@ class ProviderTrial:
     """An execution provider, tried with a model of one operator in a process of its own.
 
     Attributes:
-        name: Of the execution provider.
-        is_offered: Whether this ONNX Runtime or a plug-in has it.
+        name: Name of the execution provider.
+        is_offered: Whether this ONNX Runtime or a plug-in has the provider.
         is_usable: Whether the model ran on it.
-        problem: Why it did not.
-        libraries: Versions, or what the loader says about them.
+        problem: Why the model did not run.
+        libraries: Versions of its libraries, or the message of the loader.
     """
 
     name: str
@@ -139,12 +139,12 @@ class GpuFacts:
     """A GPU as NVML describes it.
 
     Attributes:
-        name: Of the product.
+        name: Name of the product.
         capability: Compute capability.
-        memory_bytes: Of the card.
-        used_bytes: By all processes.
-        driver: Version.
-        cuda: The version that the driver supports.
+        memory_bytes: Memory of the card.
+        used_bytes: Memory in use by all processes.
+        driver: Version of the driver.
+        cuda: Version of CUDA that the driver supports.
     """
 
     name: str
@@ -160,11 +160,11 @@ class RuntimeFacts:
     """Versions, ONNX Runtime's execution providers, and GPUs.
 
     Attributes:
-        versions: Of the server, Python and libraries.
-        distributions: Of ONNX Runtime that are installed.
-        build: ONNX Runtime's description of itself.
-        providers: Each one's trial.
-        gpus: Those that this process may use.
+        versions: Versions of the server, Python and libraries.
+        distributions: Versions of the installed distributions of ONNX Runtime.
+        build: Build description of ONNX Runtime.
+        providers: Trials of the execution providers.
+        gpus: GPUs that this process may use.
         gpu_problem: Why NVML shows no GPU.
     """
 
@@ -181,19 +181,19 @@ class ModelCheck:
     """A version of a model, loaded as the server would load it.
 
     Attributes:
-        name: Of the model.
-        version: None if there is none.
-        problem: Why it cannot be served.
-        skipped: Why it was not loaded.
-        events: Warnings that the server would log: what, and the reason.
-        execution_provider: On which it runs.
-        instances: Sessions that run at the same time.
-        threads: That a run of one instance may keep busy.
-        files_bytes: Of the version.
-        memory_bytes: By which the process grew.
-        load_s: Time of the load, with warm-up.
-        row_ms: Time of a run with one row.
-        golden: How its golden samples agree; empty if it has none.
+        name: Name of the model.
+        version: Number of the version; None if the model has none.
+        problem: Why the version cannot be served.
+        skipped: Why the version was not loaded.
+        events: Warnings that the server would log, with their reasons.
+        execution_provider: The execution provider that runs it.
+        instances: Sessions that run concurrently.
+        threads: Threads that a run of one instance may keep busy.
+        files_bytes: Size of the files of the version.
+        memory_bytes: Growth of the process during the load.
+        load_s: Duration of the load, with warm-up.
+        row_ms: Duration of a run with one row.
+        golden: How well its golden samples agree; empty if it has none.
     """
 
     name: str
@@ -221,17 +221,17 @@ class ServerFacts:
     """A running server.
 
     Attributes:
-        name: As the server names itself.
-        version: Of the server.
-        live: Whether it works.
-        ready: Whether it takes requests.
-        reach: Of its address: ``loopback``, ``private`` or ``public``.
+        name: Name that the server gives.
+        version: Version of the server.
+        live: Whether the server is live.
+        ready: Whether the server is ready for requests.
+        reach: Reach of its address: ``loopback``, ``private`` or ``public``.
         tls: Whether the connection is encrypted.
-        certificate_expires_s: Seconds from now.
-        certificate_problem: Why it is not trusted here.
+        certificate_expires_s: Seconds until the certificate expires.
+        certificate_problem: Why this machine does not trust the certificate.
         control_is_open: Whether control calls need no key.
         models: State by ``name/version``; None if the index cannot be read.
-        metrics: Values of its metrics, added up over models; None if they were not found.
+        metrics: Values of metrics, added up over models; None if they were not found.
     """
 
     name: str
@@ -252,10 +252,10 @@ class Stage:
     """A stage of a request.
 
     Attributes:
-        name: A phase of ``Server-Timing``, or what is outside of them.
-        median_us: Time in this stage.
-        p99_us: 99th percentile of it.
-        share: Median divided by that of the whole request.
+        name: A phase of ``Server-Timing``, or the part outside of all phases.
+        median_us: Median time in this stage.
+        p99_us: 99th percentile of this time.
+        share: Median divided by the median of the whole request.
     """
 
     name: str
@@ -266,16 +266,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class RequestPath:
-    """Where the time of one request goes.
+    """The times of the stages of one request.
 
     Attributes:
-        model: Name on the server.
-        requests: Sent one after the other on one connection.
-        inputs: Where they come from.
-        median_us: Time at the client.
-        p99_us: 99th percentile of it.
-        stages: In the order of the request.
-        dominant: The stage that takes most.
+        model: Name of the model on the server.
+        requests: Number of requests, sent one after the other on one connection.
+        inputs: A description of the inputs.
+        median_us: Median time at the client.
+        p99_us: 99th percentile of this time.
+        stages: The stages in their order.
+        dominant: The stage with the largest median.
         bare_us: Median of ``session.run`` in this process, between the requests; None without the model's file.
     """
 
@@ -291,19 +291,19 @@ class RequestPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorResult:
-    """What was looked at: the machine and perhaps a repository, or a server. The rest is null or empty.
+    """The result for this machine and optionally a repository, or for a server. Other fields are null or empty.
 
     Attributes:
-        subject: ``this machine``, or what was given.
-        findings: The worst first.
-        processors: Of this machine.
-        memory: Of this machine.
-        system: Of this machine.
-        steadiness: Of the processors, unless it was not measured.
+        subject: ``this machine``, or the repository or URL as given.
+        findings: Findings, the worst first.
+        processors: Processors of this machine.
+        memory: Memory of this machine.
+        system: Kernel, limits and environment of this machine.
+        steadiness: Steadiness of the processors; null if it was not measured.
         runtime: ONNX Runtime and GPUs.
-        models: Of the repository.
-        server: That was asked.
-        request: The way of one request to the server.
+        models: Versions of the models of the repository.
+        server: The running server.
+        request: The times of the stages of one request to the server.
     """
 
     schema: str = "ortserve.doctor/1"

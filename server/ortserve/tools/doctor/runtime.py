@@ -1,4 +1,4 @@
-"""ONNX Runtime: versions, its execution providers, each tried in a process of its own, and GPUs."""
+"""Reads versions and GPUs, and tries each execution provider in a process of its own."""
 
 import ctypes
 import os
@@ -29,7 +29,7 @@ from ortserve.tools.doctor.result import GpuFacts, ProviderTrial, RuntimeFacts
 
 _TRIAL_S: Final = 60.0
 _REMOTE: Final = "AzureExecutionProvider"
-"""Calls services of a cloud; it computes nothing here."""
+"""A provider that calls cloud services and computes nothing on this machine."""
 _PACKAGES: Final = ("numpy", "onnx", "protobuf", "grpcio", "cupy-cuda13x", "nvidia-ml-py", "tensorrt")
 
 _FAILURES: Final[tuple[type[Exception], ...]] = (ServeError, *ORT_ERRORS)
@@ -46,17 +46,17 @@ _LIBRARIES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     TENSORRT: {"libnvinfer.so.10": "getInferLibVersion", "libnvonnxparser.so.10": ""},
 }
-"""The libraries that a provider loads, and the functions that tell their versions (from onnxruntime-gpu 1.31)."""
+"""The libraries that a provider of onnxruntime-gpu 1.31 loads, and the functions that return their versions."""
 
 TINY_MODEL: Final = bytes.fromhex(
     "08083a430a110a01780a017812017922064d61744d756c120474696e795a130a0178120e0a0c080112080a0208020a020802"
     "62130a0179120e0a0c080112080a0208020a02080242040a001011"
 )
-"""A model of one operator, which every execution provider has: y = x · x, 2 x 2. ``onnx.helper`` made it."""
+"""A model of one operator that all execution providers have: y = x · x, 2 x 2. ``onnx.helper`` created it."""
 
 
 def read_runtime() -> RuntimeFacts:
-    """Try all execution providers, and ask NVML about GPUs."""
+    """Try all execution providers, and read the GPUs from NVML."""
     offered = [name for name in dict.fromkeys((*ort.get_available_providers(), *plugin_names())) if name != _REMOTE]
     trials = []
     with progress("trying execution providers", len(offered)) as step:
@@ -92,7 +92,7 @@ def try_provider(name: str) -> ProviderTrial:
 
 def _run_tiny(name: str) -> None:
     choice = choose_provider([name])
-    file = os.memfd_create("tiny.onnx")  # no file system is written to
+    file = os.memfd_create("tiny.onnx")  # in memory: doctor writes no files
     try:
         os.write(file, TINY_MODEL)
         path = Path(f"/proc/self/fd/{file}")
@@ -106,7 +106,7 @@ def _run_tiny(name: str) -> None:
 
 
 def _library_version(soname: str, function: str) -> str:
-    """The version of a shared library, or what the loader says about it."""
+    """The version of a shared library, or the error of the loader."""
     try:
         library = ctypes.CDLL(soname)
     except OSError as error:
@@ -118,7 +118,7 @@ def _library_version(soname: str, function: str) -> str:
         number = ctypes.c_int(0)
         status = call(ctypes.byref(number))
         return f"found, but {function} fails with {status}" if status else _cuda_version(number.value)
-    version = int(call())  # cuDNN 9 and TensorRT 10 count alike
+    version = int(call())  # cuDNN 9 and TensorRT 10 encode versions alike
     return f"{version // 10_000}.{version % 10_000 // 100}.{version % 100}"
 
 
@@ -127,7 +127,7 @@ def _cuda_version(number: int) -> str:
 
 
 def read_gpus(environment: Mapping[str, str], library: Any = None) -> tuple[list[GpuFacts], str]:
-    """The GPUs that this process may use, and why NVML shows none. ``library`` replaces NVML's module."""
+    """The GPUs that this process may use, or why there are none. ``library`` replaces the module of NVML."""
     library = open_library(library)
     if library is None:
         return [], "NVML cannot be used: the package nvidia-ml-py or NVIDIA's driver is missing"
@@ -135,7 +135,7 @@ def read_gpus(environment: Mapping[str, str], library: Any = None) -> tuple[list
     def ask(call: str, *arguments: Any) -> Any:
         try:
             return getattr(library, call)(*arguments)
-        except Exception:  # noqa: BLE001 - its errors, and plain exceptions about versions
+        except Exception:  # noqa: BLE001 - errors of NVML, and plain exceptions about versions
             return None
 
     handles = [ask("nvmlDeviceGetHandleByIndex", number) for number in range(ask("nvmlDeviceGetCount") or 0)]

@@ -1,4 +1,4 @@
-"""What a running server says of itself, asked by calls that change nothing."""
+"""Reads the state of a running server by calls that change nothing."""
 
 import re
 import ssl
@@ -29,14 +29,14 @@ METRICS: Final[Mapping[str, str]] = {
     "out_of_memory": r'ortserve_batching_decisions_total\{.*decision="out_of_memory".*\}',
     "rows_depend": r'ortserve_checked_requests_total\{.*outcome="differed".*\}',
 }
-"""Names in the result, and what the lines of Prometheus' text format begin with."""
+"""Patterns of the lines in Prometheus' text format, by the names of the metrics in the result."""
 
 
 def look_at(client: Client, metrics_url: str | None, certificate_problem: str) -> ServerFacts:
-    """Ask the server. ``metrics_url`` is None for the usual port of the same host.
+    """Read the facts of a server. ``metrics_url`` is None for port 8002 of the same host.
 
     Raises:
-        ServeError: No server of the protocol answers, or not at ``metrics_url``.
+        ServeError: No server of the protocol answers, or no server answers at ``metrics_url``.
     """
     sock = client.connect()
     address = str(sock.getpeername()[0])
@@ -71,7 +71,7 @@ def _state(entry: Mapping[str, Any]) -> tuple[str, str]:
 def _read_metrics(server: Address, url: str | None, address: str) -> Mapping[str, float] | None:
     usual = f"http://[{address}]:{_METRICS_PORT}" if ":" in address else f"http://{address}:{_METRICS_PORT}"
     given = parse_address((url or usual).removesuffix("/metrics"), ca=server.ca)
-    # The headers may hold a key, which is not sent in plain text beside a server that encrypts, unless ``url`` says so.
+    # The headers may hold a key. If the server uses TLS, the key is sent in plain text only to a given ``url``.
     headers = server.headers if url or not server.is_tls else {}
     given = replace(given, headers=headers, is_verified=bool(headers) and server.is_verified)
     try:
@@ -85,7 +85,7 @@ def _read_metrics(server: Address, url: str | None, address: str) -> Mapping[str
 
 
 def sum_metrics(text: str) -> dict[str, float]:
-    """The metrics that findings need, added up over models; of the saturation the largest. Pure."""
+    """The metrics that findings need, added up over models; for the saturation, the maximum. Pure."""
     found: dict[str, float] = {}
     for name, start in METRICS.items():
         values = re.findall(rf"^{start} (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", text, re.MULTILINE | re.ASCII)

@@ -1,4 +1,4 @@
-"""How steady the processors are, and how fast memory is: the same work again and again for a bounded time."""
+"""Measures the steadiness of processors and the speed of memory by repeating the same work for a bounded time."""
 
 import hashlib
 import os
@@ -18,19 +18,19 @@ from ortserve.tools.doctor.result import Steadiness
 
 _UNIT_S: Final = 0.001
 _MOST_THREADS: Final = 16
-"""Of Python, so that they do not disturb each other; on larger machines they are spread over the processors."""
+"""More Python threads would disturb each other. On larger machines, these are spread over the processors."""
 _COPY_S: Final = 0.25
 _LEAST_COPIES: Final = 3
 _LEAST_COPY_BYTES: Final = 32 * 1024**2
 _MOST_COPY_BYTES: Final = 128 * 1024**2
-"""Of the source, and as much of the target: more than caches hold."""
+"""Size of the source and of the target of a copy: more than caches hold."""
 
 
 def measure_steadiness(allowed: Sequence[int], free_bytes: int, seconds: float) -> Steadiness | None:
-    """Hash on the processors ``allowed``, all at once, for ``seconds``, then copy memory for half a second.
+    """Hash concurrently on all processors ``allowed`` for ``seconds``, then copy memory for half a second.
 
-    Takes at most a sixteenth of ``free_bytes``. Returns None without processors or seconds, and if a thread could not
-    do ten units of work.
+    Allocates at most a sixteenth of ``free_bytes``. Returns None without processors or seconds, or if a thread did
+    fewer than ten units of work.
     """
     if not allowed or not seconds:
         return None
@@ -41,11 +41,11 @@ def measure_steadiness(allowed: Sequence[int], free_bytes: int, seconds: float) 
     times: list[list[float]] = [[] for _ in chosen]
     quotas = Files().quotas()
     throttled = throttled_periods(quotas)
-    psutil.cpu_times_percent()  # the next call tells what has passed since this one
+    psutil.cpu_times_percent()  # the next call returns the shares since this one
     end = time.perf_counter() + seconds
 
     def work(processor: int, taken: list[float]) -> None:
-        with suppress(OSError):  # it may have been taken away
+        with suppress(OSError):  # the processor may have become unavailable
             os.sched_setaffinity(0, {processor})
         while time.perf_counter() < end:
             taken.append(_seconds(lambda: hashlib.sha256(data).digest()))  # releases the interpreter lock
@@ -64,7 +64,7 @@ def measure_steadiness(allowed: Sequence[int], free_bytes: int, seconds: float) 
 def summarize(
     times_s: Sequence[Sequence[float]], stolen: float, throttled: int, copy_one: float | None, copy_all: float | None
 ) -> Steadiness | None:
-    """The result from the times of all units of work, by processor. Pure."""
+    """Compute the result from the times of the units of work, by processor. Pure."""
     if not times_s or min(map(len, times_s)) < 10:
         return None
     medians = [statistics.median(taken) for taken in times_s]
@@ -82,7 +82,7 @@ def summarize(
 
 
 def _copy_speed(threads: int, most_threads: int, free_bytes: int) -> float | None:
-    """GB/s that copies by so many threads at once read and write; None without memory for ``most_threads``."""
+    """GB/s that ``threads`` concurrent copies read and write; None without memory for ``most_threads``."""
     nbytes = min(_MOST_COPY_BYTES, free_bytes // 16 // (2 * most_threads))
     if nbytes < _LEAST_COPY_BYTES:
         return None

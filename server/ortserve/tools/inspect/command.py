@@ -47,8 +47,8 @@ def build_parser() -> ToolParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command. Returns the exit status."""
-    ort.set_default_logger_severity(4)  # what providers say while they start comes with their errors
-    logging.getLogger("ortserve").addHandler(logging.NullHandler())  # warnings of the load are facts of the result
+    ort.set_default_logger_severity(4)  # the errors of providers contain what they log at start
+    logging.getLogger("ortserve").addHandler(logging.NullHandler())  # the result contains the warnings of the load
     return run_tool("inspect", inspect, build_parser().parse_args(arguments))
 
 
@@ -56,7 +56,7 @@ def inspect(arguments: argparse.Namespace) -> Outcome:
     """Inspect a model.
 
     Raises:
-        ServeError: The file is no model, is incomplete, or ONNX Runtime refuses it.
+        ServeError: The file is no model, is incomplete, or is refused by ONNX Runtime.
     """
     with progress("reading the model") as step:
         result = _inspect(arguments, step)
@@ -75,7 +75,7 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
     placed = {CPU: (describe_placement(opened, optimized), optimized)}
     alone_because = signature.unbatched_because or opened.rows.known_dependence
     unbounded = why_unbounded(opened.graph, signature)
-    del opened  # its weights take memory
+    del opened  # frees the memory of its weights
     _, simplified = open_optimized(subject, "cpu", level="basic")
     for name in providers_here(subject):
         if name != CPU:
@@ -113,7 +113,7 @@ def _inspect(arguments: argparse.Namespace, step: Step) -> InspectResult:
 
 
 def _with_providers(subject: Subject, names: Sequence[str]) -> Subject:
-    """The model with these execution providers before the configured ones.
+    """Put execution providers before the configured ones.
 
     Raises:
         ServeError: invalid_input, for an unknown name.

@@ -1,4 +1,4 @@
-"""What a model file contains, from its record: no weights are read."""
+"""Describes the content of a model file. Weights are not read."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _ELEMENTS: Final = {
     18: ("float8e4m3fnuz", 8), 19: ("float8e5m2", 8), 20: ("float8e5m2fnuz", 8), 21: ("uint4", 4), 22: ("int4", 4),
     23: ("float4e2m1", 4), 24: ("float8e8m0", 8), 25: ("uint2", 2), 26: ("int2", 2),
 }  # fmt: skip
-"""Name and bits of an element, by ``TensorProto.DataType``."""
+"""Name and bits of element types, by their numbers in ``TensorProto.DataType``."""
 
 
 def describe_content(opened: OpenModel) -> Content:
@@ -26,7 +26,7 @@ def describe_content(opened: OpenModel) -> Content:
     external = {name: path.parent / name for name in sorted(model.external_files)}
     return Content(
         file_nbytes=path.stat().st_size,
-        # One that only unused weights refer to need not exist.
+        # A file that only unused weights refer to may be missing.
         external_nbytes={name: file.stat().st_size for name, file in external.items() if file.is_file()},
         producer=session.get_modelmeta().producer_name,
         opsets={domain or "ai.onnx": version for domain, version in model.opsets.items()},
@@ -62,18 +62,18 @@ def count_weights(model: Model) -> list[Weights]:
     found = []
     for dtype, counts in sizes.items():
         name, bits = _ELEMENTS.get(dtype, (f"type {dtype}", 0))
-        nbytes = sum(-(-count * bits // 8) for count in counts)  # each tensor begins with a byte of its own
+        nbytes = sum(-(-count * bits // 8) for count in counts)  # each tensor begins at a byte of its own
         found.append(Weights(name, len(counts), sum(counts), nbytes))
     return sorted(found, key=lambda one: one.nbytes, reverse=True)
 
 
 def operator_name(node: Node) -> str:
-    """The operator of a node with its domain, unless that is ONNX's."""
+    """The operator of a node, with its domain unless this is ONNX's."""
     return f"{node.domain}.{node.op}" if node.domain else node.op
 
 
 def described(node: Node) -> str:
-    """A node for people: operator, and its name or that of its first output."""
+    """The operator of a node, and its name or the name of its first output."""
     name = node.name or next((output for output in node.outputs if output), "")
     return f"{operator_name(node)} '{name}'" if name else operator_name(node)
 

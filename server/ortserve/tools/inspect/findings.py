@@ -1,4 +1,4 @@
-"""What limits a model: decisions over its file and its optimized graph, each with evidence and what mends it. Pure."""
+"""Finds the limits of a model in its file and its optimized graph. Pure."""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,8 +17,9 @@ from ortserve.tools.report import Finding, Level, worst_first
 from ortserve.tools.subject import Subject
 
 _MOST_NODES: Final = 20
+"""Limit of the nodes that a finding names."""
 _SHOWN: Final = 3
-"""Of these, in sentences."""
+"""Limit of the nodes in its text."""
 _FUSES_NOTHING: Final = ("none", "basic")
 """Levels of graph optimization."""
 _OPERATORS: Final = {
@@ -26,12 +27,12 @@ _OPERATORS: Final = {
     "rms_norm": ("RMSNorm", "RMSNormalization", 23),
     "gelu": ("GELU", "Gelu", 20),
 }
-"""By pattern: its name, the operator of ONNX that replaces it, and that operator's first opset."""
+"""Name, equivalent operator of ONNX, and first opset with this operator, by pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What findings are derived from.
+    """The facts that findings are derived from.
 
     Attributes:
         subject: The model on disk.
@@ -39,7 +40,7 @@ class Evidence:
         inputs: Its inputs.
         optimized: The graph that runs.
         simplified: The graph before fusions and changes of layout.
-        placement: By provider.
+        placement: Placements by the execution providers.
     """
 
     subject: Subject
@@ -51,21 +52,21 @@ class Evidence:
 
     @property
     def fuses_nothing(self) -> str:
-        """Whether the configuration is why patterns stay in pieces, in parentheses; empty if it is not."""
+        """A remark in parentheses if the configuration turns fusions off; otherwise empty."""
         level = self.subject.options.session.graph_optimization
         return f" (session.graph_optimization is {level}, which fuses nothing)" if level in _FUSES_NOTHING else ""
 
     @property
     def file(self) -> str:
-        """The model file as a word of a command."""
+        """The model file, quoted for a shell."""
         return shlex.quote(str(self.subject.path))
 
     def beside(self, word: str) -> str:
-        """A new file beside the model, as a word of a command."""
+        """A new file in the folder of the model, quoted for a shell."""
         return shlex.quote(str(self.subject.path.with_suffix(f".{word}.onnx")))
 
     def wirings(self) -> list[Wiring]:
-        """The graph that runs and those within it."""
+        """The wiring of the graph that runs, and of each graph inside it."""
         return [Wiring.of(graph) for graph in all_graphs(self.optimized.model)]
 
     @property
@@ -145,7 +146,7 @@ def _norms_and_gelus(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _transposes(evidence: Evidence) -> Iterator[Finding]:
-    graphs = all_graphs(evidence.simplified.model)  # later, ONNX Runtime adds others for its own kernels
+    graphs = all_graphs(evidence.simplified.model)  # optimization adds others for ONNX Runtime's kernels
     yield from _found(
         "layout_transposes",
         [node for graph in graphs for node in patterns.layout_transposes(Wiring.of(graph))],
@@ -243,7 +244,7 @@ _RULES: Final[Sequence[Callable[[Evidence], Iterator[Finding]]]] = (
 def _found(
     kind: str, places: Iterable[Node | str], thing: str, about: str, *advice: str, level: Level = "warning"
 ) -> Iterator[Finding]:
-    """A finding about nodes or tensors, if there are any: each is a ``thing``. ``advice``: why, and what to do."""
+    """A finding about nodes or tensors, if there are any. ``advice`` is why they matter, and the remedy."""
     names = [described(place) if isinstance(place, Node) else place for place in places]
     if names:
         things = thing if len(names) == 1 or thing in ("Cast", "Transpose") else f"{thing}s"

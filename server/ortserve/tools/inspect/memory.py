@@ -1,7 +1,7 @@
 """Memory of a model by batch size: predicted from its constants and two small sizes, and measured in another process.
 
-The measurement opens the model with a profile, whose events tell how much of ONNX Runtime's arena is in use, and reads
-the process's own memory from the operating system.
+The measurement opens the model with profiling, whose events contain the use of ONNX Runtime's arena. The memory of the
+process comes from the operating system.
 """
 
 import json
@@ -23,15 +23,14 @@ from ortserve.tools.opening import open_model
 from ortserve.tools.subject import Subject
 
 FIRST_SIZES: Final = (2, 4)
-"""The sizes from which others are predicted, by a straight line. One row is no part of it: operators may treat a single
-row in another way."""
+"""Sizes from which others are extrapolated linearly. Operators may treat a single row in another way."""
 _RUNS: Final = 2
-"""Of each size. The second one has the memory pattern that ONNX Runtime planned in the first."""
+"""Runs of each size. The second run uses the memory pattern that ONNX Runtime planned in the first."""
 _NEARLY: Final = 0.99
-"""A use that is larger by less than the error of its prediction needs no larger arena."""
+"""Share of the predicted use that an arena must hold. The rest is within the error of the prediction."""
 _MOST_KEPT: Final = 2
-"""How much of a process further activations can take: blocks of single tensors, and a block for all of them at once.
-More is growth of the process itself, which does not go on."""
+"""Limit of the growth of the process per growth of activations: blocks of single tensors, and one block for all of
+them. Any further growth does not depend on the batch size."""
 _TIMEOUT_S: Final = 600.0
 
 
@@ -40,9 +39,9 @@ class Sample:
     """What was measured after runs of one batch size, in bytes.
 
     Attributes:
-        rows: The size.
+        rows: The batch size.
         in_use: Peak use of the arena; None without an arena.
-        held: Size of the arena; None without one.
+        held: Size of the arena; None without an arena.
         process: Growth of the process by the open model and its runs.
     """
 
@@ -53,14 +52,14 @@ class Sample:
 
 
 def measure_memory(subject: Subject, file: Path | None, sizes: Sequence[int], weights: int, budget_s: float) -> Memory:
-    """Measure a model in another process, and predict what was measured.
+    """Measure the memory of a model in another process, and predict the same figures.
 
     Args:
         subject: The model on disk.
         file: Samples; None for synthetic inputs.
         sizes: The sizes that the user asked for, ascending.
         weights: Bytes of the constants of the optimized graph.
-        budget_s: A size is run only if it is predicted to end within this time.
+        budget_s: Time limit. A size is run only if its runs are predicted to end within this time.
 
     Raises:
         ServeError: The model does not run, or the process ended, for example because memory was short.
@@ -69,12 +68,12 @@ def measure_memory(subject: Subject, file: Path | None, sizes: Sequence[int], we
 
 
 def describe_batch(rows: int, samples: Sequence[Sample], in_arena: int) -> BatchMemory:
-    """Predictions for one size beside its measurement, if it was measured.
+    """Predict the memory for one size, and add its measurement if there is one.
 
     Args:
-        rows: The size.
-        samples: What was measured, by ascending sizes.
-        in_arena: Use of the arena before the first run: weights that ONNX Runtime keeps there.
+        rows: The batch size.
+        samples: The measurements, by ascending sizes.
+        in_arena: Use of the arena before the first run, by weights that ONNX Runtime keeps there.
     """
     small = [one for one in samples if one.rows <= max(FIRST_SIZES)]
     first = [one for one in small if one.rows in FIRST_SIZES] or small
@@ -102,7 +101,7 @@ def grown_arena(seen: Sequence[Sample], in_use: int | None) -> int | None:
     ONNX Runtime doubles each extension of an arena: the last one was the last difference between the sizes ``seen``.
 
     Args:
-        seen: Of small sizes, ascending.
+        seen: Measurements of small sizes, ascending.
         in_use: The predicted peak use.
     """
     known = [(one.in_use, one.held) for one in seen if one.in_use is not None and one.held is not None]
@@ -124,7 +123,7 @@ def _measure(subject: Subject, file: Path | None, sizes: Sequence[int], weights:
     before = process.memory_full_info().uss
     with tempfile.TemporaryDirectory(prefix="ortserve-inspect-") as folder:
         opened = open_model(subject, provider="cpu", profile_prefix=Path(folder) / "profile")
-        give_back_freed()  # what opening freed would hide the growth of the first runs
+        give_back_freed()  # otherwise the first runs reuse memory that opening freed, and do not show in the growth
         opening = process.memory_full_info().uss - before
         inputs, runner = choose_inputs(opened, file), opened.runner()
         growth: dict[int, int] = {}
@@ -150,7 +149,7 @@ def _measure(subject: Subject, file: Path | None, sizes: Sequence[int], weights:
 
 
 def _arena_by_run(events: Sequence[Mapping[str, Any]]) -> list[tuple[int | None, int | None]]:
-    """Peak use and size of the arena so far, by run: the event of a run follows those of its nodes."""
+    """Peak use and size of the arena up to the end of each run. The event of a run follows those of its nodes."""
     found: list[tuple[int | None, int | None]] = []
     peak = held = None
     for event in events:
@@ -163,6 +162,6 @@ def _arena_by_run(events: Sequence[Mapping[str, Any]]) -> list[tuple[int | None,
 
 
 def _use_before_runs(events: Sequence[Mapping[str, Any]]) -> int:
-    """What the arena held before the first node of the first run allocated."""
+    """The use of the arena before the first node of the first run, in bytes."""
     known = (event["args"] for event in events if "mem_bytes_in_use" in event["args"])
     return next((max(0, int(args["mem_bytes_in_use"]) - int(args["mem_in_use_delta"])) for args in known), 0)

@@ -1,7 +1,7 @@
-"""Patterns of nodes in a graph, found by walking from value to value. Pure.
+"""Finds patterns of nodes by following the values of a graph. Pure.
 
-Each function gets the ``Wiring`` of one graph, usually as ONNX Runtime optimized it, and returns the nodes by which it
-recognizes the pattern: one node per occurrence.
+Each function gets the ``Wiring`` of one graph, usually an optimized one, and returns one node per occurrence of its
+pattern.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,12 +30,12 @@ _AROUND_SOFTMAX: Final = _ELEMENTWISE | _MOVES | {"Where", "Max", "Min", "Dropou
 _MATMUL: Final = frozenset({"MatMul", "FusedMatMul", "Einsum"})
 _PROJECTION: Final = frozenset({"MatMul", "Gemm", "MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"})
 _FARTHEST: Final = 10
-"""Nodes between the multiplications of an attention and its Softmax."""
+"""Limit of the steps between the multiplications of an attention and its Softmax."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """A graph with the maker and the readers of each value, and the values that are part of the model."""
+    """A graph with the node that computes each value, the nodes that read it, and the names of constants."""
 
     graph: Graph
     constants: frozenset[str]
@@ -62,12 +62,12 @@ class Wiring:
         return [reader for name in node.outputs for reader in self.readers.get(name, ()) if name]
 
     def computed(self, node: Node) -> list[str]:
-        """The inputs of a node that are not part of the model."""
+        """The inputs of a node that are not constants."""
         return [name for name in node.inputs if name and name not in self.constants]
 
 
 def attentions(wiring: Wiring) -> Iterator[tuple[Node, Node]]:
-    """Softmax between two multiplications of computed matrices, with the second one; over masks, scales and shapes."""
+    """Each Softmax between two products of computed matrices, with the second product. Masks and scales are skipped."""
     for node in wiring.graph.nodes:
         if node.op in ("Softmax", "BiasSoftmax"):
             sides = [_nearest(step, node, _MATMUL, _AROUND_SOFTMAX) for step in (wiring.before, wiring.after)]
@@ -77,12 +77,12 @@ def attentions(wiring: Wiring) -> Iterator[tuple[Node, Node]]:
 
 
 def heads_and_width(wiring: Wiring, product: Node, values: Mapping[str, Value]) -> tuple[int, int] | None:
-    """The number of heads of an attention and the width of all, as far as shapes tell.
+    """The number of heads of an attention, and their total width. None if shapes do not determine them.
 
     Args:
-        wiring: Of the graph.
-        product: The second multiplication of the attention: each head's results.
-        values: What is known of values.
+        wiring: The wiring of the graph.
+        product: The second product of the attention, which computes the results of each head.
+        values: Element types and sizes of values.
     """
     for projection in _nearest(wiring.after, product, _PROJECTION, _ELEMENTWISE | _MOVES):
         mixed = values.get(product.outputs[0])
@@ -94,7 +94,7 @@ def heads_and_width(wiring: Wiring, product: Node, values: Mapping[str, Value]) 
 
 
 def norms(wiring: Wiring) -> Iterator[tuple[str, Node]]:
-    """``layer_norm`` and ``rms_norm`` in pieces: x, centred or not, over the root of the mean of its squares."""
+    """``layer_norm`` and ``rms_norm`` in pieces: x, centred or not, divided by its root mean square."""
     for root in wiring.graph.nodes:
         chain = _chain(wiring, root, "Sqrt", "Add", "ReduceMean", "Pow Mul")
         last = _first(wiring.after(root), "Div Reciprocal Mul")
@@ -103,7 +103,7 @@ def norms(wiring: Wiring) -> Iterator[tuple[str, Node]]:
 
 
 def gelus(wiring: Wiring) -> Iterator[tuple[str, Node]]:
-    """``gelu`` in pieces: a value times its error function, or the approximation of that by Tanh."""
+    """``gelu`` in pieces: a value times its error function, or times the approximation of this by Tanh."""
     for node in wiring.graph.nodes:
         plus = _first(wiring.after(node), "Add") if node.op in ("Erf", "Tanh") else None
         if plus is None or len(wiring.computed(plus)) != 1 or _first(wiring.after(plus), "Mul") is None:
@@ -115,7 +115,7 @@ def gelus(wiring: Wiring) -> Iterator[tuple[str, Node]]:
 
 
 def layout_transposes(wiring: Wiring) -> Iterator[Node]:
-    """Transposes between channels first and channels last, beside convolutions or only elementwise operators away."""
+    """Transposes between channels first and last, with only elementwise operators between them and a convolution."""
     for node in wiring.graph.nodes:
         order = node.attributes.get("perm")
         if node.op != "Transpose" or not isinstance(order, tuple) or len(order) < 3 or order[0] != 0:
@@ -126,7 +126,7 @@ def layout_transposes(wiring: Wiring) -> Iterator[Node]:
 
 
 def casts_back(wiring: Wiring, values: Mapping[str, Value]) -> Iterator[Node]:
-    """Casts that undo another one: nothing but movements of elements is between them."""
+    """Casts that undo another Cast. Between the two are only operators that move elements."""
     for node in wiring.graph.nodes:
         made = wiring.makers.get(node.inputs[0]) if node.op == "Cast" else None
         while made is not None and made.op in _MOVES:
@@ -137,7 +137,7 @@ def casts_back(wiring: Wiring, values: Mapping[str, Value]) -> Iterator[Node]:
 
 
 def shape_nodes(wiring: Wiring) -> Iterator[Node]:
-    """Nodes that compute shapes: they read only results of Shape, and constants."""
+    """Nodes that compute shapes: they read only constants and values computed from Shape."""
     shapes: set[str] = set()
     for node in wiring.graph.nodes:
         read = wiring.computed(node)
@@ -151,7 +151,7 @@ def _first(nodes: Sequence[Node], operators: str) -> Node | None:
 
 
 def _chain(wiring: Wiring, last: Node, *operators: str) -> list[Node]:
-    """A node and the ones before it, each of one of these operators; empty if there is no such chain."""
+    """A node and its predecessors, one of each group of operators in turn; empty if there is no such chain."""
     chain: list[Node] = []
     nodes = [last]
     for wanted in operators:
@@ -166,7 +166,7 @@ def _chain(wiring: Wiring, last: Node, *operators: str) -> list[Node]:
 def _nearest(
     step: Callable[[Node], Sequence[Node]], start: Node, goals: frozenset[str], through: frozenset[str]
 ) -> list[Node]:
-    """The nodes of some operators that are nearest to a node, through others."""
+    """The nearest nodes whose operator is in ``goals``, reached over nodes whose operator is in ``through``."""
     found: list[Node] = []
     seen, level = {id(start)}, [start]
     for _ in range(_FARTHEST):

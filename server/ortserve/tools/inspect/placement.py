@@ -1,4 +1,4 @@
-"""How ONNX Runtime runs a model: the nodes that each execution provider takes, and the optimized graph."""
+"""Reads the nodes that each execution provider takes, and the optimized graph of a model."""
 
 import tempfile
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import Subject
 
 COPIES: Final = frozenset({"MemcpyFromHost", "MemcpyToHost"})
-"""The operators that ONNX Runtime inserts where tensors change between the host and a device."""
+"""The operators that ONNX Runtime inserts to copy tensors between the host and a device."""
 _AZURE: Final = "AzureExecutionProvider"
-"""Part of every ONNX Runtime. It takes only operators that call a service of its vendor."""
+"""A provider of every ONNX Runtime. It takes only operators that call services of its vendor."""
 _WEIGHTS: Final = "session.optimized_model_external_initializers_file_name"
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of a value before runs: its element type, and its sizes, 0 for free ones."""
+    """The inferred element type and sizes of a value. Free sizes are 0."""
 
     dtype: int
     dims: tuple[int, ...]
@@ -42,8 +42,8 @@ class Optimized:
     """A graph as ONNX Runtime optimized it.
 
     Attributes:
-        model: Without weights. The file's own graph if the optimized one cannot be saved.
-        is_saved: Whether it could be.
+        model: The graph without weights; that of the file if the optimized one cannot be saved.
+        is_saved: Whether the optimized graph could be saved.
         values: The values of the main graph by name, as far as ``onnx`` infers them.
     """
 
@@ -53,12 +53,12 @@ class Optimized:
 
 
 def wishes(subject: Subject) -> list[str]:
-    """Full names of the execution providers that the configuration or the user asks for."""
+    """Full names of the execution providers that the configuration or the command line names."""
     return [full_name(name) for name in subject.options.execution_providers]
 
 
 def providers_here(subject: Subject) -> list[str]:
-    """Full names of the execution providers that sessions can name here, and of those that are asked for."""
+    """Full names of the available execution providers, and of those that are asked for."""
     runtime, wanted = Runtime(), wishes(subject)
     offered = [*ort.get_available_providers(), *(device.ep_name for device in ort.get_ep_devices())]
     known = dict.fromkeys([*wanted, OPENVINO, *offered])
@@ -66,7 +66,7 @@ def providers_here(subject: Subject) -> list[str]:
 
 
 def place(subject: Subject, provider: str) -> tuple[Placement, Optimized]:
-    """Open a model on one provider, with the CPU behind it, and read which nodes it takes."""
+    """Open a model on one provider, with the CPU for the other nodes, and read the placement of its nodes."""
     try:
         opened, optimized = open_optimized(subject, provider)
     except ServeError as error:
@@ -80,8 +80,8 @@ def open_optimized(subject: Subject, provider: str, level: str | None = None) ->
 
     Args:
         subject: The model on disk.
-        provider: The execution provider, with the CPU behind it.
-        level: Of graph optimization; None for the configured one.
+        provider: The execution provider. The CPU runs the other nodes.
+        level: Level of graph optimization; None for the configured one.
 
     Raises:
         ServeError: As ``open_model``.
@@ -89,8 +89,8 @@ def open_optimized(subject: Subject, provider: str, level: str | None = None) ->
     with tempfile.TemporaryDirectory(prefix="ortserve-inspect-") as folder:
         file = Path(folder) / "optimized.onnx"
         entries = dict(subject.options.session.entries)
-        if not read_model(subject.path).external_files:  # the graph refers to these
-            # ONNX Runtime writes weights of more than 1 KiB into this file, which discards them.
+        if not read_model(subject.path).external_files:  # external files stay where they are; the graph refers to them
+            # ONNX Runtime writes weights of more than 1 KiB to this file, which discards them.
             (Path(folder) / "weights").symlink_to("/dev/null")
             entries[_WEIGHTS] = "weights"
         settings: dict[str, Any] = {"optimized_model_file": str(file), "entries": entries}
@@ -105,7 +105,7 @@ def open_optimized(subject: Subject, provider: str, level: str | None = None) ->
 
 
 def describe_placement(opened: OpenModel, optimized: Optimized) -> Placement:
-    """What a session reports."""
+    """The placement that a session reports."""
     provider, operators = opened.choice.name, count_operators(opened.session)
     copies = [content.described(node) for node in all_nodes(optimized.model) if node.op in COPIES]
     return Placement(

@@ -1,4 +1,4 @@
-"""The result of ``ortserve inspect`` for people."""
+"""Makes the report of ``ortserve inspect``."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -16,7 +16,7 @@ _ABOUT_MEMORY: Final = (
 
 
 def present(result: InspectResult) -> Report:
-    """The report, the findings first: they are what a reader acts on."""
+    """The report, with the findings first."""
     return Report(f"{result.model}: {result.path}", tuple(_blocks(result)))
 
 

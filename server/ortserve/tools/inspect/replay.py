@@ -1,4 +1,4 @@
-"""Whether batches can be replayed as CUDA graphs: the loader's conditions, each with the nodes at which it fails."""
+"""Whether batches can be replayed as CUDA graphs: the conditions of the loader, and the nodes that violate them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -42,11 +42,11 @@ _ON_CUDA: Final = {"": frozenset(_ONNX_ON_CUDA.split()), "com.microsoft": frozen
 
 
 def predict_replay(simplified: Model, settings: SessionSettings, shapes_vary: str) -> Replay:
-    """Whether CUDA graphs could be captured on a machine that has CUDA, by the list of its kernels.
+    """Predict whether CUDA graphs can be captured on a machine with CUDA, from the list of its kernels.
 
     Args:
-        simplified: The graph before it is placed.
-        settings: Of sessions.
+        simplified: The graph before providers take nodes.
+        settings: The settings of sessions.
         shapes_vary: Why the number of rows does not fix all shapes; empty if it does.
     """
     shapes = {id(node) for node in shape_nodes(Wiring.of(simplified.graph))}
@@ -58,7 +58,7 @@ def predict_replay(simplified: Model, settings: SessionSettings, shapes_vary: st
 
 
 def judge_replay(optimized: Model, settings: SessionSettings, shapes_vary: str, placement: Placement) -> Replay:
-    """The same from the placement of a session on CUDA, and its optimized graph."""
+    """Judge whether CUDA graphs can be captured, from the placement of a session on CUDA and its optimized graph."""
     nodes = list(all_nodes(optimized))
     operators = {name: set(kinds) for name, kinds in placement.operators.items()}
     elsewhere = set[str]().union(*(kinds for name, kinds in operators.items() if name != CUDA))
@@ -67,7 +67,7 @@ def judge_replay(optimized: Model, settings: SessionSettings, shapes_vary: str, 
 
 
 def with_captures(replay: Replay, loaded: LoadedModel) -> Replay:
-    """The conditions together with the captures of a load; without them, if it ran on another provider."""
+    """Add the result of the captures of a load. A load on another provider captures nothing and changes nothing."""
     sizes = loaded.on_device.replayed
     because = loaded.on_device.no_replay_because or loaded.on_device.no_buffers_because
     if loaded.execution_provider != CUDA or not (sizes or because):

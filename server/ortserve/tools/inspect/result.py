@@ -10,8 +10,8 @@ class TensorInfo:
     """An input or output.
 
     Attributes:
-        name: Its name.
-        datatype: As the protocol names it.
+        name: Name of the tensor.
+        datatype: Datatype in the protocol.
         shape: Sizes; names of free sizes, ``-1`` for free sizes without a name. None if any shape is accepted.
         batch_axis: The axis with the rows; None if it has no rows.
         is_optional: Whether requests may leave it out.
@@ -32,7 +32,7 @@ class Weights:
         datatype: The element type, as ONNX names it.
         tensors: The number of tensors.
         parameters: The number of elements.
-        nbytes: Their size; 0 for texts.
+        nbytes: Their size in bytes; 0 for strings.
     """
 
     datatype: str
@@ -67,16 +67,16 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a session does that has one execution provider, with the CPU behind it.
+    """The placement of nodes by a session that has one execution provider, and the CPU for the other nodes.
 
     Attributes:
         provider: The full name of the execution provider.
-        problem: Why there is no session; then the other fields are empty.
-        nodes: Nodes by provider, as the session reports them: after simplification, before fusions.
-        operators: The same by provider and operator.
+        problem: Why there is no session; the other fields are then empty.
+        nodes: Number of nodes by provider, as the session reports them: after simplification, before fusions.
+        operators: Number of nodes by provider and operator.
         elsewhere: Nodes that other providers run, at most 50 of each.
         copies: Copies between providers that ONNX Runtime inserted; None if the optimized graph cannot be saved.
-        fused: Nodes that run, after fusions, by operator; None as before.
+        fused: Number of nodes that run, after fusions, by operator; None if the optimized graph cannot be saved.
     """
 
     provider: str
@@ -94,10 +94,10 @@ class Rows:
 
     Attributes:
         verdict: ``proven`` by the graph, ``tried``, ``configured``, or ``alone``: each request runs alone.
-        because: The server's description: why, how much was tried, on which axes.
-        trial: The extent of a trial made here, or how rows differed in it; empty if none was made.
-        drift: Largest difference of a float between a row alone and the same row among others, in that trial.
-        max_rows: The largest batch that is worth having.
+        because: The server's description: the reason, the extent of its trial, and the axes.
+        trial: The extent of a trial that inspect made, or how rows differed in it; empty if it made none.
+        drift: Largest difference of a float between a row that ran alone and the same row in a batch, in that trial.
+        max_rows: The largest useful batch size.
     """
 
     verdict: str
@@ -113,8 +113,8 @@ class Condition:
 
     Attributes:
         name: A stable name for programs.
-        fails_because: Why it does not hold; empty if it holds.
-        nodes: The first nodes at which it fails.
+        fails_because: Why the condition does not hold; empty if it holds.
+        nodes: The first nodes that violate it.
     """
 
     name: str
@@ -127,11 +127,11 @@ class Replay:
     """Whether the runs of a batch size can be replayed as one CUDA graph.
 
     Attributes:
-        source: ``predicted``: CUDA is not here, and the list of its kernels stands in for it. ``placed``: the placement
-            of CUDA's session is known. ``captured``: graphs were captured here.
-        possible: Whether all conditions hold; if captured, whether replays gave the right outputs.
-        captured: Batch sizes that were captured and replayed here.
-        conditions: ONNX Runtime's conditions and ours, and ``captured``, if graphs were captured here.
+        source: ``predicted`` from the list of CUDA's kernels, because this machine has no CUDA; ``placed``: from the
+            placement of a session on CUDA; ``captured``: from captures of graphs on this machine.
+        possible: Whether all conditions hold; if captured, whether replays gave correct outputs.
+        captured: Batch sizes that were captured and replayed on this machine.
+        conditions: Conditions of ONNX Runtime and of the server, and ``captured`` if a capture was tried.
     """
 
     source: str
@@ -142,16 +142,16 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class BatchMemory:
-    """Memory of batches of one size: predicted from batches of 2 and 4 rows, and measured, if this size was run.
+    """Memory for batches of one size: predicted from batches of 2 and 4 rows, and measured if this size was run.
 
     Attributes:
-        rows: The size.
+        rows: The batch size.
         activations_nbytes: Peak of tensors and scratch space within a run; None for a session without an arena.
-        activations_measured_nbytes: The same from a profile.
+        activations_measured_nbytes: This peak, measured by a profile.
         arena_nbytes: Size of ONNX Runtime's arena after such batches; None for a session without one.
-        arena_measured_nbytes: The same from a profile.
+        arena_measured_nbytes: This size, measured by a profile.
         process_nbytes: Growth of the process by the open model and such batches.
-        process_measured_nbytes: The same from the operating system.
+        process_measured_nbytes: This growth, measured by the operating system.
     """
 
     rows: int
@@ -169,11 +169,11 @@ class Memory:
 
     Attributes:
         weights_nbytes: Predicted growth of a process that opens the model: its constants after optimization.
-        weights_measured_nbytes: The same from the operating system, after freed memory was returned to it.
-        batches: By batch size.
-        inputs: Where the inputs came from.
+        weights_measured_nbytes: This growth, measured after freed memory was returned to the operating system.
+        batches: Memory by batch size.
+        inputs: A description of the inputs.
         threads: Threads of a run.
-        problem: Why figures are missing; empty if none is.
+        problem: Why figures are missing; empty if none are missing.
     """
 
     weights_nbytes: int
@@ -189,17 +189,17 @@ class InspectResult:
     """What a model contains, how it would run, and what limits it.
 
     Attributes:
-        model: Its name.
-        path: The file.
+        model: Name of the model.
+        path: Path of the model file.
         runtime: Version of ONNX Runtime.
         content: The content of the file.
         inputs: Served inputs.
         outputs: Served outputs.
-        placement: For each execution provider that is here.
-        rows: Whether rows are independent. None if the model was not run.
+        placement: Placement by each available execution provider.
+        rows: Whether rows are independent; None if the model was not run.
         replay: Whether CUDA graphs can be replayed.
-        memory: By batch size. None if the model was not run.
-        findings: What limits the model, the worst first.
+        memory: Memory by batch size; None if the model was not run.
+        findings: Limits of the model, the worst first.
     """
 
     schema: str = "ortserve.inspect/1"

@@ -1,4 +1,4 @@
-"""Whether the rows of a model are independent: the loader's verdict, and a trial of its own on the loaded model."""
+"""Whether the rows of a model are independent: the verdict of the loader, and a further trial on the loaded model."""
 
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows,
 
     Args:
         subject: The model on disk.
-        step: Receives what is being done.
+        step: Receives the current activity.
         captures: Whether to capture graphs.
 
     Raises:
@@ -42,9 +42,9 @@ def load_and_try(subject: Subject, step: Step, *, captures: bool) -> tuple[Rows,
 
 
 def _try_rows(loaded: LoadedModel) -> TrialOutcome | None:
-    """Run rows alone and among others; None if each request runs alone, or the model rejects synthetic inputs.
+    """Run rows alone and in batches. Returns None if requests run alone, or the model rejects synthetic inputs.
 
-    The load itself tries only rows whose independence the graph does not prove, so it does not tell how far they drift.
+    The load tries rows only if the graph does not prove their independence, so it may not know their drift.
     """
     found = loaded.warm_up
     if not loaded.signature.is_batched or found.inputs is None or not found.latencies:

@@ -28,7 +28,7 @@ Show what each operator of a model costs. TARGET is model.onnx or REPOSITORY/nam
 the name of a model that it serves: then copies of its next batches are profiled there.
 """
 _UNCHANGED: Final = "default"
-"""The setting of ``--compare`` that changes nothing."""
+"""The word of ``--compare`` for the settings as they are."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -100,10 +100,10 @@ def _run_on_server(given: argparse.Namespace) -> Outcome:
 
 
 def _variants(given: argparse.Namespace) -> list[Variant]:
-    """What to profile: one model, or two.
+    """The variants to profile: one or two.
 
     Raises:
-        ServeError: invalid_input, for a model that is not there, or a setting that is none.
+        ServeError: invalid_input: a model is missing, or a setting is unknown.
     """
     if given.target is None:
         return [_variant(given, text, find_model(text), []) for text in given.compare]
@@ -138,7 +138,7 @@ def _variant(given: argparse.Namespace, label: str, subject: Subject, own: Seque
 
 
 def _setting(key: str, text: str, current: SessionSettings) -> dict[str, Any]:
-    """A session setting by its name, or an entry of the session configuration, beside those that are set."""
+    """Read a session setting, or an entry of the session configuration, which is added to the current entries."""
     value = json_or_text(text)
     given = {"entries": {**current.entries, key: value}} if "." in key else {key: value}
     try:

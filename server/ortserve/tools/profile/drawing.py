@@ -17,7 +17,7 @@ _HEIGHT: Final = 420.0
 _ROW: Final = 22.0
 _MOST_NODES: Final = 400
 _LEAST_WIDTH: Final = 0.4
-"""Narrower calls of a flame view cannot be seen; their time stays empty."""
+"""A flame view leaves out narrower calls, which cannot be seen."""
 _LETTER: Final = 6.4
 
 _Box: TypeAlias = tuple[float, float, float, float]
@@ -25,7 +25,7 @@ _Box: TypeAlias = tuple[float, float, float, float]
 
 
 def tree_map(nodes: Sequence[NodeCost]) -> str:
-    """All nodes by self time, those of an operator together. ``nodes`` have the most expensive first."""
+    """A tree map of self times, grouped by operator. ``nodes`` are ordered by descending self time."""
     groups: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for node in nodes[:_MOST_NODES]:
         if node.self_ms > 0:
@@ -47,7 +47,7 @@ def tree_map(nodes: Sequence[NodeCost]) -> str:
 
 
 def flame_view(trace: Trace, run: Run) -> str:
-    """The calls of a run along its time, those of inner graphs below their node."""
+    """The calls of a run on a time axis. The calls of inner graphs are below their node."""
     scale, depth = _WIDTH / max(1, run.total_us), 0
     parts = [_rectangle((0, 0, _WIDTH, _ROW), "run", "run", f"{run.total_us:,} µs")]
     for call in run.calls:
@@ -61,7 +61,7 @@ def flame_view(trace: Trace, run: Run) -> str:
 
 
 def _layout(sizes: Iterable[float], box: _Box) -> Iterator[_Box]:
-    """Boxes of these sizes, which descend, in a box."""
+    """Divide a box into boxes with areas in proportion to ``sizes``, which are in descending order."""
     x, y, width, height = box[0], box[1], max(box[2], 0.01), max(box[3], 0.01)
     for part in squarify.squarify(squarify.normalize_sizes(list(sizes), width, height), x, y, width, height):
         yield part["x"], part["y"], part["dx"], part["dy"]
@@ -75,7 +75,7 @@ def _picture(height: float, parts: Iterable[str]) -> str:
 
 
 def _rectangle(box: _Box, op: str, label: str, title: str) -> str:
-    """A box with a tooltip, in the colour of its operator, which is light, and a label if it has room."""
+    """A box with a tooltip, in a light colour for its operator. It has a label if there is room."""
     x, y, width, height = box
     number = int.from_bytes(hashlib.sha256(op.encode()).digest()[:4])
     colour = f"hsl({number % 360},{45 + number // 360 % 25}%,{70 + number // 9000 % 12}%)"

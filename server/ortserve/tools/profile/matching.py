@@ -1,4 +1,4 @@
-"""The nodes of a trace in the optimized graph, and what became of the nodes of the file. Pure."""
+"""Finds traced nodes in the optimized graph, and the nodes of the file that each optimized node replaces. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,9 @@ from ortserve.model_file.graph import Graph, Node, Tensor, names_read
 from ortserve.tools.profile.trace import NodeKey, Trace
 
 _NCHWC: Final = "_nchwc"
-"""A node in blocked layout has the name of a value of the file, and this at the end."""
+"""A node in blocked layout is named after a value of the file, with this suffix."""
 _TOKEN: Final = re.compile(r"_token_\d+$")
-"""What ONNX Runtime adds to the names of nodes that it makes, so that they differ."""
+"""The suffix that makes names of nodes unique which ONNX Runtime adds."""
 _LAYOUT_ONLY: Final = ("ReorderOutput", "ReorderInput")
 
 
@@ -24,10 +24,10 @@ class Placed:
 
 
 def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
-    """The node of the optimized graph for each traced node that has one.
+    """Find the node of the optimized graph for each traced node.
 
-    Nodes are matched by name; those without a name by their order, because ONNX Runtime runs and writes the nodes of a
-    graph in one order.
+    Nodes are matched by name. Nodes without a name are matched by their order, because ONNX Runtime runs the nodes of a
+    graph in the order in which it saves them.
     """
     found: dict[NodeKey, Placed] = {}
     by_path: dict[tuple[str, ...], list[NodeKey]] = {}
@@ -50,7 +50,7 @@ def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
 
 
 def _graphs_at(graph: Graph, path: Sequence[str]) -> list[tuple[Graph, Mapping[str, Tensor]]]:
-    """The graphs inside a node, with the constants that they can read; an If has two."""
+    """The graphs inside the node at ``path``, with the constants that they can read. An If has two graphs."""
     reached: list[tuple[Graph, Mapping[str, Tensor]]] = [(graph, graph.constants)]
     for name in path:
         reached = [
@@ -66,26 +66,26 @@ def _graphs_at(graph: Graph, path: Sequence[str]) -> list[tuple[Graph, Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A node of the optimized main graph, and the nodes of the file in whose place it is; none for an added node."""
+    """A node of the optimized main graph, and the nodes of the file that it replaces. An added node replaces none."""
 
     node: Node
     replaced: tuple[Node, ...]
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the node is in the file as it is."""
+        """Whether the file has the same node."""
         return len(self.replaced) == 1 and self.replaced[0].op == self.node.op
 
 
 def find_replacements(source: Graph, optimized: Graph) -> tuple[list[Replacement], list[Node]]:
     """Compare the main graph of a file with the optimized one.
 
-    Most optimized nodes keep the names of the values that they make, others their own name. Such a node is in place of
-    the nodes of the file between these values, and the values that it reads or that other nodes make.
+    Most optimized nodes keep the names of the values that they compute; others keep their own name. Such a node
+    replaces the nodes of the file that lead to these values, back to the values that it reads or other nodes compute.
 
     Returns:
-        A replacement for each optimized node, and the nodes of the file that no node is in place of: their results were
-        computed when the model was opened, or are not needed. Nodes that are constants are in neither.
+        A replacement for each optimized node, and the nodes of the file that were removed: their results were computed
+        when the model was opened, or are not needed. Constant nodes are in neither list.
     """
     makers = {name: node for node in source.nodes for name in node.outputs if name}
     by_name = {node.name: node.outputs[0] for node in source.nodes if node.name and node.outputs}
@@ -93,7 +93,7 @@ def find_replacements(source: Graph, optimized: Graph) -> tuple[list[Replacement
     positions = {name: index for index, node in enumerate(optimized.nodes) for name in node.outputs}
     for index, node in enumerate(optimized.nodes):
         if node.op in _LAYOUT_ONLY and ends[index] and (maker := positions.get(node.inputs[0])) is not None:
-            ends[maker] += ends[index]  # the nodes before it make this value, in another layout
+            ends[maker] += ends[index]  # the node before it computes this value, in another layout
             ends[index] = []
     made = {name for names in ends for name in names}
     replacements = []
@@ -106,7 +106,7 @@ def find_replacements(source: Graph, optimized: Graph) -> tuple[list[Replacement
 
 
 def _ends(node: Node, makers: Mapping[str, Node], by_name: Mapping[str, str]) -> list[str]:
-    """The values of the file that a node of the optimized graph makes."""
+    """The values of the file that a node of the optimized graph computes."""
     if kept := [name for name in node.outputs if name in makers]:
         return kept
     if (value := node.name.removesuffix(_NCHWC)) != node.name and value in makers:
@@ -116,7 +116,7 @@ def _ends(node: Node, makers: Mapping[str, Node], by_name: Mapping[str, str]) ->
 
 
 def _between(makers: Mapping[str, Node], ends: Sequence[str], stops: set[str]) -> list[Node]:
-    """The nodes that make ``ends``, and those before them up to ``stops``, the first ones first."""
+    """The nodes that compute ``ends``, and the nodes before them up to the values ``stops``, earlier ones first."""
     found: dict[int, Node] = {}
     waiting = list(ends)
     while waiting:

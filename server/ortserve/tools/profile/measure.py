@@ -1,4 +1,4 @@
-"""Runs of models in this process: those without and with profiling, and those of all models, alternate."""
+"""Runs models in this process, alternately without and with profiling, and alternately with each model."""
 
 import random
 import time
@@ -19,17 +19,17 @@ from ortserve.tools.profile.trace import read_trace
 from ortserve.tools.speed import Timed
 
 WARM_UP: Final = 3
-"""Runs before the measured ones: the first of a session allocate memory."""
+"""Unmeasured runs at the beginning. The first runs of a session allocate memory."""
 MOST_EVENTS: Final = 200_000
-"""Events that a profile may have: the profiler keeps 2.4 KB for each, and drops those after the millionth."""
+"""Limit of the events of a profile. The profiler keeps 2.4 KB per event, and drops events after the millionth."""
 _LEAST_RUNS: Final = 5
 _LARGE_WEIGHTS: Final = 1 << 30
-"""Larger models inside one file are not written out with their optimized graph, as that contains the weights."""
+"""The optimized graph of a single-file model with more bytes is not saved, because it contains the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant(Timed):
-    """A model and how to open it, with a name for people."""
+    """A model, the parameters to open it, and the label that reports show."""
 
     label: str
 
@@ -47,13 +47,13 @@ def measure(
     """Open each variant twice, without and with profiling, and run all of them in turn.
 
     Args:
-        variants: What to measure.
-        folder: For optimized graphs, and the traces: ``0.json`` of the first variant, ``1.json`` of the second.
-        runs: Of each session.
-        rows: Of each run, if the model is batched.
-        seconds: Time limit of the runs.
+        variants: The models to measure.
+        folder: Receives the optimized graphs and the traces: ``0.json`` of the first variant, ``1.json`` of the second.
+        runs: Measured runs of each session.
+        rows: Rows of each run; batched models only.
+        seconds: Time limit of all runs.
         inputs: File of samples; None for synthetic inputs.
-        step: Reports progress in runs.
+        step: Receives the number of the current run.
 
     Raises:
         ServeError: A model cannot be opened or run, or one run has more events than the profiler keeps.
@@ -63,7 +63,7 @@ def measure(
         step(0, f"opening {variant.label}")
         arms.append(_Arm(variant, folder / f"{number}.json", rows, inputs))
     most = min(arm.most_runs(runs) for arm in arms)
-    order = random.Random(0)  # noqa: S311 - so that no arm always runs right after another one
+    order = random.Random(0)  # noqa: S311 - a fixed order could favour an arm
     until = time.monotonic() + seconds
     for number in range(WARM_UP + most):
         if number >= WARM_UP + _LEAST_RUNS and time.monotonic() > until:
@@ -77,11 +77,11 @@ def measure(
 
 
 class _Arm:
-    """One variant: a session without and one with profiling."""
+    """A variant, with one session without profiling and one with it."""
 
     def __init__(self, variant: Variant, trace: Path, rows: int, inputs: Path | None) -> None:
         self._variant, self._trace = variant, trace
-        # The session without profiling must not write a file that its configuration names: a server may read it.
+        # The session without profiling must not write its configured optimized model, which a server may read.
         plain = self._plain = self._open(None, None)
         self._inputs, self._has_samples = choose_inputs(plain, inputs), inputs is not None
         settings = {name: str(value) for name, value in variant.settings.items()}
@@ -112,7 +112,7 @@ class _Arm:
         return replace(self._variant, settings=settings).open(profile_prefix)
 
     def most_runs(self, asked: int) -> int:
-        """How many runs the profiler can record, at most ``asked``."""
+        """The number of runs that the profiler can record, at most ``asked``."""
         events = profiler_events(count_operators(self._plain.session))
         if events is None:
             first = self._open(self._trace.with_name(f"{self._trace.name}-first"), None)
@@ -131,7 +131,7 @@ class _Arm:
 
     def run(self, number: int, *, profiled_first: bool) -> None:
         """Make one run with each session. The first ``WARM_UP`` ones are not recorded."""
-        # Synthetic inputs are the same in all runs, so that runs can be compared; samples of a file come in turn.
+        # All runs get the same synthetic inputs, so they can be compared. Samples of a file are used in turn.
         arrays = self._plain.for_model(self._inputs.take(self._rows, number if self._has_samples else 0))
         for runner, times in self._runners[:: -1 if profiled_first else 1]:
             began_ns, began_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
@@ -146,7 +146,7 @@ class _Arm:
         self._overhead.sample()
 
     def finish(self) -> Runs:
-        """End profiling and read what it wrote."""
+        """End profiling and read the trace."""
         runs = self.runs
         runs.call_overhead_us = self._overhead.finish()
         file = Path(self._profiled.session.end_profiling()).replace(self._trace)

@@ -1,4 +1,4 @@
-"""A profile for people."""
+"""Makes reports of profiles."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
@@ -15,7 +15,7 @@ _Row = TypeVar("_Row")
 
 
 def report(result: ProfileResult, runs: Sequence[Runs] = ()) -> Report:
-    """The report; ``runs`` are those of each profile, for flame views."""
+    """The report. ``runs`` has the runs of each profile, for flame views."""
     blocks: list[Block] = []
     profiles = [result.profile]
     if result.server is not None:
@@ -134,7 +134,7 @@ def _columns(costs: Sequence[Cost]) -> Mapping[str, Callable[[Cost], Cell]]:
 
 
 def _table(title: str, rows: Sequence[_Row], columns: Mapping[str, Callable[[_Row], Cell]], note: str) -> Table:
-    """A table of the columns that have a value in some row."""
+    """A table without the columns that are empty in all rows."""
     cells = {name: [read(row) for row in rows] for name, read in columns.items()}
     shown = {name: column for name, column in cells.items() if not rows or any(cell is not None for cell in column)}
     return Table(title, tuple(shown), list(zip(*shown.values(), strict=True)), note, _SHOWN)

@@ -1,4 +1,4 @@
-"""Profiles of a running server's batches, which it keeps as they run and then runs again itself."""
+"""Profiles batches of a running server. The server copies the batches as they run, and later runs the copies again."""
 
 import sys
 from collections.abc import Iterator
@@ -25,29 +25,29 @@ from ortserve.tools.profile.trace import read_trace
 _TRACE_KEY: Final = b',"trace":'
 _SAY_AFTER_S: Final = 1.0
 _MOST_REQUESTS: Final = 16
-"""Different ones that this process sends."""
+"""Limit of the different requests that this process sends."""
 _LONGEST_RUNS_S: Final = 180.0
-"""After the batches were kept, the server runs them for at most 60 s, and opens a session or two."""
+"""Time for the server to profile the copies: it opens one or two sessions, and runs them for at most 60 s."""
 
 
 def profile_server(
     address: Address, model: str, *, requests: int, timeout_s: float, keep: Path | None, inputs: Path | None, rows: int
 ) -> tuple[Runs, Batches]:
-    """Let a server profile the batches of a model's next requests.
+    """Have a server profile the batches of a model's next requests.
 
     Without ``inputs``, a line on standard error says that the server waits for requests, unless it is a terminal.
 
     Args:
-        address: Of its HTTP port.
+        address: The HTTP port of the server.
         model: Name, or ``name/version``.
-        requests: How many.
+        requests: The number of requests to copy.
         timeout_s: Time to wait for them.
-        keep: Where to keep the trace; None for nowhere.
-        inputs: Samples to send meanwhile; None to wait for the requests of others.
-        rows: Of each request with them.
+        keep: The file to write the trace to; None to discard it.
+        inputs: Samples to send meanwhile; None to wait for the requests of other clients.
+        rows: Rows of each request that is sent.
 
     Raises:
-        ServeError: The server cannot be reached, is none that profiles, or rejects the call.
+        ServeError: The server cannot be reached, cannot profile, or rejects the call.
     """
     name, _, version = model.partition("/")
     asked = orjson.dumps({"requests": requests, "timeout_s": timeout_s})
@@ -94,7 +94,7 @@ def profile_server(
 
 @contextmanager
 def _say_waiting(what: str) -> Iterator[None]:
-    """Say what the block waits for, if it takes more than a moment. On terminals the progress bar does."""
+    """Say on standard error what the block waits for, if it takes over a second. On terminals the progress bar does."""
     timer = Timer(_SAY_AFTER_S, sys.stderr.write, [f"ortserve profile: waiting for {what} (--inputs sends some)\n"])
     if not sys.stderr.isatty():
         timer.start()
@@ -129,4 +129,4 @@ def _send(control: Control, file: Path, rows: int) -> Iterator[None]:
             yield
         finally:
             is_over.set()
-            sender.result()  # its error explains why too few requests came
+            sender.result()  # raises the error that explains missing requests

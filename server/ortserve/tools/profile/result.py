@@ -1,4 +1,4 @@
-"""What ``ortserve profile --json`` prints. Times are milliseconds per run unless the name says otherwise."""
+"""The result of ``ortserve profile``, as ``--json`` writes it. Names carry units; times in ms are per run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Where the time of a run with profiling goes: operators, the profiler, the rest, and interruptions.
+    """The parts of the time of a run with profiling: operators, the profiler, the rest, and interruptions.
 
     Times are means over the middle half of the runs that do the same work.
 
     Attributes:
-        runs: Pairs of a run without and one with profiling.
-        plain_ms: A run without profiling, on the clock of the caller.
-        profiled_ms: A run with profiling, likewise: the sum of the four parts below.
+        runs: The number of pairs of a run without and a run with profiling.
+        plain_ms: Time of a run without profiling, measured by the caller.
+        profiled_ms: Time of a run with profiling, measured by the caller: the sum of the next four parts.
         operators_ms: The sum of the self times of all nodes, without the profiler's part of them; in parallel mode, the
             time in which any node runs.
-        profiler_ms: What profiling adds to a run: the median difference of the pairs, of the time on the processor if
-            one thread does all the work.
-        rest_ms: The remaining time between operators and around them: ONNX Runtime, and the call from Python. Negative
-            if operators are slower with the profiler for another reason than `call_overhead_us`.
-        interrupted_ms: What a run takes beyond that: other work on the machine interrupts most runs somewhere, each
-            operator seldom. Near 0 on a quiet machine.
-        gaps_ms: Time between operators in which none runs, profiler included; null in parallel mode.
-        call_overhead_us: The profiler's part of the recorded time of each call, measured on other nodes and taken out
-            of self times; null in parallel mode, where it is not.
-        profiler_share: Of the time without interruptions.
-        rest_share: Of the time without interruptions.
-        rest_error: Half of the width of the 95 % interval of `profiler_ms`, by the same time.
+        profiler_ms: Time that profiling adds to a run: the median difference of the pairs, in processor time if one
+            thread does all the work.
+        rest_ms: Remaining time between and around operators: ONNX Runtime, and the call from Python. Negative if
+            profiling slows operators down by more than `call_overhead_us`.
+        interrupted_ms: Time beyond these parts, in which other work on the machine interrupted runs. Near 0 on a quiet
+            machine.
+        gaps_ms: Time in which no operator runs, profiler included; null in parallel mode.
+        call_overhead_us: The profiler's part of the recorded time of each call. It is measured on other nodes, and
+            subtracted from self times; null in parallel mode, where nothing is subtracted.
+        profiler_share: `profiler_ms` as a share of the time without interruptions.
+        rest_share: `rest_ms` as a share of the time without interruptions.
+        rest_error: Half of the width of the 95 % interval of `profiler_ms`, as a share of the same time.
         is_closed: Whether operators and profiler come within 5 % of the time without interruptions. Null for runs under
             5 ms, whose operators are too short for the profiler's clock of 1 µs, and if other work makes it uncertain.
     """
@@ -54,14 +54,16 @@ class Cost:
     Attributes:
         op: Operator.
         provider: Execution provider.
-        calls: Per run.
-        self_ms: Without the nodes of inner graphs.
-        total_ms: With them.
+        calls: Calls per run.
+        self_ms: Time per run without the nodes of inner graphs.
+        total_ms: Time per run with the nodes of inner graphs.
         mean_us: `self_ms` per call.
-        share: Of the self times of all nodes.
-        gflops: Achieved, 10⁹ operations per second, of the nodes whose shapes say how many; null if of none.
-        gbytes: Achieved, 10⁹ bytes per second, likewise.
-        wait_share: Of the calling thread's time in parallel sections, waiting for the others; null without sections.
+        share: Share of the self times of all nodes.
+        gflops: Achieved rate in 10⁹ operations per second, over the nodes whose shapes determine the number of
+            operations; null if there are none.
+        gbytes: Achieved rate in 10⁹ bytes per second, likewise.
+        wait_share: Share of its time in parallel sections that the calling thread waits for others; null without
+            parallel sections.
     """
 
     op: str
@@ -81,7 +83,7 @@ class OperatorCost(Cost):
     """An operator type on one execution provider.
 
     Attributes:
-        nodes: In the graph.
+        nodes: Nodes of this type in the graph.
     """
 
     nodes: int
@@ -92,13 +94,13 @@ class NodeCost(Cost):
     """A node of the optimized graph.
 
     Attributes:
-        name: Of the node; `<operator>_<index>` if it has none.
+        name: Name of the node; `<operator>_<index>` if it has none.
         inside: The nodes whose graphs contain it, the outermost first.
-        output_shapes: Of its tensors, `float[1,32,384]`; the first kinds if they differ between calls.
-        call_bytes: Read and written by a call at least, weights included; null if unknown.
+        output_shapes: Shapes of the outputs, such as `float[1,32,384]`; the first ones if they differ between calls.
+        call_bytes: Bytes that a call reads and writes at least, weights included; null if unknown.
         gap_us: Time before a call in which no operator ran; null in parallel mode.
-        replaces: The nodes of the file that it is in place of, `Add (Add_7)`; empty if it is one of the file, or if it
-            was added.
+        replaces: The nodes of the file that it replaces, such as `Add (Add_7)`; empty if the file has the node, or if
+            the node was added.
     """
 
     name: str
@@ -111,10 +113,10 @@ class NodeCost(Cost):
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The main graph before and after optimization; `replaces` of a node has the nodes that were fused into it.
+    """The main graph before and after optimization. `replaces` of a node has the nodes that were fused into it.
 
     Attributes:
-        before: Nodes of the file, constants apart.
+        before: Nodes of the file, without constants.
         after: Nodes that run.
         removed: Nodes of the file without a successor, by operator.
         added: Nodes without a predecessor, by operator.
@@ -128,23 +130,24 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the operators of a model cost.
+    """The costs of the operators of a model.
 
     Attributes:
-        label: The model, or the settings that it is compared by.
+        label: The model, or the settings that are compared.
         provider: Execution provider.
-        threads: Of a run.
+        threads: Threads of a run.
         settings: Session settings that were set for this profile.
-        inputs: Where they come from.
-        rows: Of a run; for a server, of each batch on average.
-        balance: Where the time goes.
-        operators: By type, the most expensive first.
-        nodes: The most expensive first.
-        copies: Those of `operators` that only copy between devices.
-        wait_share: Of the calling thread's time in parallel sections, waiting for the others; null without sections.
-        thread_blocks: Blocks of work per run that each other thread of the pool took.
-        fusion: Null if the optimized graph is not known.
-        notes: What limits these figures.
+        inputs: A description of the inputs.
+        rows: Rows of a run; for a server, the mean rows of a batch.
+        balance: The parts of the time of a run.
+        operators: Costs by operator type, the most expensive first.
+        nodes: Costs by node, the most expensive first.
+        copies: The entries of `operators` that only copy between devices.
+        wait_share: Share of its time in parallel sections that the calling thread waits for others; null without
+            parallel sections.
+        thread_blocks: Blocks of work per run that each other thread of the pool ran.
+        fusion: The effect of optimization; null if the optimized graph is not known.
+        notes: Limits of these figures.
     """
 
     label: str
@@ -169,10 +172,10 @@ class OperatorDifference:
 
     Attributes:
         op: Operator, on all execution providers.
-        nodes: In the first graph; null if it does not have the operator.
-        other_nodes: In the second graph, likewise.
-        self_ms: In the first profile.
-        other_self_ms: In the second profile.
+        nodes: Nodes in the first graph; null if it does not have the operator.
+        other_nodes: Nodes in the second graph; null if it does not have the operator.
+        self_ms: Time per run in the first profile.
+        other_self_ms: Time per run in the second profile.
     """
 
     op: str
@@ -184,14 +187,14 @@ class OperatorDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The second profile against the first, from runs that alternate.
+    """The second profile compared with the first. Their runs alternated.
 
     Attributes:
-        ratio: Of the times of runs without profiling, the second by the first: the median of the pairs.
+        ratio: Time of a run without profiling, the second divided by the first: the median of the pairs.
         ratio_low: Lower end of the 95 % interval of the ratio.
         ratio_high: Upper end.
-        is_beyond_noise: Whether the interval leaves out 0.95 to 1.05, by which two sessions of one model may differ.
-        operators: The largest difference first.
+        is_beyond_noise: Whether the interval is outside of 0.95 to 1.05; two sessions of one model may differ so much.
+        operators: Differences by operator, the largest first.
     """
 
     ratio: float
@@ -206,12 +209,12 @@ class Batches:
     """The batches of a running server that were profiled.
 
     Attributes:
-        version: Of the model.
-        requests: That the batches answered.
+        version: Version of the model.
+        requests: Requests that the batches answered.
         asked: Requests that were asked for.
-        batches: Copied and run again.
-        served_ms: Mean time of the same batches in the serving session.
-        ended_because: Why there are fewer requests than asked; empty if there are not.
+        batches: Batches that were copied and run again.
+        served_ms: Mean time of these batches in the serving session.
+        ended_because: Why there are fewer requests than asked for; empty if there are not.
     """
 
     version: str
@@ -224,13 +227,13 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileResult:
-    """The result.
+    """One profile, or two compared ones.
 
     Attributes:
-        profile: Of the model, or the first of two.
-        other: The second of two.
-        comparison: Of the two.
-        server: Where the batches come from; null for a model in this process.
+        profile: Profile of the model, or of the first variant.
+        other: Profile of the second variant; null without `--compare`.
+        comparison: The second profile compared with the first; null without `--compare`.
+        server: The batches of the server; null for a model in this process.
     """
 
     schema: str = "ortserve.profile/1"

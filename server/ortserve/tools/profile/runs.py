@@ -1,4 +1,4 @@
-"""Runs of a model without and with profiling, and where the time of those with profiling goes. Pure."""
+"""Runs of a model without and with profiling, and the balance of their times. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +13,19 @@ from ortserve.tools.profile.result import Balance
 from ortserve.tools.profile.trace import Run, Trace
 
 CLOSED_WITHIN: Final = 0.05
+"""Limit of the share of ``rest_ms`` in a closed balance."""
 LEAST_MS: Final = 5.0
-"""Shorter runs consist of operators that the profiler, with its clock of 1 µs, cannot measure."""
+"""Shorter runs have operators that are too short for the profiler's clock of 1 µs."""
 _BUSY_SHARE: Final = 0.1
+"""A larger share of interruptions means a busy machine."""
 
 Groups: TypeAlias = Sequence[Sequence[int]]
-"""Positions of runs that do the same work; each run is in one group."""
+"""Positions of runs. The runs of a group do the same work, and each run is in one group."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """How long a run took, and how much of it the calling thread was on a processor."""
+    """The time of a run, and the processor time of the calling thread in it."""
 
     wall_ns: int
     cpu_ns: int
@@ -31,13 +33,13 @@ class RunTime:
 
 @dataclass(slots=True)
 class Runs:
-    """Runs of a model, each without and with profiling; ``result.Profile`` describes the fields that are not here.
+    """Pairs of runs without and with profiling. ``result.Profile`` describes the other fields.
 
     Attributes:
-        plain: Without profiling.
-        profiled: With, on the same inputs.
-        trace: Of the runs with profiling.
-        call_overhead_us: How much of the recorded time of each call is the profiler's own.
+        plain: Times of the runs without profiling.
+        profiled: Times of the runs with profiling, on the same inputs.
+        trace: The trace of the runs with profiling.
+        call_overhead_us: The profiler's own part of the recorded time of each call.
         source: The graph of the file; None if unknown.
         optimized: The graph that ran; None if unknown.
     """
@@ -58,7 +60,7 @@ class Runs:
 
     @property
     def groups(self) -> Groups:
-        """Runs of the same nodes with equal shapes, in inner graphs too, do the same work."""
+        """Groups of runs that called the same nodes with the same shapes, inner graphs included."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for position, run in enumerate(self.trace.runs):
             groups.setdefault(tuple(sorted(call.node for call in run.calls)), []).append(position)
@@ -66,19 +68,19 @@ class Runs:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether nodes ran on several threads at a time, so that their times overlap."""
+        """Whether nodes ran concurrently on several threads, so that their times overlap."""
         return any(run.is_parallel for run in self.trace.runs)
 
     @property
     def on_one_thread(self) -> bool:
-        """Whether the calling thread did all the work, so that its time on the processor is that of the run."""
+        """Whether the calling thread did all the work, so that its processor time is that of the run."""
         blocks = self.trace.runs[-1].blocks
         pool_is_idle = not any(blocks.values()) if blocks else self.threads == 1
         return pool_is_idle and not self.is_parallel and all(node.provider == CPU for node in self.trace.nodes)
 
     @property
     def quiet_run(self) -> Run:
-        """A run for a view of it: at the end of the fastest quarter."""
+        """The run for the flame view: the slowest one of the fastest quarter."""
         return sorted(self.trace.runs, key=lambda run: run.total_us)[len(self.trace.runs) // 4]
 
 
@@ -87,9 +89,9 @@ def times_ns(times: Sequence[RunTime], *, on_processor: bool) -> np.ndarray:
 
 
 def typical(values: np.ndarray, groups: Groups) -> np.ndarray:
-    """The mean over all runs, on the last axis, with the mean of the middle half of its group for each.
+    """The mean over the runs (last axis), in which the mean of the middle half of its group replaces each value.
 
-    Interruptions drop out of it.
+    This leaves out runs that were interrupted.
     """
     total: np.ndarray = np.zeros(values.shape[:-1])
     for group in groups:
@@ -100,7 +102,7 @@ def typical(values: np.ndarray, groups: Groups) -> np.ndarray:
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float, float]:
-    """The median, and the ends of its 95 % interval by the binomial distribution of ranks."""
+    """The median and the ends of its 95 % interval, from the binomial distribution of ranks."""
     count, reach = len(values), 0.98 * sqrt(len(values))
     low, high = max(0, int(count / 2 - reach)), min(count - 1, int(count / 2 + reach))
     ordered = np.sort(values)
@@ -108,14 +110,14 @@ def median_interval(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
-    """The balance of self times and gaps of shape (nodes, runs); self times are without the profiler's own part.
+    """The balance from self times, without the profiler's part, and gaps. Both have the shape (nodes, runs).
 
-    What profiling adds is compared by the time on the processor if one thread does all the work, as other work on the
-    machine disturbs it least: on two processors with eight busy processes, medians of 50 pairs varied by 0.2 ms, those
-    of the time by 1.5.
+    If one thread does all the work, the cost of profiling is a difference of processor times, which other work on the
+    machine disturbs less: on two processors with eight busy processes, medians of 50 pairs varied by 0.2 ms, those of
+    elapsed times by 1.5 ms.
     """
     groups, on_processor = runs.groups, runs.on_one_thread
-    if runs.is_parallel:  # self times overlap, and there are no gaps
+    if runs.is_parallel:  # nodes overlap, so self times do not add up, and there are no gaps
         self_us = np.array([[_busy_us(run) for run in runs.trace.runs]], np.float64)
         gap_us = np.zeros_like(self_us)
     plain_ms = float(typical(times_ns(runs.plain, on_processor=False), groups)) / 1e6
@@ -128,7 +130,7 @@ def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
     rest_ms, undisturbed_ms = outside_ms - profiler_ms, operators_ms + outside_ms
     error, interrupted_ms = (high_ms - low_ms) / 2 / undisturbed_ms, profiled_ms - undisturbed_ms
     is_closed = None
-    # By both: other work may make profiled runs of a small model as long as those of a large one.
+    # Both times must be long: other work may make the profiled runs of a small model as long as those of a large one.
     if min(plain_ms, undisturbed_ms - profiler_ms) >= LEAST_MS and error <= CLOSED_WITHIN:
         is_within = abs(rest_ms) <= CLOSED_WITHIN * undisturbed_ms
         is_closed = True if is_within else None if interrupted_ms > _BUSY_SHARE * profiled_ms else False
@@ -150,7 +152,7 @@ def balance_of(runs: Runs, self_us: np.ndarray, gap_us: np.ndarray) -> Balance:
 
 
 def doubts_of(balance: Balance) -> list[str]:
-    """What other work on the machine makes uncertain."""
+    """Notes about figures that other work on the machine makes uncertain."""
     doubts = []
     if balance.interrupted_ms > _BUSY_SHARE * balance.profiled_ms:
         share = 100 * balance.interrupted_ms / balance.profiled_ms
@@ -161,7 +163,7 @@ def doubts_of(balance: Balance) -> list[str]:
 
 
 def _busy_us(run: Run) -> int:
-    """The time in which any node ran."""
+    """The time in which at least one node ran."""
     busy = until = 0
     for call in sorted(run.calls, key=lambda call: call.start_us):
         end = call.start_us + call.total_us

@@ -1,4 +1,4 @@
-"""From runs to a profile: what each operator and node costs, and how two profiles differ. Pure."""
+"""Computes profiles from runs: the cost of each operator and node, and the difference of two profiles. Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -17,15 +17,15 @@ from ortserve.tools.profile.work import find_work
 _COPIES: Final = frozenset(("MemcpyFromHost", "MemcpyToHost"))
 _MOST_SHAPES: Final = 4
 _SESSIONS_DIFFER: Final = 0.05
-"""Two sessions of one model, in one process, took 0.93 to 1.00 of each other's time on a busy machine."""
+"""Two sessions of one model in one process took 0.93 to 1.00 of each other's time on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """All calls of a node; work is None where it is unknown for some of them."""
+    """The sum over all calls of a node. ``operations`` and ``nbytes`` are None if they are unknown for some calls."""
 
     kinds: Sequence[TracedNode]
-    """The node with each set of shapes."""
+    """The node once per set of shapes."""
     place: Placed | None
     calls: int
     self_ms: float
@@ -79,13 +79,13 @@ def profile_of(runs: Runs) -> Profile:
 
 
 def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
-    """The sums of all nodes, and their self times and gaps of shape (nodes, runs)."""
+    """The sums of all nodes, and their self times and gaps in µs, both of shape (nodes, runs)."""
     trace = runs.trace
-    # In parallel mode the profiler's part of a call may pass while another node runs.
+    # In parallel mode another node may run during the profiler's part of a call.
     overhead_us = 0.0 if runs.is_parallel else runs.call_overhead_us
     calls = Counter(call.node for run in trace.runs for call in run.calls)
     of_node: dict[NodeKey, list[int]] = defaultdict(list)
-    for index in sorted(calls):  # without what only the warm-up ran
+    for index in sorted(calls):  # without nodes that only warm-up runs called
         of_node[trace.nodes[index].key].append(index)
     rows = {index: row for row, indices in enumerate(of_node.values()) for index in indices}
     times_us = np.zeros((5, len(of_node), len(trace.runs)))
@@ -95,7 +95,7 @@ def _add_up(runs: Runs) -> tuple[list[_Sum], np.ndarray, np.ndarray]:
             total_us = call.total_us - overhead_us * call.calls
             parts = (self_us, total_us, call.gap_us, call.thread_us, call.wait_us)
             times_us[:, rows[call.node], number] += parts
-    # Times of operators and of the whole are sums over the nodes, as typical values of sums would not add up.
+    # Times of operators and of whole runs are sums of these values, because typical values of sums would not add up.
     typical_ms = typical(times_us[:3], runs.groups).clip(0).T / 1e3
     thread_us = times_us[3:].sum(axis=-1).T
     places = {} if runs.optimized is None else match_nodes(trace, runs.optimized)
@@ -120,7 +120,7 @@ def _weighted(amounts: Sequence[int | None], calls: Sequence[int]) -> int | None
 
 
 def _cost(sums: Sequence[_Sum], runs: int, whole_ms: float) -> dict[str, Any]:
-    """The fields of ``Cost`` for nodes together."""
+    """The fields of ``Cost`` for several nodes together."""
     calls, self_ms = sum(one.calls for one in sums), sum(one.self_ms for one in sums)
     return {
         "op": sums[0].kinds[0].op,
@@ -137,7 +137,7 @@ def _cost(sums: Sequence[_Sum], runs: int, whole_ms: float) -> dict[str, Any]:
 
 
 def _rate(parts: Sequence[tuple[int | None, float]], runs: int) -> float | None:
-    """10⁹ per second of the parts whose amount is known."""
+    """The rate in 10⁹ per second, over the parts whose amount is known."""
     amount = sum(amount for amount, _ in parts if amount is not None)
     run_ms = sum(self_ms for amount, self_ms in parts if amount is not None)
     return amount / runs / (run_ms * 1e6) if amount and run_ms else None
@@ -149,7 +149,7 @@ def _wait_share(sums: Sequence[_Sum]) -> float | None:
 
 
 def _blocks(runs: Sequence[Run]) -> list[float]:
-    """Blocks of work per run by thread, as the trace counts them from the start of the session."""
+    """Blocks of work per run, by thread. The trace has their counts since the start of the session."""
     first, last = runs[0].blocks, runs[-1].blocks
     return [(count - first.get(thread, 0)) / max(1, len(runs) - 1) for thread, count in last.items()]
 
@@ -162,7 +162,7 @@ def _shape_texts(kinds: Iterable[TracedNode]) -> list[str]:
 
 
 def _compare_graphs(runs: Runs) -> tuple[Fusion | None, dict[int, list[str]]]:
-    """The graph before and after optimization, and what each fused node replaces, by ``id``."""
+    """The graph before and after optimization, and the nodes that each fused node (by ``id``) replaces."""
     source, optimized = runs.source, runs.optimized
     if source is None or optimized is None:
         return None, {}
@@ -182,7 +182,7 @@ def _describe(node: Node) -> str:
 
 
 def compare(one: Runs, other: Runs, profile: Profile, other_profile: Profile) -> Comparison:
-    """The second profile against the first. Runs alternated; those of one thread are compared by processor time."""
+    """Compare the second profile with the first. Runs on one thread are compared by processor time."""
     on_processor = one.on_one_thread and other.on_one_thread
     count = min(len(one.plain), len(other.plain))
     times, other_times = (times_ns(runs.plain[:count], on_processor=on_processor) for runs in (one, other))
@@ -199,7 +199,7 @@ def compare(one: Runs, other: Runs, profile: Profile, other_profile: Profile) ->
 
 
 def _by_operator(profile: Profile) -> dict[str, tuple[int | None, float]]:
-    """Nodes and time by operator, on all providers."""
+    """Number of nodes and self time by operator, over all providers."""
     found: dict[str, tuple[int | None, float]] = {}
     for operator in profile.operators:
         nodes, self_ms = found.get(operator.op, (0, 0.0))

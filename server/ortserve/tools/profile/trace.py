@@ -1,7 +1,8 @@
 """ONNX Runtime's trace of a session, as runs of operators with their self times. Pure.
 
 The trace is a JSON array with one event per line, in the order in which the events end. The nodes of a graph inside an
-If, Loop or Scan come before that node and do not name it: times say which events contain others, thread by thread.
+If, Loop or Scan precede that node and do not name it. Which event contains another one follows from their times and
+threads.
 """
 
 from collections import defaultdict
@@ -28,7 +29,7 @@ class TracedNode:
     Attributes:
         path: Names of the nodes whose graphs contain it, the outermost first.
         name: ``<operator>_<index>`` if the node has none.
-        inputs: Without those that the kernel has prepacked.
+        inputs: Shapes of the inputs, without those that the kernel has prepacked.
     """
 
     path: tuple[str, ...]
@@ -49,13 +50,13 @@ class Call:
 
     Attributes:
         node: Index into ``Trace.nodes``.
-        start_us: Since the begin of the run.
-        total_us: Graphs inside it included.
-        self_us: Without them.
-        calls: How many calls these times contain, inner graphs included.
-        gap_us: Since the operator before it in its graph ended, or since the graph began.
-        thread_us: What the threads of the pool account for: work, waiting and handing out.
-        wait_us: The waiting of the calling thread in that.
+        start_us: Time from the beginning of the run.
+        total_us: Duration, with the graphs inside the node.
+        self_us: Duration without these graphs.
+        calls: The number of calls in ``total_us``: this one and those in inner graphs.
+        gap_us: Time since the previous operator of the graph ended, or since the graph began.
+        thread_us: Time of the calling thread in parallel sections: distributing work, running it and waiting.
+        wait_us: The part of ``thread_us`` spent waiting.
     """
 
     node: int
@@ -73,9 +74,9 @@ class Run:
     """One run of the model.
 
     Attributes:
-        calls: Outer ones before those inside them.
-        is_parallel: Whether nodes ran on several threads at a time, so that their times overlap.
-        blocks: Blocks of work that each other thread of the pool has run since it started, by thread.
+        calls: The calls of nodes, each before the calls inside it.
+        is_parallel: Whether nodes ran concurrently on several threads, so that their times overlap.
+        blocks: Blocks of work that each other thread of the pool has run since its start, by thread.
     """
 
     total_us: int
@@ -94,7 +95,7 @@ class Trace:
 
 @dataclass(slots=True)
 class _Event:
-    """A node, or the execution of a graph, which has no ``details``; ``inner`` has those directly inside it."""
+    """A node, or the execution of a graph, which has no ``details``. ``inner`` has the events directly inside it."""
 
     start_us: int
     total_us: int
@@ -104,10 +105,10 @@ class _Event:
 
 
 def read_trace(lines: Iterable[bytes]) -> Trace:
-    """Read a trace file line by line, as all events together would take gigabytes.
+    """Read a trace line by line, because all events together may take gigabytes.
 
     Raises:
-        ServeError: internal, if it is no trace.
+        ServeError: internal: a line is no event.
     """
     reader = _Reader()
     for number, line in enumerate(lines, 1):
@@ -128,15 +129,15 @@ class _Reader:
     def __init__(self) -> None:
         self.trace = Trace()
         self._pending: dict[int, list[_Event]] = defaultdict(list)
-        """By thread: events whose parents have not ended."""
+        """Events whose parents have not ended, by thread."""
         self._indices: dict[tuple[object, ...], int] = {}
 
     def add(self, event: _Event, thread: int, details: Mapping[str, Any] | None) -> None:
-        """Add the next event; ``details`` are those of a node."""
+        """Add the next event. Only nodes have ``details``."""
         if event.name == "model_run":
             self._end_run(event)
         elif details or event.name == _EXECUTE:
-            # A node contains the executions that began since it did, and an execution such nodes.
+            # A node contains the executions that began after it, and an execution contains the nodes that did.
             event.details = details or {}
             pending = self._pending[thread]
             first = len(pending)
@@ -179,7 +180,7 @@ class _Reader:
         details = event.details
         name, op = event.name.removesuffix("_kernel_time"), details["op_name"]
         inputs, outputs = details.get("input_type_shape", ()), details.get("output_type_shape", ())
-        # The index of a node tells nodes of one name apart.
+        # Nodes may share a name; their indices differ.
         key = (path, name, op, details.get("node_index"), orjson.dumps((inputs, outputs)))
         index = self._indices.setdefault(key, len(self.trace.nodes))
         if index == len(self.trace.nodes):

@@ -1,7 +1,7 @@
-"""The arithmetic and the bytes of a node, from its shapes. Pure.
+"""Computes the arithmetic and the bytes of a node from its shapes. Pure.
 
 A multiplication and an addition count as two operations; integer operations count as floating-point ones. Bytes are
-those that a kernel must read and write at least once; caches may hold some of them.
+those that a kernel must read and write at least once. Caches may hold some of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +21,19 @@ _ELEMENT_TYPES: Final = {
     1: "float", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool", 10: "float16",
     11: "double", 12: "uint32", 13: "uint64", 16: "bfloat16",
 }  # fmt: skip
-"""ONNX's numbers of element types."""
+"""ONNX Runtime's names of element types, by ONNX's numbers."""
 
 _MOVES_NOTHING: Final = frozenset(
     ("Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "If", "Loop", "Scan", "Constant")
 )
-"""They read a shape only, return a view, or run other nodes."""
+"""Operators that read only a shape, return a view, or run other nodes."""
 _READS_ROWS: Final = frozenset(("Gather", "GatherElements", "GatherND", "Slice", "Split"))
-"""They read as much of their first input as they write, not all of it."""
+"""Operators that read only as much of their first input as they write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one call of a node does; None where shapes do not say."""
+    """The work of one call of a node. None where the shapes do not determine it."""
 
     operations: int | None
     nbytes: int | None
@@ -43,9 +43,9 @@ def find_work(traced: TracedNode, node: Node | None, constants: Mapping[str, Ten
     """The work of a node.
 
     Args:
-        traced: Its shapes in runs.
-        node: The node of the optimized graph; None if unknown. Then weights that a kernel has prepacked are unknown.
-        constants: Of the optimized graph.
+        traced: The node with its shapes in runs.
+        node: The node of the optimized graph; None if unknown. Prepacked weights are then unknown, too.
+        constants: The constants of the optimized graph.
     """
     inputs = list(traced.inputs) if node is None else _all_inputs(traced, node, constants)
     operations = None
@@ -59,7 +59,7 @@ def find_work(traced: TracedNode, node: Node | None, constants: Mapping[str, Ten
 
 
 def _all_inputs(traced: TracedNode, node: Node, constants: Mapping[str, Tensor]) -> list[Shape]:
-    """The shapes of all inputs in their order, with those that the trace leaves out because they are prepacked."""
+    """The shapes of all inputs in order, with the prepacked ones that the trace leaves out."""
     seen = list(traced.inputs)
     missing = sum(name != "" for name in node.inputs) - len(seen)
     found: list[Shape] = []
@@ -88,11 +88,11 @@ def _count_bytes(traced: TracedNode, inputs: Sequence[Shape]) -> int | None:
 
 _Dims: TypeAlias = tuple[int, ...]
 _Count: TypeAlias = Callable[[Sequence[_Dims], _Dims, Mapping[str, Attribute]], int]
-"""Operations by the shapes of the inputs, of the first output, and the attributes."""
+"""Counts operations, given the shapes of the inputs, the shape of the first output, and the attributes."""
 
 
 def _matmul(read: Sequence[_Dims], made: _Dims, attributes: Mapping[str, Attribute]) -> int:
-    """Each output element takes as many products as the first input has columns."""
+    """Each output element is a sum of as many products as the first input has columns."""
     is_transposed = attributes.get("transA") and len(read[0]) > 1
     return 2 * prod(made) * read[0][-2 if is_transposed else -1]
 
@@ -117,9 +117,9 @@ def _recurrent(gates: int) -> _Count:
 
 
 def _attention(read: Sequence[_Dims], made: _Dims, _: Mapping[str, Attribute]) -> int:
-    """``Attention`` of com.microsoft: three projections by one weight, then scores and their sum of values.
+    """``Attention`` of com.microsoft: three projections by one weight, then the scores and the weighted sum of values.
 
-    That of ONNX gets keys in place of the weight, and has no projections.
+    ``Attention`` of ONNX gets keys instead of the weight, and has no projections.
     """
     if len(read[1]) > 2:
         if len(read) > 4:
