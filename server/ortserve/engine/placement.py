@@ -24,6 +24,8 @@ _MOST_NODES: Final = 50
 _MOST_LETTERS_OF_A_NODE: Final = 128
 """Exporters build long names from nested modules."""
 _REPEATING: Final = frozenset(("Loop", "Scan"))
+COPIES: Final = frozenset(("MemcpyFromHost", "MemcpyToHost"))
+"""The operators that ONNX Runtime inserts to copy tensors between the host and a device."""
 _ONNX_DOMAINS: Final = ("", "ai.onnx")
 
 

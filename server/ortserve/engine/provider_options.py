@@ -16,6 +16,8 @@ CPU: Final = "CPUExecutionProvider"
 CUDA: Final = "CUDAExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
 OPENVINO: Final = "OpenVINOExecutionProvider"
+AZURE: Final = "AzureExecutionProvider"
+"""A part of every ONNX Runtime. It takes only operators that call services of its vendor."""
 
 GPU_PROVIDERS: Final = frozenset({CUDA, TENSORRT, "NvTensorRTRTXExecutionProvider", "ROCMExecutionProvider"})
 """Providers that compute on a GPU. A run keeps one host thread busy."""

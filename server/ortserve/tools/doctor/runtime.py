@@ -17,7 +17,7 @@ from ortserve.core.compiled import IS_COMPILED
 from ortserve.device.nvml import Gpu, open_library, visible_gpus
 from ortserve.engine.distributions import installed_runtimes
 from ortserve.engine.ort_errors import ORT_ERRORS
-from ortserve.engine.provider_options import CUDA, TENSORRT
+from ortserve.engine.provider_options import AZURE, CUDA, TENSORRT
 from ortserve.engine.providers import choose_provider
 from ortserve.engine.runtime import loader_problem, plugin_names
 from ortserve.engine.session import SessionOptions, open_session
@@ -28,12 +28,9 @@ from ortserve.tools.console import progress
 from ortserve.tools.doctor.result import GpuFacts, ProviderTrial, RuntimeFacts
 
 _TRIAL_S: Final = 60.0
-_REMOTE: Final = "AzureExecutionProvider"
-"""A provider that calls cloud services and computes nothing on this machine."""
 _PACKAGES: Final = ("numpy", "onnx", "protobuf", "grpcio", "cupy-cuda13x", "nvidia-ml-py", "tensorrt")
 
 _FAILURES: Final[tuple[type[Exception], ...]] = (ServeError, *ORT_ERRORS)
-
 _LIBRARIES: Final[Mapping[str, Mapping[str, str]]] = {
     CUDA: {
         "libcuda.so.1": "cuDriverGetVersion",
@@ -57,7 +54,7 @@ TINY_MODEL: Final = bytes.fromhex(
 
 def read_runtime() -> RuntimeFacts:
     """Try all execution providers, and read the GPUs from NVML."""
-    offered = [name for name in dict.fromkeys((*ort.get_available_providers(), *plugin_names())) if name != _REMOTE]
+    offered = [name for name in dict.fromkeys((*ort.get_available_providers(), *plugin_names())) if name != AZURE]
     trials = []
     with progress("trying execution providers", len(offered)) as step:
         for number, name in enumerate(offered):

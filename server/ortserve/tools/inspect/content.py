@@ -6,18 +6,11 @@ from math import prod
 from typing import Final
 
 from ortserve.core.signature import TensorSpec
-from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes
+from ortserve.model_file.graph import ELEMENT_TYPES, Model, Node, Tensor, all_graphs, all_nodes
 from ortserve.tools.inspect.result import Content, TensorInfo, Weights
 from ortserve.tools.opening import OpenModel
 
-_ELEMENTS: Final = {
-    1: ("float32", 32), 2: ("uint8", 8), 3: ("int8", 8), 4: ("uint16", 16), 5: ("int16", 16), 6: ("int32", 32),
-    7: ("int64", 64), 8: ("string", 0), 9: ("bool", 8), 10: ("float16", 16), 11: ("float64", 64), 12: ("uint32", 32),
-    13: ("uint64", 64), 14: ("complex64", 64), 15: ("complex128", 128), 16: ("bfloat16", 16), 17: ("float8e4m3fn", 8),
-    18: ("float8e4m3fnuz", 8), 19: ("float8e5m2", 8), 20: ("float8e5m2fnuz", 8), 21: ("uint4", 4), 22: ("int4", 4),
-    23: ("float4e2m1", 4), 24: ("float8e8m0", 8), 25: ("uint2", 2), 26: ("int2", 2),
-}  # fmt: skip
-"""Name and bits of element types, by their numbers in ``TensorProto.DataType``."""
+_NUMPY_NAMES: Final = {"float": "float32", "double": "float64"}
 
 
 def describe_content(opened: OpenModel) -> Content:
@@ -61,9 +54,9 @@ def count_weights(model: Model) -> list[Weights]:
         sizes.setdefault(tensor.dtype, []).append(prod(tensor.dims or ()))
     found = []
     for dtype, counts in sizes.items():
-        name, bits = _ELEMENTS.get(dtype, (f"type {dtype}", 0))
+        name, bits = ELEMENT_TYPES.get(dtype, (f"type {dtype}", 0))
         nbytes = sum(-(-count * bits // 8) for count in counts)  # each tensor begins at a byte of its own
-        found.append(Weights(name, len(counts), sum(counts), nbytes))
+        found.append(Weights(_NUMPY_NAMES.get(name, name), len(counts), sum(counts), nbytes))
     return sorted(found, key=lambda one: one.nbytes, reverse=True)
 
 

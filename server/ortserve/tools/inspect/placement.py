@@ -10,8 +10,8 @@ from typing import Any, Final
 import onnx
 import onnxruntime as ort
 
-from ortserve.engine.placement import count_operators, describe_elsewhere, total_nodes
-from ortserve.engine.provider_options import OPENVINO
+from ortserve.engine.placement import COPIES, count_operators, describe_elsewhere, total_nodes
+from ortserve.engine.provider_options import AZURE, OPENVINO
 from ortserve.engine.providers import full_name
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
@@ -22,10 +22,6 @@ from ortserve.tools.inspect.result import Placement
 from ortserve.tools.opening import OpenModel, open_model
 from ortserve.tools.subject import Subject
 
-COPIES: Final = frozenset({"MemcpyFromHost", "MemcpyToHost"})
-"""The operators that ONNX Runtime inserts to copy tensors between the host and a device."""
-_AZURE: Final = "AzureExecutionProvider"
-"""A provider of every ONNX Runtime. It takes only operators that call services of its vendor."""
 _WEIGHTS: Final = "session.optimized_model_external_initializers_file_name"
 
 
@@ -62,7 +58,7 @@ def providers_here(subject: Subject) -> list[str]:
     runtime, wanted = Runtime(), wishes(subject)
     offered = [*ort.get_available_providers(), *(device.ep_name for device in ort.get_ep_devices())]
     known = dict.fromkeys([*wanted, OPENVINO, *offered])
-    return [name for name in known if name in wanted or (name != _AZURE and not runtime.offer(name).problem)]
+    return [name for name in known if name in wanted or (name != AZURE and not runtime.offer(name).problem)]
 
 
 def place(subject: Subject, provider: str) -> tuple[Placement, Optimized]:

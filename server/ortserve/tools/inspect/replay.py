@@ -6,12 +6,12 @@ from typing import Final
 from ortserve.config.session import SessionSettings
 from ortserve.device.preparation import why_no_replay
 from ortserve.engine.bounded_time import CONTROL_FLOW, DATA_DEPENDENT
+from ortserve.engine.placement import COPIES
 from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.model_file.graph import STRING, Model, Node, Tensor, all_nodes
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.tools.inspect.content import described
 from ortserve.tools.inspect.patterns import Wiring, shape_nodes
-from ortserve.tools.inspect.placement import COPIES
 from ortserve.tools.inspect.result import Condition, Placement, Replay
 
 _MOST_NODES: Final = 10

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ortserve.engine.placement import COPIES
 from ortserve.model_file.graph import Node
 from ortserve.tools.profile.matching import Placed, find_replacements, match_nodes
 from ortserve.tools.profile.result import Comparison, Fusion, NodeCost, OperatorCost, OperatorDifference, Profile
@@ -14,7 +15,6 @@ from ortserve.tools.profile.runs import Runs, balance_of, doubts_of, median_inte
 from ortserve.tools.profile.trace import NodeKey, Run, TracedNode
 from ortserve.tools.profile.work import find_work
 
-_COPIES: Final = frozenset(("MemcpyFromHost", "MemcpyToHost"))
 _MOST_SHAPES: Final = 4
 _SESSIONS_DIFFER: Final = 0.05
 """Two sessions of one model in one process took 0.93 to 1.00 of each other's time on a busy machine."""
@@ -70,7 +70,7 @@ def profile_of(runs: Runs) -> Profile:
         balance=balance,
         operators=operators,
         nodes=nodes,
-        copies=[operator for operator in operators if operator.op in _COPIES],
+        copies=[operator for operator in operators if operator.op in COPIES],
         wait_share=_wait_share(sums),
         thread_blocks=_blocks(runs.trace.runs),
         fusion=fusion,

@@ -9,20 +9,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
 
-from ortserve.model_file.graph import Attribute, Node, Tensor
+from ortserve.model_file.graph import ELEMENT_TYPES, Attribute, Node, Tensor
 from ortserve.tools.profile.trace import Shape, TracedNode
 
-_ITEM_BYTES: Final[Mapping[str, int]] = {
-    "bool": 1, "int8": 1, "uint8": 1, "float8e4m3fn": 1, "float8e5m2": 1,
-    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
-    "int32": 4, "uint32": 4, "float": 4, "int64": 8, "uint64": 8, "double": 8,
-}  # fmt: skip
-_ELEMENT_TYPES: Final = {
-    1: "float", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool", 10: "float16",
-    11: "double", 12: "uint32", 13: "uint64", 16: "bfloat16",
-}  # fmt: skip
-"""ONNX Runtime's names of element types, by ONNX's numbers."""
-
+_ITEM_BYTES: Final = {name: bits // 8 for name, bits in ELEMENT_TYPES.values() if bits >= 8}
 _MOVES_NOTHING: Final = frozenset(
     ("Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "If", "Loop", "Scan", "Constant")
 )
@@ -66,7 +56,7 @@ def _all_inputs(traced: TracedNode, node: Node, constants: Mapping[str, Tensor])
     for name in filter(None, node.inputs):
         tensor = constants.get(name)
         if tensor is not None and tensor.dims is not None:
-            shape = (_ELEMENT_TYPES.get(tensor.dtype, ""), tensor.dims)
+            shape = (ELEMENT_TYPES.get(tensor.dtype, ("", 0))[0], tensor.dims)
             if missing > 0 and seen[:1] != [shape]:
                 found.append(shape)
                 missing -= 1
