@@ -1,4 +1,4 @@
-"""Where a command puts the model that it makes: a file, a version of a repository, or both."""
+"""The destination of a model that a command makes: a file, a version of a repository, or both."""
 
 import argparse
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Delivered:
         output: The file; null without ``--output``.
         published: The model that has it as a version; null without ``--publish``.
         version: Its number; null without ``--publish``.
-        notes: What may not be expected of the version.
+        notes: Limits of the version.
     """
 
     output: str | None = None
@@ -85,9 +85,9 @@ def deliver(staged: Path, source: Subject, provenance: Provenance, arguments: ar
 
     Args:
         staged: The path of ``staged_model``.
-        source: What it was made from.
-        provenance: Of the model.
-        arguments: With what ``add_destination`` added.
+        source: The model that it was made from.
+        provenance: The provenance of the model.
+        arguments: The arguments, with those of ``add_destination``.
 
     Raises:
         ServeError: As ``publish_version``.

@@ -40,7 +40,7 @@ def chart(draw: Callable[["Axes"], object], *, name: str, height: float = 3.6) -
     Args:
         draw: Draws on the axes.
         name: A prefix of all ids in the SVG, unique on the page.
-        height: In inches of 72 points; the width is 8.
+        height: Height in inches of 72 points; the width is 8 inches.
     """
     import matplotlib as mpl  # imported here: it takes half a second, and only pages need it
 

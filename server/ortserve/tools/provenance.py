@@ -1,4 +1,4 @@
-"""Where a model came from: the file that tools write beside each model that they make.
+"""The provenance of a model: a file that tools write beside each model that they make.
 
 ``publish`` puts it into the version. The server shows its ``summary`` (``registry/repository/provenance``).
 """
@@ -30,9 +30,9 @@ from ortserve.tools.speed import Speed
 from ortserve.tools.subject import Subject
 
 LIBRARIES: Final = ("numpy", "onnxscript", "onnx_ir", "onnxslim", "onnxconverter_common", "sympy", "optuna")
-"""Their versions are written down if this process has loaded them."""
+"""Libraries whose versions are recorded if this process has loaded them."""
 _DIGITS: Final = 12
-"""Of a digest in a summary."""
+"""Characters of a digest in a summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Origin:
     """A model file.
 
     Attributes:
-        name: Of the model; for a file that is in no repository, of the file.
-        version: Of the model; null outside of repositories.
+        name: Name of the model; the name of the file outside of repositories.
+        version: Number of the version; null outside of repositories.
         digest: SHA-256 over the file and then its external data by name, so that for a single file it is what
             ``sha256sum`` prints.
         nbytes: Their size.
@@ -58,9 +58,9 @@ class Machine:
     """The machine that made a model.
 
     Attributes:
-        processor: As it names itself.
+        processor: Name of the processor.
         cores: Processors that the process could use.
-        instruction_sets: For which ONNX Runtime has kernels, and which the processor has.
+        instruction_sets: Instruction sets of the processor with kernels in ONNX Runtime.
     """
 
     processor: str
@@ -73,19 +73,19 @@ class Provenance:
     """Where a model came from.
 
     Attributes:
-        schema: Of this file.
+        schema: Schema of this file.
         summary: All that matters in one line, which the server shows in the model's metadata.
-        source: What the model was made from.
+        source: The model that it was made from.
         model: The digest and size of the model itself.
         commands: Command lines that made it, the oldest first, with those that made its source. Of files they have
             the names without folders.
         created: When, in UTC.
-        versions: Of ortserve, Python, ONNX Runtime, onnx and the libraries that were loaded.
+        versions: Versions of ortserve, Python, ONNX Runtime, onnx and the libraries that were loaded.
         machine: The machine that made it.
-        notes: What must be known to use it, such as ``only for processors with AVX-512``.
+        notes: Conditions of its use, such as ``only for processors with AVX-512``.
         inputs: The inputs with which it was compared with its source; empty if it was not.
-        agreement: How its outputs agree with those of its source; null if they were not compared.
-        speed: How fast it runs, compared with its source; null if that was not measured.
+        agreement: Agreement of its outputs with those of its source; null if they were not compared.
+        speed: Its speed compared with its source; null if it was not measured.
         figures: More figures of the command that made it.
     """
 
@@ -119,15 +119,15 @@ def make_provenance(
     """Describe how a model was made. Reads both models whole.
 
     Args:
-        source: What it was made from. If that has a provenance of its own, its commands come first.
+        source: The model that it was made from. If this has a provenance, its commands come first.
         model: The file, with its external data beside it.
         arguments: The command line: ``("quantize", "in.onnx", "-o", "out.onnx")``.
-        notes: What must be known to use the model.
-        agreement: With the source.
-        inputs: For ``agreement``: their ``origin``.
+        notes: Conditions of the use of the model.
+        agreement: Agreement with the source.
+        inputs: The ``origin`` of the inputs of ``agreement``.
         speed: Compared with the source.
         figures: More figures of the command.
-        libraries: That other processes of the command have loaded.
+        libraries: Libraries that other processes of the command have loaded.
     """
     before = read_provenance(source.path)
     name = source.path.name if source.version is None else source.name
@@ -171,7 +171,7 @@ def with_summary(provenance: Provenance) -> Provenance:
 
 
 def speed_text(speed: Speed) -> str:
-    """The ratio in words: ``1.42 times as fast (1.38 to 1.47)``."""
+    """The ratio of a speed in words: ``1.42 times as fast (1.38 to 1.47)``."""
     ratio = speed.ratio
     if ratio.low is None or ratio.high is None:
         return f"{number_text(ratio.value)} times as fast (too few runs for an interval)"

@@ -17,7 +17,7 @@ COMMANDS: Final = (
     *("inspect", "profile", "bench", "doctor", "check", "compare", "publish", "golden", "quantize", "optimize"),
     *("tune", "models"),
 )
-"""Those with ``--json``. The result of ``inspect`` is the dataclass ``InspectResult`` in ``inspect.result``."""
+"""The commands with ``--json``. The result of ``inspect`` is the dataclass ``InspectResult`` in ``inspect.result``."""
 
 _ATTRIBUTE: Final = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""How fast models run, compared in turns.
+"""Compares the speed of models, which run alternately.
 
 Each model has processes of its own, because several spinning sessions in one process disturb each other.
 """
@@ -75,7 +75,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a model runs.
+    """The speed of a model.
 
     Attributes:
         median_ms: Time of a run: the median over the blocks of runs.
@@ -85,7 +85,7 @@ class Speed:
             1, no difference was measured. Each pair of processes gives the median ratio of its pairs of blocks; the
             value and the interval are those of the mean over the pairs of processes.
         rss_nbytes: Memory that a process took to open and run the model.
-        opening_s: How long ONNX Runtime took to open it.
+        opening_s: Time that ONNX Runtime took to open it.
     """
 
     median_ms: float

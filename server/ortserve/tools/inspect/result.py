@@ -186,7 +186,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectResult:
-    """What a model contains, how it would run, and what limits it.
+    """The content of a model, its placement and memory, and its limits.
 
     Attributes:
         model: Name of the model.
