@@ -46,9 +46,9 @@ from ortserve.tools.subject import find_model
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The arguments that all targets and loads share, under their names on the command line.
+    """The arguments that all targets and loads share; ``command.build_parser`` describes them.
 
-    ``callers`` is the largest number of callers of all closed loops.
+    ``callers`` is no argument, but the largest number of callers of all closed loops.
     """
 
     model: str
