@@ -35,6 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             add_model(repository, f"einsum{suffix}", builders.diagonal_products),
             add_model(repository, f"joined{suffix}", interfaces.joined),
             add_model(repository, f"product{suffix}", interfaces.quantized_product),
+            add_model(repository, f"vector{suffix}", interfaces.product_with_vector),
             add_model(repository, f"heads{suffix}", interfaces.free_heads),
             add_model(repository, f"window{suffix}", interfaces.free_window),
             add_model(repository, f"scan{suffix}", interfaces.running_sum),
@@ -104,6 +105,14 @@ def test_empty_input_that_is_joined_along_another_axis_is_rejected(server: Serve
 def test_quantized_product_over_an_empty_axis_is_rejected(server: ServerProcess) -> None:
     empty = {"a": np.empty((2, 0), np.float32), "b": np.empty((0, 3), np.float32)}
     check_rejected(server, "product_alone", empty, "'a' is empty for model 'product_alone'")
+
+
+def test_product_with_an_empty_vector_is_rejected(server: ServerProcess) -> None:
+    """ONNX Runtime would leave the output as its memory was."""
+    whole = {"a": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
+    np.testing.assert_array_equal(rest_json(server, "vector_alone", whole)["y"], [3, 3])
+    empty = {"a": np.empty((2, 0), np.float32), "b": np.empty(0, np.float32)}
+    check_rejected(server, "vector_alone", empty, "'a' is empty for model 'vector_alone'")
 
 
 @pytest.mark.parametrize("model", ["heads", "heads_alone"])

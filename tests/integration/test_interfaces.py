@@ -193,6 +193,13 @@ def test_model_that_does_not_survive_another_rank_loads(server: ServerProcess) -
 
 
 @IN_EVERY_ENCODING
+def test_rank_that_would_end_the_process_is_rejected(server: ServerProcess, infer: Infer) -> None:
+    for x in (np.array(1, np.float32), np.ones(3, np.float32)):
+        with pytest.raises((InferenceServerException, grpc.RpcError, AssertionError), match="at least 2 axes, got"):
+            infer(server, "reversed_of_any_shape", {"x": x, "lengths": np.array([2])})
+
+
+@IN_EVERY_ENCODING
 def test_input_of_undeclared_shape_accepts_any_shape(server: ServerProcess, infer: Infer) -> None:
     one = np.array(1, np.float32)
     for x in (X, X[0], one, np.empty((2, 0), np.float32)):

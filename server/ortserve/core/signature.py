@@ -19,6 +19,7 @@ class TensorSpec:
         batch_axis: The axis with one entry per row. None for a tensor without rows, which is the same for a whole
             batch, and for all tensors of a model that is not batched.
         has_any_shape: The model declares no shape, not even a number of axes; ``shape`` is then empty.
+        least_axes: How many axes a request must bring at least, for an input with ``has_any_shape``.
         is_sequence: The output is a sequence of tensors in the model. Axis 0 is then the position in the sequence and
             never the batch axis.
         is_image: The input is the bytes of one image file, so that a request has no rows.
@@ -31,6 +32,7 @@ class TensorSpec:
     is_optional: bool = False
     batch_axis: int | None = 0
     has_any_shape: bool = False
+    least_axes: int = 0
     is_sequence: bool = False
     is_image: bool = False
 
@@ -46,7 +48,7 @@ class TensorSpec:
     def accepts_shape(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor may have this full shape."""
         if self.has_any_shape:
-            return True
+            return len(shape) >= self.least_axes
         if len(shape) != len(self.shape):
             return False
         for size, expected in zip(shape, self.shape, strict=True):  # noqa: SIM110 - a generator would take longer

@@ -6,27 +6,22 @@ session is made, as ``zip_maps`` replaces ZipMap. Where the divisor is -1, they 
 makes the least number itself of it. All other results stay as they are.
 """
 
-import struct
 from collections.abc import Iterable
 from typing import Final
 
-from ortserve.model_file.editing import GRAPH_NODE, Edits, write_attribute, write_node
+from ortserve.model_file.editing import GRAPH_NODE, Edits, write_attribute, write_constant, write_node
 from ortserve.model_file.graph import INT32, INT64, Graph, Model, Node, Tensor, names_read
-from ortserve.model_file.protobuf import write_message, write_number
+from ortserve.model_file.protobuf import write_number
 
 # Numbers of onnx.proto (github.com/onnx/onnx), for the attributes that this module writes.
 _ATTRIBUTE_INT: Final = 3
-_ATTRIBUTE_TENSOR: Final = 5
 _KIND_INT: Final = 2
-_KIND_TENSOR: Final = 4
-_TENSOR_TYPE: Final = 2
-_TENSOR_DATA: Final = 9
 
 _LEAST_OPSET: Final = 9
 """Before it there is no operator Where."""
 _DIVISIONS: Final = frozenset({"Div", "Mod"})
-_FAULTING: Final = {INT32: "<i", INT64: "<q"}
-"""Element types with such a division, and how a number is written; smaller types are divided as INT32."""
+_FAULTING: Final = frozenset({INT32, INT64})
+"""Element types with such a division; smaller types are divided as INT32."""
 _SIZES: Final = frozenset({"Shape", "Size"})
 """Operators whose results no request makes as small as the least number."""
 _INDICES: Final = frozenset({"ArgMax", "ArgMin", "NonZero"}) | _SIZES
@@ -109,20 +104,14 @@ def _without_fault(node: Node, dtype: int) -> Iterable[bytes]:
     one, minus_one, is_minus_one, safe, quotient, opposite = (
         f"{output}/{name}" for name in ("one", "minus_one", "is_minus_one", "safe", "quotient", "opposite")
     )
-    yield _write_constant(one, dtype, 1)
-    yield _write_constant(minus_one, dtype, -1)
+    yield write_constant(one, dtype, 1)
+    yield write_constant(minus_one, dtype, -1)
     yield write_node("Equal", "", [divisor, minus_one], is_minus_one)
     yield write_node("Where", "", [is_minus_one, one, divisor], safe)
     if node.op == "Mod":  # the remainder is 0 for both
         fmod = write_number(_ATTRIBUTE_INT, 1 if node.attributes.get("fmod") else 0)
-        yield write_node("Mod", "", [dividend, safe], output, write_attribute("fmod", fmod, _KIND_INT))
+        yield write_node("Mod", "", [dividend, safe], output, attributes=[write_attribute("fmod", fmod, _KIND_INT)])
         return
     yield write_node("Div", "", [dividend, safe], quotient)
     yield write_node("Neg", "", [dividend], opposite)
     yield write_node("Where", "", [is_minus_one, opposite, quotient], output)
-
-
-def _write_constant(name: str, dtype: int, value: int) -> bytes:
-    data = write_message(_TENSOR_DATA, struct.pack(_FAULTING[dtype], value))
-    tensor = write_message(_ATTRIBUTE_TENSOR, write_number(_TENSOR_TYPE, dtype) + data)
-    return write_node("Constant", "", [], name, write_attribute("value", tensor, _KIND_TENSOR))

@@ -1,6 +1,6 @@
 """Optimizers of ONNX Runtime that change the results of a model, or make it crash."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ortserve.model_file.graph import Model, Node, Tensor, all_graphs, all_nodes
@@ -18,8 +18,9 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
 
     ONNX Runtime 1.31.1 joins Transpose and MatMul from the level "extended" on, also where other optimizers have moved
     the Transpose. If the second operand is a vector, as in the attention pooling of texts, the product is wrong,
-    because it reads the matrix in its old order. And it moves the channels of quantized images to the last axis, where
-    average pooling ends the process if an image is smaller than the kernel.
+    because it reads the matrix in its old order. It moves the channels of quantized images to the last axis, where
+    average pooling ends the process if an image is smaller than the kernel. And it joins products of quantized matrices
+    with their scales, and then writes beyond the product if the scales have more axes or rows.
     """
     nodes = list(all_nodes(model))
     found = []
@@ -28,6 +29,8 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
     operators = {node.op for node in nodes}
     if not operators.isdisjoint(_AVERAGES) and not operators.isdisjoint(_QUANTIZED) and _takes_any_image(model):
         found.append("NhwcTransformer")
+    if "MatMulInteger" in operators and _has_wide_scales(model, nodes):
+        found.append("MatMulIntegerToFloatFusion")
     return tuple(found)
 
 
@@ -48,6 +51,39 @@ def _has_product_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
         elif node.op == "MatMul" and not vectors.isdisjoint(node.inputs[1:]):
             return True
     return False
+
+
+def _has_wide_scales(model: Model, nodes: Sequence[Node]) -> bool:
+    """Whether a product of quantized matrices may have scales other than one number, or one for each column."""
+    constants = {name: tensor for graph in all_graphs(model) for name, tensor in graph.constants.items()}
+    makers = {name: node for node in nodes for name in node.outputs}
+    for node in nodes:
+        value = node.attributes.get("value")
+        if node.op == "Constant" and isinstance(value, Tensor):
+            constants[node.outputs[0]] = value
+
+    def made_by(operator: str, name: str) -> Node | None:
+        maker = makers.get(name)
+        return maker if maker is not None and maker.op == operator else None
+
+    for node in nodes:
+        for name, scales in (node.inputs, node.inputs[::-1]) if node.op == "Mul" else ():
+            cast, product_of_scales = made_by("Cast", name), made_by("Mul", scales)
+            product = made_by("MatMulInteger", cast.inputs[0]) if cast is not None else None
+            if product is None or product_of_scales is None:
+                continue
+            columns = _dims(constants, product.inputs[1])[-1:]
+            for scale in product_of_scales.inputs:
+                *others, last = (1, *_dims(constants, scale)) if scale in constants else (0, 0)
+                is_narrow = set(others) <= {1} and last in (1, *columns)
+                if not is_narrow and made_by("DynamicQuantizeLinear", scale) is None:
+                    return True
+    return False
+
+
+def _dims(constants: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    known = constants.get(name)
+    return known.dims or () if known is not None else ()
 
 
 def _takes_any_image(model: Model) -> bool:

@@ -10,6 +10,7 @@ import onnxruntime as ort
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.encoded_images import find_images
+from ortserve.engine.least_axes import least_axes
 from ortserve.engine.runs import can_return_bfloat16
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import UNREADABLE, Dims, Model
@@ -73,7 +74,12 @@ def _read_signature(session: ort.InferenceSession, model: Model, served_outputs:
     outputs, unserved_outputs = _read_outputs(session.get_outputs(), inputs, served_outputs)
     # The API returns the same for a tensor without axes and for one without a declared shape.
     names = {declared.name for declared in (*declared_inputs, *declared_outputs) if declared.lacks_shape}
-    inputs, outputs = _with_any_shape(inputs, names), _with_any_shape(outputs, names)
+    least = least_axes(model) if names else {}
+    inputs = [
+        replace(spec, least_axes=least.get(spec.name, 0)) if spec.has_any_shape else spec
+        for spec in _with_any_shape(inputs, names)
+    ]
+    outputs = _with_any_shape(outputs, names)
     dims = {declared.name: declared.element_dims for declared in declared_outputs}
     outputs = [_of_sequence(spec, dims.get(spec.name)) if spec.is_sequence else spec for spec in outputs]
     unbatched_because = _why_unbatched(inputs, outputs)

@@ -14,6 +14,7 @@ from ortserve.engine.denormals import session_maker
 from ortserve.engine.divisions import division_edits
 from ortserve.engine.encoded_images import ImageSession, find_images, image_edits
 from ortserve.engine.harmful_optimizers import harmful_optimizers
+from ortserve.engine.operator_checks import check_edits
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
@@ -80,7 +81,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
 
     Args:
         path: The ``.onnx`` file. ONNX Runtime gets the path instead of the bytes, which its Python API would keep
-            beside its own copy of the weights. If ``zip_maps``, ``encoded_images`` or ``divisions`` edits the model,
+            beside its own copy of the weights. If a module such as ``zip_maps`` or ``divisions`` edits the model,
             the bytes are released after loading.
         name: The model's name in log lines of ONNX Runtime.
         options: How to open it.
@@ -102,6 +103,8 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     images = find_images(model)
     edits = {**score_edits(model), **image_edits(images.values()), **division_edits(model)}
     provider = options.provider
+    if provider.name == CPU:
+        edits |= check_edits(model)
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(model, options.settings))
         if harmful := harmful_optimizers(model):

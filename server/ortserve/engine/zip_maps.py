@@ -94,5 +94,5 @@ def _nodes(zip_map: _ZipMap) -> bytes:
         for name, value in (("offset", 0.0), ("scale", 1.0))
     ]
     width = write_attribute("inputdimensions", write_number(_ATTRIBUTE_INTS, count), _KIND_INTS)
-    scaler = write_node("Scaler", _DOMAIN, [zip_map.scores], checked, *scale)
-    return scaler + write_node("FeatureVectorizer", _DOMAIN, [checked], zip_map.output, width)
+    scaler = write_node("Scaler", _DOMAIN, [zip_map.scores], checked, attributes=scale)
+    return scaler + write_node("FeatureVectorizer", _DOMAIN, [checked], zip_map.output, attributes=[width])

@@ -3,10 +3,12 @@
 The files of edited models do not change, and nothing but the replaced fields is decoded.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from ortserve.model_file.graph import FLOAT, INT32, INT64
 from ortserve.model_file.protobuf import fields, mapped_file, write_message, write_number, write_tag, write_varint
 
 # Field numbers of onnx.proto (github.com/onnx/onnx), for the fields that this module edits.
@@ -27,11 +29,18 @@ _SHAPE_DIM: Final = 1
 _DIM_LENGTH: Final = 1
 _NODE_INPUT: Final = 1
 _NODE_OUTPUT: Final = 2
+_NODE_NAME: Final = 3
 _NODE_OPERATOR: Final = 4
 _NODE_ATTRIBUTE: Final = 5
 _NODE_DOMAIN: Final = 7
 _ATTRIBUTE_NAME: Final = 1
+_ATTRIBUTE_TENSOR: Final = 5
 _ATTRIBUTE_KIND: Final = 20
+_KIND_TENSOR: Final = 4
+_CONSTANT_DIMS: Final = 1
+_CONSTANT_TYPE: Final = 2
+_CONSTANT_DATA: Final = 9
+_FORMATS: Final = {FLOAT: "f", INT32: "i", INT64: "q"}
 _OPSET_DOMAIN: Final = 1
 _OPSET_VERSION: Final = 2
 
@@ -57,17 +66,28 @@ def write_opset(domain: str, version: int) -> bytes:
     )
 
 
-def write_node(operator: str, domain: str, sources: Sequence[str], target: str, *attributes: bytes) -> bytes:
-    """A node with one output; each of ``attributes`` is from ``write_attribute``."""
-    names = [(_NODE_INPUT, source) for source in sources]
-    names += (_NODE_OUTPUT, target), (_NODE_OPERATOR, operator), (_NODE_DOMAIN, domain)
-    named = b"".join(write_message(number, name.encode()) for number, name in names)
+def write_node(
+    operator: str, domain: str, sources: Sequence[str], *targets: str, attributes: Iterable[bytes] = (), name: str = ""
+) -> bytes:
+    """A node; each of ``attributes`` is from ``write_attribute``."""
+    names = [(_NODE_INPUT, source) for source in sources] + [(_NODE_OUTPUT, target) for target in targets]
+    names += (_NODE_NAME, name), (_NODE_OPERATOR, operator), (_NODE_DOMAIN, domain)
+    named = b"".join(write_message(number, text.encode()) for number, text in names)
     return write_message(GRAPH_NODE, named + b"".join(write_message(_NODE_ATTRIBUTE, each) for each in attributes))
 
 
 def write_attribute(name: str, value: bytes, kind: int) -> bytes:
     """An attribute of a node, whose value is a serialized field of ``AttributeProto``, and its ``AttributeType``."""
     return write_message(_ATTRIBUTE_NAME, name.encode()) + value + write_number(_ATTRIBUTE_KIND, kind)
+
+
+def write_constant(name: str, dtype: int, *values: float, is_list: bool = False) -> bytes:
+    """A node with a constant of FP32, INT32 or INT64: a scalar, or a list."""
+    data = struct.pack(f"<{len(values)}{_FORMATS[dtype]}", *values)
+    dims = write_number(_CONSTANT_DIMS, len(values)) if is_list else b""
+    tensor = dims + write_number(_CONSTANT_TYPE, dtype) + write_message(_CONSTANT_DATA, data)
+    value = write_attribute("value", write_message(_ATTRIBUTE_TENSOR, tensor), _KIND_TENSOR)
+    return write_node("Constant", "", [], name, attributes=[value])
 
 
 def write_tensor(number: int, name: str, dtype: int, dims: Sequence[int | None]) -> bytes:

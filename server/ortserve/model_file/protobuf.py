@@ -4,6 +4,7 @@ A message is a span of bytes in a mapped file. Reading skips the values of unreq
 """
 
 import mmap
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,6 +125,11 @@ def write_message(number: int, content: bytes) -> bytes:
 def write_number(number: int, value: int) -> bytes:
     """A field with a number that is not negative."""
     return write_varint(number << 3 | VARINT) + write_varint(value)
+
+
+def write_float(number: int, value: float) -> bytes:
+    """A field with an FP32 number."""
+    return write_varint(number << 3 | _FIXED32) + struct.pack("<f", value)
 
 
 def write_tag(number: int) -> bytes:

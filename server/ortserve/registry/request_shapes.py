@@ -235,9 +235,9 @@ def shape_error(shape: tuple[int, ...], spec: TensorSpec, signature: ModelSignat
     """The error for an input of another shape than ``spec``."""
     if signature.is_batched and not shape:
         return invalid_input(f"input '{spec.name}' has no shape but model requires batch dimension for '{model}'")
+    expected = f"at least {spec.least_axes} axes" if len(shape) < spec.least_axes else format_shape(spec.shape)
     return invalid_input(
-        f"unexpected shape for input '{spec.name}' for model '{model}'. "
-        f"Expected {format_shape(spec.shape)}, got {format_shape(shape)}"
+        f"unexpected shape for input '{spec.name}' for model '{model}'. Expected {expected}, got {format_shape(shape)}"
     )
 
 

@@ -54,7 +54,7 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
                 f"inference input '{spec.name}' data-type is '{tensor.datatype.value}', "
                 f"but model '{model}' expects '{spec.datatype.value}'"
             )
-        if len(shape) != len(spec.shape) and not spec.has_any_shape:
+        if (len(shape) != len(spec.shape) and not spec.has_any_shape) or len(shape) < spec.least_axes:
             raise shape_error(shape, spec, signature, model)
         for size, expected in zip(shape, spec.shape, strict=False):  # of as many axes, where any are declared
             if size != expected and expected != -1:

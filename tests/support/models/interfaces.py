@@ -120,6 +120,13 @@ def quantized_product(path: Path) -> Path:
     return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, "batch", 3)])
 
 
+def product_with_vector(path: Path) -> Path:
+    """A product with a vector, without rows: a FP32 [rows, inner] and b FP32 [inner] → y FP32 [rows]."""
+    inputs = [_tensor("a", DataType.FP32, "rows", "inner"), _tensor("b", DataType.FP32, "inner")]
+    node = helper.make_node("MatMul", ["a", "b"], ["y"])
+    return _write(path, [node], inputs, [_tensor("y", DataType.FP32, "rows")])
+
+
 def bfloat16_and_text(path: Path) -> Path:
     """What is given back as it came: x BF16 [batch], s BYTES [batch] → wide FP32 [batch], t BYTES [batch], y BF16."""
     nodes = [

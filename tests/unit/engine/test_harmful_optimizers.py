@@ -101,3 +101,33 @@ def test_quantized_average_of_an_image_smaller_than_its_kernel(
     if left_out:
         with pytest.raises(ORT_ERRORS):
             session.run(None, {"x": np.ones((1, 1, 1, 1), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "constants", "shape", "left_out"),
+    [
+        ("float[n,4] x, float[k,l] s", "", (500, 300), ("MatMulIntegerToFloatFusion",)),
+        (
+            "float[n,4] x",
+            f"float[30,1,1] s = {{{', '.join(['0.5'] * 30)}}}",
+            (30, 1, 1),
+            ("MatMulIntegerToFloatFusion",),
+        ),
+        ("float[n,4] x", "float s = {0.5}", (), ()),
+        ("float[n,4] x", "float[1,1] s = {0.5}", (1, 1), ()),
+    ],
+    ids=["an input", "more axes", "a number", "one for each column"],
+)
+def test_scales_that_widen_a_quantized_product(
+    tmp_path: Path, inputs: str, constants: str, shape: tuple[int, ...], left_out: tuple[str, ...]
+) -> None:
+    """ONNX Runtime would write beyond the product of the matrices, which ends this process."""
+    nodes = "q, a, z = DynamicQuantizeLinear (x) p = MatMulInteger (q, w, z) f = Cast <to = 1> (p)"
+    weights = ", ".join(filter(None, ["uint8[4,1] w = {1, 2, 3, 4}", constants]))
+    path = write(tmp_path, inputs, f"{nodes} b = Mul (a, s) y = Mul (f, b)", weights)
+    assert harmful_optimizers(read_model(path)) == left_out
+    session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
+    scales = np.full(shape, 0.5, np.float32)
+    given = {"x": np.ones((1, 4), np.float32), "s": scales}
+    (y,) = session.run(None, {arg.name: given[arg.name] for arg in session.get_inputs()})
+    np.testing.assert_allclose(y, 10 * np.broadcast_to(scales, np.broadcast_shapes(shape, (1, 1))), rtol=1e-6)

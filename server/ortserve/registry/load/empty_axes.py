@@ -3,20 +3,31 @@
 ONNX Runtime 1.31.1 does not compare the shape of an empty tensor with those of the others that Concat joins: of
 ``[0, 2]`` and ``[3, 2]`` it makes ``[3, 4]`` along axis 1, and writes only half of it. The rest is what the memory held
 before, such as inputs of other requests. An empty tensor is right if it is empty along the axis of the Concat, as the
-past of a decoder is before the first token. Nor does it write quantized products of matrices over an axis of length 0.
-Attention without heads, or with heads of size 0, ends the process, and so do a few other operators on some empty axes.
-A Conv with an empty kernel does not return.
+past of a decoder is before the first token. Nor does it write products over an axis of length 0, if they are quantized
+or of a vector, and RoiAlign reads beyond an image without pixels. Attention without heads, or with heads of size 0,
+ends the process, and so do a few other operators on some empty axes. A Conv with an empty kernel does not return, and a
+ConvInteger does not write its output.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import Graph, Model, Node, Tensor, all_nodes, graphs_of, names_read
 
-_JOINS: Final = frozenset({"Concat", "ConcatFromSequence"})
-_PRODUCTS: Final = {"MatMulInteger": 1, "QLinearMatMul": 3, "MatMul": 1, "Gemm": 1}
-"""Products of matrices, with the place of the second one. The last two are quantized between DequantizeLinear."""
+_JOINS: Final = frozenset({"Concat", "ConcatFromSequence", "QLinearConcat"})
+_QUANTIZED_PRODUCTS: Final = {
+    "DynamicQuantizeMatMul": 1,
+    "MatMulInteger": 1,
+    "MatMulIntegerToFloat": 1,
+    "QLinearMatMul": 3,
+}
+_PRODUCTS: Final = {"MatMul": 1, "Gemm": 1} | _QUANTIZED_PRODUCTS
+"""Products of matrices, with the place of the second one. The first two are quantized between DequantizeLinear."""
+_KERNELS: Final = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
+"""Convolutions, with the place of the kernel."""
+_OF_BOXES: Final = frozenset({"MaxRoiPool", "RoiAlign"})
+"""Operators whose first input is images, with the height and width on axes 2 and 3."""
 _IN_PLACE: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Slice", "Split"})
 """Operators that keep the axes of their first input, and an empty one empty."""
 _WITH_PAST: Final = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
@@ -47,7 +58,8 @@ def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
     that are no weights, or an operator that does not survive it. An input without a declared shape has none. A graph
     that is larger than analyses allow is not followed.
     """
-    if not any(_minds_empty(node, model.graph.constants) for node in all_nodes(model)):
+    vectors = {declared.name for declared in model.graph.inputs if len(declared.dims or ()) == 1}
+    if not any(_minds_empty(node, model.graph.constants, vectors) for node in all_nodes(model)):
         return None
     paths = _Paths(model)
     paths.follow(model.graph.nodes, dict(model.graph.constants))
@@ -96,8 +108,8 @@ class _Paths:
                 continue
             for name, axis in self._crashing_axes(node):
                 self.wrong |= {seed for seed, at in self._all_of([name]).items() if at == axis}
-            if node.op == "Conv":  # an empty kernel
-                self.wrong |= self._all_of(node.inputs[1:2]).keys()
+            if kernel := _kernel_of(node):
+                self.wrong |= self._all_of([kernel]).keys()
             graphs = list(graphs_of([node]))
             if node.op == "If":
                 for graph in graphs:
@@ -114,7 +126,8 @@ class _Paths:
         at = _PRODUCTS.get(node.op)
         if at is None or len(node.inputs) <= at or node.inputs[at] in self._weights or node.inputs[at] in constants:
             return False
-        return _is_quantized(node) or self._dequantized.issuperset(node.inputs[:2])
+        has_vector = node.op == "MatMul" and any(self._ranks.get(name) == 1 for name in node.inputs)
+        return has_vector or _is_quantized(node) or self._dequantized.issuperset(node.inputs[:2])
 
     def _crashing_axes(self, node: Node) -> Iterator[tuple[str, int]]:
         """The axes along which inputs of a node must not be empty, with the name of each input."""
@@ -125,6 +138,8 @@ class _Paths:
                 yield from ((name, axis) for axis, letter in enumerate(term) if letter not in kept)
         for name in node.inputs[:3] if node.op in _WITH_PAST else ():
             yield name, _HEADS.get(self._ranks.get(name, 0), -1)
+        if node.op in _OF_BOXES:
+            yield from ((node.inputs[0], axis) for axis in (2, 3))
         for name in node.inputs[: _LAST_AXIS.get(node.op, 0)]:
             yield name, self._ranks.get(name, 0) - 1
 
@@ -141,13 +156,16 @@ class _Paths:
         """Check that all empty tensors are empty along the axis of the node. If all are, so is its output."""
         axis = node.attributes.get("axis", 0)
         columns: list[_Seeds] = []
-        for name in node.inputs:
+        names = node.inputs[2::3] if node.op == "QLinearConcat" else node.inputs  # without scales and zero points
+        for name in names:
             seeds = self._all_of([name])
             along = axis if isinstance(axis, int) and axis >= 0 else None
             if isinstance(axis, int) and axis < 0 and name in self._ranks:
                 along = axis + self._ranks[name]
             right: _Seeds = {
-                seed: at for seed, at in seeds.items() if node.op == "Concat" and at is not None and at == along
+                seed: at
+                for seed, at in seeds.items()
+                if node.op != "ConcatFromSequence" and at is not None and at == along
             }
             self.wrong |= seeds.keys() - right.keys()
             columns.append(right)
@@ -155,7 +173,7 @@ class _Paths:
             merged: _Seeds = {}
             for right in columns:
                 merged |= right
-            self._put(node, merged, self._ranks.get(node.inputs[0]))
+            self._put(node, merged, self._ranks.get(names[0]))
 
     def _pass_on(self, node: Node, read: _Seeds, constants: Mapping[str, Tensor]) -> None:
         if node.op in _WITH_PAST:
@@ -207,11 +225,19 @@ class _Paths:
                     self._ranks[name] = rank
 
 
-def _minds_empty(node: Node, constants: Mapping[str, Tensor]) -> bool:
-    if node.op == "Conv":
-        return not constants.keys() >= set(node.inputs[1:2])
-    minds = _JOINS | _WITH_PAST | _LAST_AXIS.keys() | {"Einsum"}
+def _minds_empty(node: Node, constants: Mapping[str, Tensor], vectors: Set[str]) -> bool:
+    if kernel := _kernel_of(node):
+        return kernel not in constants
+    if node.op == "MatMul":
+        return not vectors.isdisjoint(node.inputs)
+    minds = _JOINS | _WITH_PAST | _LAST_AXIS.keys() | _OF_BOXES | {"Einsum"}
     return node.op in minds or _is_quantized(node) or _crashes_anywhere(node)
+
+
+def _kernel_of(node: Node) -> str:
+    """The kernel of a convolution that must not have an empty one; empty for other nodes."""
+    at = _KERNELS.get(node.op, len(node.inputs))
+    return node.inputs[at] if at < len(node.inputs) else ""
 
 
 def _crashes_anywhere(node: Node) -> bool:
@@ -223,7 +249,7 @@ def _crashes_anywhere(node: Node) -> bool:
 
 
 def _is_quantized(node: Node) -> bool:
-    return node.op in ("MatMulInteger", "QLinearMatMul", "DequantizeLinear")
+    return node.op in _QUANTIZED_PRODUCTS or node.op == "DequantizeLinear"
 
 
 def _axes_of(node: Node, constants: Mapping[str, Tensor]) -> list[int]:

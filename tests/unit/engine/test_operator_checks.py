@@ -1,0 +1,195 @@
+"""Checks of operators: the results of ONNX Runtime where inputs are right, and errors in place of crashes.
+
+Sessions run in another process, which a missing check would end.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import parser
+
+from ortserve.engine.operator_checks import check_edits
+from ortserve.engine.ort_errors import ORT_ERRORS
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.session import SessionOptions, open_session
+from ortserve.model_file.reading import read_model
+
+Arrays = dict[str, np.ndarray]
+
+TWICE = "m (float[n,r,c] x) => (float[n,r,c] y) { z = com.microsoft.Inverse (x) y = com.microsoft.Inverse (z) }"
+INVERSE = "m (float[n,r,c] x) => (float[n,r,c] y) { y = com.microsoft.Inverse (x) }"
+SPECTRUM = "m (float[1,n,1] x, int64 step, int64 length) => (float[a,b,c,2] y) { y = STFT (x, step, , length) }"
+WINDOWED = """m (float[1,n,1] x, int64 step, int64 size) => (float[a,b,c,2] y)
+    { window = HannWindow (size) y = STFT <onesided = 0> (x, step, window) }"""
+SCALED = """m (uint8[n,k] x, uint8[k,m] z, float one, float[scales] s) => (float[n,m] y)
+    { y = com.microsoft.MatMulIntegerToFloat (x, z, one, s) }"""
+HEADS = """m (float[b,h,s,d] x, int64[b,s] at, float[p,q] cos) => (float[b,h,s,d] y)
+    { y = com.microsoft.RotaryEmbedding (x, at, cos, cos) }"""
+PAST = """m (float[b,s,8] q, float[b,s,d] v, float[b,2,p,4] past)
+    => (float[b,s,d] y, float[b,2,t,4] k, float[b,2,t,e] z)
+    { y, k, z = com.microsoft.MultiHeadAttention <num_heads = 2, scale = 0.5> (q, q, v, , , , past, past) }"""
+WORDS = """m (int32[n,5] x, float[6,1,3,4] w, float[6] b, float[30,4] c) => (float[n,6] y) { y = com.microsoft.
+    WordConvEmbedding <embedding_size = 6, conv_window_size = 3, char_embedding_size = 4> (x, w, b, c) }"""
+
+
+def boxes_of(dtype: str = "float", ratio: int = 0) -> str:
+    attributes = f'sampling_ratio = {ratio}, spatial_scale = 0.5, mode = "max", output_width = 3, output_height = 2'
+    return f"""m ({dtype}[1,2,h,w] x, {dtype}[n,4] boxes, int64[n] at) => ({dtype}[n,2,2,3] y)
+        {{ y = RoiAlign <{attributes}> (x, boxes, at) }}"""
+
+
+def write(folder: Path, text: str, opset: int = 17) -> Path:
+    imports = f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1]>'
+    onnx.save(parser.parse_model(f"{imports} {text}"), str(folder / "model.onnx"))
+    return folder / "model.onnx"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Executor]:
+    """A process whose allocator fills memory. It ends with the first crash."""
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, get_context("spawn")) as processes:
+        patch.setenv("MALLOC_PERTURB_", "85")
+        yield processes
+
+
+def run(path: Path, inputs: Arrays, *, checked: bool = True) -> np.ndarray | str:
+    """The output of a session, or its error."""
+    options = SessionOptions(ProviderChoice(CPU), 1)
+    session = open_session(path, "m/1", options) if checked else ort.InferenceSession(str(path), providers=[CPU])
+    try:
+        found = session.run(None, inputs)[0]
+    except ORT_ERRORS as error:
+        return str(error)
+    return np.asarray(found)
+
+
+def boxes(*rows: list[float], dtype: type = np.float32) -> Arrays:
+    image: np.ndarray = np.arange(128).reshape(1, 2, 8, 8).astype(dtype)
+    return {"x": image, "boxes": np.array(rows, dtype).reshape(-1, 4), "at": np.zeros(len(rows), np.int64)}
+
+
+def signal(**numbers: int) -> Arrays:
+    waves = np.random.default_rng(0).standard_normal((1, 16, 1)).astype(np.float32)
+    return {"x": waves} | {name: np.array(number) for name, number in numbers.items()}
+
+
+def scaled(columns: int, scales: int) -> Arrays:
+    matrices = {"x": np.ones((1, 4), np.uint8), "z": np.ones((4, columns), np.uint8)}
+    return matrices | {"s": np.full(scales, 0.5, np.float32), "one": np.array(1, np.float32)}
+
+
+def heads(size: int) -> Arrays:
+    queries = np.random.default_rng(0).standard_normal((1, 2, 3, size)).astype(np.float32)
+    return {"x": queries, "at": np.zeros((1, 3), np.int64), "cos": np.full((5, 4), 0.5, np.float32)}
+
+
+def past(size: int) -> Arrays:
+    shapes = {"q": (1, 3, 8), "v": (1, 3, size), "past": (1, 2, 5, 4)}
+    return {name: np.full(shape, 0.5, np.float32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs", "opset"),
+    [
+        (INVERSE, {"x": np.random.default_rng(0).standard_normal((3, 4, 4)).astype(np.float32)}, 17),
+        (TWICE, {"x": np.random.default_rng(0).standard_normal((3, 4, 4)).astype(np.float32)}, 17),
+        (SPECTRUM, signal(step=2, length=4), 17),
+        (WINDOWED, signal(step=2, size=4), 17),
+        (boxes_of(), boxes([0, 0, 14, 9], [-3, 2, 900, 1000], [9, 9, 3, 3]), 11),
+        (boxes_of("double"), boxes([0, 0, 14, 9], dtype=np.float64), 16),
+        (boxes_of(), boxes(), 16),
+        (SCALED, scaled(3, 3), 17),
+        (SCALED, scaled(4, 1), 17),
+        (HEADS, heads(8), 17),
+        (PAST, past(8), 17),
+    ],
+    ids=[
+        "matrices",
+        "two operators",
+        "frames",
+        "a window",
+        "boxes",
+        "boxes of FP64",
+        "no boxes",
+        "scales",
+        "a scale",
+        "heads",
+        "a past",
+    ],
+)
+def test_results_are_those_of_onnx_runtime(
+    process: Executor, tmp_path: Path, text: str, inputs: Arrays, opset: int
+) -> None:
+    path = write(tmp_path, text, opset)
+    found = process.submit(run, path, inputs).result()
+    np.testing.assert_array_equal(found, process.submit(run, path, inputs, checked=False).result())
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs", "expected"),
+    [
+        (INVERSE, {"x": np.ones((3, 64, 3), np.float32)}, "Inverse expects square matrices"),
+        (INVERSE, {"x": np.ones((2, 0, 3), np.float32)}, "Inverse expects square matrices"),
+        (SPECTRUM, signal(step=2, length=0), "STFT expects a frame_length other than 0"),
+        (WINDOWED, signal(step=2, size=0), "STFT expects a window that is not empty"),
+        (boxes_of(), boxes([0, 0, 14, 9], [0, 0, 1e19, 1e19]), "RoiAlign expects boxes of at most 16777216 cells"),
+        (SCALED, scaled(1, 90000), "MatMulIntegerToFloat expects scales of one number, or one for each column"),
+        (HEADS, heads(9), "RotaryEmbedding expects heads of an even size"),
+        (PAST, past(64), "MultiHeadAttention expects keys and values of one size"),
+    ],
+    ids=[
+        "rows",
+        "no rows",
+        "a frame of 0",
+        "an empty window",
+        "a large box",
+        "wide scales",
+        "odd heads",
+        "other values than of the past",
+    ],
+)
+def test_inputs_that_an_operator_does_not_survive_get_an_error(
+    process: Executor, tmp_path: Path, text: str, inputs: Arrays, expected: str
+) -> None:
+    found = process.submit(run, write(tmp_path, text), inputs).result()
+    assert isinstance(found, str)
+    assert expected in found
+
+
+def test_words_without_characters_become_zeros(process: Executor, tmp_path: Path) -> None:
+    """ONNX Runtime does not write them: they would have what the memory held before, such as other requests."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (6, 1, 3, 4), "b": (6,), "c": (30, 4)}
+    inputs = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    inputs["x"] = rng.integers(1, 29, (64, 5), np.int32)
+    path = write(tmp_path, WORDS)
+    whole = process.submit(run, path, inputs).result()
+    np.testing.assert_array_equal(whole, process.submit(run, path, inputs, checked=False).result())
+    assert isinstance(whole, np.ndarray)
+    inputs["x"][::2, 0] = np.resize([0, -1], 32)
+
+    found = process.submit(run, path, inputs).result()
+
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found[1::2], whole[1::2])
+    np.testing.assert_array_equal(found[::2], np.zeros((32, 6), np.float32))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        boxes_of(ratio=2),
+        "m (float[n] z) => (float[n] y) <float[2,2] x = {1, 2, 3, 4}> { v = com.microsoft.Inverse (x) y = Add (z, z) }",
+        "m (float[n] x) => (float[n] y) { y = Relu (x) }",
+    ],
+    ids=["a number of samples", "a constant", "another operator"],
+)
+def test_other_operators_stay_as_they_are(tmp_path: Path, text: str) -> None:
+    assert check_edits(read_model(write(tmp_path, text))) == {}
