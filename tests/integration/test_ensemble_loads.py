@@ -1,9 +1,11 @@
 """Loads of ensembles and of their members: by call, by changed folders, and with faults."""
 
+import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -14,9 +16,9 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 from models import builders, members, sequences
-from models.members import Step, add_ensemble
+from models.members import Step, add_ensemble, ensemble_text
 from ortserve.core.dtypes import DataType
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
+from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving
 
 EXPLICIT = ("--model-control-mode", "explicit", *SHORT_WARMUP)
 POLL = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
@@ -220,6 +222,57 @@ def test_an_ensemble_goes_out_of_service_when_a_member_does_not_fit_any_more(
     (repository / "plus" / "1" / "model.onnx").write_bytes(good)
     assert change(server, "plus").status_code == 200
     assert answer(server) == [4, 6]
+
+
+@pytest.mark.parametrize("options", ["ensemble: [", "another member"])
+def test_an_ensemble_whose_reload_failed_follows_its_members_and_leaves_with_them(
+    server: ServerProcess, repository: Path, options: str
+) -> None:
+    assert change(server, "outer").status_code == 200
+    good = (repository / "chain" / "model.yaml").read_text()
+    if options == "another member":
+        options = ensemble_text(["x"], ["y"], [("double", {"nothing": "x"}, {"b": "y"})])
+    (repository / "chain" / "model.yaml").write_text(options)
+    reason = change(server, "chain").json()["error"].partition("chain', ")[2]
+    put(repository, "plus", 1, 9)
+    assert change(server, "plus").status_code == 200
+    assert answer(server, "outer") == [20, 22]
+    shown = states(server)["chain"].removeprefix("READY ")
+    assert shown in reason, (shown, reason)
+    assert change(server, "plus", "unload").status_code == 200
+    assert set(states(server).values()) == {"READY", "UNAVAILABLE unloaded"}
+    (repository / "chain" / "model.yaml").write_text(good)
+    assert change(server, "outer").status_code == 200
+    assert answer(server, "outer") == [20, 22]
+
+
+@pytest.mark.parametrize("to", ["load", "unload"])
+def test_a_change_of_an_ensemble_that_waits_to_follow_a_member_fails_no_request(repository: Path, to: str) -> None:
+    content = members.affine(repository / "real.onnx").read_bytes()
+    (repository / "real.onnx").unlink()
+    os.mkfifo(repository / "held.onnx")
+    (repository / "plus" / "2").mkdir()
+    members.affine(repository / "plus" / "2" / "model.onnx", 1, 9)
+    (repository / "plus" / "model.yaml").write_text("version_policy: {all: true}\nlabels: {stable: 1}\n")
+    flags = (*EXPLICIT, "--load-model", "chain", "--memory-budget-bytes", "8000000000")  # one load at a time
+    with serving(repository, *flags) as server, ThreadPoolExecutor(2) as threads:
+        holding = threads.submit(change, server, "held")
+        while "opening the session" not in states(server)["held"]:
+            time.sleep(LOOK_S)
+        url = f"{server.url}/v2/models/plus/labels"
+        httpx.put(url, json={"labels": {"stable": 2}}, timeout=LONG_S).raise_for_status()
+        with (repository / "chain" / "model.yaml").open("a") as configuration:
+            configuration.write("max_rows: 7\n")
+        changing = threads.submit(change, server, "chain", to)
+        server.wait_for_line("load cancelled", "model=chain")
+        if to == "load":
+            assert answer(server) == [4, 6]
+        (repository / "held.onnx").write_bytes(content)
+        assert (holding.result().status_code, changing.result().status_code) == (200, 200)
+        if to == "load":
+            assert answer(server) == [20, 22]
+        else:
+            assert states(server)["chain"] == "UNAVAILABLE unloaded"
 
 
 def test_each_fault_of_an_ensemble_has_its_text(server: ServerProcess, repository: Path) -> None:

@@ -13,8 +13,10 @@ from ortserve.errors import ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.dependents import dependents_of, members_of, reject_cycles, required_versions
 from ortserve.registry.draining import Draining
+from ortserve.registry.ensemble.members import find_members
+from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.labels import Labels, needed_versions
-from ortserve.registry.repository.source import ModelSource, plan_changes
+from ortserve.registry.repository.source import ModelSource, VersionChanges, plan_changes
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
 
@@ -96,6 +98,17 @@ class Reconciler:
             if not all(self._serves(member, version) for version in required_versions(ensemble, member))
         ]
 
+    def dependents_of(self, name: str) -> list[str]:
+        """The ensembles with a model as a member, by their latest source or by what serves because that failed."""
+        holding = (
+            record.model
+            for record in self._catalog.records()
+            if record.state is State.READY
+            and isinstance(record.served, ServedEnsemble)
+            and name in [member.name for member in record.served.members]
+        )
+        return list(dict.fromkeys((*dependents_of(name, self._sources), *holding)))
+
     def _serves(self, name: str, version: int) -> bool:
         """Whether requests are answered by a version of a model; LATEST for the one that answers those without one."""
         try:
@@ -151,6 +164,7 @@ class Reconciler:
         if source.problem:
             self._versions.reject(source)
             self._retries.forget(name)
+            await self._reconnect(name)
             return [source.problem]
         self._labels.follow(name)  # Before the first load of a model, so that no other version answers meanwhile.
         if not is_forced and self.stays_out(source):
@@ -167,7 +181,7 @@ class Reconciler:
         serving = self._catalog.ready(name)
         for record in serving:
             record.reason = ""
-        changes = plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
+        changes = self._changes(source)
         if changes.load:
             _report_options(source)
         incoming = [self._versions.announce(name, version, source, is_awaited=is_awaited) for version in changes.load]
@@ -192,6 +206,8 @@ class Reconciler:
                     self._draining.drain(record, UNLOADED)
                 else:  # it has failed during the loads, and would be loaded again
                     self._versions.forget([record])
+        if failures:
+            await self._reconnect(name)
         if self._catalog.ready(name) != serving:
             await self._follow(name, applied)
         return failures
@@ -235,7 +251,7 @@ class Reconciler:
 
     async def drop_dependents(self, name: str) -> None:
         """Take the ensembles that contain a model out of service, and wait until they have answered their requests."""
-        for ensemble in dependents_of(name, self._sources):
+        for ensemble in self.dependents_of(name):
             await self.drop_dependents(ensemble)
             async with self.lock(ensemble):
                 self._versions.drain_all(ensemble)
@@ -251,22 +267,47 @@ class Reconciler:
             name: Of the model.
             applied: Ensembles that are loaded after the model anyway.
         """
-        for ensemble in dependents_of(name, self._sources):
+        for ensemble in self.dependents_of(name):
             if ensemble in applied:
                 continue
             async with self.lock(ensemble):
                 source = self._sources.get(ensemble)
-                if source is None or name not in members_of(source):
-                    continue
-                stays_out = self.stays_out(source)
-                if stays_out:
-                    self._versions.offer(source)
-                for number, version in source.versions.items() if not stays_out else ():
-                    reason = await self._versions.load(self._versions.announce(ensemble, number, source), version)
-                    before = self._catalog.of(ensemble).get(number)
-                    if reason and before is not None and before.state is State.READY:
-                        self._draining.drain(before, reason)
+                if source is not None and name in members_of(source):
+                    stays_out = self.stays_out(source)
+                    if stays_out:
+                        self._versions.offer(source)
+                    for number in self._changes(source).load if not stays_out else ():
+                        record = self._versions.announce(ensemble, number, source)
+                        await self._versions.load(record, source.versions[number])
+                await self._reconnect(ensemble)
                 await self._follow(ensemble, applied)
+
+    async def _reconnect(self, name: str) -> None:
+        """Connect the serving versions of an ensemble to the present loads of its members. Called with its lock.
+
+        A version that these do not fit goes out of service with the reason. A version that a later load should have
+        replaced, and did not, serves on.
+        """
+        for record in self._catalog.ready(name):
+            if not isinstance(record.served, ServedEnsemble) or self._is_connected(record.served):
+                continue
+            why_not_replaced = record.reason
+            if reason := await self._versions.replace(record):
+                self._draining.drain(record, reason)
+            else:
+                self._catalog.of(name)[record.version].reason = why_not_replaced
+
+    def _is_connected(self, ensemble: ServedEnsemble) -> bool:
+        """Whether the steps of an ensemble use the versions that answer requests."""
+        try:
+            return find_members(ensemble.name, ensemble.plan, self._catalog) == ensemble.members
+        except ServeError:
+            return False
+
+    def _changes(self, source: ModelSource) -> VersionChanges:
+        """What leads from the versions of a model that serve to those of a source."""
+        serving = self._catalog.ready(source.name)
+        return plan_changes({record.version: record.source for record in serving if record.source}, source.versions)
 
 
 class LoadRetries:

@@ -14,7 +14,7 @@ from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import ErrorKind, NotInMemoryError, ServeError
 from ortserve.registry.catalog import Catalog, VersionRecord
-from ortserve.registry.dependents import closure_of, dependents_of, members_of, reject_cycles
+from ortserve.registry.dependents import closure_of, members_of, reject_cycles
 from ortserve.registry.draining import Draining
 from ortserve.registry.labels import Labels
 from ortserve.registry.load.assembly import Assembly
@@ -344,7 +344,7 @@ class Registry:
             await self._reader.release(name)
         if with_members:
             for member in members_of(source):
-                if not dependents_of(member, self._sources):
+                if not self._reconciler.dependents_of(member):
                     await self._unload(member, with_members=True)
 
     async def _poll(self) -> None:

@@ -9,13 +9,13 @@ from typing import Final
 
 from ortserve.batching.run_limits import RunEvents
 from ortserve.clock import Clock
-from ortserve.config.ensemble import LATEST
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.thread_priority import LONGEST_SLICE_NS, set_slice
-from ortserve.errors import NotInMemoryError, ServeError, invalid_input
+from ortserve.errors import NotInMemoryError, invalid_input
 from ortserve.registry.catalog import Catalog, State, VersionRecord
-from ortserve.registry.ensemble.plan import Plan, make_plan
+from ortserve.registry.ensemble.members import find_members
+from ortserve.registry.ensemble.plan import make_plan
 from ortserve.registry.ensemble.served import ServedEnsemble
 from ortserve.registry.gates import check_ensemble, check_speed
 from ortserve.registry.load.assembly import Assembly
@@ -159,7 +159,7 @@ class VersionLoader:
         labels = await asyncio.to_thread(read_labels, options, source.folder)
         plan = make_plan(record.model, options)
         try:
-            members = _find_members(record.model, plan, self._catalog)
+            members = find_members(record.model, plan, self._catalog)
         except NotInMemoryError as error:
             raise NoRoomError(error.message, is_lasting=False, retry_after_s=1) from None
         served = self._assembly.serve_ensemble(plan, members, source.configuration, labels, record.metrics)
@@ -191,42 +191,6 @@ class VersionLoader:
                 doing=progress.describe(),
                 seconds=round((self._clock() - began_ns) / 1e9, 2),
             )
-
-
-def _find_members(name: str, plan: Plan, catalog: Catalog) -> tuple[ServedVersion, ...]:
-    """Find the member of each step: the version that it names, or the one that answers requests without a version.
-
-    Raises:
-        NotInMemoryError: A member is loaded by the next request for it, or is being loaded for requests.
-        ServeError: invalid_input, naming the ensemble and the models or the version that it lacks.
-    """
-    names = dict.fromkeys(step.model for step in plan.steps)
-    if unknown := [model for model in names if not catalog.of(model)]:
-        raise invalid_input(
-            f"ensemble {name} contains models that are not available or ambiguous: {', '.join(unknown)}"
-        )
-    for model in names:
-        if not catalog.ready(model) and not any(one.makes_requests_wait for one in catalog.of(model).values()):
-            raise invalid_input(
-                f"ensemble '{name}' depends on '{model}' which has no loaded version. Model '{model}' loading failed "
-                f"with error: {' '.join(map(_describe_failure, catalog.of(model).values()))}"
-            )
-    return tuple([_find_member(name, step.model, step.version, catalog) for step in plan.steps])
-
-
-def _find_member(name: str, model: str, version: int, catalog: Catalog) -> ServedVersion:
-    try:
-        return catalog.find(model, "" if version == LATEST else str(version))
-    except NotInMemoryError:
-        raise NotInMemoryError(f"its member '{model}' is not in memory") from None
-    except ServeError:
-        raise invalid_input(
-            f"ensemble '{name}' depends on '{model}' whose required version {version} is not loaded."
-        ) from None
-
-
-def _describe_failure(record: VersionRecord) -> str:
-    return f"version {record.label or '-'} is at UNAVAILABLE state: {record.explanation};"
 
 
 def _advance_to_warming(record: VersionRecord) -> None:

@@ -192,10 +192,12 @@ class Versions:
             self._draining.drain(replaced, UNLOADED)
 
     async def replace(self, record: VersionRecord) -> str:
-        """Load a version anew that has abandoned an instance, unless it was replaced or drained in the meantime.
+        """Load a version anew that has abandoned an instance, or an ensemble whose members have changed.
+
+        Does nothing for a version that was replaced or drained in the meantime.
 
         Returns:
-            Why the load failed; empty if it serves or was not needed.
+            Why the load failed; empty if it serves, was not needed, or was cancelled for a change that follows.
         """
         if self._catalog.of(record.model).get(record.version) is not record or record.source is None:
             return ""
@@ -206,7 +208,8 @@ class Versions:
         )
         if record.state is not State.READY:
             self._show(successor)
-        return await self.load(successor, record.source)
+        reason = await self.load(successor, record.source)
+        return "" if successor.cancelled_because else reason
 
     def reject(self, source: ModelSource) -> None:
         """Record a model whose source has a problem. Versions that serve keep serving."""

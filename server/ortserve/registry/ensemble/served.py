@@ -74,7 +74,7 @@ class ServedEnsemble(ServedVersion):
             takes_sequences=any(member.takes_sequences for member in members),
         )
         self.members: Final = members
-        self._plan = plan
+        self.plan: Final = plan
         self._clock = clock
         self._cached = cached
         self._most_rows = math.inf if self.options.max_rows is None else self.options.max_rows
@@ -257,7 +257,7 @@ class ServedEnsemble(ServedVersion):
         in_order = tuple([spec.name for spec in self.signature.outputs if spec.name in outputs])
         route = self._routes.get(in_order)
         if route is None:
-            route = make_route(self.name, self.signature, self._plan, self.members, in_order)
+            route = make_route(self.name, self.signature, self.plan, self.members, in_order)
         for names in (outputs, in_order):
             self._routes[names] = route
         while len(self._routes) > _MAX_ROUTES:
