@@ -1,10 +1,12 @@
 """Labels of versions, by configuration and by call, on both protocols: routing, restarts, promotion and rollback."""
 
+import fcntl
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
 from models import builders
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving, starting, triton_clients
+from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, add_model, serving, starting, triton_clients
 
+EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "m", *SHORT_WARMUP)
 ONES = {"x": np.ones((1, 4), np.float32)}
 BUILDERS: dict[int, Callable[..., Path]] = {1: builders.identity, 2: builders.unnamed_dims, 3: builders.identity}
 """Version 2 answers 2 to 1; the others answer 1."""
@@ -184,6 +187,57 @@ def test_concurrent_changes_of_two_servers_lose_none(tmp_path: Path) -> None:
         assert labels_of(one, "m") == labels_of(other, "n") == wanted
     with serving(*flags) as server:
         assert labels_of(server, "m") == labels_of(server, "n") == wanted
+
+
+@contextmanager
+def holding_up_writes(repository: Path) -> Iterator[None]:
+    """Hold the lock of the state file, as another server does for the time of one write."""
+    folder = repository / ".ortserve"
+    folder.mkdir(exist_ok=True)
+    with (folder / ".state.json.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def wait_for_write(server: ServerProcess) -> None:
+    """Look until the server waits for the lock of the state file."""
+    end_s = time.monotonic() + LONG_S
+    while not any(link.name == ".state.json.lock" for link in open_files(server)):
+        assert time.monotonic() < end_s
+        time.sleep(LOOK_S)
+
+
+def open_files(server: ServerProcess) -> Iterator[Path]:
+    for link in Path(f"/proc/{server.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            yield link.readlink()
+
+
+def load(server: ServerProcess) -> None:
+    httpx.post(f"{server.url}/v2/repository/models/m/load", timeout=LONG_S).raise_for_status()
+
+
+def test_version_whose_label_leaves_the_file_drains(tmp_path: Path) -> None:
+    folder = add_versions(tmp_path, "labels: {stable: 1, canary: 2}", 1, 2, 3)
+    with serving(tmp_path, *EXPLICIT) as server:
+        assert versions_that_answer(server, "canary") == {"2"}
+        (folder / "model.yaml").write_text("labels: {stable: 1}")
+        load(server)
+        assert asked(server, "GET", "m/versions/2").status_code == 404
+        assert {versions_that_answer(server, version).pop() for version in ("1", "3")} == {"1", "3"}
+
+
+def test_version_that_a_call_labels_stays_while_the_change_is_written(tmp_path: Path) -> None:
+    folder = add_versions(tmp_path, "labels: {stable: 1, canary: 2}", 1, 2, 3)
+    with serving(tmp_path, *EXPLICIT) as server, ThreadPoolExecutor(1) as threads:
+        with holding_up_writes(tmp_path):
+            labelling = threads.submit(asked, server, "PUT", "m/labels", labels={"kept": 2})
+            wait_for_write(server)
+            (folder / "model.yaml").write_text("labels: {stable: 1}")
+            load(server)
+            load(server)
+        assert labelling.result().status_code == 200
+        assert versions_that_answer(server, "kept") == {"2"}
 
 
 def test_change_that_cannot_be_kept_is_refused_and_a_broken_state_stops_the_start(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.rollout import RolloutOptions
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.repository.source import ModelSource, versions_to_serve
-from ortserve.registry.state_file import ModelState, StateFile
+from ortserve.registry.state_file import NOTHING_CHANGED, ModelState, StateFile
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ class Labels:
         self._state = state
         self._configured: dict[str, dict[str, int]] = {}
         """Of the models' configurations, as far as they are in effect."""
+        self._coming: dict[str, ModelState] = {}
+        """Changes by calls that are being written. Their versions must serve on until then."""
         self.state_of: Final = state.of
         self.changed_models: Final = state.models
 
@@ -54,7 +56,11 @@ class Labels:
         Raises:
             ServeError: conflict, if the change cannot be kept; nothing has changed then.
         """
-        await self._state.put(name, state)
+        self._coming[name] = state
+        try:
+            await self._state.put(name, state)
+        finally:
+            del self._coming[name]
         self._show(name)
 
     def rollout(self, name: str) -> RolloutOptions | None:
@@ -68,9 +74,10 @@ class Labels:
 
     def named_versions(self, name: str) -> frozenset[int]:
         """The versions of a model that calls named, or that its configuration labels. From any thread."""
-        labelled = frozenset(self._configured.get(name, {}).values())
+        named = self._state.of(name).versions | self._coming.get(name, NOTHING_CHANGED).versions
         rollout = self.rollout(name)
-        return self._state.of(name).versions | labelled | ({rollout.candidate} if rollout else frozenset())
+        candidate = {rollout.candidate} if rollout else frozenset()
+        return named | candidate | frozenset(self._configured.get(name, {}).values())
 
     def _show(self, name: str) -> None:
         labels = {**self._configured.get(name, {}), **self._state.of(name).labels}

@@ -206,6 +206,7 @@ class Reconciler:
                     self._draining.drain(record, UNLOADED)
                 else:  # it has failed during the loads, and would be loaded again
                     self._versions.forget([record])
+            self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
         if failures:
             await self._reconnect(name)
         if self._catalog.ready(name) != serving:
@@ -218,16 +219,21 @@ class Reconciler:
             source = self._sources.get(name)
             if source is None:
                 return
-            named = self._labels.named_versions(name)
-            needed = needed_versions(source, named)
-            # Otherwise an earlier version may serve in place of one that failed.
-            if needed.issubset(record.version for record in self._catalog.ready(name)):
-                versions = {number: version for number, version in source.versions.items() if number in needed}
-                self._sources[name] = replace(source, versions=versions)
-                for record in self._catalog.ready(name):
-                    if record.version not in needed | named:
-                        self._draining.drain(record, UNLOADED)
+            self._retire_unneeded(source)
             await self._follow(name)
+
+    def _retire_unneeded(self, source: ModelSource) -> None:
+        """Drain the versions of a model that neither its policy nor a label needs, once those that they need serve."""
+        name = source.name
+        named = self._labels.named_versions(name)
+        needed = needed_versions(source, named)
+        # Otherwise an earlier version may serve in place of one that failed.
+        if needed.issubset(record.version for record in self._catalog.ready(name)):
+            versions = {number: version for number, version in source.versions.items() if number in needed}
+            self._sources[name] = replace(source, versions=versions)
+            for record in self._catalog.ready(name):
+                if record.version not in needed | named:
+                    self._draining.drain(record, UNLOADED)
 
     async def load_again(self, record: VersionRecord) -> None:
         """Load a version anew that has abandoned an instance."""
