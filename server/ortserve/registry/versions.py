@@ -70,7 +70,7 @@ class Versions:
         """Which device is lost, and why; empty while none is. Only a new process can use it again."""
 
     def announce(self, name: str, version: int, source: ModelSource, *, is_awaited: bool = False) -> VersionRecord:
-        """Make the record of a load that begins. It is shown, unless the previous load of the version still serves.
+        """Make the record of a load that waits. It is shown, unless the previous load of the version still serves.
 
         Args:
             name: Of the model.
@@ -78,6 +78,11 @@ class Versions:
             source: Of the model.
             is_awaited: Whether requests may wait for the load.
         """
+        record = self._make_record(name, version, source, is_awaited=is_awaited)
+        self._loading.setdefault(name, set()).add(record)
+        return record
+
+    def _make_record(self, name: str, version: int, source: ModelSource, *, is_awaited: bool = False) -> VersionRecord:
         before = self._catalog.of(name).get(version)
         record = VersionRecord(
             name,
@@ -100,7 +105,7 @@ class Versions:
         }
         self.forget(one for number, one in known.items() if number not in kept and one.state >= State.GONE)
         for number in [number for number in source.versions if number not in kept]:
-            self.announce(source.name, number, source).advance(State.GONE, ON_DEMAND)
+            self._make_record(source.name, number, source).advance(State.GONE, ON_DEMAND)
 
     async def load(self, record: VersionRecord, source: VersionSource) -> str:
         """Load a version, as soon as fewer loads are under way than the limit.
@@ -130,6 +135,8 @@ class Versions:
     async def _wait_for_turn(self, record: VersionRecord, source: VersionSource, slot: AsyncExitStack) -> str:
         """Wait for a slot, which ``slot`` holds afterwards, and for room in memory. Returns why there is none."""
         try:
+            if record.cancelled_because:
+                raise TimeoutError
             async with asyncio.timeout(None) as record.waiting:
                 await self._wait_for_room(record, source, slot)
             return ""

@@ -426,10 +426,11 @@ async def test_request_during_the_start_learns_when_to_retry(tmp_path: Path, mak
     assert record.no_room.retry_after_s == 1
 
 
-async def test_unload_ends_a_load_that_waits_for_its_slot(tmp_path: Path, make: Make) -> None:
+async def test_unload_ends_the_loads_of_all_versions_that_wait_for_a_slot(tmp_path: Path, make: Make) -> None:
     pipe = tmp_path / "slow.onnx"
     os.mkfifo(pipe)
-    put(tmp_path, "m", options="load_policy: on_demand")
+    put(tmp_path, "m", options="load_policy: on_demand\nversion_policy: {all: true}")
+    put(tmp_path, "m", 2)
     registry = make(100 * MIB)
     slow = asyncio.ensure_future(registry.load("slow"))
     writer = await asyncio.to_thread(pipe.open, "wb")  # when ONNX Runtime opens the file
