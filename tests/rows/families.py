@@ -46,6 +46,8 @@ _apart("elementwise: texts", "string[N,3] x", "y = Equal(x, w)", 'string[1] w = 
 _meet("elementwise: a column and a vector", "float[N,1] x, float[N] z", "y = Sub(x, z)")
 _meet("elementwise: rows on two axes", "float[N,1] x, float[1,N] z", "y = Add(x, z)")
 _meet("elementwise: a constant of three rows", _X, "y = Add(x, w)", "float[3,4] w")
+_meet("elementwise: a bias along the rows", "float[1,N] x", "y = com.microsoft.BiasGelu(x, w)", "float[1] w")
+_meet("elementwise: unequal shapes, before opset 8", _X, "y = Sum(x, w)", "float[1,4] w", opset=7)
 _meet("elementwise: a condition of three rows", _X, "y = Where(c, x, w)", "bool[3,1] c = {1, 0, 1}, float[4] w")
 
 # Matrix products.
@@ -101,6 +103,7 @@ _apart("normalization: LRN", "float[N,4,5,5] x", "y = LRN<size=3>(x)")
 _apart("normalization: mean and variance", "float[N,3,4,4] x", "y = MeanVarianceNormalization<axes=[2,3]>(x)")
 _apart("normalization: skip and layer", "float[N,L,8] x, float[N,L,8] z", "y = com.microsoft.SkipLayerNormalization(x, z, s, b)", "float[8] s, float[8] b")
 _apart("normalization: skip and RMS", "float[N,L,8] x, float[N,L,8] z", "y = com.microsoft.SkipSimplifiedLayerNormalization(x, z, s)", "float[8] s")
+_meet("normalization: skip of one row of a matrix", "float[N,8] x", "y = com.microsoft.SkipLayerNormalization(x, w, s)", "float[1,8] w, float[8] s")
 _meet("normalization: batch in training", "float[N,3,5] x", "y, a, c = BatchNormalization<training_mode=1>(x, s, b, m, v)", "float[3] s, float[3] b, float[3] m, float[3] v = {1, 2, 3}")
 _meet("normalization: batch, with one channel a row", "float[2,N,4] x", "y = BatchNormalization(x, s, b, m, v)", "float[1] s, float[1] b, float[1] m, float[1] v = {1}")
 _meet("normalization: instance over rows", "float[1,3,N] x", "y = InstanceNormalization(x, s, b)", "float[3] s, float[3] b", feeds={"x": [[[[1], [2], [3]]], [[[9], [8], [5]]], [[[4], [0], [2]]]]})

@@ -62,6 +62,8 @@ TRAPS: Final = [
     Case("a free number that overflows", "float[N,4] x, int64 i", f"j = Identity(i) p = Max(j, zero) d = Add(p, p) e = Less(d, zero) g = Unsqueeze(e, zero1) {_BRANCH}", "int64 zero = {0}, int64[1] zero1 = {0}", feeds={"i": [2**63 - 1] * 3}),
     Case("a free number without an absolute value", "float[N,4] x, int64 i", f"j = Identity(i) d = Abs(j) e = Less(d, zero) g = Unsqueeze(e, zero1) {_BRANCH}", "int64 zero = {0}, int64[1] zero1 = {0}", feeds={"i": [-(2**63)] * 3}),
     Case("a free number that a type does not hold", "float[N,4] x, int64 i", f"j = Identity(i) c = Cast<to=6>(j) d = Cast<to=7>(c) e = Equal(d, j) f = Not(e) g = Unsqueeze(f, zero1) {_BRANCH}", "int64[1] zero1 = {0}", feeds={"i": [2**40] * 3}),
+    Case("a row of more entries than a target shape holds, which ONNX Runtime then infers", "float[N,M] x", f"{_RANGE} h = Concat<axis=0>(n, one1) t = Reshape(x, h) y = Gather(t, r)", f"{_RANGE_WEIGHTS}, int64[1] one1 = {{1}}", feeds={"x": [[[1, 2, 3]], [[4, 5, 6]], [[7, 8, 9]]]}),
+    Case("the first entries of rows that have more than a target shape holds", "float[N,M] x", "n = Shape<start=0, end=1>(x) h = Concat<axis=0>(n, one) t = Reshape(x, h) y = Slice(t, zero, n)", "int64[1] zero = {0}, int64[1] one = {1}", feeds={"x": [[[1, 2, 3]], [[4, 5, 6]], [[7, 8, 9]]]}),
     Case("index tuples from an input", "float[N,4] x, int64[N,2] i", "y = GatherND(x, i)", feeds={"i": [[[-1, 0]], [[0, 1]], [[-1, 3]]]}),
     Case("a number of a row less one", _X, f"{_RANGE} p = Sub(r, one) q = Unsqueeze(p, one1) y = GatherND(x, q)", f"{_RANGE_WEIGHTS}, int64[1] one1 = {{1}}"),
     Case("indices of MaxPool", "float[N,1,4,4] x", "a, y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(x)"),
@@ -102,5 +104,8 @@ TRAPS: Final = [
     Case("values for features, counted along the rows", "float[2,N,3] x", "y = ai.onnx.ml.Imputer<imputed_value_floats=[1.0, 2.0, 3.0], replaced_value_float=0.0>(x)", feeds={"x": [[[[0.0] * 3]] * 2] * 3}),
     Case("scores without their second class, which ONNX Runtime writes one after another", "float[N,3] x", 'l, y = ai.onnx.ml.LinearClassifier<coefficients=[0.1, 0.2, 0.3], intercepts=[0.5], classlabels_ints=[0, 1], post_transform="PROBIT">(x)', scale=0.1),
     Case("ragged text", "string[N] x", 'y = com.microsoft.Tokenizer<mark=0, pad_value="", separators=[" "], mincharnum=1>(x)', feeds={"x": [["a b c"], ["a"], ["a b"]]}),
+    Case("an odd number of entries that are rotated in pairs", "float[N,2,4,3] x", "y = com.microsoft.RotaryEmbedding(x, p, c, s)", "int64[1] p = {0}, float[8,1] c, float[8,1] s"),
+    Case("weights with an odd number of entries that are rotated in pairs", "float[N,2,4,3] x", "r = com.microsoft.RotaryEmbedding(k, p, c, s) y = Add(x, r)", "float[1,2,4,3] k, int64[1] p = {0}, float[8,1] c, float[8,1] s"),
+    Case("an odd number of entries that are rotated in pairs, of the standard", "float[N,2,4,3] x, int64[N,4] p", "y = RotaryEmbedding(x, c, s, p)", "float[8,1] c, float[8,1] s", opset=23),
     Case("a mask of queries that is a mask of rows", "float[N,2,1,4] q, float[N,6] x", "y = Attention(q, k, k, x)", "float[1,2,6,4] k", opset=23),
 ]

@@ -49,6 +49,8 @@ class Symbols:
         """How many atoms were made. Later atoms have a higher ``serial``."""
         self.steps = 0
         """How many symbolic results were computed, as a measure of the time of the analysis."""
+        self.has_solved_size = False
+        """Whether some size has the value that a target shape needs (``rules.shapes``)."""
 
     def fresh(self, lowest: Constant | None = None) -> Number:
         """A new atom."""

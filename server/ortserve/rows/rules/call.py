@@ -17,7 +17,7 @@ class RowsMeetError(Exception):
 
 
 class RandomError(RowsMeetError):
-    """The operator may draw random numbers, also for operands without rows."""
+    """The results of the operator may differ from run to run, also for operands without rows."""
 
 
 class NotKnownError(Exception):
@@ -211,6 +211,16 @@ def off_axis(value: Value, axes: Iterable[int], what: str) -> None:
     """Raise ``RowsMeetError`` if the rows of a value lie on one of the axes."""
     if value.is_rows and value.axis in axes:
         raise RowsMeetError(f"{what} along the axis of the rows")
+
+
+def check_sizes(call: Call) -> None:
+    """Raise if a row may have more entries than its claim says, so that a position along the rows is in another row.
+
+    ONNX Runtime 1.31.1 replaces a computed size in a target shape by -1. Then the Reshape accepts requests of other
+    sizes than the one for which its target shape holds all elements.
+    """
+    if call.symbols.has_solved_size:
+        raise NotKnownError("takes positions along the rows, after a Reshape that may give a row more entries than one")
 
 
 def check_no_stride(values: Iterable[Value]) -> None:

@@ -5,7 +5,17 @@ from typing import Final
 
 from ortserve.model_file.graph import FLOAT, INT64, STRING
 from ortserve.rows.number import Number
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
+from ortserve.rows.rules.call import (
+    Call,
+    NotKnownError,
+    Output,
+    RandomError,
+    RowsMeetError,
+    Rules,
+    check_sizes,
+    off_axis,
+    rule,
+)
 from ortserve.rows.values import Facts, Value
 
 DOMAIN: Final = "ai.onnx.ml"
@@ -25,7 +35,7 @@ def classifier(call: Call) -> Output:
     value = call.operand(0)
     items = _item_count(call, value)
     if call.text("post_transform", "NONE") == "PROBIT":
-        raise NotKnownError("may leave scores unwritten, which then are what the memory held before")
+        raise RandomError("may leave scores unwritten, which then are what the memory held before")
     strings = call.attributes.get("classlabels_strings") or call.attributes.get("classlabels_string")
     labels = strings or call.attributes.get("classlabels_ints") or call.attributes.get("classlabels_int64s")
     # Models of two classes may have one score or two, and support vectors one for each pair of classes.
@@ -116,6 +126,8 @@ def feature_vectorizer(call: Call) -> Output:
         _item_count(call, value)
         if value.is_rows and not value.carries_like(first):
             raise RowsMeetError("joins rows that lie in different orders")
+    if first.is_rows:
+        check_sizes(call)
     widths = call.integers("inputdimensions") or ()  # to which ONNX Runtime cuts or pads the operands
     return call.result((items, sum(widths)), first, 0, FLOAT)
 

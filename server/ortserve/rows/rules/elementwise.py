@@ -47,6 +47,7 @@ _UNARY: Final = """
     ParametricSoftplus ScaledTanh
 """
 _BINARY: Final = "BitShift BitwiseAnd BitwiseOr BitwiseXor Mean PRelu Pow StringConcat Xor"
+_OF_EQUAL_SHAPES: Final = frozenset({"Max", "Mean", "Min", "Sum"})
 _TESTS: Final = "IsInf IsNaN RegexFullMatch"
 
 
@@ -86,7 +87,9 @@ def dropout(call: Call) -> Output:
 
 
 def check_broadcast_attribute(call: Call) -> None:
-    """Before opset 7, an attribute says which axes are paired."""
+    """Before opset 7, an attribute says which axes are paired; before opset 8, some operators need equal shapes."""
+    if call.opset < 8 and call.op in _OF_EQUAL_SHAPES and len({call.dims(value) for value in call.present()}) > 1:
+        raise NotKnownError("has operands of different shapes, before opset 8")
     if call.opset < 7 and call.node.domain == "":
         if "axis" in call.attributes:
             raise NotKnownError("aligns its operands by an axis, as before opset 7")

@@ -34,6 +34,7 @@ def with_bias(call: Call) -> Output:
     if bias is not None:
         if len(call.dims(bias)) != 1:
             raise NotKnownError("has a bias of more than one axis")
+        off_axis(value, (len(call.dims(value)) - 1,), "adds a bias")
         aligned_axis(call, [value, bias])
     return call.same_shape(value)
 

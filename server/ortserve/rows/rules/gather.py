@@ -4,7 +4,17 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.number import Number
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_no_stride, off_axis, rule
+from ortserve.rows.rules.call import (
+    Call,
+    NotKnownError,
+    Output,
+    RowsMeetError,
+    Rules,
+    check_no_stride,
+    check_sizes,
+    off_axis,
+    rule,
+)
 from ortserve.rows.values import NO_FACTS, Value, taken
 
 _WRONG_ROWS: Final = "needs all its operands to carry the same rows along the same axis"
@@ -22,7 +32,7 @@ def gathered(call: Call, name: str) -> Value:
     lengths = (*dims[:axis], *picked, *dims[axis + 1 :])
     if indices.is_rows:
         if value.is_rows:
-            _check_own_rows(value, indices, axis)
+            _check_own_rows(call, value, indices, axis)
         elif indices.facts.stride != 0:
             raise RowsMeetError("picks an entry by the number of the row")
         facts = replace(value.facts, columns=()) if value.is_rows else NO_FACTS
@@ -34,8 +44,9 @@ def gathered(call: Call, name: str) -> Value:
     return call.result(lengths, value, shifted, value.dtype, facts=replace(value.facts, columns=()))
 
 
-def _check_own_rows(value: Value, indices: Value, axis: int) -> None:
+def _check_own_rows(call: Call, value: Value, indices: Value, axis: int) -> None:
     """Raise unless each row that picks from rows certainly picks from itself."""
+    check_sizes(call)
     if axis != value.axis:
         raise RowsMeetError("picks from all rows by indices that carry rows")
     facts = indices.facts
@@ -84,6 +95,7 @@ def _same_rows(call: Call, axis: int) -> Value | None:
     if not all(value.is_rows and value.axis == like.axis and value.carries_like(like) for value in values):
         raise RowsMeetError(_WRONG_ROWS)
     off_axis(like, (axis,), "picks by indices")
+    check_sizes(call)
     return like
 
 
@@ -102,8 +114,9 @@ def gather_nd(call: Call) -> Output:
             if value.axis != indices.axis or not value.carries_like(indices):
                 raise RowsMeetError(_WRONG_ROWS)
             check_no_stride([value, indices])
+            check_sizes(call)
         elif value.is_rows:
-            _check_own_number(value, indices, batch)
+            _check_own_number(call, value, indices, batch)
         else:
             check_no_stride([value, indices])
             if indices.axis < batch:
@@ -127,7 +140,7 @@ def scatter_nd(call: Call) -> Output:
         raise RowsMeetError(_WRONG_ROWS)
     check_no_stride([value, updates])
     if indices.is_rows:
-        _check_own_number(value, indices, 0)
+        _check_own_number(call, value, indices, 0)
         if updates.axis != indices.axis or not updates.carries_like(indices):
             raise RowsMeetError(_WRONG_ROWS)
     elif value.axis < depth or updates.axis != len(picked) - 1 + value.axis - depth:
@@ -141,8 +154,9 @@ def _tuple_length(picked: tuple[object, ...]) -> int:
     return picked[-1]
 
 
-def _check_own_number(value: Value, indices: Value, batch: int) -> None:
+def _check_own_number(call: Call, value: Value, indices: Value, batch: int) -> None:
     """Raise unless the first part of each index tuple is the number of the row that the tuple belongs to."""
+    check_sizes(call)
     check_no_stride([value])
     if batch or value.axis != 0 or not value.is_plain or not indices.facts.columns:
         raise RowsMeetError("picks from all rows by indices that carry rows")

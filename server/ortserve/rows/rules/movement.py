@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.number import DEPENDENT, N, Number, contains_rows, is_nonnegative
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_sizes, normal_axis, rule
 from ortserve.rows.values import MOST_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
 TO_THE_END: Final = 10**9
@@ -73,6 +73,7 @@ def split(call: Call) -> Output:
             outer = symbols.divide_exactly(size, symbols.multiply(N, value.inner))
             if outer is None or contains_rows(outer):
                 raise RowsMeetError("splits the axis of the rows")
+            check_sizes(call)
             results.append(rows(symbols, tuple(lengths), axis, outer, value.inner, value.dtype, facts))
         else:
             results.append(call.result(lengths, value, value.axis, value.dtype, facts=facts))
@@ -146,6 +147,8 @@ def _cut_rows(call: Call, value: Value, length: Number, start: Number, end: Numb
     first = symbols.divide_exactly(start, block)
     is_end = end == length or (isinstance(end, int) and end >= TO_THE_END)
     last = value.outer if is_end else symbols.divide_exactly(end, block)
+    if not isinstance(end, int):  # an end that is no number of entries may be less than all of them
+        check_sizes(call)
     if step == 1 and first == 0 and last == value.outer:
         return value.outer
     if (

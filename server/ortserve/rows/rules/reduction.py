@@ -245,6 +245,8 @@ def skip_layer_normalization(call: Call) -> Output:
     if (skip.is_rows and not value.is_rows) or len(call.dims(skip)) > rank:
         raise RowsMeetError("adds rows to an operand that has none")
     off_axis(value, (rank - 1,), _NORMALIZES)
+    if value.is_rows and not skip.is_rows and (rank != 3 or value.axis != 0):
+        raise NotKnownError("adds a tensor without rows, which ONNX Runtime rejects beside several rows")
     aligned_axis(call, [value, skip])
     return [call.same_shape(value), *_statistics(call, value, rank - 1, 2), call.same_shape(value)]
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from ortserve.model_file.graph import INT32
 from ortserve.rows.number import Number
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rules, rule
 from ortserve.rows.rules.matmul import check_columns, check_one_number
 from ortserve.rows.values import Value
 
@@ -204,6 +204,7 @@ def rotary(call: Call) -> Output:
     """``RotaryEmbedding`` of com.microsoft: input, position ids, two tables."""
     value, positions = call.operand(0), call.operand(1)
     _check_first(value)
+    _check_even(call, value)
     if positions.is_rows or (value.is_rows and call.dims(positions) not in ((), (1,))):
         _check_rows(call, value, 1)
         if len(call.dims(positions)) != 2:
@@ -215,6 +216,7 @@ def onnx_rotary(call: Call) -> Output:
     """``RotaryEmbedding`` of ONNX: X, two tables, position ids. Without these the tables have an axis for the rows."""
     value = call.operand(0)
     _check_first(value)
+    _check_even(call, value)
     if call.has(3):
         _check_rows(call, value, 3)
         if not (call.is_free(1) and call.is_free(2)):
@@ -223,6 +225,21 @@ def onnx_rotary(call: Call) -> Output:
         for index in (1, 2):
             _check_rows(call, value, index)
     return call.same_shape(value)
+
+
+def _check_even(call: Call, value: Value) -> None:
+    """Raise unless ``RotaryEmbedding`` certainly rotates pairs of entries.
+
+    ONNX Runtime 1.31.1 does not write the last entry of an odd number: it is what the memory held before.
+    """
+    dims, heads = call.dims(value), call.integer("num_heads", 0)
+    width: Number = call.integer("rotary_embedding_dim", 0)
+    if not width and len(dims) == 3 and not heads:  # then the tables say how wide a head is
+        return
+    if not width:
+        width = call.symbols.divide_whole(dims[-1], heads) if len(dims) == 3 else dims[-1]
+    if not isinstance(width, int) or width % 2:
+        raise RandomError("may rotate an odd number of entries, of which one is then what the memory held before")
 
 
 _DIRECTIONS: Final = {"forward": 1, "reverse": 1, "bidirectional": 2}

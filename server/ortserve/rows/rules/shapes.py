@@ -191,7 +191,8 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
 def _solved(call: Call, total: Number, wanted: Number, *numbers: Number) -> list[Number]:
     """Numbers with a size replaced by the only value for which a target shape holds all elements.
 
-    Exporters fix a size in some places and leave it free in others. A request with another size fails alone.
+    Exporters fix a size in some places and leave it free in others. A request with another size fails alone, or gives
+    outputs of another number of rows (``check_sizes``).
     """
     for atom in atoms_of(total):
         size = Product(1, 0, ((atom, 1),))
@@ -200,6 +201,7 @@ def _solved(call: Call, total: Number, wanted: Number, *numbers: Number) -> list
         if value is None or contains_rows(value):
             continue
         parts = [call.symbols.divide_exactly(number, size) for number in numbers]
+        call.symbols.has_solved_size = True
         return [
             number if part is None else call.symbols.multiply(part, value)
             for number, part in zip(numbers, parts, strict=True)
