@@ -1,31 +1,53 @@
 """Random graphs: every claim of the proof about every tensor, against ONNX Runtime run row by row and in batches.
 
-1,000 graphs among all tests; ``make fuzz CASES=100000`` makes as many graphs as cases. A failure prints the graph and
-its seed.
+Then random models that are proven, as the server opens them: what it answers to requests of a batch, against what ONNX
+Runtime answers to each request alone.
+
+Some 1,200 graphs among all tests; ``make fuzz CASES=100000`` makes as many graphs of each kind as cases. A failure
+prints the graph and its seed.
 """
 
 import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 import onnx
 import pytest
 
 from fuzz.bounds import CASES, LONG_ENOUGH, SEED
+from ortserve.engine.bounded_time import why_unbounded
+from rows.brute_force import differ
 from rows.claims import check_model
-from rows.growing import with_shapes
-from rows.random_graphs import grow
+from rows.growing import GrowingGraph, with_shapes
+from rows.random_graphs import grow, grow_widely
+from rows.served import NotServed, Outputs, Request, Served, make_requests, served, with_proven_outputs
 
-GRAPHS: Final = CASES if "ORTSERVE_TEST_FUZZ_CASES" in os.environ else 1000
+_IS_FUZZ: Final = "ORTSERVE_TEST_FUZZ_CASES" in os.environ
+GRAPHS: Final = CASES if _IS_FUZZ else 1000
+WIDE_GRAPHS: Final = CASES if _IS_FUZZ else 160
+SERVED_GRAPHS: Final = CASES if _IS_FUZZ else 80
 _BLOCKS: Final = 8
 
 
 @LONG_ENOUGH
 @pytest.mark.parametrize("block", range(_BLOCKS))
 def test_no_claim_about_a_random_graph_is_false(block: int) -> None:
+    _check_claims(grow, range(block, GRAPHS, _BLOCKS))
+
+
+@LONG_ENOUGH
+@pytest.mark.parametrize("block", range(_BLOCKS))
+def test_no_claim_about_a_random_graph_of_all_operators_is_false(block: int) -> None:
+    _check_claims(grow_widely, range(block, WIDE_GRAPHS, _BLOCKS))
+
+
+def _check_claims(make: Callable[[int], GrowingGraph], indices: Sequence[int]) -> None:
     checked = rows = 0
-    for index in range(block, GRAPHS, _BLOCKS):
+    for index in indices:
         seed = SEED * 10_000_000 + index
-        graph = grow(seed)
+        graph = make(seed)
         model = graph.model()
         axes = {name: one.axis for name, one in graph.inputs.items()}
         seen = {name: graph.observation(name) for name in graph.values}
@@ -35,6 +57,57 @@ def test_no_claim_about_a_random_graph_is_false(block: int) -> None:
         )
         checked += check.checked
         rows += check.with_rows
-    count = len(range(block, GRAPHS, _BLOCKS))
-    assert checked > 5 * count, "too little was claimed for this to show anything"
-    assert rows > 2 * count, "too little was claimed of rows"
+    assert checked > 4 * len(indices), "too little was claimed for this to show anything"
+    assert rows > 2 * len(indices), "too little was claimed of rows"
+
+
+@LONG_ENOUGH
+@pytest.mark.parametrize("block", range(_BLOCKS))
+def test_served_batches_of_random_models_answer_as_onnx_runtime_does_alone(block: int, tmp_path: Path) -> None:
+    batches = 0
+    for index in range(block, SERVED_GRAPHS, _BLOCKS):
+        seed = SEED * 10_000_000 + index
+        rng = random.Random(seed)
+        graph = (grow_widely if rng.random() < 0.75 else grow)(seed)
+        model = with_proven_outputs(graph, rng)
+        if model is None:
+            continue
+        try:
+            with served(model, tmp_path / "model.onnx") as one:
+                batches += _check_batches(one, make_requests(graph, one.signature, rng, 8), rng)
+        except AssertionError as error:
+            error.add_note(f"seed {seed}: {onnx.printer.to_text(model)}")
+            raise
+        except NotServed:
+            continue
+    assert batches > SERVED_GRAPHS // _BLOCKS, "too few batches ran for this to show anything"
+
+
+def _check_batches(model: Served, requests: Sequence[Request], rng: random.Random) -> int:
+    """Compare the answers to requests of small numbers, beside which extreme ones run; how many batches were compared.
+
+    Those of extreme numbers are not compared: kernels take no number for the largest or not, by its place in memory.
+    """
+    classes: dict[object, list[tuple[Request, Outputs]]] = {}
+    for request in requests:
+        alone = model.run_alone(request.inputs)
+        found = model.shape_class(request.inputs)
+        if alone is not None and found is not None:
+            classes.setdefault(found, []).append((request, alone))
+    is_bounded = not why_unbounded(model.content, model.signature)
+    compared = 0
+    for members in classes.values():
+        shapes = {tuple(output.shape for output in alone) for _, alone in members}
+        assert len(shapes) == 1 or not is_bounded, f"values decide about shapes, and so about time: {shapes}"
+        for count in (2, 3, len(members)):
+            batch = [rng.choice(members) for _ in range(count)]
+            together = model.run_together([request.inputs for request, _ in batch], rng.choice((0, 8)))
+            if together is None:  # then its requests run alone
+                continue
+            compared += 1
+            for (request, alone), outputs in zip(batch, together, strict=True):
+                for spec, one, other in zip(model.signature.outputs, outputs, alone, strict=True):
+                    assert request.is_wild or not differ(one, other), (
+                        f"output '{spec.name}' of {request.inputs} among {len(batch)} is {one}, alone {other}"
+                    )
+    return compared
