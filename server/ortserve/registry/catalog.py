@@ -1,4 +1,4 @@
-"""The catalog: a record of each version and its state, and which version answers a request."""
+"""The catalog holds the record and state of each version, and finds the version that answers a request."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +15,13 @@ from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.series import ModelMetrics
 
 ON_DEMAND: Final = "not in memory: the next request loads it"
-"""The reason of versions that are loaded by the first request for them, or were evicted."""
+"""Reason of versions that the next request loads: they were evicted, or have not been loaded yet."""
 UNLOADED: Final = "unloaded"
-"""The reason of versions that were taken out of service, by request or for another version."""
+"""Reason of versions that were taken out of service, by a call or because another version replaced them."""
 
 
 class State(IntEnum):
-    """States of one load of a version, in order. A state never goes back: serving again is a new load."""
+    """States of one load of a version, in order. A record never returns to an earlier state; a reload has a new one."""
 
     LOADING = 0
     WARMING = 1
@@ -50,9 +50,9 @@ class VersionRecord:
             model: Name of the model.
             version: 0 for a model whose versions could not be read.
             on_change: Called after each change of state.
-            is_required: Whether the server is ready only if this version is.
-            source: What is loaded; None for version 0.
-            metrics: Of an earlier load of the version, which goes on counting; None for new ones.
+            is_required: Whether the server is ready only once this version is ready.
+            source: Source of the version; None for version 0.
+            metrics: Metrics of an earlier load of the version, to continue; None to start new ones.
         """
         self.model = model
         self.version = version
@@ -61,31 +61,31 @@ class VersionRecord:
         self._on_change = on_change
         self.state = State.LOADING
         self.reason = ""
-        """Why it failed, or ``UNLOADED``; if it is READY, why its last reload failed."""
+        """Why the load failed, ``UNLOADED`` or ``ON_DEMAND``; in the state READY, why the last reload failed."""
         self.progress: Progress | None = None
-        """The steps of its load; None before the load begins."""
+        """Progress of the load; None before the load begins."""
         self.metrics = metrics or ModelMetrics(model, self.label)
         if source is not None:
             self.metrics.tags = source.configuration.options.metric_labels
         self.metrics.set_state(self.state.name.lower())
         self.served: ServedVersion | None = None
-        """Answers its requests. Set while READY or DRAINING, and until it is freed after its device was lost."""
+        """Answers requests. Set in the states READY and DRAINING, and until a version that failed later is freed."""
         self.account: HostAccount | None = None
-        """Its host memory; None before its load begins, after it was freed, and for an ensemble."""
+        """Account of its host memory; None before memory is reserved, after it was freed, and for an ensemble."""
         self.is_awaited = False
-        """Whether requests may wait for its load."""
+        """Whether requests may wait for the load."""
         self.cancelled_because = ""
-        """Why its load is not needed any more; empty while it is."""
+        """Why the load was cancelled; empty if it was not."""
         self.waiting: asyncio.Timeout | None = None
-        """Ends the wait of its load for a slot and for room; None while it does not wait."""
+        """Ends the wait of the load for a slot and for room; None while the load does not wait."""
         self.asked_ns = 0
-        """When its load first asked for room and had to wait (monotonic)."""
+        """When the load first had to wait for room (monotonic); 0 before."""
         self.ready_ns = 0
-        """When it became READY (monotonic)."""
+        """When the version became READY (monotonic)."""
         self.stays_until_ns = 0
-        """It is not evicted before (monotonic)."""
+        """Earliest time of an eviction (monotonic)."""
         self.no_room: ServeError | None = None
-        """Why its load got no room; None if it did."""
+        """Why the load got no room in memory; None if it got room."""
 
     @property
     def label(self) -> str:
@@ -94,27 +94,27 @@ class VersionRecord:
 
     @property
     def is_unloaded(self) -> bool:
-        """Whether it was taken out of service on purpose."""
+        """Whether the version was taken out of service on purpose."""
         return self.reason == UNLOADED
 
     @property
     def is_on_demand(self) -> bool:
-        """Whether it is not in memory, or leaves it, and a request for it begins a load."""
+        """Whether the version is not in memory, or is being evicted, and a request for it begins a load."""
         return self.reason == ON_DEMAND
 
     @property
     def makes_requests_wait(self) -> bool:
-        """Whether a request for it waits for a load, which is under way or begins with the request."""
+        """Whether a request for the version waits for a load, which is under way or begins with the request."""
         return self.is_on_demand or (self.is_awaited and self.state < State.READY)
 
     @property
     def is_held(self) -> bool:
-        """Whether an ensemble holds it open."""
+        """Whether an ensemble holds the version open."""
         return self.served is not None and self.served.is_held
 
     @property
     def explanation(self) -> str:
-        """Why it is in its state: ``reason``, or the present step of its load with its duration."""
+        """Why the version is in its state: ``reason``, or during a load the current step and its duration."""
         if self.state > State.WARMING:
             return self.reason
         return WAITING if self.progress is None else self.progress.describe()
@@ -129,25 +129,28 @@ class VersionRecord:
 
 
 class Catalog:
-    """Records by model and version, and the version that answers each name. Loop thread only.
+    """Holds records by model and version, and the version that answers each name. Loop thread only.
 
-    While a version is loaded again, its record here is the one that serves.
+    While a version is reloaded, the catalog keeps the record that serves.
     """
 
     def __init__(self) -> None:
         self._records: dict[str, dict[int, VersionRecord]] = {}
         self._serving: dict[tuple[str, str], ServedVersion] = {}
-        """By model and what requests may name: a number, a label, or nothing."""
+        """Serving versions by model and by the version that a request names: a number, a label, or the empty string."""
         self._labels: dict[str, Mapping[str, int]] = {}
         self._rollouts: dict[str, Rollout] = {}
         self.is_complete = False
-        """Whether initial loading is over. Until then a model that is unknown may still come."""
+        """Whether initial loading has ended. Until then, an unknown model may still be added."""
 
     def find(self, name: str, version: str) -> ServedVersion:
-        """Find the version that answers: the one named; else the one labelled ``stable``; else the highest ready one.
+        """Find the version that answers a request.
+
+        It is the named version; without a name, the version labelled ``stable``; without that label, the highest ready
+        one.
 
         Args:
-            name: Of the model.
+            name: Name of the model.
             version: A number without leading zeros, a label, or ``""`` for any.
 
         Raises:
@@ -159,11 +162,11 @@ class Catalog:
         raise self._error(name, version)
 
     def knows(self, name: str) -> bool:
-        """Whether a load of the model was ever begun."""
+        """Whether the model has ever had a record."""
         return name in self._records
 
     def names(self) -> list[str]:
-        """The known models, in the order of their first load."""
+        """The known models, in the order of their first records."""
         return list(self._records)
 
     def of(self, name: str) -> Mapping[int, VersionRecord]:
@@ -196,8 +199,8 @@ class Catalog:
     def route(self, name: str) -> None:
         """Send requests for a model to its ready versions, by number and label.
 
-        Requests without a version go to the version labelled ``stable``, ready or not, or without that label to the
-        highest ready one.
+        If a version is labelled ``stable``, it answers requests without a version, and such requests fail while it is
+        not ready. Otherwise the highest ready version answers them.
         """
         for key in [key for key in self._serving if key[0] == name]:
             del self._serving[key]
@@ -216,7 +219,7 @@ class Catalog:
         self._attach_rollout(name)
 
     def roll_out(self, name: str, rollout: Rollout | None) -> None:
-        """Attach a rollout to the version of a model that is labelled ``stable``, instead of the one before."""
+        """Attach a rollout to the version of a model that is labelled ``stable``. It replaces an earlier rollout."""
         if rollout is None:
             self._rollouts.pop(name, None)
         else:
@@ -230,16 +233,16 @@ class Catalog:
             record.served.rollout = self._rollouts.get(name) if record.served is stable else None
 
     def labels(self, name: str) -> Mapping[str, int]:
-        """Versions of a model by label, whether they serve or not."""
+        """Version number of each label of a model, whether the version serves or not."""
         return self._labels.get(name, {})
 
     def label(self, name: str, labels: Mapping[str, int]) -> None:
-        """Replace the labels of a model, all in one step."""
+        """Replace all labels of a model in one step."""
         self._labels[name] = labels
         self.route(name)
 
     def _error(self, name: str, version: str) -> ServeError:
-        """Why no version answers."""
+        """The error for a request that no version answers."""
         records = self._records.get(name)
         if records is None and not self.is_complete:
             text = f"Request for unknown model: '{name}' is not at ready state: the server is still loading its models"
@@ -263,7 +266,7 @@ class Catalog:
             text = f"Request for unknown model: '{name}' has no available versions"
         if any(record.makes_requests_wait for record in asked):
             return NotInMemoryError(f"{text}: {ON_DEMAND}")
-        # A retry is of no use: versions that were unloaded on purpose do not come back by themselves.
+        # A retry would not help: versions that were unloaded on purpose are not reloaded without a call.
         if all(record.is_unloaded for record in asked):
             return ServeError(ErrorKind.NOT_FOUND, f"{text}: it was unloaded")
         states = "; ".join(

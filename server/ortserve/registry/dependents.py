@@ -1,4 +1,4 @@
-"""Which ensembles contain which models, by their sources. Pure."""
+"""Computes from the sources of models which ensembles contain which models. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from ortserve.registry.repository.source import ModelSource
 
 
 def members_of(source: ModelSource | None) -> tuple[str, ...]:
-    """The models of an ensemble; empty for other models, and for a source that cannot be loaded."""
+    """The members of an ensemble; empty for other models, and for a source that cannot be loaded."""
     if source is None:
         return ()
     version = next(iter(source.versions.values()), None)
@@ -17,7 +17,7 @@ def members_of(source: ModelSource | None) -> tuple[str, ...]:
 
 
 def closure_of(names: Iterable[str], found: Mapping[str, ModelSource]) -> list[str]:
-    """The names in order, each followed by the models that it contains, however deep, in the order of its steps."""
+    """The names in order, each followed by its members at any depth, in the order of its steps."""
     wanted: dict[str, None] = {}
     pending = list(names)[::-1]
     while pending:
@@ -29,7 +29,7 @@ def closure_of(names: Iterable[str], found: Mapping[str, ModelSource]) -> list[s
 
 
 def required_versions(source: ModelSource, member: str) -> list[int]:
-    """The versions of a member that an ensemble names. ``LATEST`` stands for any."""
+    """The versions of a member that an ensemble names. ``LATEST`` stands for no particular version."""
     found: set[int] = set()
     for version in source.versions.values():
         ensemble = version.configuration.options.ensemble
@@ -39,16 +39,16 @@ def required_versions(source: ModelSource, member: str) -> list[int]:
 
 
 def dependents_of(name: str, sources: Mapping[str, ModelSource]) -> list[str]:
-    """The ensembles with the model ``name`` as a member."""
+    """The ensembles that have the model ``name`` as a direct member."""
     return [ensemble for ensemble, source in sources.items() if name in members_of(source)]
 
 
 def reject_cycles(sources: Iterable[ModelSource], known: Mapping[str, ModelSource]) -> list[ModelSource]:
-    """The sources, with those of ensembles that contain themselves replaced by their problem.
+    """The sources. For each ensemble that contains itself, the source has a problem instead of versions.
 
     Args:
-        sources: To load.
-        known: Other models.
+        sources: Sources of the models to load.
+        known: Sources of other models.
     """
     loading = list(sources)
     members = {name: members_of(source) for name, source in known.items()}

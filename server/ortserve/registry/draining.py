@@ -1,4 +1,4 @@
-"""Versions that leave: they get no more requests, answer those that were admitted, and are freed."""
+"""Takes versions out of service: they receive no new requests, answer admitted ones, and are then freed."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -17,16 +17,16 @@ class Draining:
         """Drain nothing yet.
 
         Args:
-            catalog: Of the registry.
-            ledger: Has the accounts of their memory.
-            metrics: Of the server.
+            catalog: The registry's catalog.
+            ledger: Holds the memory accounts of the versions.
+            metrics: Metrics of the server.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
         self._ledger = ledger
         self._metrics = metrics
         self._leaving: dict[asyncio.Task[None], VersionRecord] = {}
-        """Tasks that drain and free versions. A version that was replaced leaves no other trace."""
+        """Tasks that drain and free versions. Replaced versions are referenced only here, not in the catalog."""
 
     @property
     def is_under_way(self) -> bool:
@@ -34,7 +34,7 @@ class Draining:
         return bool(self._leaving)
 
     def drain(self, record: VersionRecord, reason: str = "") -> None:
-        """Send a version no more requests from now on, and free it when its admitted requests are answered."""
+        """Stop sending requests to a version at once, and free it when its admitted requests are answered."""
         if record.account is not None:
             record.account.is_leaving = True
         record.advance(State.DRAINING, reason)
@@ -42,12 +42,12 @@ class Draining:
         self._start(record, self._retire(record))
 
     def evict(self, name: str) -> None:
-        """Drain all versions of a model; the next request loads them again."""
+        """Drain all versions of a model. The next request loads them again."""
         for record in self._catalog.ready(name):
             self.drain(record, ON_DEMAND)
 
     def fail(self, record: VersionRecord, reason: str) -> None:
-        """Take a version out of service that can run nothing any more, and free it."""
+        """Take a version that cannot run any more out of service, and free it."""
         record.advance(State.FAILED, reason)
         self._catalog.route(record.model)
         self._start(record, self._free(record))
@@ -58,7 +58,7 @@ class Draining:
             sequences.begin_drain()
 
     async def wait_for_sequences(self) -> None:
-        """Wait until every sequence has ended. Call it after ``begin_drain``."""
+        """Wait until every sequence has ended. Call ``begin_drain`` first."""
         await asyncio.gather(*(sequences.wait_until_empty() for sequences in self._sequences()))
 
     def _sequences(self) -> list[SequenceRuns]:
@@ -66,11 +66,11 @@ class Draining:
         return [served.sequences for served in serving if served is not None and served.sequences is not None]
 
     async def wait(self, name: str) -> None:
-        """Wait for all draining versions of a model, those of replaced loads included."""
+        """Wait for all draining versions of a model, including those of replaced loads."""
         await asyncio.shield(asyncio.gather(*(task for task, record in self._leaving.items() if record.model == name)))
 
     async def wait_for_next(self) -> bool:
-        """Wait for the next version to be freed. Returns False if none leaves, but for those that ensembles hold."""
+        """Wait until a draining version is freed. Returns False at once if ensembles hold all draining versions."""
         leaving = [task for task, record in self._leaving.items() if not record.is_held]
         if leaving:
             await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
@@ -84,7 +84,7 @@ class Draining:
         await asyncio.gather(*self._leaving)
 
     async def release(self, record: VersionRecord) -> None:
-        """Close the account of a version that holds no memory any more, if it has one."""
+        """Close the memory account, if any, of a version that no longer holds memory."""
         account, record.account = record.account, None
         if account is not None:
             record.metrics.memory = dict
@@ -105,5 +105,5 @@ class Draining:
         assert record.served is not None
         await record.served.close()
         record.served = None
-        record.metrics.release_sources()  # Its series may be shown for a long time and must not keep its buffers alive.
+        record.metrics.release_sources()  # The series may be shown for long and must not keep buffers alive.
         await self.release(record)

@@ -1,4 +1,4 @@
-"""The effective configuration of a served version, as clients of Triton read it."""
+"""Describes the effective configuration of a served version as Triton's ModelConfig, for clients that read it."""
 
 from collections import Counter
 from typing import Final
@@ -19,7 +19,7 @@ _GRAPH_LEVELS: Final = {name: level for level, name in GRAPH_LEVELS.items()} | {
 
 
 def describe_config(served: ServedVersion) -> pb.ModelConfig:
-    """Describe a version: its ``config.pbtxt``, completed and corrected by how it is served."""
+    """Describe a version: its ``config.pbtxt``, completed and corrected according to how the version is served."""
     if isinstance(served, ServedEnsemble):
         return _describe_ensemble(served)
     assert isinstance(served, ServedModel)
@@ -68,8 +68,8 @@ def _describe_ensemble_inputs(config: pb.ModelConfig, served: ServedEnsemble) ->
 def _describe_model(served: ServedModel) -> pb.ModelConfig:
     """Describe a version of a model file.
 
-    ``max_batch_size`` is the most rows that run together, if rows are on axis 0 of all tensors, because clients expect
-    them there. Otherwise, and for a model whose requests run alone, it is 0, and dims include all axes.
+    ``max_batch_size`` is the maximum number of rows that run together, if rows are on axis 0 of all tensors, where
+    clients expect them. Otherwise, and for a model whose requests run alone, it is 0, and dims include all axes.
     """
     options = served.options
     config = pb.ModelConfig()
@@ -174,7 +174,7 @@ def _describe_instances(config: pb.ModelConfig, served: ServedModel) -> None:
     if served.execution_provider in (CPU, OPENVINO):
         config.instance_group.add(name=name, count=served.options.instances, kind="KIND_CPU")
         return
-    # One group per device: the count of a group with several devices is that of each of them.
+    # One group per device, because the count of a group applies to each of its devices.
     for number, count in Counter(served.device_ids).items():
         config.instance_group.add(name=name, count=count, kind="KIND_GPU", gpus=[number])
 
@@ -197,7 +197,7 @@ def _describe_samples(config: pb.ModelConfig, served: ServedModel) -> None:
 
 
 def _first(served: ServedModel, spec: TensorSpec) -> int:
-    """The first axis that a configuration names."""
+    """The first axis that dims include."""
     return spec.leading if served.signature.rows_lead else 0
 
 

@@ -1,6 +1,6 @@
-"""Checks of a loaded version that need other versions: its speed against theirs, and the samples of ensembles.
+"""Checks of a loaded version that need other versions: its speed beside theirs, and golden samples of ensembles.
 
-Golden samples of a model file are checked by its load (``load/golden_check``). Loop thread only.
+The load of a model file checks its own golden samples (``load/golden_check``). Loop thread only.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 _MOST_TOGETHER: Final = 16
-"""Requests to an ensemble at the same time."""
+"""Maximum number of concurrent requests to an ensemble."""
 
 
 async def check_speed(
@@ -52,10 +52,10 @@ async def check_speed(
 ) -> None:
     """Compare a loaded version with the one that serves, if ``max_slowdown`` is set.
 
-    The version that serves gets a few requests of synthetic inputs beside those of its callers.
+    The version that serves runs a few requests with synthetic inputs, beside those of its callers.
 
     Raises:
-        ServeError: invalid_input, with the size and both times: the loaded version is too slow.
+        ServeError: invalid_input, with the size and both times, if the loaded version is too slow.
     """
     if options.max_slowdown is None or serving is None:
         return
@@ -87,7 +87,7 @@ async def _time_own(worker: WorkerRuns, inputs: InputGenerator, threads: Executo
 
 
 async def _time_served(serving: ServedModel, inputs: InputGenerator, clock: Clock, rows: int) -> int:
-    """Time a request to the version that serves; 0 if it shared its batch, or did not run."""
+    """Time a request to the version that serves. Returns 0 if it shared its batch or did not run."""
     request = InflightRequest(Timing(clock()), inputs.generate(rows, rows), rows)
     terms = serving.terms(clock(), scheduling=Scheduling(serving.options.priority_levels))
     try:
@@ -100,13 +100,13 @@ async def _time_served(serving: ServedModel, inputs: InputGenerator, clock: Cloc
 
 
 async def check_ensemble(served: ServedEnsemble, path: Path, folder: Path | None, clock: Clock) -> str:
-    """Check the golden samples of an ensemble, as requests to its members.
+    """Check the golden samples of an ensemble by running them as its requests.
 
     Returns:
-        As ``check_samples``; empty without samples.
+        The result of ``check_samples``; empty without samples.
 
     Raises:
-        ServeError: invalid_input, as ``check_samples``; or samples are required and there are none.
+        ServeError: invalid_input, from ``check_samples``, or if required samples are missing.
     """
     options, signature = served.options, served.signature
     golden = await asyncio.to_thread(read_golden, golden_folder(path, folder, options), signature)

@@ -1,6 +1,6 @@
-"""Labels of versions: which version each label of a model names, and which versions serve for that.
+"""Labels of versions: which version each label of a model names, and which versions serve because of labels.
 
-Labels come from ``model.yaml`` and from calls, whose labels hold instead of the file's; so do rollouts.
+Labels and rollouts are set in ``model.yaml`` and by calls. Those of calls take precedence.
 """
 
 import logging
@@ -18,28 +18,28 @@ logger: Final = logging.getLogger(__name__)
 
 
 class Labels:
-    """The labels and rollouts of all models, as they are in effect. Loop thread only, but for ``named_versions``."""
+    """The labels and rollouts in effect for all models. Loop thread only, except ``named_versions``."""
 
     def __init__(self, catalog: Catalog, sources: Mapping[str, ModelSource], state: StateFile) -> None:
         """Put nothing into effect yet.
 
         Args:
             catalog: Finds versions by their labels.
-            sources: Of the latest load of each model. Read at each call.
-            state: What calls changed.
+            sources: Source of the latest load of each model. Read at each call.
+            state: Stores labels and rollouts that calls have set.
         """
         self._catalog = catalog
         self._sources = sources
         self._state = state
         self._configured: dict[str, dict[str, int]] = {}
-        """Of the models' configurations, as far as they are in effect."""
+        """Configured labels that are in effect, by model."""
         self._coming: dict[str, ModelState] = {}
         """Changes by calls that are being written. Their versions must serve on until then."""
         self.state_of: Final = state.of
         self.changed_models: Final = state.models
 
     def follow(self, name: str) -> None:
-        """Put the configured labels of a model into effect, as far as their versions serve."""
+        """Put the configured labels of a model into effect. A label moves only to a version that serves."""
         source, ready = self._sources[name], [record.version for record in self._catalog.ready(name)]
         there = {*source.versions, *ready}
         before = {label: version for label, version in self._configured.get(name, {}).items() if version in there}
@@ -51,10 +51,10 @@ class Labels:
         self._configured.pop(name, None)
 
     async def change(self, name: str, state: ModelState) -> None:
-        """Keep what a call changed of a model, and put its labels into effect in one step.
+        """Store a change that a call made to a model, and put its labels into effect in one step.
 
         Raises:
-            ServeError: conflict, if the change cannot be kept; nothing has changed then.
+            ServeError: conflict, if the change cannot be stored. Then nothing has changed.
         """
         self._coming[name] = state
         try:
@@ -73,7 +73,7 @@ class Labels:
         return None if has_ended else given
 
     def named_versions(self, name: str) -> frozenset[int]:
-        """The versions of a model that calls named, or that its configuration labels. From any thread."""
+        """The versions of a model that calls or its configuration name, by labels or a rollout. Any thread."""
         named = self._state.of(name).versions | self._coming.get(name, NOTHING_CHANGED).versions
         rollout = self.rollout(name)
         candidate = {rollout.candidate} if rollout else frozenset()
@@ -99,25 +99,25 @@ class Labels:
 
 
 def follow_file(before: Mapping[str, int], given: Mapping[str, int], ready: Collection[int]) -> dict[str, int]:
-    """The labels of a ``model.yaml`` that are in effect after a change of the file.
+    """Compute the labels of a ``model.yaml`` that are in effect after a change of the file or of the serving versions.
 
     A label moves to its new version when that version serves, so that a version that fails to load takes no requests
     from one that serves.
 
     Args:
-        before: In effect until now.
-        given: In the file.
+        before: Labels in effect until now.
+        given: Labels in the file.
         ready: The versions that serve.
     """
     return {label: version if version in ready else before.get(label, version) for label, version in given.items()}
 
 
 def needed_versions(source: ModelSource, named: Collection[int]) -> set[int]:
-    """The versions of a model that should serve: those that its policy chooses, and those that labels name.
+    """The versions of a model that should serve: those chosen by its policy and those named by labels.
 
     Args:
-        source: Of the model, with all these versions.
-        named: By labels in effect, or as a place to go back to.
+        source: Source of the model, which includes all these versions.
+        named: Versions named by labels, by a rollout or as the target of a rollback.
     """
     options: ModelOptions | None = next((one.configuration.options for one in source.versions.values()), None)
     if options is None:

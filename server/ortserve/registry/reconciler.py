@@ -1,4 +1,4 @@
-"""Reconciles models with their sources: loads and drains versions until those of a source serve, in their order."""
+"""Reconciles models with their sources: loads and drains versions until exactly those of the source serve."""
 
 import asyncio
 import logging
@@ -23,19 +23,19 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 _MOST_REASONS: Final = 16
-"""Options without effect of one model that are logged one by one."""
+"""Maximum number of options without effect that are logged one by one for a model."""
 
 _FIRST_RETRY_S: Final = 60.0
 _MAX_RETRY_S: Final = 3600.0
-"""Between two retries; the wait doubles with each failure."""
+"""Maximum wait between two retries. The wait doubles with each failure."""
 
 
 class Reconciler:
     """Changes models, one change of a model at a time. Loop thread only.
 
-    Members are loaded before the ensembles that contain them. An ensemble holds the loads of its members, so that it is
-    connected anew after each change of one. A change of a model that holds its lock may take those of the ensembles
-    that contain it, never the other way round.
+    Members are loaded before the ensembles that contain them. An ensemble holds the loads of its members, so it is
+    reconnected after each change of a member. A change that holds the lock of a model may acquire the locks of the
+    ensembles that contain it, never the other way round.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Reconciler:
         """Change nothing yet.
 
         Args:
-            catalog: Of the registry.
+            catalog: The registry's catalog.
             versions: Loads versions.
             draining: Drains versions.
-            labels: Of all models.
-            sources: Of the latest load of each model, failed or not. Written here only.
+            labels: Labels of all models.
+            sources: Source of the latest load of each model, failed or not. Only this class writes to it.
             clock: Monotonic nanoseconds.
             on_versions: Called with a model whose versions, configuration, labels or rollout may have changed.
         """
@@ -91,7 +91,7 @@ class Reconciler:
         return source.is_on_demand or any(record.is_on_demand for record in known)
 
     def missing_members(self, ensemble: ModelSource) -> list[str]:
-        """The members of an ensemble that do not serve in the versions that it needs."""
+        """The members of an ensemble of which a required version does not serve."""
         return [
             member
             for member in members_of(ensemble)
@@ -110,7 +110,7 @@ class Reconciler:
         return list(dict.fromkeys((*dependents_of(name, self._sources), *holding)))
 
     def _serves(self, name: str, version: int) -> bool:
-        """Whether requests are answered by a version of a model; LATEST for the one that answers those without one."""
+        """Whether a version of a model serves. LATEST stands for the one that answers requests without a version."""
         try:
             self._catalog.find(name, "" if version == LATEST else str(version))
         except ServeError:
@@ -118,9 +118,9 @@ class Reconciler:
         return True
 
     async def apply_all(self, sources: Iterable[ModelSource], *, forced: Collection[str]) -> None:
-        """Apply the sources of different models side by side, but an ensemble after its members.
+        """Apply the sources of different models concurrently, and those of ensembles after their members.
 
-        ``forced`` are models that are loaded even if a request could load them.
+        Models in ``forced`` are loaded even if they could be loaded on demand.
         """
         loading = {source.name: source for source in reject_cycles(sources, self._sources)}
         tasks: dict[str, asyncio.Task[None]] = {}
@@ -147,17 +147,17 @@ class Reconciler:
         is_forced: bool = False,
         is_awaited: bool = False,
     ) -> list[str]:
-        """Load and drain versions of a model until those of ``source`` serve; called with the model's lock.
+        """Load and drain versions of a model until those of ``source`` serve. The caller holds the model's lock.
 
         Args:
-            source: Of the model.
-            applied: Ensembles that need not follow, because they are loaded after the model anyway.
-            is_forced: Whether to load the model even if a request could load it.
+            source: Source of the model.
+            applied: Ensembles that need no reconnection, because the caller loads them after the model anyway.
+            is_forced: Whether to load the model even if it could be loaded on demand.
             is_awaited: Whether requests may wait for the load.
 
         Returns:
-            For each load that failed, its version and the reason. Then the previous loads of these versions keep
-            serving, and so do versions that ``source`` does not have.
+            The version and the reason of each failed load. If any load failed, the previous loads of these versions
+            keep serving, and so do versions that ``source`` lacks.
         """
         name = source.name
         self._sources[name] = source
@@ -166,7 +166,7 @@ class Reconciler:
             self._retries.forget(name)
             await self._reconnect(name)
             return [source.problem]
-        self._labels.follow(name)  # Before the first load of a model, so that no other version answers meanwhile.
+        self._labels.follow(name)  # Before the first load of a model, so that no other version answers during the load.
         if not is_forced and self.stays_out(source):
             self._versions.offer(source)
             self._retries.forget(name)
@@ -176,7 +176,7 @@ class Reconciler:
             for record in self._catalog.of(name).values()
             if record.version not in source.versions and record.state in (State.FAILED, State.GONE)
         )
-        if self.stays_out(source):  # The series of an evicted version end with its last request, and then go on.
+        if self.stays_out(source):  # The new load continues the metric series, once the evicted version has ended.
             await self._draining.wait(name)
         serving = self._catalog.ready(name)
         for record in serving:
@@ -190,7 +190,7 @@ class Reconciler:
             for record in incoming
             if (reason := await self._versions.load(record, source.versions[record.version]))
         ]
-        if any(record.state is State.FAILED for record in incoming):  # Others got no room; requests load them.
+        if any(record.state is State.FAILED for record in incoming):  # Not those without room: requests load them.
             self._retries.note_failure(name, self._clock())
         elif not failures:
             self._retries.forget(name)
@@ -204,7 +204,7 @@ class Reconciler:
                 record = self._catalog.of(name)[version]
                 if record.state is State.READY:
                     self._draining.drain(record, UNLOADED)
-                else:  # it has failed during the loads, and would be loaded again
+                else:  # It failed during the loads; forget it, so that nothing loads it again.
                     self._versions.forget([record])
             self._retire_unneeded(source)  # The source was read while labels of an earlier file were in effect.
         if failures:
@@ -214,7 +214,7 @@ class Reconciler:
         return failures
 
     async def settle_labels(self, name: str) -> None:
-        """Retire the versions of a model that neither its policy nor a label needs any more."""
+        """Drain the versions of a model that neither its policy nor a label needs any more."""
         async with self.lock(name):
             source = self._sources.get(name)
             if source is None:
@@ -236,7 +236,7 @@ class Reconciler:
                     self._draining.drain(record, UNLOADED)
 
     async def load_again(self, record: VersionRecord) -> None:
-        """Load a version anew that has abandoned an instance."""
+        """Load a version again that has abandoned an instance."""
         async with self.lock(record.model):
             if await self._versions.replace(record):
                 self._retries.note_failure(record.model, self._clock())
@@ -244,14 +244,14 @@ class Reconciler:
                 await self._follow(record.model)
 
     async def remove(self, name: str) -> ModelSource | None:
-        """Take a model out of service and forget its source, which is returned. Called with the model's lock."""
+        """Take a model out of service and forget its source. Returns the source. The caller holds the model's lock."""
         source = self._sources.pop(name, None)
         self._labels.forget(name)
         self._retries.forget(name)
         self._versions.withdraw(name)
         self._versions.drain_all(name)
         self._on_versions(name)
-        await self.drop_dependents(name)  # Those that were loaded meanwhile hold the model.
+        await self.drop_dependents(name)  # Ensembles loaded in the meantime hold the model.
         await self._draining.wait(name)
         return source
 
@@ -264,14 +264,14 @@ class Reconciler:
                 await self._draining.wait(ensemble)
 
     async def _follow(self, name: str, applied: Collection[str] = ()) -> None:
-        """Connect the ensembles that contain a model anew, after a change of the model. Called with the model's lock.
+        """Reconnect the ensembles that contain a model after a change of the model. The caller holds the model's lock.
 
-        Ensembles that went out of service with the model come back; those on demand are offered again. An ensemble that
-        the model does not fit any more goes out of service with the reason.
+        Ensembles that went out of service with the model are loaded again; those on demand are offered again. An
+        ensemble that no longer fits the model goes out of service, with the reason.
 
         Args:
-            name: Of the model.
-            applied: Ensembles that are loaded after the model anyway.
+            name: Name of the model.
+            applied: Ensembles that the caller loads after the model anyway.
         """
         for ensemble in self.dependents_of(name):
             if ensemble in applied:
@@ -317,11 +317,11 @@ class Reconciler:
 
 
 class LoadRetries:
-    """When to retry loads that failed although their files have not changed: what they lacked may be there by then."""
+    """Schedules retries of failed loads whose files have not changed, because the cause may pass."""
 
     def __init__(self) -> None:
         self._due: dict[str, tuple[int, float]] = {}
-        """By model: when a retry is due (clock of the registry, ns), and how long that wait was (s)."""
+        """By model: when the next retry is due (clock of the registry, ns), and the wait before it (s)."""
 
     def note_failure(self, name: str, now_ns: int) -> None:
         """Schedule the next retry of a model."""
@@ -330,7 +330,7 @@ class LoadRetries:
         self._due[name] = now_ns + round(wait_s * 1e9), wait_s
 
     def forget(self, name: str) -> None:
-        """Retry a model no more: it serves, or should not."""
+        """Cancel the retries of a model that serves, or that should not serve."""
         self._due.pop(name, None)
 
     def is_due(self, name: str, now_ns: int) -> bool:
@@ -340,7 +340,7 @@ class LoadRetries:
 
 
 def _report_options(source: ModelSource) -> None:
-    """Log the options without effect, a bounded number: a client's configuration may have any number of them."""
+    """Log the options without effect. The number of lines is bounded, because a client's configuration is not."""
     reasons = source.without_effect
     for reason in reasons[:_MOST_REASONS]:
         log_event(logger, logging.WARNING, "option has no effect", model=source.name, reason=reason)

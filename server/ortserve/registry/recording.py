@@ -1,9 +1,9 @@
-"""Recorded requests: a share of what a model was asked, as files that ``ortserve``'s tools read for calibration.
+"""Records a share of a model's requests in files that ``ortserve``'s tools read for calibration.
 
 ``<record_dir>/<model>/<version>/<number>.npz`` holds one request: an array per input in the model's own form, with the
-rows on axis 0 as in batches (``tools/inputs`` reads it). One thread writes all files. The event loop hands over
-references to arrays that nothing writes to after they were decoded, so it copies nothing and never waits: a request is
-dropped if too many wait. A file appears under its name when it is complete.
+rows on axis 0 as in batches (``tools/inputs`` reads it). One thread writes all files. The event loop passes it
+references to decoded arrays, which are never modified, so the loop copies nothing. It never waits, either: if too many
+requests wait for the thread, further ones are dropped. A file gets its name when it is complete.
 """
 
 import contextlib
@@ -31,24 +31,24 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES: Final = 64 * 2**20
-"""Of all requests that wait for the thread. Larger requests are not recorded."""
+"""Maximum size of all requests that wait for the thread. A larger request is never recorded."""
 _LEAST_WAITING_BYTES: Final = 64 * 2**10
-"""That counts for a small request, which may keep the buffer alive that it was received in."""
+"""Minimum size counted for a request, because it may keep the buffer alive in which it was received."""
 _BLOCK_BYTES: Final = 4096
-"""Files take whole blocks on the disk."""
+"""Block size of the disk; files occupy whole blocks."""
 _ARRAY_BYTES: Final = 1024
-"""At least what an array takes in a file besides its elements and twice its name."""
+"""Overhead of an array in a file, besides its elements and two copies of its name."""
 _CHUNK_BYTES: Final = 2**20
 _UNFINISHED: Final = ".unfinished"
 _STALE_S: Final = 600.0
-"""Age of an unfinished file that no running server writes any more."""
+"""Age after which an unfinished file is considered abandoned and is removed."""
 
 
 class Recordings:
-    """The recordings of all models of a server. Loop thread only, except ``close``."""
+    """Manages the recordings of all models of a server. Loop thread only, except ``close``."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder, unless it exists. Blocks.
+        """Create the folder, unless it exists. Blocks.
 
         Raises:
             ServeError: invalid_input, if no files can be written there.
@@ -64,19 +64,19 @@ class Recordings:
         self._thread = ThreadPoolExecutor(1, "recordings")
         self._is_closed = threading.Event()
         self._folders: dict[tuple[str, str], _Folder] = {}
-        """Of each version, shared by a load that drains and its successor."""
+        """Folder of each version. A draining load and its successor share it."""
         self._enqueued_bytes = 0
         self._done_bytes = 0
-        """Written by the thread only."""
+        """Bytes of requests that the thread has finished. Only the thread writes it."""
 
     def begin(self, name: str, version: str, signature: ModelSignature, options: RecordOptions) -> "Recording":
-        """Record requests of a version that was loaded now.
+        """Start recording requests of a newly loaded version.
 
         Args:
-            name: Of a model in a repository, where it is the name of a folder or file.
-            version: Digits.
-            signature: Of its instances.
-            options: Of the model.
+            name: Name of the model: a file name, because models in repositories are named after a folder or file.
+            version: Version number, as digits.
+            signature: Signature of the model's instances.
+            options: Options of the model.
         """
         assert Path(name).name == name, "it is the name of a folder"
         folder = self._folders.setdefault((name, version), _Folder(self._folder / name / version))
@@ -84,7 +84,7 @@ class Recordings:
         return Recording(self, folder, signature, options)
 
     def enqueue(self, size: int, write: Callable[[], object]) -> bool:
-        """Call ``write`` on the thread. Returns False if requests of too many bytes wait already."""
+        """Call ``write`` on the thread. Returns False if too many bytes already wait, or after ``close``."""
         size = max(size, _LEAST_WAITING_BYTES)
         if self._is_closed.is_set() or self._enqueued_bytes + size - self._done_bytes > MAX_WAITING_BYTES:
             return False
@@ -93,7 +93,7 @@ class Recordings:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Write the waiting requests for at most this time, as the server stops. Blocks."""
+        """Write the waiting requests for at most ``timeout_s``, then discard the rest. Blocks."""
         last = self._thread.submit(int)
         try:
             last.result(timeout_s)
@@ -108,7 +108,7 @@ class Recordings:
 
 
 class Recording:
-    """The recorded requests of one load of a version. Loop thread only, except where it says otherwise."""
+    """Records requests of one load of a version. Loop thread only, except where a docstring says otherwise."""
 
     def __init__(
         self, recordings: Recordings, folder: "_Folder", signature: ModelSignature, options: RecordOptions
@@ -117,19 +117,19 @@ class Recording:
         self._folder = folder
         self._signature = signature
         self._options = options
-        # Not every n-th request: clients that take turns would make each n-th one alike. The seed makes it repeatable.
+        # A random choice, because with clients that take turns each n-th request may be alike. A fixed seed repeats it.
         self._random = Random("/".join(folder.path.parts[-2:]))  # noqa: S311 - a choice of samples
         self._is_begun = False
         self._ended_because = ""
-        """Set by the thread, as the two counts below."""
+        """Set by the thread, like ``_recorded`` and ``_failed``."""
         self._recorded = self._failed = 0
         self._dropped = 0
 
     def observe(self, inputs: Arrays, rows: int) -> None:
-        """Record a request that was answered, if it is one of the share. Returns at once.
+        """Record an answered request if it is chosen for the share. Returns at once.
 
         Args:
-            inputs: As the batcher got them; nothing writes to them any more.
+            inputs: Inputs of the request, as the batcher received them. They are not modified any more.
             rows: Requests of 0 rows are not recorded.
         """
         if self._ended_because or not rows or self._random.random() >= self._options.share:
@@ -138,16 +138,16 @@ class Recording:
             self._dropped += 1
 
     def counts(self) -> dict[str, int]:
-        """Requests of the share by what became of them. From any thread."""
+        """The number of chosen requests by outcome. Any thread."""
         return {"recorded": self._recorded, "dropped": self._dropped, "failed": self._failed}
 
     def describe(self) -> str:
-        """The property of the metadata. It names no path."""
+        """The text for the model's metadata. It contains no path."""
         state = f"off: {self._ended_because}" if self._ended_because else f"{self._options.share:.4g} of the requests"
         return f"{state}; " + ", ".join(f"{count} {outcome}" for outcome, count in self.counts().items())
 
     def _write(self, inputs: Arrays) -> None:
-        """Write one request. On the thread."""
+        """Write one request. Called on the recording thread."""
         if self._ended_because:
             self._failed += 1
             return
@@ -179,20 +179,20 @@ class Recording:
 
 
 class UnrecordableError(Exception):
-    """A request whose texts no array of numpy holds unchanged."""
+    """A request with texts that a numpy array of bytes cannot store unchanged, or only with much more memory."""
 
 
 class _Folder:
-    """The files of one version. Only the thread uses it."""
+    """Files of one version. Used only on the recording thread."""
 
     def __init__(self, path: Path) -> None:
         self.path: Final = path
         self.nbytes = 0
-        """On the disk, in whole blocks."""
+        """Bytes on the disk, in whole blocks."""
         self._next = 1
 
     def scan(self) -> None:
-        """Make the folder or count its files, and remove files that a server left unfinished. Raises OSError."""
+        """Create the folder if necessary, count its files, and remove stale unfinished ones. Raises OSError."""
         for folder in (self.path.parent, self.path):
             folder.mkdir(0o700, exist_ok=True)
             if not stat.S_ISDIR(folder.lstat().st_mode):
@@ -209,13 +209,13 @@ class _Folder:
                 self._next = max(self._next, int(number) + 1) if number.isdecimal() else self._next
 
     def add(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write the next file. It gets its name when it is complete. Raises OSError and leaves no file."""
+        """Write the next file, which gets its name when it is complete. Raises OSError, and then leaves no file."""
         while True:
             path = self.path / f"{self._next:08d}.npz"
             unfinished = self.path / f".{path.name}{_UNFINISHED}"
             self._next += 1
             try:
-                # It reserves the number among servers that share the folder. O_CLOEXEC is Python's default.
+                # The unfinished file reserves the number among servers that share the folder. O_CLOEXEC is the default.
                 descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             except FileExistsError:
                 continue
@@ -235,7 +235,7 @@ class _Folder:
 
 
 def write_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an ``.npz`` as ``numpy.savez`` does, with any names, in pieces that leave the interpreter lock free."""
+    """Write an ``.npz`` as ``numpy.savez`` does, with any array names, in pieces that release the interpreter lock."""
     with ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             contiguous = np.ascontiguousarray(array)
@@ -247,11 +247,12 @@ def write_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _as_columns(signature: ModelSignature, inputs: Arrays) -> dict[str, np.ndarray]:
-    """The arrays by the names of their inputs, without omitted ones. Axis 0 is the request if it cannot be divided.
+    """The arrays by input name, without omitted inputs. An unbatched request becomes one sample on a new axis 0.
 
     Raises:
-        UnrecordableError: A text ends with a NUL, which numpy cuts off, or needs much more memory beside the others.
-        UnicodeEncodeError: A text is no UTF-8.
+        UnrecordableError: A text ends with a NUL, which numpy cuts off, or padding all texts to the longest takes too
+            much memory.
+        UnicodeEncodeError: A text cannot be encoded in UTF-8.
     """
     arrays = {}
     for spec, array in zip(signature.inputs, inputs, strict=True):
@@ -262,7 +263,7 @@ def _as_columns(signature: ModelSignature, inputs: Arrays) -> dict[str, np.ndarr
 
 
 def encode_texts(array: np.ndarray) -> np.ndarray:
-    """Texts as an array of bytes in UTF-8. Raises as ``_as_columns``."""
+    """Encode texts in UTF-8 as a numpy array of bytes. Raises the errors of ``_as_columns``."""
     texts = [text.encode() for text in array.reshape(-1).tolist()]
     longest = max(map(len, texts), default=0)
     if longest * len(texts) > MAX_WAITING_BYTES or any(text.endswith(b"\0") for text in texts):

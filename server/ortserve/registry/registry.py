@@ -64,18 +64,18 @@ class Registry:
 
         Args:
             repositories: Folders of models.
-            defaults: Hold for options that a model's own configuration does not set.
-            metrics: Of the server.
+            defaults: Values of options that a model's own configuration does not set.
+            metrics: Metrics of the server.
             clock: Monotonic nanoseconds.
-            runtime: None for a plain one.
+            runtime: Device runtime of the process; None for a default one.
             activity: Reports runs on the event loop; None if the loop is not watched.
-            cache: For models with ``response_cache``; None if no model uses one.
-            recordings: Of the server; None if it records no requests.
-            state: What calls changed earlier; None for nothing, and to keep nothing.
-            mirrors: Keep some of the repositories' folders up to date; None if all are folders of the operator.
-            memory_budget_bytes: As the option of this name.
-            gpu_memory_budget_bytes: As the option of this name.
-            on_demand_wait_s: Of requests and loads.
+            cache: Response cache of models with ``response_cache``; None if the server has no cache.
+            recordings: Recordings of the server; None if it records no requests.
+            state: Stores changes made by calls, such as labels; None to start without any and reject new ones.
+            mirrors: Synchronize some of the folders with stores; None if all folders belong to the operator.
+            memory_budget_bytes: The option of this name.
+            gpu_memory_budget_bytes: The option of this name.
+            on_demand_wait_s: The longest wait of a request for a load, and of a load for memory.
         """
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -119,7 +119,7 @@ class Registry:
         self._sources: dict[str, ModelSource] = {}
         """The source of the latest load of each model, failed or not."""
         self._without_files: set[str] = set()
-        """Models whose files clients sent, which are gone: they cannot be loaded again."""
+        """Models whose files a client sent. The files are deleted after the load, so the models cannot be reloaded."""
         self._labels = Labels(self._catalog, self._sources, state or StateFile(None))
         self._reader = SourceReader(repositories, defaults, mirrors, self._labels.named_versions)
         self._reconciler = Reconciler(
@@ -147,12 +147,12 @@ class Registry:
 
     @property
     def lost(self) -> str:
-        """Which device is lost, and why; empty while none is. Only a new process can use it again."""
+        """The lost device and the reason; empty if no device is lost. Only a new process can use the device again."""
         return self._versions.lost
 
     @property
     def is_loaded(self) -> bool:
-        """Whether initial loading is over, successful or not."""
+        """Whether initial loading has ended, successfully or not."""
         return self._catalog.is_complete
 
     @property
@@ -165,7 +165,7 @@ class Registry:
         return [record.version for record in self._catalog.ready(name)]
 
     def records_of(self, name: str) -> list[VersionRecord]:
-        """The known versions of a model, ascending; none of an unknown model."""
+        """The known versions of a model, ascending; empty for an unknown model."""
         return sorted(self._catalog.of(name).values(), key=lambda record: record.version)
 
     def models(self) -> Mapping[str, Sequence[VersionRecord]]:
@@ -185,7 +185,7 @@ class Registry:
         names = found if only is None else sorted(only)
         missing = "it is in no repository"
         sources = [found.get(name) or ModelSource(name, problem=missing) for name in closure_of(names, found)]
-        # Required and pinned ones, and their members, get their processors and memory first.
+        # Required models come first, then pinned ones, each with their members: they get processors and memory first.
         required = closure_of([source.name for source in sources if source.is_required], found)
         pinned = closure_of([source.name for source in sources if source.is_pinned], found)
         sources.sort(key=lambda source: (source.name not in required, source.name not in pinned))
@@ -200,9 +200,9 @@ class Registry:
         The previous load serves until the new one is warm, and keeps serving if the new one fails.
 
         Args:
-            name: Of the model.
+            name: Name of the model.
             config: JSON of a configuration that replaces the model's own until the next load.
-            files: The model's files by ``file:<version>/<file>``, instead of those in its folder; with ``config`` only.
+            files: The model's files by ``file:<version>/<file>``. They replace its folder and require ``config``.
 
         Raises:
             ServeError: internal, with the reason. Its first words are Triton's, which clients search for.
@@ -212,16 +212,16 @@ class Registry:
     async def wait_for(
         self, name: str, version: str, received_ns: int | None = None, timeout_ns: int | None = None
     ) -> ServedVersion:
-        """Find the version that answers, as ``find``, after a load on demand if it is not in memory.
+        """Find the version that answers, as ``find`` does. A model that is not in memory is loaded first.
 
         Args:
-            name: Of the model.
-            version: As for ``find``.
+            name: Name of the model.
+            version: A number, a label or ``""``, as for ``find``.
             received_ns: When the request was received (monotonic); None for now.
-            timeout_ns: Its time limit; None if it has none. ``on_demand_wait_s`` limits the wait in any case.
+            timeout_ns: The request's time limit, or None. ``on_demand_wait_s`` limits the wait in any case.
 
         Raises:
-            ServeError: As ``find`` and ``Demands.wait``.
+            ServeError: An error of ``find`` or of ``Demands.wait``.
         """
         try:
             return self.find(name, version)
@@ -242,15 +242,16 @@ class Registry:
         ensembles that contain the model go out of service first, and come back when it is loaded again.
 
         Args:
-            name: Of the model.
-            with_members: Whether the members of an ensemble are unloaded, too, but for those of other ensembles.
+            name: Name of the model.
+            with_members: Whether to unload the members of an ensemble, too, except members of other ensembles.
         """
         await asyncio.shield(self._start(self._unload(name, with_members=with_members)))
 
     async def poll(self) -> None:
-        """Read the repositories again: load models that are new or have changed, unload those that are gone.
+        """Read the repositories again. Loads new and changed models, and unloads models that were removed.
 
-        A failed model is retried when it has changed, and from time to time as it is: the cause may have passed.
+        A failed model is retried when it has changed. An unchanged one is retried at growing intervals, because the
+        cause may have passed.
 
         Raises:
             ServeError: invalid_input, if a repository cannot be read; then nothing changes.
@@ -308,10 +309,10 @@ class Registry:
         """Load a model. Returns None for the failures if members of an ensemble must be loaded first.
 
         Args:
-            name: Of the model.
-            config: As in ``load``.
-            files: As in ``load``.
-            known: The sources of all members, which had their loads; None if they may be missing.
+            name: Name of the model.
+            config: The argument of ``load``.
+            files: The argument of ``load``.
+            known: Sources of all members, whose loads have ended; None if members may still need to be loaded.
         """
         async with self._reconciler.lock(name), self._reader.open(name, config, files) as source:
             if known is None and self._reconciler.missing_members(source):
@@ -362,12 +363,12 @@ class Registry:
             await self._unload(name)
 
     async def change_state(self, name: str, state: ModelState) -> None:
-        """Keep what a call changed of a model, then put its labels into effect in one step.
+        """Store a change that a call made to a model, then put its labels into effect in one step.
 
-        Versions that are needed no more drain afterwards, and ensembles follow.
+        Versions that are no longer needed drain afterwards, and ensembles are reconnected.
 
         Raises:
-            ServeError: conflict, if the change cannot be kept; nothing has changed then.
+            ServeError: conflict, if the change cannot be stored. Then nothing has changed.
         """
         await self._labels.change(name, state)
         self.on_versions(name)
@@ -377,7 +378,7 @@ class Registry:
         """Load a model that requests wait for, with the members of an ensemble.
 
         Raises:
-            ServeError: not_ready, if there is no room, or with the reason of the failure.
+            ServeError: not_ready, if there is no room in memory or the load failed.
         """
         source = self._sources.get(name)
         for member in () if source is None else self._reconciler.missing_members(source):
@@ -403,7 +404,7 @@ class Registry:
         return self._room.expect(self._sources[name])
 
     def _must_stay(self, name: str) -> bool:
-        """Whether a model must not be evicted now: it is changed, or cannot be loaded again."""
+        """Whether a model must not be evicted now: a change of it is under way, or it cannot be loaded again."""
         return self._reconciler.is_changing(name) or name in self._without_files
 
     def _start_replacing(self, record: VersionRecord) -> None:

@@ -1,4 +1,4 @@
-"""Shapes of requests: which requests may share a batch, and how empty tensors are handled.
+"""Decides by the shapes of requests which of them may share a batch, and how empty tensors are handled.
 
 ONNX Runtime 1.31.1 with the CPU provider was run on empty tensors: the backend node tests of ONNX 1.22 and the models
 of ``tests/rows``, with 0 elements along one axis. Most models returned empty outputs, exported transformers failed at a
@@ -22,9 +22,9 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.rows import sum_terms
 
 _MAX_VALUE_BYTES: Final = 64 * 1024
-"""Of an input without rows, such as a scale or a list of labels, which is compared by value."""
+"""Maximum size of an input without rows that is compared by value, such as a scale or a list of labels."""
 _MAX_VERDICTS: Final = 256
-"""Sets of shapes whose verdict is cached."""
+"""Maximum number of sets of shapes whose verdict is cached."""
 
 Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
 """The shape of a row of each input; None for an absent input."""
@@ -34,13 +34,13 @@ class ShapeClasses:
     """Finds the shape class of a request, for a model that has several. Any thread."""
 
     def __init__(self, signature: ModelSignature, padding: Padding | None, *, states_elsewhere: int = 0) -> None:
-        """Find classes by shapes and values.
+        """Prepare the search for classes.
 
         Args:
-            signature: The model's own.
-            padding: None if no request is padded.
-            states_elsewhere: The number of the last inputs for which requests have states in other memory
-                (``SequenceTensors.kept_elsewhere``). Such requests are not padded.
+            signature: Signature of the model itself.
+            padding: Padding of requests; None if requests are not padded.
+            states_elsewhere: Number of inputs at the end that are states outside host memory
+                (``SequenceTensors.kept_elsewhere``). Requests with such states are not padded.
         """
         self._states_elsewhere = states_elsewhere
         self._is_batched = signature.is_batched
@@ -55,13 +55,13 @@ class ShapeClasses:
         self._may_share = lru_cache(_MAX_VERDICTS)(self._judge_shapes)
 
     def find(self, inputs: Arrays) -> Hashable:
-        """The shape class of a request: equal for requests that may share a batch, ``Alone`` for one that must not.
+        """Find the shape class of a request. Requests of equal classes may share a batch; ``Alone`` shares with none.
 
         A request runs alone if it sets an initializer of the model, if it has an axis without elements, or if its sizes
         contradict names of dimensions on which the proof of independent rows relies.
 
         Args:
-            inputs: As batches hold them.
+            inputs: Inputs in the form of batches.
 
         Raises:
             ServeError: invalid_input, for inputs that disagree on a padded dimension.
@@ -94,7 +94,7 @@ class ShapeClasses:
 
 
 class EqualSizes:
-    """The conditions on sizes under which the rows of a model are proven to be independent."""
+    """The conditions on sizes of dimensions under which rows of a model are proven to be independent."""
 
     def __init__(self, signature: ModelSignature) -> None:
         self._names = set(signature.equal_sizes)
@@ -107,7 +107,7 @@ class EqualSizes:
         ]
 
     def agree(self, shapes: Shapes) -> bool:
-        """Whether each dimension has the same size in all shapes, and each sum is that of its terms."""
+        """Whether each dimension has one size in all shapes, and each sum equals the sum of its terms."""
         if not self._names:
             return True
         sizes: dict[str, int] = {}
@@ -146,20 +146,22 @@ CRASHING: Final[Mapping[str, bool]] = {
     "SkipSimplifiedLayerNormalization": False,
     "Unique": True,
 }
-"""Operators that end the process on an empty tensor, by their names in the optimized graph. GRU and LSTM call
-``std::terminate`` for 0 rows or 0 steps, Unique if an axis other than its own is empty; Einsum divides by 0 for 0 rows,
-STFT for an empty window, Scan for a tensor without elements of which it reads slices along another axis than 0. False
-for operators that crash if axis 0 is empty, and otherwise at most along the axes that ``load/empty_axes`` finds: a
-decoder with an Einsum may begin with a past of length 0."""
+"""Operators that end the process on an empty tensor, by their names in the optimized graph.
+
+GRU and LSTM call ``std::terminate`` for 0 rows or 0 steps, and Unique if an axis other than its own is empty. Einsum
+divides by 0 for 0 rows, STFT for an empty window, and Scan for a tensor without elements of which it reads slices along
+another axis than 0. The value is False for operators that crash only if axis 0 is empty or one of the axes that
+``load/empty_axes`` excludes: a decoder with an Einsum may begin with a past of length 0."""
 
 _MAX_ELEMENTS: Final = 2**23
-"""Of a placeholder row of an input with free dimensions, whose sizes a request without data chooses: 32 MiB of FP32."""
+"""Maximum number of elements of a placeholder row of an input with free dimensions, 32 MiB of FP32. A request that
+contains no data chooses the sizes of these dimensions."""
 _MAX_TEXTS: Final = 2**14
-"""The same for texts, as ``batching.large_requests`` limits them for a run."""
+"""The same maximum for texts; ``batching.large_requests`` has the same limit for a run."""
 
 
 def crashing_operators(operators: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """Sort out the operators of a model, listed by execution provider, that crash on empty tensors."""
+    """Select the operators of a model that crash on empty tensors. The operators are listed by execution provider."""
     return tuple(sorted({name for kinds in operators.values() for name in kinds} & CRASHING.keys()))
 
 
@@ -182,13 +184,13 @@ def check_not_empty(inputs: Arrays, signature: ModelSignature, model: str, crash
 def check_empty_axes(
     inputs: Arrays, signature: ModelSignature, model: str, empty_axes: Mapping[str, frozenset[int]]
 ) -> None:
-    """Reject empty inputs for which ONNX Runtime may not write all of a tensor, or may crash.
+    """Reject empty inputs for which ONNX Runtime may leave a part of a tensor unwritten, or may crash.
 
     Args:
-        inputs: In the form of batches, with rows.
-        signature: The model's own.
-        model: For the error.
-        empty_axes: From ``load/empty_axes``.
+        inputs: Inputs in the form of batches, with at least one row.
+        signature: Signature of the model itself.
+        model: Name of the model, for the error.
+        empty_axes: Axes along which each input may be empty, from ``load/empty_axes``.
 
     Raises:
         ServeError: invalid_input, naming the first such input.
@@ -197,7 +199,7 @@ def check_empty_axes(
         if array.size or is_absent(array) or 0 in spec.shape:
             continue
         axes = [axis for axis, size in enumerate(array.shape) if not size]
-        if signature.is_batched:  # the rows are in front, also where the model has them elsewhere
+        if signature.is_batched:  # rows are on axis 0 of the array, wherever the model has them
             at = spec.batch_axis
             axes = [axis - 1 if at is None or axis <= at else axis for axis in axes]
         if not empty_axes.get(spec.name, frozenset()).intersection(axes):
@@ -208,15 +210,15 @@ def check_empty_axes(
 
 
 def placeholder_row(inputs: Arrays, signature: ModelSignature, model: str) -> Arrays:
-    """Make one row of zeros and empty texts for a request without rows, with the same other dimensions.
+    """Make a row of zeros and empty texts for a request without rows. Other dimensions are those of the request.
 
     Args:
-        inputs: Of the request, in the signature's order; empty along their batch axes.
-        signature: Of requests of a batched model.
-        model: For the error.
+        inputs: Inputs of the request, in the signature's order; empty along their batch axes.
+        signature: Signature of requests of a batched model.
+        model: Name of the model, for the error.
 
     Raises:
-        ServeError: invalid_input, for a row of too many elements.
+        ServeError: invalid_input, if a row has too many elements.
     """
     return tuple([_one_row(spec, array, model) for spec, array in zip(signature.inputs, inputs, strict=True)])
 
@@ -232,7 +234,7 @@ def drop_rows(outputs: Arrays, signature: ModelSignature) -> Arrays:
 
 
 def shape_error(shape: tuple[int, ...], spec: TensorSpec, signature: ModelSignature, model: str) -> ServeError:
-    """The error for an input of another shape than ``spec``."""
+    """The error for an input whose shape does not match ``spec``."""
     if signature.is_batched and not shape:
         return invalid_input(f"input '{spec.name}' has no shape but model requires batch dimension for '{model}'")
     expected = f"at least {spec.least_axes} axes" if len(shape) < spec.least_axes else format_shape(spec.shape)
@@ -242,7 +244,7 @@ def shape_error(shape: tuple[int, ...], spec: TensorSpec, signature: ModelSignat
 
 
 def unequal_rows_error(name: str, model: str, expected: int, rows: int) -> ServeError:
-    """The error for an input ``name`` with another number of rows than the inputs before it."""
+    """The error for an input ``name`` whose number of rows differs from that of the inputs before it."""
     return invalid_input(
         f"input '{name}' batch size does not match other inputs for '{model}': expected {expected}, got {rows}"
     )

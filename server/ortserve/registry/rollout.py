@@ -1,4 +1,4 @@
-"""What the path of requests knows of a rollout. Not compiled, because its subclass is not."""
+"""The interface of a rollout for the request path. This module is not compiled, because the subclass is not."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -13,30 +13,30 @@ Headers: TypeAlias = Iterable[tuple[Any, Any]]
 
 
 class Rollout(ABC):
-    """Tries a candidate with requests for the version that it is attached to. Loop thread only."""
+    """Tries a candidate version with requests for the version to which the rollout is attached. Loop thread only."""
 
     is_canary: bool
     """Whether the candidate may answer requests."""
 
     @abstractmethod
     def candidate_for(self, request: InferRequest, headers: Headers) -> str:
-        """The number of the candidate, if it should answer this request; otherwise empty."""
+        """The version number of the candidate if it should answer this request; otherwise empty."""
 
     @abstractmethod
     def observe(self, request: InferRequest, headers: Headers, outputs: Arrays, timing: Timing) -> None:
-        """Note a request that the version has answered.
+        """Record a request that the version has answered.
 
         Args:
-            request: As the caller sent it.
-            headers: Of its call.
-            outputs: As clients see them; nothing writes to them any more.
-            timing: Of the request, up to ``computed_ns``.
+            request: The request, as the caller sent it.
+            headers: Headers of the call.
+            outputs: Outputs in the form of clients. They are not modified any more.
+            timing: Timing of the request, up to ``computed_ns``.
         """
 
     @abstractmethod
     def candidate_answered(self, timing: Timing) -> None:
-        """Note a request that the candidate has answered."""
+        """Record a request that the candidate has answered."""
 
     @abstractmethod
     def candidate_failed(self, error: Exception) -> None:
-        """Note a request that the candidate rejected or failed, and that the version has answered."""
+        """Record a request that the candidate rejected or failed, and that the version answered instead."""

@@ -1,7 +1,7 @@
-"""Arrays of samples in ``.npz`` files: read within bounds, and checked against the tensors of a model.
+"""Reads arrays of samples from ``.npz`` files of bounded size, and checks them against the tensors of a model.
 
-Axis 0 of each array counts the samples, as ``registry/recording`` writes them: rows of a batched model, whole tensors
-of another one. Golden samples and the tools read them.
+Axis 0 of each array counts the samples, as ``registry/recording`` writes them. A sample is a row of a batched model, or
+a whole tensor of another model. Golden samples and the tools use this module.
 """
 
 import math
@@ -19,18 +19,18 @@ from ortserve.core.signature import TensorSpec
 from ortserve.errors import invalid_input
 
 MOST_ARRAYS: Final = 1024
-"""In one file."""
+"""Maximum number of arrays in one file."""
 
 
 def read_arrays(file: Path, most_bytes: int) -> Mapping[str, np.ndarray]:
-    """Read a file that ``numpy.savez`` wrote, without pickled objects. Blocks on it.
+    """Read a file written by ``numpy.savez``. Pickled objects are rejected. Blocks on the disk.
 
     Args:
-        file: Named without its folder in errors.
-        most_bytes: Of all arrays together, after decompression. Nothing larger is read.
+        file: Path of the file. Errors name it without its folder.
+        most_bytes: Maximum size of all arrays together, after decompression. A larger file is rejected unread.
 
     Raises:
-        ServeError: invalid_input, with what is expected.
+        ServeError: invalid_input, with the expectation and the problem.
     """
     arrays: dict[str, np.ndarray] = {}
     try:
@@ -51,14 +51,19 @@ def read_arrays(file: Path, most_bytes: int) -> Mapping[str, np.ndarray]:
 
 
 def _read_array(content: bytes) -> np.ndarray:
-    """One array. Raises ValueError, also for a shape that the content does not fill: numpy would allocate it first."""
+    """Read one array.
+
+    Raises:
+        ValueError: The array is malformed, or its shape does not match the size of its data. The latter is checked
+            here because numpy would allocate the shape first.
+    """
     stream = BytesIO(content)
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(stream)
     elements = math.prod(shape)
     expected = elements * dtype.itemsize
-    if elements and not dtype.itemsize:  # any number of them needs no data, and memory once they are objects
+    if elements and not dtype.itemsize:  # needs no data in the file, but memory once the elements become objects
         raise ValueError(f"an array of {elements} elements of 0 bytes")
     if not dtype.hasobject and expected != len(content) - stream.tell():
         raise ValueError(f"an array of {expected} bytes with {len(content) - stream.tell()} bytes of data")
@@ -67,12 +72,14 @@ def _read_array(content: bytes) -> np.ndarray:
 
 
 def as_samples(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
-    """The samples of one tensor in the model's datatype: numbers of the same kind are converted if none changes.
+    """Convert the samples of one tensor to the model's datatype.
+
+    Floats are converted to other float types. Integers are converted if no value changes.
 
     Args:
-        name: Of the array, for errors.
-        spec: Of the tensor.
-        array: As in a file.
+        name: Name of the array, for errors.
+        spec: Specification of the tensor.
+        array: Array from a file.
 
     Raises:
         ServeError: invalid_input, with the expected and the actual shape or datatype.
@@ -100,5 +107,5 @@ def as_samples(name: str, spec: TensorSpec, array: np.ndarray) -> np.ndarray:
 
 
 def fits(expected: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a shape is one of those that a declared shape with free dimensions allows."""
+    """Whether sizes match a declared shape, in which -1 stands for any size."""
     return len(sizes) == len(expected) and all(want in (-1, got) for want, got in zip(expected, sizes, strict=True))

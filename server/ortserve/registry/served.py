@@ -54,13 +54,13 @@ class ServedModel(ServedVersion):
         """Accept requests.
 
         Args:
-            loaded: The result of its load.
-            batcher: Of the loaded instances.
-            metrics: Of the version, with its names.
-            configuration: Of its load.
+            loaded: Result of the load.
+            batcher: Batcher of the loaded instances.
+            metrics: Metrics of the version; they also name the model and the version.
+            configuration: The configuration of its load.
             properties: Shown in the metadata.
-            cached: Answers equal requests; None to run every request.
-            recording: Of its requests; None if none are recorded.
+            cached: Answers repeated requests without a run; None to run every request.
+            recording: Recording of its requests; None if requests are not recorded.
             sequences: Runs its requests in the order of their sequences; None for a model without sequences.
         """
         super().__init__(
@@ -76,18 +76,18 @@ class ServedModel(ServedVersion):
         )
         self.loaded: Final = loaded
         self.model_signature: Final = loaded.interface.model
-        """Of the model itself: the same tensors in the same order, with other shapes if they are reshaped. For a model
-        with sequences, the tensors that the server fills follow."""
+        """Signature of the model itself: the tensors of ``signature`` in the same order, with their shapes before
+        reshaping. For a model with sequences, the tensors that the server fills follow."""
         self.execution_provider: Final = loaded.execution_provider
         self.device_ids: Final = loaded.device_ids
-        """Of each instance."""
+        """Device number of each instance."""
         self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
         self._cached = cached
         self._instances = loaded.instances
         self._conversions = loaded.interface.conversions
         self._yielding: set[asyncio.Task[Arrays]] = set()
-        """Tasks of requests that may be enqueued once more."""
+        """Tasks of requests that are enqueued again if their queue timeout passes."""
         self._crashing = crashing_operators(loaded.operators)
         options = configuration.options
         self._has_queue_policies = has_queue_policies(options)
@@ -112,7 +112,7 @@ class ServedModel(ServedVersion):
 
     @property
     def max_rows(self) -> int:
-        """Most rows that run together."""
+        """Maximum number of rows that run together."""
         return self._batcher.max_rows
 
     @property
@@ -131,7 +131,7 @@ class ServedModel(ServedVersion):
         scheduling: Scheduling = NO_SCHEDULING,
         outputs: Sequence[RequestedOutput] = (),
     ) -> Terms:
-        """As ``ServedVersion.terms``; ``outputs`` have no effect, because a run computes all of them."""
+        """As ``ServedVersion.terms``. ``outputs`` has no effect, because a run computes all outputs."""
         priority, queue_timeout_ns = scheduling.priority, scheduling.queue_timeout_ns
         if timeout_ns is None and queue_timeout_ns is None and not priority and self._usual_terms is not None:
             return self._usual_terms
@@ -145,10 +145,10 @@ class ServedModel(ServedVersion):
         return Terms(level, finish_by_ns, None if queue_timeout_ns is None else received_ns + queue_timeout_ns)
 
     def tap_batches(self, tap: BatchTap | None) -> None:
-        """Show the batches that run from now on to ``tap``; None to stop.
+        """Pass each batch that runs from now on to ``tap``; None to stop.
 
         Raises:
-            ServeError: unsupported, for batches that other sessions cannot run.
+            ServeError: unsupported, if other sessions cannot run the batches, because states are outside host memory.
         """
         tensors = self.loaded.interface.sequences
         if tap is not None and tensors is not None and tensors.are_elsewhere:
@@ -163,12 +163,12 @@ class ServedModel(ServedVersion):
         return self._batcher.learned()
 
     def submit(self, request: InflightRequest, terms: Terms) -> None:
-        """Enqueue a request, to run alone or with others. It is settled with outputs for ``cut_back``.
+        """Enqueue a request, to run alone or with others. It is settled with outputs that ``cut_back`` converts.
 
         Args:
-            request: Its inputs match the signature and have its order, with absent ones for omitted optional inputs.
-                This call converts them to the form of the model. For 0 rows the model runs one placeholder row, and
-                the outputs have no rows.
+            request: The request. Its inputs match the signature, in the same order, with absent tensors for omitted
+                optional inputs. This call converts them to the form of the model. For 0 rows the model runs one
+                placeholder row, and the outputs have no rows.
             terms: Priority and deadlines.
 
         Raises:
@@ -198,16 +198,16 @@ class ServedModel(ServedVersion):
             self._batcher.submit(request, shape_class, terms)
 
     def submit_own(self, request: InflightRequest, terms: Terms) -> None:
-        """Enqueue a request whose inputs have the form of the model. The cache does not answer it. For measurements.
+        """Enqueue a request whose inputs have the form of the model, for measurements. The cache does not answer it.
 
         Raises:
-            ServeError: From the batcher.
+            ServeError: The error of the batcher.
         """
         shape_class = None if self._shape_classes is None else self._shape_classes.find(request.inputs)
         self._batcher.submit(request, shape_class, terms)
 
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
-        """As ``ServedVersion.submit_part``. The inputs of the request become all those of the model."""
+        """As ``ServedVersion.submit_part``. The server adds the hidden inputs of the model."""
         assert self.sequences is not None
         if self._crashing and self._shape_classes is not None:
             check_not_empty(request.inputs, self.signature, self.name, self._crashing)
@@ -218,7 +218,7 @@ class ServedModel(ServedVersion):
         self.sequences.submit(request, terms, part)
 
     def _enqueue(self, shape_class: Hashable, terms: Terms, request: InflightRequest) -> None:
-        """Enqueue a request that the cache does not answer."""
+        """Enqueue a request that the cache could not answer."""
         if terms.yields_when_late:
             task = request.settle_by(self._run_yielding(request, shape_class, terms))
             self._yielding.add(task)
@@ -230,11 +230,11 @@ class ServedModel(ServedVersion):
         """Remove the padding from the outputs of a request, and convert them to the form of clients.
 
         Args:
-            outputs: From the batcher.
-            inputs: Of the request, as ``submit`` converted them.
+            outputs: Outputs from the batcher.
+            inputs: Inputs of the request, as ``submit`` converted them.
 
         Returns:
-            Views, which later runs do not change.
+            Views of arrays that later runs do not change.
 
         Raises:
             ServeError: internal, if an output does not have its configured shape.
@@ -249,7 +249,7 @@ class ServedModel(ServedVersion):
             raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
 
     def _submit_placeholder_row(self, request: InflightRequest, terms: Terms) -> None:
-        """Answer a request of 0 rows by running one valid row: many models reject 0 rows, or crash."""
+        """Answer a request of 0 rows by running one placeholder row, because many models reject 0 rows or crash."""
         row = request.child(placeholder_row(request.inputs, self.signature, self.name), 1)
         if self._conversions is not None:
             request.inputs = self._conversions.to_model(request.inputs)
@@ -264,7 +264,7 @@ class ServedModel(ServedVersion):
             raise ModelRejectionError(message, error.node) from None
 
     async def _run_yielding(self, request: InflightRequest, shape_class: Hashable, terms: Terms) -> Arrays:
-        """Run a request that moves behind the others of its level when its queue timeout has passed."""
+        """Run a request. If its queue timeout passes, enqueue it again behind the others of its level."""
         timing = request.timing
         try:
             return await self._run_child(request, shape_class, terms)
@@ -283,11 +283,11 @@ class ServedModel(ServedVersion):
         return await child
 
     async def close(self) -> None:
-        """Answer all admitted requests, those of ensembles included, then close the instances."""
+        """Answer all admitted requests, including those of ensembles, then close the instances."""
         await self.wait_until_released()
         if self.sequences is not None:
             await self.sequences.close()
-        # The batcher rejects what is enqueued from its close on.
+        # The batcher rejects requests once it is closed, so tasks that enqueue requests must end first.
         if self._cached is not None:
             await self._cached.wait_until_idle()
         while self._yielding:
@@ -309,15 +309,15 @@ def policy_terms(
 ) -> Terms:
     """The terms of a request of a model with queue policies.
 
-    Such a model has two levels in the batcher for each priority level: the first for requests in time, the second for
-    requests that waited too long and let the others go first.
+    Such a model has two batcher levels for each priority level: the first for requests in time, the second for requests
+    whose queue timeout has passed, which run after the others.
 
     Args:
-        options: Of the model.
-        level: Of the request, 1 first.
-        received_ns: The begin of its wait (monotonic).
-        finish_by_ns: Its deadline.
-        asked_ns: The queue timeout of the request; in effect if shorter and if the policy allows it.
+        options: Options of the model.
+        level: Priority level of the request; 1 is the highest.
+        received_ns: When its wait began (monotonic).
+        finish_by_ns: Deadline of the request, or None.
+        asked_ns: Queue timeout that the request sets. It replaces a longer one if the policy allows that.
     """
     policy = options.priority_queue_policies.get(level, options.queue_policy)
     wait_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)
@@ -328,15 +328,15 @@ def policy_terms(
 
 
 def terms_behind(terms: Terms) -> Terms:
-    """The terms of a request that waited too long and now runs after the others of its level."""
+    """The terms of a request whose queue timeout has passed, and which now runs after the others of its level."""
     return replace(terms, level=terms.level + 1, start_by_ns=None, yields_when_late=False)
 
 
 def requests_limits(options: ModelOptions) -> dict[int, int]:
-    """The most queued requests by the batcher's level."""
+    """The maximum number of queued requests, by batcher level."""
     if not has_queue_policies(options):
         return {}
-    # The default level, too: a model may have a policy and no levels.
+    # Includes the default level, because a model may have a policy and no levels.
     levels = {*range(1, options.priority_levels + 1), options.default_priority_level}
     policies = {level: options.priority_queue_policies.get(level, options.queue_policy) for level in levels}
     return {2 * level - 1: policy.max_requests for level, policy in policies.items() if policy.max_requests is not None}

@@ -1,4 +1,7 @@
-"""A version that answers requests, as the service and other versions see it: a model, or an ensemble of models."""
+"""The interface of a version that answers requests, for the service and for ensembles.
+
+A version serves a model file, or is an ensemble of models.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -41,15 +44,15 @@ class ServedVersion(ABC):
         """Begin with no holders.
 
         Args:
-            signature: Of requests and responses.
-            labels: Names of the elements of an output, by its name; outputs without labels are not in it.
-            metrics: Of the version, with its names.
-            configuration: Of its load.
+            signature: Signature of requests and responses.
+            labels: Names of the elements of an output, by the name of the output. Outputs without labels are left out.
+            metrics: Metrics of the version; they also name the model and the version.
+            configuration: The configuration of its load.
             properties: Shown in the metadata.
-            is_cached: Whether equal requests may be answered without a run.
-            recording: Of its requests; None if none are recorded.
-            sequences: Runs its requests in the order of their sequences; None for others.
-            takes_sequences: Whether it has sequences, or is an ensemble with a member that has.
+            is_cached: Whether a repeated request may be answered without a run.
+            recording: Recording of its requests; None if requests are not recorded.
+            sequences: Runs the requests of sequences in order; None for a version without sequences of its own.
+            takes_sequences: Whether the version has sequences, or is an ensemble with a member that has.
         """
         self.name: Final[str] = metrics.name
         self.version: Final[str] = metrics.version
@@ -58,47 +61,47 @@ class ServedVersion(ABC):
         self.metrics: Final[ModelMetrics] = metrics
         self.rejections: Final[RejectionLog] = RejectionLog(metrics.name, metrics.version)
         self.properties: Mapping[str, str] = properties
-        """Replaced as a whole when one of them changes."""
+        """Properties for the metadata. The mapping is replaced as a whole when a property changes."""
         self.recording: Final[Recording | None] = recording
         self.sequences: Final[SequenceRuns | None] = sequences
         self.takes_sequences: Final[bool] = takes_sequences
-        """Whether requests come to ``submit_part`` instead of ``submit``."""
+        """Whether requests are submitted by ``submit_part`` instead of ``submit``."""
         self.options: Final[ModelOptions] = configuration.options
         self.declared: Final[pb.ModelConfig] = configuration.declared
-        """Its ``config.pbtxt``; empty without one."""
+        """Fields of the version's ``config.pbtxt``; empty without such a file."""
         self.is_cached: Final[bool] = is_cached
         self.rollout: Rollout | None = None
-        """Tries another version in the place of this one; None for nearly all versions."""
+        """Tries another version in place of this one; usually None."""
         self._holders = 0
         self._released: asyncio.Event | None = None
 
     @property
     @abstractmethod
     def platform(self) -> str:
-        """The kind of model, as the metadata name it."""
+        """The platform in the model's metadata."""
 
     @property
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether requests were admitted that are not settled."""
+        """Whether any admitted request is not settled yet."""
 
     @property
     def has_sequences(self) -> bool:
-        """Whether sequences have begun and not ended; their states are in memory only."""
+        """Whether any sequence has begun and not ended. States of sequences exist in memory only."""
         return self.sequences is not None and not self.sequences.is_empty
 
     def device_bytes(self) -> Mapping[str, int]:
-        """Memory that it holds, by the name of the device; without that of an ensemble's members."""
+        """Memory that the version holds, by name of the device. An ensemble does not count its members."""
         return {}
 
     @property
     @abstractmethod
     def max_rows(self) -> int:
-        """Most rows that run together."""
+        """Maximum number of rows that run together."""
 
     @property
     def queued_rows(self) -> int:
-        """Rows that wait for a run; 0 for a version without a queue of its own."""
+        """Number of queued rows; 0 for a version without a queue of its own."""
         return 0
 
     @abstractmethod
@@ -109,23 +112,23 @@ class ServedVersion(ABC):
         scheduling: Scheduling = NO_SCHEDULING,
         outputs: Sequence[RequestedOutput] = (),
     ) -> Terms:
-        """The terms of a request: its parameters, and the model's options for parameters that it does not set.
+        """Compute the terms of a request from its parameters, and from the model's options where it sets none.
 
         Args:
-            received_ns: Start of the timeouts (monotonic).
-            timeout_ns: Time limit of the answer; None for the model's ``slo_s``, if it has one.
-            scheduling: Parameters of the request.
-            outputs: The only ones that are used; empty for all.
+            received_ns: When the timeouts start (monotonic).
+            timeout_ns: Time limit of the answer; None for the model's ``slo_s``, if it is set.
+            scheduling: Scheduling parameters of the request.
+            outputs: Requested outputs; empty for all.
         """
 
     @abstractmethod
     def submit(self, request: InflightRequest, terms: Terms) -> None:
-        """Start a request. It is settled with outputs for ``cut_back``.
+        """Start a request. It is settled with outputs that ``cut_back`` converts.
 
         Args:
-            request: Its inputs match the signature and have its order, with absent ones for omitted optional inputs.
-                This call may convert them.
-            terms: From ``terms``.
+            request: The request. Its inputs match the signature, in the same order, with absent tensors for omitted
+                optional inputs. This call may convert them.
+            terms: Result of ``terms``.
 
         Raises:
             ServeError: The request is rejected.
@@ -133,19 +136,19 @@ class ServedVersion(ABC):
 
     @abstractmethod
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
-        """Start a request of a version that takes sequences, as ``submit`` does.
+        """Start a request to a version that takes sequences, as ``submit`` does for other versions.
 
         Args:
-            request: As for ``submit``.
-            terms: From ``terms``.
-            part: Its part in a sequence.
+            request: The request, as for ``submit``.
+            terms: Result of ``terms``.
+            part: The sequence of the request, and its place in it.
 
         Raises:
-            ServeError: As ``submit``; also if the request does not fit its sequence.
+            ServeError: The request is rejected, also if it does not match the state of its sequence.
         """
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
-        """End a sequence, if there is one: a request of it did not come to ``submit_part``, or cannot be repeated."""
+        """End a sequence, if it exists, because a request of it did not reach ``submit_part`` or cannot be repeated."""
         if self.sequences is not None:
             self.sequences.end(sequence_id)
 
@@ -155,20 +158,20 @@ class ServedVersion(ABC):
 
     @abstractmethod
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
-        """Convert the outputs of a request to the form of clients.
+        """Convert the outputs of a request to the form that clients expect.
 
         Args:
-            outputs: With which the request was settled.
-            inputs: Of the request, as ``submit`` converted them.
+            outputs: Outputs with which the request was settled.
+            inputs: Inputs of the request, as ``submit`` converted them.
         """
 
     @abstractmethod
     def learned(self) -> Learned:
-        """The measurements and decisions of the batcher. Raises ServeError: unsupported, for a version without one."""
+        """The batcher's measurements and decisions. Raises ServeError: unsupported, for a version without a batcher."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Answer all admitted requests, then free the version. Waits for its holders first."""
+        """Wait until no ensemble holds the version, answer all admitted requests, then free the version."""
 
     @property
     def is_held(self) -> bool:
@@ -176,7 +179,7 @@ class ServedVersion(ABC):
         return self._holders > 0
 
     def hold(self) -> None:
-        """Keep the version open for an ensemble that submits requests to it, until ``release``."""
+        """Keep the version open until ``release``, for an ensemble that submits requests to it."""
         self._holders += 1
 
     def release(self) -> None:

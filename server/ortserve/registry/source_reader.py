@@ -1,4 +1,4 @@
-"""Reads the sources of models, wherever they are: in folders, in stores, or in a client's request."""
+"""Reads the sources of models from folders, from stores, or from a client's request."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ NOT_POLLED: Final = "failed to poll from model repository"
 
 
 class SourceReader:
-    """The repositories of a server, and the models that clients send. Loop thread only; reads on threads."""
+    """Reads the repositories of a server, and models that clients send. Loop thread only; reads files on threads."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class SourceReader:
 
         Args:
             repositories: Folders of models.
-            defaults: Hold for options that a model's own configuration does not set.
-            mirrors: Keep some of the folders up to date; None if all are folders of the operator.
-            named_versions: Versions of a model that belong to its source whatever its policy chooses, if they are
-                there. Called on any thread.
+            defaults: Values of options that a model's own configuration does not set.
+            mirrors: Synchronize some of the folders with stores; None if all folders belong to the operator.
+            named_versions: Returns versions of a model that its source includes regardless of its policy, if they
+                exist. Called on any thread.
         """
         self._repositories = repositories
         self._defaults = defaults
@@ -44,7 +44,7 @@ class SourceReader:
             mirrors.follow(named_versions)
 
     async def names(self) -> list[str]:
-        """The models that are in the repositories now.
+        """Names of the models that the repositories contain now.
 
         Raises:
             ServeError: invalid_input, if a repository cannot be read.
@@ -53,7 +53,9 @@ class SourceReader:
         return sorted(found if self._mirrors is None else found | await self._mirrors.names())
 
     async def read_all(self, only: Collection[str] | None = None) -> list[ModelSource]:
-        """The sources of all models. Of those in stores that are not in ``only``, nor contained in one, some may lack.
+        """Read the sources of all models.
+
+        With ``only``, models in stores may be missing, except those in ``only`` and their members.
 
         Raises:
             ServeError: A repository cannot be read.
@@ -62,7 +64,7 @@ class SourceReader:
         while True:
             if self._mirrors is not None:
                 await self._mirrors.sync(wanted)
-            # Not on the threads of loads, where it would wait for models that are loading.
+            # The threads of loads are not used, because the call would wait there for models that are loading.
             sources = await asyncio.to_thread(read_sources, self._repositories, self._defaults, self._named_versions)
             if self._mirrors is None:
                 return sources
@@ -72,7 +74,7 @@ class SourceReader:
             wanted |= more
 
     async def read(self, name: str) -> ModelSource | None:
-        """The source of a model whose files are on the disk; None if there is none, or a repository cannot be read."""
+        """Read a model from the disk. Returns None if it does not exist, or if a repository cannot be read."""
         try:
             return await asyncio.to_thread(self._read, name)
         except ServeError:
@@ -80,12 +82,14 @@ class SourceReader:
 
     @asynccontextmanager
     async def open(self, name: str, config: str | None, files: Mapping[str, bytes]) -> AsyncIterator[ModelSource]:
-        """The present source of a model, fetched from its store if necessary. A client's files exist until the end.
+        """Read the current source of a model, and fetch it from its store if necessary.
+
+        The files of a client exist until the context exits.
 
         Args:
-            name: Of the model.
-            config: As for ``Registry.load``.
-            files: As for ``Registry.load``.
+            name: Name of the model.
+            config: The argument of ``Registry.load``.
+            files: The argument of ``Registry.load``.
 
         Raises:
             ServeError: internal, as ``Registry.load``.
@@ -99,7 +103,7 @@ class SourceReader:
             await asyncio.to_thread(resources.close)
 
     async def read_members(self, ensemble: ModelSource) -> dict[str, ModelSource]:
-        """An ensemble and all models that it contains, however deep, by name; fetched from stores where necessary.
+        """Read an ensemble and all models that it contains at any depth, by name. Fetches from stores where necessary.
 
         Raises:
             ServeError: internal, as ``Registry.load``.
@@ -117,12 +121,12 @@ class SourceReader:
             raise _unreadable(ensemble.name) from None
 
     async def release(self, name: str) -> None:
-        """Give up the files of a model that was unloaded."""
+        """Release the files of an unloaded model."""
         if self._mirrors is not None:
             await self._mirrors.release(name)
 
     async def close(self) -> None:
-        """Remove the folders of stores. No model is loaded any more."""
+        """Remove the folders of stores. Call it when no model is loaded any more."""
         if self._mirrors is not None:
             await self._mirrors.close()
 
@@ -139,7 +143,7 @@ class SourceReader:
         return read_source(name, self._repositories, self._defaults, self._named_versions(name))
 
     def _find(self, resources: ExitStack, name: str, config: str | None, files: Mapping[str, bytes]) -> ModelSource:
-        """Find the source of a model. ``resources`` keeps a client's files. Blocks on the disk."""
+        """Find the source of a model. ``resources`` owns a client's files. Blocks on the disk."""
         try:
             client = read_client_model(name, config, files, self._defaults)
             if client is not None:
@@ -155,7 +159,7 @@ class SourceReader:
         return source
 
     def _find_members(self, ensemble: ModelSource) -> dict[str, ModelSource]:
-        """Blocks on the disk. Raises ServeError."""
+        """Find an ensemble and its members at any depth, by name. Blocks on the disk. Raises ServeError."""
         found: dict[str, ModelSource] = {ensemble.name: ensemble}
         pending = list(members_of(ensemble))
         while pending:
@@ -172,10 +176,10 @@ def load_failure(name: str, reason: str) -> ServeError:
 
 
 def _unreadable(name: str) -> ServeError:
-    """In place of an error that names the repository, which clients must not learn."""
+    """The error for an unreadable repository. It does not name the repository, which clients must not learn."""
     return load_failure(name, f"{NOT_POLLED}: a repository cannot be read")
 
 
 def _members_beyond(names: Collection[str], sources: Iterable[ModelSource]) -> set[str]:
-    """The members of the named models that are not among the names."""
+    """The members of the named models that are not in ``names`` themselves."""
     return {member for source in sources if source.name in names for member in members_of(source)}.difference(names)

@@ -1,7 +1,8 @@
-"""The state file: changes of models by calls, such as labels, which outlive a restart. One JSON document.
+"""The state file is one JSON document with changes that calls made to models, such as labels. It outlives restarts.
 
-A change is written beside the file and renamed over it, so that the file is whole at any time. Servers that share the
-folder change only the models that their callers name; each reads the others' changes when it starts.
+A change is written to a new file, which is renamed over the old one, so that the file is complete at any time. Servers
+may share the folder: each call changes the entry of one model only, and a server reads the changes of others when it
+starts.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 SCHEMA: Final = "ortserve.state/1"
 DEFAULT_FOLDER: Final = ".ortserve"
-"""In the first repository; names that begin with a dot are no models."""
+"""Default folder in the first repository. Names that begin with a dot are not read as models."""
 FILE_NAME: Final = "state.json"
 
 _MOST_BYTES: Final = 16 * 1024 * 1024
 _MOST_MODELS: Final = 16_384
 _LOCK_WAIT_S: Final = 5.0
 _LOCK_RETRY_S: Final = 0.02
-"""Between two attempts: another server holds the lock for the time of one write."""
+"""Interval between two attempts. Another server holds the lock for the duration of one write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class EndedRollout:
     Attributes:
         candidate: The version that was tried.
         result: ``promoted``, ``rolled_back`` or ``stopped``.
-        reason: In words, with the figures.
+        reason: Reason in words, with measured values.
     """
 
     candidate: int
@@ -48,13 +49,13 @@ class EndedRollout:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """What calls changed of one model.
+    """The changes that calls made to one model.
 
     Attributes:
-        labels: Versions by label; they hold instead of those of ``model.yaml``.
-        previous: The version that was ``stable`` before the last promotion; None without one.
-        rollout: Started by a call; it holds instead of that of ``model.yaml``.
-        ended: How the last rollout ended. It does not start again by itself.
+        labels: Versions by label. They take precedence over the labels of ``model.yaml``.
+        previous: The version that was ``stable`` before the last promotion; None before the first promotion.
+        rollout: Rollout that a call started. It takes precedence over that of ``model.yaml``.
+        ended: How the last rollout ended. An ended rollout does not restart by itself.
     """
 
     labels: Mapping[str, int] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class ModelState:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions that the state names."""
+        """The version numbers that occur in the state."""
         candidate = None if self.rollout is None else self.rollout.candidate
         named = (*self.labels.values(), self.previous, candidate)
         return frozenset(version for version in named if version is not None)
@@ -74,13 +75,13 @@ NOTHING_CHANGED: Final = ModelState()
 
 
 class StateFile:
-    """The states of all models, in memory and in a file. Loop thread only; files are written by threads."""
+    """Holds the states of all models, in memory and in a file. Loop thread only; another thread writes the file."""
 
     def __init__(self, folder: Path | None) -> None:
         """Read the file, if there is one. Blocks on the disk.
 
         Args:
-            folder: Of the file, made by the first change; None for a server that cannot keep changes.
+            folder: Folder of the file, created by the first change; None for a server that cannot store changes.
 
         Raises:
             ServeError: invalid_input: the file cannot be read, or is not a state file.
@@ -94,14 +95,14 @@ class StateFile:
         return self._states.get(model, NOTHING_CHANGED)
 
     def models(self) -> Iterable[str]:
-        """The models that calls changed, those included that the server does not know."""
+        """The models that calls changed, including models that the server does not know."""
         return self._states.keys()
 
     async def put(self, model: str, state: ModelState) -> None:
-        """Replace the state of a model. It is on the disk when this returns.
+        """Replace the state of a model. The state is on the disk when this returns.
 
         Raises:
-            ServeError: conflict, naming the option, if the file cannot be written. Nothing has changed then.
+            ServeError: conflict, naming the option, if the file cannot be written. Then nothing has changed.
         """
         if self._folder is None:
             raise _not_kept("the server has no repository in a folder")
@@ -119,7 +120,7 @@ def _not_kept(reason: str) -> ServeError:
 
 
 def _read(path: Path) -> dict[str, ModelState]:
-    """Raises ServeError: invalid_input."""
+    """Read the states of all models; empty if the file does not exist. Raises ServeError: invalid_input."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -142,7 +143,7 @@ def _read(path: Path) -> dict[str, ModelState]:
 
 
 def _state_of(name: str, given: Any) -> ModelState:
-    """Raises ValueError."""
+    """Check and convert the entry of one model. Raises ValueError."""
     labels, previous = (given.get("labels"), given.get("previous")) if isinstance(given, dict) else (None, None)
     if (
         not isinstance(labels, dict)
@@ -171,10 +172,10 @@ def _document(state: ModelState) -> dict[str, Any]:
 
 
 def _change(folder: Path, model: str, state: ModelState) -> None:
-    """Replace the state of one model in the file; those of others stay as the file has them.
+    """Replace the state of one model in the file. The states of other models stay as they are in the file.
 
     Raises:
-        OSError: Nothing has changed then.
+        OSError: The file could not be written. Then nothing has changed.
     """
     folder.mkdir(mode=0o755, exist_ok=True)
     with _locked(folder / f".{FILE_NAME}.lock"):
@@ -204,7 +205,7 @@ def _change(folder: Path, model: str, state: ModelState) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a folder against other servers. Raises OSError, also if another one holds it for long."""
+    """Lock the folder against other servers. Raises OSError, also if another server holds the lock for too long."""
     latest_s = time.monotonic() + _LOCK_WAIT_S
     with path.open("a") as file:
         while True:

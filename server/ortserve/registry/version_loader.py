@@ -1,4 +1,4 @@
-"""One load of a version: the pipeline on a thread, or the members of an ensemble, becomes what answers requests."""
+"""Runs one load of a version: the load pipeline on a thread, or the connection of an ensemble to its members."""
 
 import asyncio
 import logging
@@ -33,11 +33,11 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 PROGRESS_LOG_INTERVAL_S: Final = 10.0
-"""Between log lines of one load."""
+"""Interval between log lines of one load."""
 
 
 class VersionLoader:
-    """Loads versions for which there is a slot and room. Loop thread only; models are opened on threads of its own."""
+    """Loads versions that hold a slot and reserved memory. Loop thread only; it opens models on its own threads."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class VersionLoader:
         """Load nothing yet.
 
         Args:
-            catalog: Of the registry: members of ensembles, and versions that a load takes over from.
-            ledger: Measures what each load takes.
-            assembly: Makes what answers requests.
+            catalog: The registry's catalog; finds members of ensembles, and the version that a load replaces.
+            ledger: Measures the memory of each load.
+            assembly: Creates served versions from loaded models.
             clock: Monotonic nanoseconds.
-            runtime: The process's; None for a plain one.
-            max_loads: Loads side by side, on as many processors or more.
-            progress_log_interval_s: Between log lines of one load.
+            runtime: Device runtime of the process; None for a default one.
+            max_loads: Maximum number of concurrent loads; the number of processors is a further limit.
+            progress_log_interval_s: Interval between log lines of one load.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
@@ -71,7 +71,7 @@ class VersionLoader:
         processors = cpu_budget()
         max_loads = min(processors, max_loads)
         self.slots: Final = LoadSlots(max_loads)
-        """A load holds one from before it reserves room until it has ended."""
+        """A load holds a slot from before it reserves memory until it ends."""
         self._limiter = LoadLimiter(processors)
         self._threads = ThreadPoolExecutor(
             max_loads, thread_name_prefix="load", initializer=set_slice, initargs=(LONGEST_SLICE_NS,)
@@ -81,16 +81,16 @@ class VersionLoader:
     async def load(
         self, record: VersionRecord, source: VersionSource, on_lost: Callable[[str], None], events: RunEvents
     ) -> ServedVersion:
-        """Load a version. After an error nothing of it is left.
+        """Load a version. After an error, everything that the load opened is closed.
 
         Args:
-            record: Of this load. Its progress is set, and its state WARMING when the model is open.
+            record: Record of this load. This call sets its progress, and its state to WARMING once the model is open.
             source: What to load.
-            on_lost: Called when its device is lost.
-            events: Of its runs.
+            on_lost: Called when the version's device is lost.
+            events: Called when runs exceed their limits.
 
         Raises:
-            ServeError: Why it cannot serve; NoRoomError, if a member of an ensemble is not in memory.
+            ServeError: Why the version cannot serve. NoRoomError, if a member of an ensemble is not in memory.
         """
         progress = record.progress = Progress(self._clock, partial(self._begin_warming, record))
         reporting = self._loop.create_task(self._log_progress(record, progress))
@@ -110,7 +110,7 @@ class VersionLoader:
             reporting.cancel()
 
     def close(self) -> None:
-        """Begin no further load. Does not wait for those under way on threads, which would block the loop."""
+        """Begin no further load. Does not wait for loads under way on threads, which would block the loop."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load_model(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
@@ -118,13 +118,13 @@ class VersionLoader:
         options, before = source.configuration.options, self._serving(record)
         try:
             await check_speed(record.model, loaded, options, before, progress, self._threads, self._clock)
-        except BaseException:  # Also if the server stops meanwhile.
+        except BaseException:  # also cancellation, because the server stops
             await _close(loaded)
             raise
         return loaded
 
     def _load_measured(self, record: VersionRecord, source: VersionSource, progress: Progress) -> LoadedModel:
-        """Load a model on a thread, and measure what it takes."""
+        """Load a model on a thread, and measure the memory that the load takes."""
         account = record.account
         assert account is not None
         self._ledger.begin(account)
@@ -144,13 +144,13 @@ class VersionLoader:
             self._ledger.end(account)
 
     def _begin_warming(self, record: VersionRecord) -> None:
-        """Note on the thread of a load that the model is open."""
+        """Record that the model is open. Called on the thread of the load."""
         if record.account is not None:
             self._ledger.note_open(record.account)
         self._loop.call_soon_threadsafe(_advance_to_warming, record)
 
     async def _load_ensemble(self, record: VersionRecord, source: VersionSource) -> ServedEnsemble:
-        """Connect an ensemble to its members, which serve already.
+        """Connect an ensemble to its members, which already serve.
 
         Raises:
             ServeError: invalid_input; not_ready, if a member got no room in memory.
@@ -172,14 +172,14 @@ class VersionLoader:
         return served
 
     def _serving(self, record: VersionRecord) -> ServedVersion | None:
-        """The version that a load takes over from: the previous load of the same version, or else the highest."""
+        """The version that a load replaces: the previous load of the same version, or else the highest ready one."""
         ready = self._catalog.ready(record.model)
         same = [before for before in ready if before.version == record.version]
         return (same or ready)[-1].served if ready else None
 
     async def _log_progress(self, record: VersionRecord, progress: Progress) -> None:
         began_ns = self._clock()
-        # The loop runs meanwhile: ONNX Runtime releases the interpreter lock while it opens a session and during runs.
+        # The loop runs during a load: ONNX Runtime releases the interpreter lock while it opens a session and in runs.
         while True:
             await asyncio.sleep(self._progress_log_interval_s)
             log_event(
@@ -199,6 +199,6 @@ def _advance_to_warming(record: VersionRecord) -> None:
 
 
 async def _close(loaded: LoadedModel) -> None:
-    """Close the instances of a load that serves nothing, whose sessions would otherwise live as long as the process."""
+    """Close the instances of a load that will not serve. Otherwise their sessions would live as long as the process."""
     for instance in loaded.instances:
         await asyncio.to_thread(instance.close)

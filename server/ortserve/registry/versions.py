@@ -1,4 +1,4 @@
-"""Versions of models: announced, loaded, replaced and forgotten. The registry decides which and when."""
+"""Announces, loads, replaces and forgets versions of models. The registry decides which versions and when."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from ortserve.telemetry.metrics import Metrics
 logger: Final = logging.getLogger(__name__)
 
 MAX_ABANDONED: Final = 3
-"""Instances of one model that may be abandoned, because their runs do not end, and still be replaced by a new load."""
+"""Maximum number of abandoned instances of one model that a new load replaces, while their runs have not ended."""
 
 
 class Versions:
@@ -44,14 +44,14 @@ class Versions:
         """Load nothing yet.
 
         Args:
-            catalog: Of the registry.
-            room: Reserves their memory.
-            loader: Loads each.
-            draining: Drains those that were replaced, and frees those that failed.
-            metrics: Of the server.
+            catalog: The registry's catalog.
+            room: Reserves memory for loads.
+            loader: Runs loads.
+            draining: Drains replaced versions, and frees failed ones.
+            metrics: Metrics of the server.
             clock: Monotonic nanoseconds.
             on_change: Called after the state of a version has changed.
-            on_replace: Called with a version that has abandoned an instance and should be loaded anew by ``replace``.
+            on_replace: Called with a version that has abandoned an instance and should be loaded again by ``replace``.
         """
         self._loop = asyncio.get_running_loop()
         self._catalog = catalog
@@ -63,19 +63,19 @@ class Versions:
         self._on_change = on_change
         self._on_replace = on_replace
         self._loading: dict[str, set[VersionRecord]] = {}
-        """Loads that wait or are under way, by model."""
+        """Records of loads that wait or are under way, by model."""
         self._abandoned: dict[str, list[Runner]] = {}
-        """Abandoned instances by model. Those whose runs have ended since are dropped when another one is added."""
+        """Abandoned instances by model. Adding one drops those whose runs have ended since."""
         self.lost = ""
-        """Which device is lost, and why; empty while none is. Only a new process can use it again."""
+        """The lost device and the reason; empty if no device is lost. Only a new process can use the device again."""
 
     def announce(self, name: str, version: int, source: ModelSource, *, is_awaited: bool = False) -> VersionRecord:
-        """Make the record of a load that waits. It is shown, unless the previous load of the version still serves.
+        """Create the record of a load that waits. The catalog shows it, unless the previous load still serves.
 
         Args:
-            name: Of the model.
-            version: Its number.
-            source: Of the model.
+            name: Name of the model.
+            version: Number of the version.
+            source: Source of the model.
             is_awaited: Whether requests may wait for the load.
         """
         record = self._make_record(name, version, source, is_awaited=is_awaited)
@@ -98,7 +98,7 @@ class Versions:
         return record
 
     def offer(self, source: ModelSource) -> None:
-        """Show the versions of a model that the first request will load."""
+        """Show the versions of a model in the catalog. The first request will load them."""
         known = self._catalog.of(source.name)
         kept = {
             number for number, one in known.items() if one.is_on_demand and one.source == source.versions.get(number)
@@ -113,11 +113,11 @@ class Versions:
         A previous load of the version serves until the new one is warm, and keeps serving if the new one fails.
 
         Args:
-            record: Of this load. It is READY or FAILED when this returns.
+            record: Record of this load. On return it is READY, FAILED, or GONE if there was no room.
             source: What to load.
 
         Returns:
-            Why it failed; empty if it serves.
+            Why the load failed; empty if the version serves.
         """
         loading = self._loading.setdefault(record.model, set())
         loading.add(record)
@@ -133,7 +133,7 @@ class Versions:
                 self._loading.pop(record.model, None)
 
     async def _wait_for_turn(self, record: VersionRecord, source: VersionSource, slot: AsyncExitStack) -> str:
-        """Wait for a slot, which ``slot`` holds afterwards, and for room in memory. Returns why there is none."""
+        """Wait for a load slot, which ``slot`` then holds, and for room in memory. Returns why the load got neither."""
         try:
             if record.cancelled_because:
                 raise TimeoutError
@@ -148,10 +148,10 @@ class Versions:
             record.waiting = None
 
     async def _wait_for_room(self, record: VersionRecord, source: VersionSource, slot: AsyncExitStack) -> None:
-        """Wait for room while a slot is held, or without one if models must stay a while. Such a load is not timed.
+        """Wait for a slot and for room. The load gives its slot back while it waits for models that must stay a while.
 
         Raises:
-            NoRoomError: There is no room, and will be none in time.
+            NoRoomError: There is no room, and waiting long enough is not allowed.
         """
         rank = LoadRank.OTHER
         if record.is_awaited or record.is_required:
@@ -166,7 +166,7 @@ class Versions:
         await self._room.wait_until_free()
 
     async def _load_now(self, record: VersionRecord, source: VersionSource) -> str:
-        """Load a version for which there is room. Returns why it failed; empty if it is READY."""
+        """Load a version for which memory is reserved. Returns why the load failed; empty if the version is READY."""
         began_ns = self._clock()
         events = RunEvents(lambda: self._metrics.batch_overdue(record.model), partial(self._on_abandoned, record))
         try:
@@ -199,12 +199,13 @@ class Versions:
             self._draining.drain(replaced, UNLOADED)
 
     async def replace(self, record: VersionRecord) -> str:
-        """Load a version anew that has abandoned an instance, or an ensemble whose members have changed.
+        """Load a version again after it abandoned an instance, or an ensemble whose members have changed.
 
-        Does nothing for a version that was replaced or drained in the meantime.
+        Does nothing if the version was replaced or drained in the meantime.
 
         Returns:
-            Why the load failed; empty if it serves, was not needed, or was cancelled for a change that follows.
+            Why the load failed; empty if the version serves, if no load was needed, or if a change that follows
+            cancelled it.
         """
         if self._catalog.of(record.model).get(record.version) is not record or record.source is None:
             return ""
@@ -252,7 +253,7 @@ class Versions:
         return next((one for one in loading if one.version == record.version and one is not record), None)
 
     def cancel_loads(self, name: str, because: str) -> None:
-        """End the loads of a model that wait, and those under way at their next step."""
+        """Cancel the loads of a model: those that wait at once, those under way at their next step."""
         for record in self._loading.get(name, ()):
             record.cancelled_because = because
             if record.progress is not None:
@@ -261,7 +262,7 @@ class Versions:
                 record.waiting.reschedule(self._loop.time())
 
     def withdraw(self, name: str) -> None:
-        """Let no request load the versions of a model any more that are not in memory."""
+        """Prevent requests from loading the versions of a model that are not in memory."""
         for record in self._catalog.of(name).values():
             if record.is_on_demand:
                 record.reason = UNLOADED
@@ -270,13 +271,16 @@ class Versions:
         self._on_change()
 
     def drain_all(self, name: str) -> None:
-        """Take a model out of service on purpose."""
+        """Drain all versions of a model, and forget its failed ones."""
         self.forget(record for record in self._catalog.of(name).values() if record.state is State.FAILED)
         for record in self._catalog.ready(name):
             self._draining.drain(record, UNLOADED)
 
     async def _refuse(self, record: VersionRecord, error: NoRoomError) -> str:
-        """End a load without room: requests begin another one, unless it cannot get room, or the model is pinned."""
+        """End a load that got no room. The next request begins another load.
+
+        The version is FAILED instead if room will never suffice, if the model is pinned, or if another record is shown.
+        """
         source = record.source
         is_shown = self._catalog.of(record.model).get(record.version) is record
         if error.is_lasting or not is_shown or source is None or source.configuration.options.is_pinned:
@@ -311,17 +315,17 @@ class Versions:
         return before
 
     def _on_lost(self, record: VersionRecord, reason: str) -> None:
-        """Note a lost device, and take the version out of service that can run nothing without it."""
+        """Record a lost device, and take the version out of service that needs it."""
         self.lost = self.lost or reason
         _log_failure("device is lost", record, reason)
         if record.state is State.READY:  # Otherwise its load fails, or it is draining already.
             self._draining.fail(record, reason)
 
     def _on_abandoned(self, record: VersionRecord, runner: Runner, reason: str, is_last: bool) -> None:
-        """Have a version loaded anew, one of whose instances was abandoned because its run does not end.
+        """Request a new load of a version that abandoned an instance, because a run of the instance does not end.
 
-        A version without instances is FAILED until then. It stays FAILED if too many runs of the model have not ended:
-        each keeps a processor busy, and memory, for as long as the process lives.
+        A version without other instances is FAILED until the new load serves. There is no new load if too many runs of
+        the model have not ended, because each one occupies a processor and memory for the life of the process.
         """
         self._metrics.batch_overdue(record.model, is_abandoned=True)
         running = [earlier for earlier in self._abandoned.get(record.model, ()) if earlier.is_running]
@@ -341,7 +345,7 @@ class Versions:
 
 
 def _goes_on_counting(record: VersionRecord) -> bool:
-    """Whether the next load of a version continues its series: it was evicted, which callers need not notice."""
+    """Whether the next load of a version continues its metric series: eviction must not reset its counters."""
     return record.is_on_demand and record.state is State.GONE
 
 

@@ -1,4 +1,4 @@
-"""The inputs and outputs of an ensemble, checked against those of its members."""
+"""Checks the inputs and outputs of an ensemble against those of its members, and derives its signature."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ UNBATCHED: Final = "the configuration of the ensemble says so"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member as a step sees it. ``most_rows`` is its configured limit, None without one."""
+    """A member, as far as its steps are checked. ``most_rows`` is its configured limit, or None."""
 
     name: str
     signature: ModelSignature
@@ -26,9 +26,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A tensor of the ensemble as a model declares it; ``dims`` omit a leading batch dimension. None if unknown.
+    """A tensor of the ensemble as one model declares it. Values that the model does not declare are None.
 
-    ``batch_axis`` is that of a model with batches; None for a tensor without rows. ``has_batches`` is about the model.
+    ``full`` is the shape, and ``dims`` omits its leading batch dimension. ``has_batches`` tells whether the model is
+    batched. If it is, ``batch_axis`` is the row axis, or None for a tensor without rows.
     """
 
     model: str
@@ -40,15 +41,15 @@ class _Use:
 
 
 def resolve_signature(name: str, options: ModelOptions, plan: Plan, members: Sequence[Member]) -> ModelSignature:
-    """Check the steps against their members, and make the signature of the ensemble.
+    """Check the steps against their members, and derive the signature of the ensemble.
 
-    Datatypes and dims that the ensemble does not declare are those of the first member that uses the tensor.
+    Datatypes and dims that the ensemble does not declare come from the first member that uses the tensor.
 
     Args:
-        name: Of the ensemble.
-        options: Of the ensemble.
-        plan: Of the ensemble.
-        members: Of each step.
+        name: Name of the ensemble.
+        options: Options of the ensemble.
+        plan: Plan of the ensemble.
+        members: Member of each step.
 
     Raises:
         ServeError: invalid_input, for a step that maps unknown inputs or outputs or leaves out a required input, for
@@ -130,7 +131,7 @@ def _used(member: Member, spec: TensorSpec) -> _Use:
 
 
 def _check_agreement(name: str, tensor: str, uses: Sequence[_Use]) -> None:
-    """Check that the datatype of a tensor is the same everywhere, and its shape, with or without a batch dimension."""
+    """Check that all models agree on the datatype of a tensor, and on its shape with or without a batch dimension."""
     typed = next((use for use in uses if use.datatype is not None), None)
     shaped = next((use for use in uses if use.dims is not None), None)
     for use in uses:

@@ -1,4 +1,4 @@
-"""The plan of an ensemble: which steps a request needs, and what each waits for. Pure: names and numbers only."""
+"""The plan of an ensemble: the steps that a request needs, and the dependencies between them. Pure."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from ortserve.errors import SequenceError, ServeError, invalid_input
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step; tensors are numbers of the plan.
+    """A step of an ensemble. Tensors are given by their numbers in the plan.
 
     Attributes:
-        inputs: By the member's name of the input.
-        outputs: By the member's name of the output.
+        inputs: Tensor of each mapped input, by the input's name in the member.
+        outputs: Tensor of each mapped output, by the output's name in the member.
     """
 
     model: str
@@ -24,13 +24,13 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a request for certain outputs needs.
+    """The steps and tensors that a request for certain outputs needs.
 
     Attributes:
         steps: Numbers of the needed steps.
-        first: Those that may start at once.
-        waits: For each step of the plan, how many needed steps must end before it may start; 0 if it is not needed.
-        readers: For each tensor, how many needed steps read it, and one more if it is a requested output.
+        first: Numbers of the steps that may start at once.
+        waits: For each step of the plan, the number of steps that must end before it may start; 0 if it is not needed.
+        readers: For each tensor, the number of needed steps that read it, plus one if it is a requested output.
         followers: For each step, the needed steps that wait for it.
         outputs: For each step, the names of the member's outputs that are used.
     """
@@ -48,8 +48,8 @@ class Plan:
     """The graph of an ensemble.
 
     Attributes:
-        tensors: Their names; a tensor's number is its index.
-        steps: In the order of the configuration.
+        tensors: Names of the tensors. The number of a tensor is its index here.
+        steps: Steps in the order of the configuration.
         inputs: Numbers of the ensemble's inputs.
         outputs: Numbers of the ensemble's outputs.
     """
@@ -60,7 +60,7 @@ class Plan:
     outputs: tuple[int, ...]
 
     def select(self, wanted: Collection[int]) -> Selection:
-        """Select the steps that lead to ``wanted``, some of ``outputs``."""
+        """Select the steps that compute ``wanted``, a subset of ``outputs``."""
         writer = {tensor: number for number, step in enumerate(self.steps) for tensor in step.outputs.values()}
         needed: set[int] = set()
         pending = [writer[tensor] for tensor in wanted if tensor in writer]
@@ -100,8 +100,8 @@ def make_plan(name: str, options: ModelOptions) -> Plan:
     """Check the graph of an ensemble and number its tensors.
 
     Args:
-        name: Of the ensemble, for errors.
-        options: Of the ensemble: its steps, inputs and outputs.
+        name: Name of the ensemble, for errors.
+        options: Options of the ensemble, with its steps, inputs and outputs.
 
     Raises:
         ServeError: invalid_input, for a tensor that is written twice, never written or never used, and for a cycle.
@@ -155,7 +155,7 @@ def _check_written(
     outputs: Sequence[str],
     steps: Sequence[tuple[Collection[str], Collection[str]]],
 ) -> None:
-    """Check that every step gets its tensors: no gap and no cycle."""
+    """Check that each step receives all its tensors, so that the graph has no gap and no cycle."""
     written, waiting = set(inputs), list(steps)
     while waiting:
         later = [step for step in waiting if not written.issuperset(step[0])]
@@ -175,18 +175,18 @@ def _check_written(
 
 
 def member_names(options: ModelOptions) -> tuple[str, ...]:
-    """The models of an ensemble, each once; empty for a model that is none."""
+    """The members of an ensemble, without duplicates; empty for other models."""
     if options.ensemble is None:
         return ()
     return tuple(dict.fromkeys(step.model for step in options.ensemble.steps))
 
 
 def find_cycle(name: str, members: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """A cycle of ensembles through ``name``, which is its first and last element; empty if there is none.
+    """Find a cycle of ensembles through ``name``, which is its first and last element. Empty if there is no cycle.
 
     Args:
-        name: Of an ensemble.
-        members: The models of each ensemble.
+        name: Name of an ensemble.
+        members: Members of each ensemble.
     """
     came_from: dict[str, str] = {}
     pending = [name]
@@ -202,7 +202,7 @@ def find_cycle(name: str, members: Mapping[str, Iterable[str]]) -> tuple[str, ..
 
 
 def _path(at: str, came_from: Mapping[str, str]) -> Iterator[str]:
-    """From ``at`` back to the begin of a search."""
+    """The path from ``at`` back to the start of a search."""
     yield at
     while at in came_from:
         at = came_from[at]
@@ -215,10 +215,10 @@ def circular(cycle: Sequence[str]) -> str:
 
 
 def of_ensemble(error: ServeError, ensemble: str, member: str) -> ServeError:
-    """A copy of a step's error for the caller of the ensemble; the text names the member if it did not before."""
+    """Copy the error of a step for the caller of the ensemble. The text names the ensemble and the member."""
     message = f"in ensemble '{ensemble}', {error.message}"
     if f"'{member}'" not in error.message:
         message += f" (model '{member}')"
-    # Clients know errors of sequences without the id of the request before the text.
+    # The kind stays, because errors of sequences reach clients without the id of the request before the text.
     kind = SequenceError if isinstance(error, SequenceError) else ServeError
     return kind(error.kind, message, retry_after_s=error.retry_after_s)

@@ -1,4 +1,4 @@
-"""The route of requests through an ensemble: the members and tensors of its steps, for the requested outputs."""
+"""The route of requests through an ensemble: the members and tensors of the steps for the requested outputs."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -18,11 +18,11 @@ from ortserve.registry.serving import ServedVersion
 
 
 class EnsembleTerms(Terms):
-    """Terms of a request of an ensemble: also what its steps need to make their own.
+    """Terms of a request to an ensemble, with the values from which its steps derive their own terms.
 
     Attributes:
-        scheduling: As requested, for each member to interpret.
-        outputs: The only ones that are used; empty for all.
+        scheduling: Scheduling parameters of the request. Each member interprets them.
+        outputs: Names of the requested outputs; empty for all.
     """
 
     __slots__ = ("outputs", "scheduling")
@@ -34,13 +34,13 @@ class EnsembleTerms(Terms):
 
 
 class BoundStep:
-    """A step whose member is found. It reads and writes the tensors of a request, which are None until they exist.
+    """A step with its member. It reads and writes the tensors of a request, which are None until they are computed.
 
     Attributes:
-        member: Answers the step.
-        inputs: The tensor of each input of the member; -1 for one that is left out.
-        outputs: The used outputs: index among the member's outputs, and tensor.
-        wanted: The same outputs, for a member that is an ensemble.
+        member: The version that answers the step.
+        inputs: Tensor of each input of the member; -1 for an input that is not mapped.
+        outputs: Used outputs: the index among the member's outputs, and the tensor.
+        wanted: The same outputs as a list of names, for a member that is an ensemble.
     """
 
     __slots__ = ("inputs", "member", "outputs", "wanted")
@@ -55,15 +55,15 @@ class BoundStep:
         self.wanted: Final[tuple[RequestedOutput, ...]] = tuple([RequestedOutput(name) for name in used])
 
     def gather(self, tensors: list[np.ndarray | None], names: Sequence[str]) -> tuple[Arrays, int]:
-        """Gather the inputs of the member, without copies, and their rows.
+        """Gather the inputs of the member, without copies, and count their rows.
 
         Args:
-            tensors: Of the request.
-            names: Of the tensors.
+            tensors: Tensors of the request.
+            names: Names of the tensors.
 
         Raises:
-            ServeError: invalid_input, for a required input that the request leaves out, and for a shape that the member
-                does not accept.
+            ServeError: invalid_input, for a required input that the request omits, and for a shape that the member does
+                not accept.
         """
         signature, model = self.member.signature, self.member.name
         arrays: list[np.ndarray | None] = []
@@ -95,10 +95,10 @@ class BoundStep:
         return tuple([absent(rows) if array is None else array for array in arrays]), rows
 
     def keep(self, outputs: Arrays, tensors: list[np.ndarray | None]) -> None:
-        """Keep the used outputs of the member among the tensors of a request.
+        """Store the used outputs of the member in the tensors of a request.
 
         Raises:
-            ServeError: unsupported, for a sequence that makes no tensor.
+            ServeError: unsupported, for a sequence of tensors that cannot be stacked to one tensor.
         """
         specs = self.member.signature.outputs
         for index, tensor in self.outputs:
@@ -113,15 +113,15 @@ class BoundStep:
 
 
 class Route:
-    """The way of all requests for the same outputs through an ensemble.
+    """The route of all requests for the same outputs through an ensemble.
 
     Attributes:
-        name: Of the ensemble.
-        signature: Of the ensemble.
-        plan: Of the ensemble.
-        selection: The steps that are needed.
-        steps: All steps of the plan with their members.
-        outputs: For each output of the signature its tensor; -1 if it is not requested.
+        name: Name of the ensemble.
+        signature: Signature of the ensemble.
+        plan: Plan of the ensemble.
+        selection: The needed steps.
+        steps: All steps of the plan, with their members.
+        outputs: Tensor of each output of the signature; -1 if it is not requested.
     """
 
     __slots__ = ("name", "outputs", "plan", "selection", "signature", "steps")
@@ -148,7 +148,7 @@ class Route:
 def make_route(
     name: str, signature: ModelSignature, plan: Plan, members: tuple[ServedVersion, ...], outputs: tuple[str, ...]
 ) -> Route:
-    """Make the route of requests for some outputs; of all, if ``outputs`` is empty."""
+    """Create the route of requests for some outputs, or for all if ``outputs`` is empty."""
     wanted = frozenset(
         [
             tensor

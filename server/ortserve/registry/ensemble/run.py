@@ -1,4 +1,4 @@
-"""One request of an ensemble: carries its tensors through the steps, each a request to the step's own model."""
+"""Runs one request of an ensemble through its steps. Each step is a request to the member of the step."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.readings import StepTimes
 
 PROTOCOL: Final = "ensemble"
-"""The protocol of steps in the metrics of their models."""
+"""The protocol under which metrics of members count requests from steps."""
 
 
 class EnsembleRun:
-    """One request of an ensemble on its way. Settles the request exactly once. Loop thread only."""
+    """Runs one request of an ensemble, and settles it exactly once. Loop thread only."""
 
     __slots__ = (
         "_children",
@@ -62,17 +62,17 @@ class EnsembleRun:
         on_end: Callable[["EnsembleRun", ErrorKind | None], object],
         limits: StepLimits | None = None,
     ) -> None:
-        """Hold the inputs.
+        """Store the inputs; ``start`` starts the run.
 
         Args:
-            route: For the requested outputs.
-            request: Of the ensemble.
-            terms: Of the request.
-            part: Of the request in a sequence, for the steps that have sequences.
-            times: Where the phases of the steps are added up.
+            route: Route for the requested outputs.
+            request: A request to the ensemble.
+            terms: Terms of the request.
+            part: The request's part in a sequence, for the steps that have sequences; None for other requests.
+            times: Sums the phases of all steps.
             clock: Monotonic nanoseconds.
-            on_end: Called once, with the kind of the error, None without one, when the request is settled or rejected.
-            limits: Of the requests that each step has under way; None for none.
+            on_end: Called once when the request is settled or rejected, with the kind of the error or None.
+            limits: Limits of the requests under way in each step; None for no limits.
         """
         selection = route.selection
         self._route = route
@@ -91,9 +91,9 @@ class EnsembleRun:
         self._timer: asyncio.TimerHandle | None = None
         """Fires at the deadline of a request that has waited because of the limits."""
         self._unreached: set[int] = set()
-        """Steps that have sequences and did not get the part."""
+        """Steps with sequences to which the part was not submitted yet."""
         self._reached: set[int] = set()
-        """Steps that got it, but for those that rejected or failed it, whose models know what that means."""
+        """Steps to which it was submitted, except those that rejected or failed it: their models handle that."""
         if part is not None and part.id:
             self._unreached = {number for number in selection.steps if route.steps[number].member.takes_sequences}
         self._is_over = False
@@ -104,13 +104,13 @@ class EnsembleRun:
                 self._tensors[tensor] = array
 
     def start(self) -> None:
-        """Start the steps that wait for nothing, now or, if a step of the ensemble is full, later.
+        """Start the first steps: now, or later if requests wait for full steps.
 
         Raises:
-            ServeError: A step was rejected, and the others are cancelled; overloaded, if too many requests wait.
+            ServeError: A step was rejected, and the others are cancelled. Overloaded, if too many requests wait.
         """
         request, now_ns = self._request, self._clock()
-        if not request.timing.queued_ns:  # otherwise it has waited for earlier requests of its sequence
+        if not request.timing.queued_ns:  # it is set if the request has waited for earlier ones of its sequence
             request.timing.queued_ns = now_ns
         request.state = RUNNING
         request.withdraw = self._cancel
@@ -125,14 +125,14 @@ class EnsembleRun:
             raise
 
     def begin_late(self) -> None:
-        """As ``LimitedRun.begin_late``."""
+        """Implements ``LimitedRun.begin_late``."""
         try:
             self._begin(self._clock())
         except Exception as error:  # noqa: BLE001 - the request is settled with it
             self._fail(error)
 
     def start_late(self, number: int, since_ns: int) -> None:
-        """As ``LimitedRun.start_late``."""
+        """Implements ``LimitedRun.start_late``."""
         self._queue_ns += self._clock() - since_ns
         try:
             self._submit_step(number)
@@ -146,7 +146,7 @@ class EnsembleRun:
             self._timer = loop.call_later(max(0, by_ns - now_ns) / 1e9, self._on_deadline)
 
     def _on_deadline(self) -> None:
-        """Fail the request if it waits because of the limits. The models of steps under way know its deadline."""
+        """Fail the request if it waits because of the limits. Members enforce the deadline of steps under way."""
         self._timer = None
         if self._limits is not None and self._limits.holds(self):
             why = "Request timeout expired: its deadline passed while it waited because of max_inflight_requests"
@@ -160,14 +160,14 @@ class EnsembleRun:
             self._start_step(number)
 
     def members_to_end(self, why: ErrorKind, *, is_pipelined: bool) -> list[ServedVersion]:
-        """The members whose sequence ends with this request, which has failed or was cancelled.
+        """The members in which the sequence must end, because this request failed or was cancelled.
 
-        Otherwise a later request would find a state that lacks this one or, sent again, has it twice. A cancelled
-        request is not sent again; its state is kept, as that of a model with sequences is.
+        Otherwise later requests would find states without this request, or, if it was sent again, with it twice. A
+        cancelled request is not sent again, so states that include it stay, as in a model with sequences.
 
         Args:
-            why: The kind of the error.
-            is_pipelined: Whether the client is known to send requests before the answers of earlier ones.
+            why: Kind of the error.
+            is_pipelined: Whether the client is known to send requests before it has the answers to earlier ones.
         """
         numbers: set[int] = set()
         if why is not ErrorKind.CANCELLED and self._reached:
@@ -177,7 +177,7 @@ class EnsembleRun:
         return [self._route.steps[number].member for number in sorted(numbers)]
 
     def _start_step(self, number: int) -> None:
-        """Submit a step whose inputs exist, once there is room. Raises ServeError, as ``_submit_step``."""
+        """Submit a step whose inputs exist, once the limits allow it. Raises the errors of ``_submit_step``."""
         now_ns = self._clock()
         if self._limits is None or self._limits.enter(number, self, now_ns):
             self._submit_step(number)
@@ -185,7 +185,7 @@ class EnsembleRun:
             self._set_timer(now_ns)
 
     def _submit_step(self, number: int) -> None:
-        """Submit a step that has room. Raises ServeError, as the caller of the ensemble sees it."""
+        """Submit a step that the limits allow. Raises ServeError, with the text for the caller of the ensemble."""
         step = self._route.steps[number]
         member, terms = step.member, self._terms
         now_ns = self._clock()
@@ -215,7 +215,7 @@ class EnsembleRun:
             raise of_ensemble(error, self._route.name, member.name) from None
 
     def _release_inputs(self, step: BoundStep) -> None:
-        """Drop each tensor after its last reader, so that its memory is leased no longer than it is used."""
+        """Drop tensors that have no further readers, so that their memory is free as early as possible."""
         for tensor in set(step.inputs):
             if tensor >= 0:
                 self._readers[tensor] -= 1
@@ -237,10 +237,10 @@ class EnsembleRun:
             self._fail(error)
 
     def _take(self, number: int, child: InflightRequest) -> None:
-        """Take the outputs of a step that ended, and start those that waited for it.
+        """Store the outputs of a step that has ended, and start the steps that waited for it.
 
         Raises:
-            Exception: The step's error, or that of a step that was to start.
+            Exception: The error of the step, or of a step that could not start.
         """
         route = self._route
         step = route.steps[number]
@@ -284,11 +284,11 @@ class EnsembleRun:
 
     def _count_failure(self, member: ServedVersion, timing: Timing, ended_ns: int, kind: ErrorKind, rows: int) -> None:
         member.metrics.observe_failure(PROTOCOL, kind, ended_ns - timing.received_ns)
-        # A copy: the batch of a cancelled step may still run, and writes to the original.
+        # A copy, because the batch of a cancelled step may still run and write to the original.
         self._note(member, replace(timing, done_ns=0), ended_ns, kind, rows)
 
     def _note(self, member: ServedVersion, timing: Timing, ended_ns: int, kind: ErrorKind | None, rows: int) -> None:
-        """Keep an ended step for the traces of the request."""
+        """Record an ended step for the traces of the request."""
         self._request.timing.steps += (EndedStep(member.name, member.version, timing, ended_ns, kind, rows),)
 
     def _complete(self) -> None:
@@ -299,7 +299,7 @@ class EnsembleRun:
             outputs.append(absent(0) if array is None else match_batch_axis(array, spec))
         timing = self._request.timing
         now_ns = self._clock()
-        # Of parallel steps the sums of the phases may exceed the time that has passed.
+        # The phases of parallel steps may sum to more than the time that has passed.
         timing.taken_ns = min(now_ns, timing.queued_ns + self._queue_ns)
         timing.staged_ns = min(now_ns, timing.taken_ns + self._stage_ns)
         timing.computed_ns = now_ns
@@ -317,7 +317,7 @@ class EnsembleRun:
             self._end(ErrorKind.CANCELLED)
 
     def _end(self, why: ErrorKind | None) -> None:
-        """Start no further step, and cancel those under way; a batch that runs already ends by itself."""
+        """Start no further step, and cancel the steps under way. A batch that already runs is not interrupted."""
         self._is_over = True
         children = list(self._children.values())
         self._children.clear()

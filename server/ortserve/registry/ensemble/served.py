@@ -28,14 +28,14 @@ from ortserve.telemetry.readings import StepTimes
 from ortserve.telemetry.series import ModelMetrics
 
 _MAX_ROUTES: Final = 256
-"""Lists of outputs whose routes are remembered."""
+"""Maximum number of lists of outputs whose routes are cached."""
 _STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 
 class ServedEnsemble(ServedVersion):
-    """A version of an ensemble. It holds its members until it is closed, so that all steps of a request use one load.
+    """A version of an ensemble. Loop thread only.
 
-    Loop thread only.
+    It holds its members until it is closed, so that all steps of a request use the same load of each model.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class ServedEnsemble(ServedVersion):
         """Accept requests.
 
         Args:
-            signature: Checked against the members.
-            plan: Of the ensemble.
-            members: Of each step.
-            metrics: Of the version, with its names.
+            signature: Signature of the ensemble, already checked against the members.
+            plan: Plan of the ensemble.
+            members: Member of each step.
+            metrics: Metrics of the version; they also name the model and the version.
             clock: Monotonic nanoseconds.
-            configuration: Of its load.
-            labels: Names of the elements of an output, by its name.
-            cached: Answers equal requests; None to run every request.
-            turns: Of all loads of the ensemble.
+            configuration: The configuration of its load.
+            labels: Names of the elements of an output, by the name of the output.
+            cached: Answers repeated requests without a run; None to run every request.
+            turns: Orders requests of sequences; shared by all loads of the ensemble.
         """
         super().__init__(
             signature,
@@ -85,7 +85,7 @@ class ServedEnsemble(ServedVersion):
         most = self.options.ensemble.max_inflight_requests
         self._limits = StepLimits(most, [not member.takes_sequences for member in members]) if most else None
         self._running = 0
-        """Requests, with those that wait for their turn."""
+        """Number of requests that run or wait for their turn."""
         self._idle: asyncio.Event | None = None
         self._is_closed = False
         self._times: Final = metrics.steps or StepTimes()
@@ -103,7 +103,7 @@ class ServedEnsemble(ServedVersion):
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a request: the configured number, or without one what the members run together."""
+        """Maximum number of rows of a request: configured, or else the smallest ``max_rows`` of the members."""
         if self.options.max_rows is not None:
             return self.options.max_rows
         return min([member.max_rows for member in self.members])
@@ -119,7 +119,7 @@ class ServedEnsemble(ServedVersion):
         if timeout_ns is None and self.options.slo_s is not None:
             timeout_ns = int(self.options.slo_s * 1e9)
         finish_by_ns = None if timeout_ns is None else received_ns + timeout_ns
-        # The cache holds all outputs.
+        # The cache stores all outputs of a request.
         names = () if self._cached is not None else tuple([output.name for output in outputs])
         return EnsembleTerms(finish_by_ns, scheduling, names)
 
@@ -128,7 +128,7 @@ class ServedEnsemble(ServedVersion):
 
         Raises:
             ServeError: invalid_input, for more rows than the configured maximum; not_ready, if the version is closed;
-                of the first steps.
+                or the error of a first step.
         """
         self._check(request)
         own_terms = (
@@ -140,16 +140,16 @@ class ServedEnsemble(ServedVersion):
             self._cached.submit(request, terms, partial(self._run, own_terms, None))
 
     def submit_part(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
-        """As ``ServedVersion.submit_part``: every step with sequences gets the part. Nothing is cached.
+        """As ``ServedVersion.submit_part``. Each step with sequences receives the part. The cache is not used.
 
-        The request starts when the earlier ones of its sequence have ended.
+        The request starts when the earlier requests of its sequence have ended.
 
         Raises:
-            ServeError: As ``submit``; overloaded, if too many requests wait for earlier ones.
+            ServeError: An error of ``submit``; overloaded, if too many requests wait for earlier ones.
         """
         self._check(request)
         assert isinstance(terms, EnsembleTerms)
-        if not part.id:  # the members report it
+        if not part.id:  # the members report the missing id
             self._run(terms, part, request)
             return
         turn = EnsembleTurn(self, request, terms, part)
@@ -161,21 +161,21 @@ class ServedEnsemble(ServedVersion):
         request.withdraw = partial(self._on_cancelled, turn)
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
-        """As ``ServedVersion.end_sequence``, in every member."""
+        """End a sequence in every member, if it exists there."""
         for member in self.members:
             member.end_sequence(sequence_id)
 
     def is_pipelined(self, sequence_id: SequenceId) -> bool:
-        """As ``ServedVersion.is_pipelined``: a request waits for its turn, or one that has waited came to a member."""
+        """As ``ServedVersion.is_pipelined``: requests of the sequence wait for their turn, or a member reports it."""
         is_followed = self._turns.is_followed(sequence_id)
         return is_followed or any(member.is_pipelined(sequence_id) for member in self.members)
 
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
-        """The outputs themselves: the steps' outputs have the form of clients."""
+        """Return the outputs unchanged, because outputs of steps already have the form of clients."""
         return outputs
 
     def learned(self) -> Learned:
-        """Raises ServeError: unsupported."""
+        """An ensemble has no batcher. Raises ServeError: unsupported."""
         raise ServeError(ErrorKind.UNSUPPORTED, f"model '{self.name}' is an ensemble: its members form batches")
 
     async def close(self) -> None:
@@ -225,12 +225,12 @@ class ServedEnsemble(ServedVersion):
             self.end_sequence(sequence_id)
         self._on_end()
         if following is not None:
-            # Not in this turn: many requests that all fail at once would nest their calls.
+            # A later iteration of the loop starts it. Otherwise many requests that fail at once would nest their calls.
             asyncio.get_running_loop().call_soon(following.owner.follow, following)
 
     def follow(self, turn: EnsembleTurn) -> None:
-        """Start a request that has waited, which counts as running."""
-        if turn.request.is_settled:  # it was cancelled, and later ones must not run without it
+        """Start a request that has waited. It already counts in ``_running``."""
+        if turn.request.is_settled:  # it was cancelled, and later requests must not run without it
             self.end_sequence(turn.part.id)
             self._leave_turn(turn.part.id)
             return
@@ -241,19 +241,19 @@ class ServedEnsemble(ServedVersion):
             turn.request.fail(error)
 
     def drop(self) -> None:
-        """Note that a request that has waited will not start."""
+        """Record that a waiting request was removed, and will not start."""
         self._on_end()
 
     def _on_cancelled(self, turn: EnsembleTurn, request: InflightRequest) -> None:
-        """A waiting request was cancelled. Those behind it fail, too: they depend on the state after it."""
-        request.inputs = ()  # it may keep its turn for long
+        """Fail the requests behind a cancelled waiting request, because they depend on the state after it."""
+        request.inputs = ()  # frees their memory, because the request may stay in the queue for long
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {turn.part.id} was cancelled")
         for removed in self._turns.withdraw(turn):
             removed.owner.drop()
-            removed.request.fail(error)  # without effect for the cancelled one
+            removed.request.fail(error)  # has no effect on the cancelled request
 
     def _add_route(self, outputs: tuple[str, ...]) -> Route:
-        """Find the route for a list of outputs that is new; other lists may have the same outputs."""
+        """Add the route for a new list of outputs. A list with the same outputs in another order shares its route."""
         in_order = tuple([spec.name for spec in self.signature.outputs if spec.name in outputs])
         route = self._routes.get(in_order)
         if route is None:
@@ -271,7 +271,7 @@ class ServedEnsemble(ServedVersion):
 
 
 def _describe(members: Sequence[ServedVersion], signature: ModelSignature) -> dict[str, str]:
-    """The properties in the metadata."""
+    """The properties for the model's metadata."""
     steps = ", ".join(f"{member.name}/{member.version}" for member in members)
     batching = "the members form batches" if signature.is_batched else "requests have no batch dimension"
     properties = {"steps": steps, "batching": batching}

@@ -1,7 +1,7 @@
-"""The order of an ensemble's requests in their sequences.
+"""Orders the requests of each sequence of an ensemble.
 
-The steps before one with sequences may run in other batches, or on other instances, and end in another order. So one
-request of a sequence runs at a time, and the model with states gets them in the order of their arrival.
+Steps before a step with sequences may run in different batches or on different instances, and end in another order.
+Therefore one request of a sequence runs at a time, so that the model with states receives them in order of arrival.
 """
 
 from collections import deque
@@ -13,23 +13,23 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.ensemble.route import EnsembleTerms
 
 MOST_WAITING: Final = 16_384
-"""Requests of one ensemble that wait for earlier ones of their sequences."""
+"""Maximum number of requests of one ensemble that wait for earlier requests of their sequences."""
 
 
 class TurnOwner(Protocol):
-    """A load of an ensemble, whose requests wait."""
+    """A load of an ensemble, which submits requests of sequences."""
 
     def follow(self, turn: "EnsembleTurn") -> None:
-        """Start a request, whose turn has come."""
+        """Start a request that is next in its sequence."""
         ...
 
     def drop(self) -> None:
-        """Note that a request waits no more, and will not start."""
+        """Record that a waiting request was removed, and will not start."""
         ...
 
 
 class EnsembleTurn:
-    """A request of a sequence, and the load that it came to."""
+    """A request of a sequence, and the load of the ensemble that received it."""
 
     __slots__ = ("owner", "part", "request", "terms")
 
@@ -41,22 +41,22 @@ class EnsembleTurn:
 
 
 class SequenceTurns:
-    """The sequences of an ensemble that have a request under way, and the requests that wait. Loop thread only.
+    """Tracks the sequences of an ensemble with a request under way, and the requests that wait. Loop thread only.
 
-    All loads of an ensemble share them: the requests of one wait for those that came to earlier ones.
+    All loads of an ensemble share one object, so that requests to a new load wait for those to earlier loads.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[SequenceId, deque[EnsembleTurn]] = {}
         self._rejected: set[SequenceId] = set()
-        """Sequences under way that end after the requests that wait, because one behind those was rejected."""
+        """Sequences that must end after the waiting requests, because a request behind these was rejected."""
         self._count = 0
 
     def enter(self, turn: EnsembleTurn) -> bool:
         """Whether a request may run at once. Otherwise it waits until ``leave`` returns it.
 
         Raises:
-            ServeError: overloaded, if too many wait, or an earlier request was rejected for that.
+            ServeError: overloaded, if too many requests wait, or an earlier request was rejected for this reason.
         """
         waiting = self._waiting.get(turn.part.id)
         if waiting is None:
@@ -75,7 +75,7 @@ class SequenceTurns:
         return False
 
     def leave(self, sequence_id: SequenceId) -> EnsembleTurn | None:
-        """The request of a sequence that ran has ended. Returns the one whose turn it is."""
+        """Record that the running request of a sequence has ended. Returns the next request, or None."""
         waiting = self._waiting[sequence_id]
         if not waiting:
             del self._waiting[sequence_id]
@@ -84,19 +84,20 @@ class SequenceTurns:
         return waiting.popleft()
 
     def take_rejection(self, sequence_id: SequenceId) -> bool:
-        """Whether a request was rejected while earlier ones ran. All of those have ended, and so must the sequence."""
+        """Whether a request was rejected while earlier ones ran. These have ended, so the sequence must end now."""
         is_rejected = sequence_id in self._rejected
         self._rejected.discard(sequence_id)
         return is_rejected
 
     def is_followed(self, sequence_id: SequenceId) -> bool:
-        """Whether requests wait for the one that runs, or were rejected meanwhile."""
+        """Whether requests wait for the running one, or were rejected while it ran."""
         return bool(self._waiting.get(sequence_id)) or sequence_id in self._rejected
 
     def withdraw(self, turn: EnsembleTurn) -> list[EnsembleTurn]:
-        """Remove the requests behind a cancelled one, the last one first, and itself behind another cancelled one.
+        """Remove the requests behind a cancelled one, last one first.
 
-        A cancelled request keeps its turn otherwise, because the sequence ends when the earlier requests have run.
+        The cancelled request itself stays in the queue, because the sequence ends when the earlier requests have run.
+        It is removed, too, if the request before it was also cancelled.
         """
         waiting = self._waiting.get(turn.part.id)
         removed: list[EnsembleTurn] = []

@@ -1,4 +1,4 @@
-"""The load pipeline: from a model file to warm instances, and to a model that serves requests."""
+"""The load pipeline: turns a model file into warm instances, and these into a model that serves requests."""
 
 __all__ = [
     "assembly",

@@ -1,4 +1,4 @@
-"""A model before a session is open: its file, its options, and what its graph shows."""
+"""Analyses a model before a session is open: its file, its options and its row axes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,11 @@ class AnalysedModel:
 
     Attributes:
         path: The ``.onnx`` file.
-        name: For threads, accounts and log lines.
-        options: Of the model.
-        folder: Of the model, with the files that its options name; None for a model that is a single file.
-        content: The record of the file.
-        rows: Along which axes rows run together, and on what grounds.
+        name: Name of the model, for threads, accounts and log lines.
+        options: Options of the model.
+        folder: Folder of the model and the files that its options name; None for a model that is a single file.
+        content: Content of the file: its graph, without large weights.
+        rows: The axes along which rows run together, and the grounds for it.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class AnalysedModel:
 
     @property
     def libraries(self) -> tuple[Path, ...]:
-        """Libraries with custom operators."""
+        """Paths of libraries with custom operators."""
         return operator_libraries(self.options, self.folder)
 
 

@@ -1,4 +1,4 @@
-"""Assembles a served model from a loaded one: a queue, a batcher and the sources of its metrics."""
+"""Assembles a served model from a loaded one: its queue, its batcher and the sources of its metrics."""
 
 import asyncio
 import logging
@@ -56,7 +56,7 @@ logger: Final = logging.getLogger(__name__)
 
 
 class Assembly:
-    """Assembles served models, which share the loop's time and the host's processors. Loop thread only."""
+    """Assembles served models. They share the time of the event loop and the processors. Loop thread only."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Assembly:
         """Assemble nothing yet.
 
         Args:
-            loop: The running one.
+            loop: The running event loop.
             clock: Monotonic nanoseconds.
-            processors: How many threads all models may keep busy.
-            activity: As in ``InlineBudget``.
-            cache: For models with ``response_cache``; None if no model uses one.
-            recordings: Of the server; None if it records no requests.
+            processors: Maximum number of threads that all models together may keep busy.
+            activity: The argument of ``InlineBudget``.
+            cache: Response cache of models with ``response_cache``; None if the server has no cache.
+            recordings: Recordings of the server; None if it records no requests.
         """
         self._loop = loop
         self._clock = clock
@@ -85,7 +85,7 @@ class Assembly:
         self._inline = InlineBudget(loop, activity)
         self._processors = SharedThreads(processors, loop)
         self._turns: dict[str, SequenceTurns] = {}
-        """The sequences of each ensemble. A load takes them over also if an earlier one is draining."""
+        """Sequences by ensemble. All loads of an ensemble share them, also while an earlier load drains."""
 
     def serve(
         self,
@@ -98,15 +98,15 @@ class Assembly:
         """Assemble a served model.
 
         Args:
-            loaded: The result of its load.
-            configuration: Of its load.
-            metrics: Of its version.
-            on_lost: Called with the reason once the devices of all its instances are lost and it cannot run any more.
-            run_events: Called for runs over their limits.
+            loaded: Result of the load.
+            configuration: The configuration of its load.
+            metrics: Metrics of its version.
+            on_lost: Called with the reason when the devices of all instances are lost, so that the model cannot run.
+            run_events: Called when runs exceed their limits.
         """
         found = loaded.warm_up
         options = configuration.options
-        # Latencies of one shape do not hold for another: with several, each shape class learns from its own batches.
+        # Latencies depend on shapes. With several shape classes, each class learns from its own batches.
         is_known = loaded.signature.has_one_shape_class
         queue = RequestQueue(
             [(size.rows, size.round_trip_ns) for size in found.latencies if is_known],
@@ -121,7 +121,7 @@ class Assembly:
             loaded.instances,
             _policy(loaded, options),
             queue,
-            # A run on a GPU neither needs nor holds processors, and only its worker uses its session.
+            # A run on a GPU holds no processors, and only the instance's worker uses the session.
             shared=self._processors if runs_on_host else SharedThreads(len(loaded.instances) * depth, self._loop),
             threads=loaded.run_threads if runs_on_host else 1,
             inline=self._inline_runs(loaded, metrics) if runs_on_host else None,
@@ -144,7 +144,7 @@ class Assembly:
         sequences = self._sequence_runs(loaded, options, batcher, metrics)
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks, sequences))
         metrics.set_saturation_source(batcher.saturation)
-        # Elements that warm-up staged do not count.
+        # Elements staged during warm-up are subtracted.
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
         on_devices = [instance.counts for instance in loaded.instances if isinstance(instance, DeviceInstance)]
         if on_devices:
@@ -214,14 +214,14 @@ class Assembly:
         """Assemble an ensemble.
 
         Args:
-            plan: Of the ensemble.
-            members: Of each step.
-            configuration: Of its load.
-            labels: Names of the elements of an output, by its name.
-            metrics: Of its version.
+            plan: Plan of the ensemble.
+            members: Member of each step.
+            configuration: The configuration of its load.
+            labels: Names of the elements of an output, by the name of the output.
+            metrics: Metrics of its version.
 
         Raises:
-            ServeError: invalid_input, if the steps do not fit the members.
+            ServeError: invalid_input, if the steps do not match the members.
         """
         options = configuration.options
         seen = [Member(member.name, member.signature, member.options.max_rows) for member in members]
@@ -252,7 +252,7 @@ class Assembly:
         if not options.record.share:
             return None
         if self._recordings is None:
-            # A repository may serve on several servers, some of which do not record: no reason not to serve.
+            # Servers may share a repository, and some may not record. The version serves without recording there.
             _warn_without_effect(metrics, "record: the server has no record_dir")
             return None
         recording = self._recordings.begin(metrics.name, metrics.version, loaded.signature, options.record)
@@ -276,7 +276,7 @@ def _warn_without_effect(metrics: ModelMetrics, reason: str) -> None:
 
 
 def _enqueue_turn(batcher: Batcher, shapes: ShapeClasses | None, request: InflightRequest, terms: Terms) -> None:
-    """Enqueue the request of a sequence whose turn it is."""
+    """Enqueue the next request of a sequence."""
     by_ns = terms.finish_by_ns
     shape_class = None if shapes is None else shapes.find(request.inputs)
     batcher.submit(request, shape_class, NO_TERMS if by_ns is None else Terms(0, by_ns))
@@ -290,7 +290,7 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
     if not loaded.signature.is_batched:
         return BatchPolicy(1)
     if options.sequences is not None and options.sequences.strategy == "direct":
-        # Its batches are formed before they are enqueued.
+        # The strategy direct forms batches before they are enqueued.
         return BatchPolicy(
             loaded.warm_up.max_rows, buckets=tuple(sorted(set(options.buckets))) or loaded.on_device.sizes
         )
@@ -304,7 +304,7 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
 
 
 def _tried_shapes(loaded: LoadedModel) -> list[Hashable]:
-    """The shape class of the row that ran in warm-up."""
+    """The shape class of the row that ran in warm-up, if the model has several shape classes."""
     inputs = loaded.warm_up.inputs
     if inputs is None or not loaded.signature.is_batched or loaded.signature.has_one_shape_class:
         return []
@@ -317,7 +317,9 @@ def _run_limits(options: ModelOptions) -> RunLimits:
 
 
 def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> RowChecks | None:
-    """The row checks of a batched model; None if its rows are proven to be independent or the configuration says so."""
+    """The row checks of a model. None if they are off by configuration, or by default because rows are proven
+    independent; also if requests run alone or batches have one row.
+    """
     is_checked = options.row_checks
     if is_checked is None:
         is_checked = loaded.rows.grounds is not Grounds.PROVEN
@@ -330,7 +332,7 @@ def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> Row
 
 
 def _end_sharing(served: ServedModel, difference: Difference) -> None:
-    """Report in the log and the properties that each request of a model runs alone from now on."""
+    """Report in the log and in the properties that each request of a model runs alone from now on."""
     log_event(
         logger,
         logging.ERROR,

@@ -1,4 +1,4 @@
-"""Batch sizes in warm-up: runs on an instance's worker, their times, and which sizes are worth having."""
+"""Batch sizes in warm-up: runs batches on an instance's worker, times them, and finds the sizes worth having."""
 
 import math
 import statistics
@@ -17,11 +17,11 @@ MAX_SWEPT_ROWS: Final = 64
 """The largest size that is measured unless the configuration asks for more."""
 
 _MAX_RUNS: Final = 5
-"""Of one size, after its first run."""
+"""Maximum number of runs of one size, after its first run."""
 _ENOUGH_NS: Final = 20_000_000
-"""Total time of the runs of a size after its first: a few long runs are as exact as five short ones."""
+"""Total time of runs after which a size needs no more runs: a few long runs are as exact as five short ones."""
 _MAX_HOP_NS: Final = 1_000_000
-"""Of the way to the worker and back, without the run. A longer time means that something else ran meanwhile."""
+"""Maximum time of a round trip to the worker, without the run. A longer time means that other work interfered."""
 _MAX_FIRST: Final = 2
 """Limits the prediction of the first run of a larger size, as a multiple of the shortest run. The first run of one row
 may include work that is done once for all sizes."""
@@ -35,7 +35,7 @@ _MAX_FUTILE: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class RunBounds:
-    """Limits of one run in warm-up: its duration, and the time for it to end after it was asked to."""
+    """Limits of one run in warm-up: its duration, and the time in which it must end after it was terminated."""
 
     timeout_s: float = 600.0
     grace_s: float = 5.0
@@ -45,10 +45,10 @@ DEFAULT_BOUNDS: Final = RunBounds()
 
 
 class WorkerRuns:
-    """Runs batches on an instance's own worker, and waits for each. For the thread of the load."""
+    """Runs batches on the worker of an instance, and waits for each. For the thread of the load."""
 
     def __init__(self, runner: Runner, bounds: RunBounds) -> None:
-        """``runner`` is abandoned if a run of it does not end."""
+        """``runner`` is abandoned if a run does not end."""
         self._runner = runner
         self._bounds = bounds
         self.has_run = False
@@ -60,8 +60,8 @@ class WorkerRuns:
         """Run one batch.
 
         Raises:
-            RunTimeoutError: The run took too long.
-            Exception: As raised by the run.
+            RunTimeoutError: The run exceeded its time limit.
+            Exception: The error of the run.
         """
         finished = threading.Event()
         outcomes: list[BatchResult | Exception] = []
@@ -85,8 +85,8 @@ class WorkerRuns:
             try:
                 raise outcome
             finally:
-                # Its traceback refers to this frame and to those of the run, with the session. The session must be
-                # freed without the garbage collector: the device may not have room for the next one beside it.
+                # The traceback refers to this frame and to those of the run, and so to the session. The session must be
+                # freed without the garbage collector: the device may not have room for the next session beside it.
                 del outcome
         self.has_run = True
         self.max_rows = max(self.max_rows, batch.rows)
@@ -94,12 +94,12 @@ class WorkerRuns:
 
 
 def as_batch(inputs: Arrays, rows: int) -> Batch:
-    """A batch of one request, without padding."""
+    """Create a batch of one request, without padding."""
     return Batch(tuple((array,) for array in inputs), rows, rows)
 
 
 def generate_batch(inputs: InputGenerator, rows: int, seed: int) -> Batch:
-    """A batch of synthetic rows: of one request or, for a ragged model, of one request for each row."""
+    """Create a batch of synthetic rows: one request with all rows or, for a ragged model, one request per row."""
     arrays = inputs.generate(rows, seed)
     if inputs.signature.ragged is None:
         return as_batch(arrays, rows)
@@ -111,11 +111,11 @@ class SizeLatency:
     """Times of one batch size.
 
     Attributes:
-        rows: Of the batch.
-        run_ns: Median of the run alone.
-        round_trip_ns: Median of the run with the way to the worker and back.
-        least_ns: The shortest round trip.
-        first_ns: The first round trip, which allocates memory.
+        rows: Number of rows of the batch.
+        run_ns: Median duration of the run alone.
+        round_trip_ns: Median duration of the run including the round trip to the worker.
+        least_ns: The shortest run plus the shortest known round trip to the worker.
+        first_ns: Duration of the first round trip, which allocates memory.
     """
 
     rows: int
@@ -126,23 +126,23 @@ class SizeLatency:
 
     @property
     def ns_per_row(self) -> float:
-        """The shortest time per row. Longer times show what else ran on the machine, not the value of batching."""
-        # The way to the worker counts, because the rows of a batch share it.
+        """The shortest time per row. Longer times show other work on the machine, not the value of batching."""
+        # The round trip to the worker counts, because the rows of a batch share it.
         return self.least_ns / self.rows
 
 
 @dataclass(slots=True)
 class SizeTimer:
-    """Times batch sizes on an instance's own worker. For the thread of the load.
+    """Times batch sizes on the worker of an instance. For the thread of the load.
 
     Attributes:
         worker: Runs the batches.
         inputs: Generates inputs that the model accepts.
-        stop_ns: The end of warm-up (monotonic).
+        stop_ns: When warm-up must end (monotonic).
         clock: Monotonic nanoseconds.
         progress: Receives each size as a step.
-        min_warm_runs: Of each size after its first run. 1 if the first run may choose algorithms or build an engine,
-            because then its time says nothing about later runs; otherwise 0.
+        min_warm_runs: Minimum number of runs of a size after its first run. It is 1 if the first run may choose
+            algorithms or build an engine, because its time then says nothing about later runs; otherwise 0.
         is_cut: Whether a size was skipped for lack of time.
     """
 
@@ -156,11 +156,11 @@ class SizeTimer:
     _hop_ns: int = _MAX_HOP_NS
 
     def limit_effort(self, effort_ns: int) -> None:
-        """End all following measurements within ``effort_ns``, too."""
+        """Also end all following measurements within ``effort_ns`` from now."""
         self.stop_ns = min(self.stop_ns, self.clock() + effort_ns)
 
     def can_begin(self, rows: int, last: SizeLatency) -> bool:
-        """Whether a size is predicted to end in time, from the time per row of the ``last`` one."""
+        """Whether a size is predicted to end in time, from the time per row of the ``last`` measured one."""
         first_ns = min(last.first_ns, _MAX_FIRST * last.least_ns)
         runs_ns = (first_ns + self.min_warm_runs * last.least_ns) * rows // last.rows
         is_in_time = self.clock() + runs_ns <= self.stop_ns
@@ -173,12 +173,12 @@ class SizeTimer:
         The first run allocates memory and counts only if there is no time for another one.
 
         Args:
-            rows: Of the batch.
-            row_ns_to_beat: The size is worth having if its time per row is below this. Runs repeat, as far as there is
-                time, until that is so: other work on the machine makes runs longer and never shorter.
+            rows: Number of rows of the batch.
+            row_ns_to_beat: The size is worth having if its time per row is below this. Runs repeat within the limits
+                until that is so, because other work on the machine only makes runs longer.
 
         Raises:
-            ServeError: As ``WorkerRuns.run``.
+            ServeError: The error of ``WorkerRuns.run``.
         """
         self.progress.begin(warming_step(rows))
         batch = generate_batch(self.inputs, rows, rows)
@@ -217,11 +217,11 @@ def warming_step(rows: int) -> str:
 
 
 def next_rows(sizes: Sequence[SizeLatency], limit: int, *, is_set: bool) -> int:
-    """The size to measure next; 0 if there is none.
+    """The size to measure next; 0 to measure no further size.
 
     Args:
-        sizes: Measured so far, ascending, at least one.
-        limit: The most rows.
+        sizes: Latencies measured so far, ascending by size, at least one.
+        limit: Maximum number of rows.
         is_set: Whether sizes up to the limit are measured even without gain.
     """
     last = sizes[-1].rows
@@ -236,13 +236,13 @@ def row_ns_to_beat(sizes: Sequence[SizeLatency]) -> float:
 
 
 def worthwhile_rows(sizes: Sequence[SizeLatency], limit: int, *, is_cut: bool) -> int:
-    """The most rows of a batch that are worth having.
+    """The largest batch size that is worth having.
 
     Args:
-        sizes: Measured, ascending, at least one.
-        limit: The most rows.
+        sizes: Measured latencies, ascending by size, at least one.
+        limit: Maximum number of rows.
         is_cut: Whether the sweep ended for lack of time. Then a line through the last two sizes predicts the gain of
-            larger ones, provided that the last one gained.
+            larger ones, provided that the last size gained.
     """
     rows = _best(sizes).rows
     if not is_cut or len(sizes) < 2 or _futile(sizes):
@@ -256,12 +256,12 @@ def worthwhile_rows(sizes: Sequence[SizeLatency], limit: int, *, is_cut: bool) -
 
 
 def _futile(sizes: Sequence[SizeLatency]) -> int:
-    """How many sizes were measured since the best."""
+    """The number of sizes that were measured after the best one."""
     return len(sizes) - 1 - sizes.index(_best(sizes))
 
 
 def _best(sizes: Sequence[SizeLatency]) -> SizeLatency:
-    """The last size that is worth having; ``sizes`` ascend."""
+    """The largest size that is worth having; ``sizes`` ascend."""
     best = sizes[0]
     for size in sizes[1:]:
         if size.ns_per_row < _WORTHWHILE * best.ns_per_row:

@@ -1,9 +1,9 @@
-"""Trying in another process whether a model's CUDA graphs can be captured.
+"""Tries in another process whether a model's CUDA graphs can be captured.
 
-A failed capture can cost a process its GPU, and with it all its models. So another process first opens and captures a
-model that this process has not captured yet: ``python -m ortserve.registry.load.capture_trial``, with a request on
-standard input and a verdict on standard output. It may refuse, crash or hang; each of these becomes a reason, and the
-model runs without replay.
+After a failed capture a process may lose its GPU, and with it all its models. Therefore another process first opens
+and captures a model that this process has not captured yet: ``python -m ortserve.registry.load.capture_trial``, with a
+request on standard input and a verdict on standard output. If that process refuses, crashes or hangs, the model runs
+without replay, for that reason.
 """
 
 import json
@@ -43,7 +43,7 @@ _COMMAND: Final = (sys.executable, "-m", "ortserve.registry.load.capture_trial")
 
 @dataclass(frozen=True, slots=True)
 class TrialRequest:
-    """A trial.
+    """The request of a trial.
 
     Attributes:
         path: The model file.
@@ -76,16 +76,16 @@ class TrialRequest:
 
 
 class CaptureTrials:
-    """Tries each model until one trial succeeds for its file. Not for concurrent loads."""
+    """Runs capture trials and remembers successful ones by request and file. Not for concurrent loads."""
 
     def __init__(self, command: Sequence[str] = _COMMAND, timeout_s: float = TIMEOUT_S) -> None:
-        """``command`` starts the other process, ``timeout_s`` bounds its time."""
+        """``command`` starts the other process, and ``timeout_s`` limits its duration."""
         self._command = command
         self._timeout_s = timeout_s
         self._captured: set[tuple[str, int, int]] = set()
 
     def why_not(self, request: TrialRequest) -> str:
-        """Why the model cannot be captured; empty if a trial captured it. Blocks for the time of a trial."""
+        """Why the model cannot be captured; empty if a trial succeeded. Blocks for the duration of a trial."""
         file = Path(request.path).stat()
         key = request.to_json(), file.st_mtime_ns, file.st_size
         if key in self._captured:
@@ -125,8 +125,8 @@ def try_capture(
 
     Args:
         request: The trial.
-        report: Called with the reason why the model cannot be captured; empty if it was captured and its replays were
-            right. It need not return: a failed capture may make the release of resources hang.
+        report: Called with the reason why the model cannot be captured; empty if capture and replays succeeded. It need
+            not return, because the release of resources may hang after a failed capture.
         providers: Device providers, by execution provider; None for the real ones.
     """
     settings = SessionSettings.model_validate(request.settings)
@@ -172,7 +172,7 @@ def try_capture(
     try:
         prepared = instance.prepare(request.sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed))
         report(prepared.unbound_because or "; ".join(dict.fromkeys(prepared.not_replayed.values())))
-    except DeviceLostError as error:  # only for this process; the device works in others
+    except DeviceLostError as error:  # the device is lost for this process only
         report(f"the process that tried it lost its device: {error.message}")
     except ServeError as error:
         report(error.message)

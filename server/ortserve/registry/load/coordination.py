@@ -1,4 +1,4 @@
-"""Coordination of loads: a limiter shares processors and devices among them, and each reports its progress."""
+"""Coordinates loads: they share slots, processors and devices, report their progress, and can be cancelled."""
 
 import asyncio
 import threading
@@ -13,34 +13,34 @@ from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, ServeError
 
 MAX_LOADS: Final = 4
-"""Side by side, however many processors there are: opening a model takes memory for its weights twice."""
+"""Maximum number of concurrent loads on any number of processors: opening a model takes its weights' memory twice."""
 WAITING: Final = "waiting for its turn"
-"""The step of a load that waits because as many others as allowed are under way."""
+"""The step of a load that waits for a slot or for room in memory."""
 
 
 class LoadRank(IntEnum):
-    """Which of the loads that wait begins first."""
+    """The order in which waiting loads begin, lowest first."""
 
     AWAITED = 0
-    """Requests wait for it."""
+    """Requests wait for the load."""
     REQUIRED = 1
-    """The server is not ready without it."""
+    """The server is ready only after the load."""
     OTHER = 2
 
 
 class LoadCancelledError(ServeError):
-    """A load was ended because its result is not needed any more."""
+    """A load was cancelled because its result is not needed any more."""
 
     def __init__(self, because: str) -> None:
         super().__init__(ErrorKind.NOT_READY, f"its load was cancelled: {because}", retry_after_s=1)
 
 
 _FAIR_TURN: Final = 8
-"""Each time this many slots were given, the load that has waited longest gets one, whatever its rank."""
+"""Of this many slots that are passed on, the last one goes to the load that has waited longest, whatever its rank."""
 
 
 class LoadSlots:
-    """How many loads are under way at a time; those that wait begin by rank. Loop thread only."""
+    """Limits the number of concurrent loads. Waiting loads begin by rank. Loop thread only."""
 
     def __init__(self, slots: int) -> None:
         self._free = slots
@@ -50,7 +50,7 @@ class LoadSlots:
 
     @asynccontextmanager
     async def take(self, rank: LoadRank) -> AsyncIterator[None]:
-        """Hold a slot. Equal ranks get theirs in the order of their calls, and no load waits for ever."""
+        """Hold a slot. Loads of equal rank are served in the order of their calls, and no load waits forever."""
         if self._free:
             self._free -= 1
         else:
@@ -82,13 +82,13 @@ class LoadSlots:
 class LoadLimiter:
     """Lends processors to loads in the order of their requests, and devices to one load at a time. Any thread.
 
-    A load holds one processor. While it measures a session of several threads it holds as many processors as those, so
-    that no other load disturbs the measurement; sessions are opened side by side. A load on a device holds no
+    A load holds one processor. While it measures a session of several threads, it holds one processor per thread, so
+    that no other load disturbs the measurement. Sessions are opened concurrently. A load on a device holds no
     processor, because it mostly waits.
     """
 
     def __init__(self, processors: int) -> None:
-        """``processors`` is how many all loads may hold together, at least 1."""
+        """``processors`` is the number that all loads together may hold, at least 1."""
         self._processors: Final = processors
         self._free = processors
         self._waiting: deque[object] = deque()
@@ -98,7 +98,7 @@ class LoadLimiter:
 
     @contextmanager
     def analyzing(self) -> Iterator[None]:
-        """Hold the one permit for work that keeps the interpreter lock, which side by side would take no less time."""
+        """Run work that holds the interpreter lock, one load at a time. Concurrent work would take no less time."""
         with self._analysis:
             yield
 
@@ -121,7 +121,7 @@ class LoadLimiter:
                 on_wait()
                 place = object()
                 self._waiting.append(place)
-                # First come, first served: otherwise a load that needs all processors would wait for the last other.
+                # First come, first served: otherwise a load that needs all processors would wait for all others.
                 self._changed.wait_for(lambda: self._waiting[0] is place and self._free >= processors)
                 self._waiting.popleft()
                 self._changed.notify_all()
@@ -134,16 +134,16 @@ class LoadLimiter:
 
 
 class LoadPermit:
-    """The processors or devices that one load holds. For the load's thread only.
+    """The processor or devices that one load holds. Only the thread of the load uses it.
 
-    A load that waits for more returns what it holds first, so that no two loads wait for each other.
+    A load returns what it holds before it waits for more, so that no two loads wait for each other.
     """
 
     def __init__(self, limiter: LoadLimiter, on_wait: Callable[[], None]) -> None:
         self._limiter = limiter
         self._on_wait = on_wait
         self.is_on_device = False
-        """Whether it holds the devices for the rest of the load, instead of a processor."""
+        """Whether the load holds the devices for its remaining steps, instead of a processor."""
 
     def move_to_device(self) -> None:
         """Exchange the processor for the devices."""
@@ -156,7 +156,7 @@ class LoadPermit:
 
     @contextmanager
     def measuring(self, threads: int) -> Iterator[None]:
-        """Hold as many processors as a run of ``threads`` threads keeps busy, at most all."""
+        """Hold one processor for each of ``threads`` threads, at most all processors."""
         wanted = min(threads, self._limiter._processors)
         if self.is_on_device or wanted <= 1:
             yield
@@ -179,14 +179,14 @@ class _Step:
 
 
 class Progress:
-    """The steps of one load, for the repository index, rejected requests and the log.
+    """The current step of one load, for the repository index, rejected requests and the log.
 
-    One thread at a time writes, any thread reads. ONNX Runtime does not report its own progress, so that a step is a
-    call of it, and a step's duration is all that can be reported.
+    One thread at a time writes, any thread reads. ONNX Runtime does not report progress inside a call, so a step covers
+    at least one call, and only its duration can be shown.
     """
 
     def __init__(self, clock: Clock, on_warming: Callable[[], object] = lambda: None) -> None:
-        """``on_warming`` is called on the thread of the load, when warm-up begins."""
+        """``on_warming`` is called on the thread of the load when warm-up begins."""
         self._clock = clock
         self._part = ""
         self._step = _Step(WAITING, clock())
@@ -199,20 +199,20 @@ class Progress:
         self._cancelled_because = because
 
     def begin(self, step: str) -> None:
-        """Begin a step, named in words that ``for 5 s`` can follow. Raises LoadCancelledError after ``cancel``."""
+        """Begin a step. ``describe`` appends a text like ``, for 5 s``. Raises LoadCancelledError after ``cancel``."""
         if self._cancelled_because:
             raise LoadCancelledError(self._cancelled_because)
         self.show(step)
 
     def show(self, step: str) -> None:
-        """As ``begin``, for a step that cannot be cancelled."""
-        self._step = _Step(self._part + step, self._clock())  # One assignment: readers never see half of it.
+        """Begin a step that cannot be cancelled."""
+        self._step = _Step(self._part + step, self._clock())  # One assignment, so that readers see a complete step.
 
     def begin_part(self, part: str) -> None:
-        """Prefix all following steps, as with ``instance 2 of 3``."""
+        """Prefix all following steps, for example with ``instance 2 of 3``."""
         self._part = f"{part}: "
 
     def describe(self) -> str:
-        """The present step with its duration: ``warming up: batches of 8 rows, for 5 s``."""
+        """The current step with its duration, such as ``warming up: batches of 8 rows, for 5 s``."""
         step = self._step
         return f"{step.name}, for {(self._clock() - step.began_ns) // 10**9} s"

@@ -1,4 +1,4 @@
-"""Batch sizes on buffers of a model's device: making the buffers, their latencies, and their text in the metadata."""
+"""Batch sizes on device buffers: creates the buffers, times batches on them, and describes them in the metadata."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ class DeviceBatches:
         sizes: The sizes, ascending; other batches are padded to the next size.
         replayed: The sizes in ``sizes`` whose graphs are replayed.
         no_buffers_because: Why there are no sizes; empty for a model without a device.
-        no_replay_because: Why sizes are not replayed, if the configuration asks for it.
-        states: Where the states of sequences are kept; empty for a model without a device or without states.
+        no_replay_because: Why sizes are not replayed, if the configuration requests replay.
+        states: Where the states of sequences are stored; empty for a model without a device or without states.
     """
 
     sizes: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ def prepare_batches(
     padding: Padding | None,
     progress: Progress,
 ) -> DeviceBatches:
-    """Make the buffers of an instance and capture its graphs. Counts the sizes that are not captured.
+    """Create the buffers of an instance and capture its graphs. Counts the sizes that are not captured.
 
     Raises:
         ServeError: The device has no room for the buffers, or is lost.
@@ -104,7 +104,7 @@ def time_on_buffers(
     progress: Progress,
     bounds: RunBounds,
 ) -> WarmUp:
-    """Replace the latencies of ``found`` by those of runs on device buffers, for sizes that have buffers."""
+    """Replace the latencies in ``found`` by those of runs on device buffers."""
     if not on_device.sizes:
         return found
     sizes = time_sizes(
@@ -124,16 +124,16 @@ def time_on_buffers(
 def keep_states(
     instances: Sequence[Instance | DeviceInstance], tensors: SequenceTensors, found: WarmUp, *, is_recorded: bool
 ) -> tuple[SequenceTensors, str]:
-    """Keep the states of sequences on the device of the instances. Blocks.
+    """Store the states of sequences on the device of the instances, if possible. Blocks.
 
     Args:
-        instances: Prepared.
-        tensors: Of the sequences, with all states on the host.
+        instances: Instances after ``prepare_batches``.
+        tensors: Tensors of the sequences, with all states on the host.
         found: The results of warm-up.
-        is_recorded: Whether requests are recorded, which includes their states.
+        is_recorded: Whether requests are recorded. Recorded requests include their states.
 
     Returns:
-        The tensors, and where the states are; empty for instances on the host.
+        The tensors, and a text that says where the states are; empty for instances on the host or without states.
 
     Raises:
         DeviceLostError: The device is lost.

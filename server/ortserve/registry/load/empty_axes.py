@@ -1,12 +1,12 @@
-"""Along which axes the inputs of a model may be empty, so that ONNX Runtime writes all of each tensor, and survives.
+"""Finds the axes along which inputs of a model may be empty without unwritten tensors or a crash of ONNX Runtime.
 
-ONNX Runtime 1.31.1 does not compare the shape of an empty tensor with those of the others that Concat joins: of
-``[0, 2]`` and ``[3, 2]`` it makes ``[3, 4]`` along axis 1, and writes only half of it. The rest is what the memory held
-before, such as inputs of other requests. An empty tensor is right if it is empty along the axis of the Concat, as the
-past of a decoder is before the first token. Nor does it write products over an axis of length 0, if they are quantized
-or of a vector, and RoiAlign reads beyond an image without pixels. Attention without heads, or with heads of size 0,
-ends the process, and so do a few other operators on some empty axes. A Conv with an empty kernel does not return, and a
-ConvInteger does not write its output.
+ONNX Runtime 1.31.1 does not compare the shape of an empty tensor with those of the other tensors that Concat joins.
+From ``[0, 2]`` and ``[3, 2]`` along axis 1, it makes ``[3, 4]`` and writes only half of it. The rest is earlier content
+of the memory, such as inputs of other requests. An empty tensor is correct if it is empty along the axis of the Concat,
+as the past of a decoder is before the first token. ONNX Runtime does not write products over an axis of length 0,
+either, if they are quantized or of a vector. RoiAlign reads beyond an image without pixels. Attention without heads, or
+with heads of size 0, ends the process, and so do a few other operators on some empty axes. A Conv with an empty kernel
+does not return, and a ConvInteger does not write its output.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -23,24 +23,24 @@ _QUANTIZED_PRODUCTS: Final = {
     "QLinearMatMul": 3,
 }
 _PRODUCTS: Final = {"MatMul": 1, "Gemm": 1} | _QUANTIZED_PRODUCTS
-"""Products of matrices, with the place of the second one. The first two are quantized between DequantizeLinear."""
+"""Products of matrices, with the index of the second one. The first two are quantized behind DequantizeLinear."""
 _KERNELS: Final = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
 """Convolutions, with the place of the kernel."""
 _OF_BOXES: Final = frozenset({"MaxRoiPool", "RoiAlign"})
 """Operators whose first input is images, with the height and width on axes 2 and 3."""
 _IN_PLACE: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Slice", "Split"})
-"""Operators that keep the axes of their first input, and an empty one empty."""
+"""Operators whose output has the axes of their first input, and is empty if that input is empty."""
 _WITH_PAST: Final = frozenset({"Attention", "GroupQueryAttention", "MultiHeadAttention"})
-"""Operators that check the shape of their past, which is behind their first three inputs, before they append to it."""
+"""Operators that check the shape of their past before they append to it. The past follows their first three inputs."""
 
 _HEADS: Final = {4: 1, 3: 2}
-"""The axis of the heads in queries, keys and values, by the number of their axes; of three, the last has all heads."""
+"""The axis of the heads in queries, keys and values, by number of axes. With three axes, the last has all heads."""
 _LAST_AXIS: Final = {"LinearAttention": 3, "MoE": 1, "QMoE": 1, "RotaryEmbedding": 1}
 """Operators that divide by the last axis of their first inputs, with the number of these inputs."""
 
 _Seeds: TypeAlias = "dict[_Axis, int | None]"
-"""The axes of inputs along which a tensor is empty if the input is, each with the axis of the tensor; None for an
-unknown one."""
+"""The axes of inputs that can make a tensor empty, each with the axis along which the tensor is then empty, or None if
+that axis is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class _Axis:
 
 
 def find_empty_axes(model: Model) -> Mapping[str, frozenset[int]] | None:
-    """The axes along which each input may be empty; None if all may be empty along any, as no node minds.
+    """The axes along which each input may be empty. None if no node has a problem with empty tensors.
 
-    An axis is left out if an empty tensor may reach a Concat along another axis, or a quantized product of matrices
-    that are no weights, or an operator that does not survive it. An input without a declared shape has none. A graph
-    that is larger than analyses allow is not followed.
+    An axis is left out if an empty tensor may reach a Concat along another axis, a quantized product of matrices that
+    are not weights, or an operator that crashes. An input without a declared shape has no axes. A graph that is too
+    large to be analysed is not followed.
     """
     vectors = {declared.name for declared in model.graph.inputs if len(declared.dims or ()) == 1}
     if not any(_minds_empty(node, model.graph.constants, vectors) for node in all_nodes(model)):
@@ -79,7 +79,7 @@ class _Paths:
         self._seeds: dict[str, _Seeds] = {}
         self._ranks: dict[str, int] = {}
         self._weights: set[str] = set()
-        """Tensors that are computed from constants only."""
+        """Names of tensors that are computed from constants only."""
         self._dequantized: set[str] = set()
         self.wrong: set[_Axis] = set()
         """Axes along which an input must not be empty."""
@@ -91,7 +91,7 @@ class _Paths:
             }
 
     def follow(self, nodes: Sequence[Node], constants: dict[str, Tensor]) -> None:
-        """Follow the nodes of a graph; ``constants`` are those that they can read."""
+        """Follow the nodes of a graph. ``constants`` are the tensors that the nodes can read."""
         for node in nodes:
             value = node.attributes.get("value")
             if node.op == "Constant" and isinstance(value, Tensor):
@@ -115,7 +115,7 @@ class _Paths:
                 for graph in graphs:
                     self._follow_branch(node, graph, constants)
             elif graphs or (node.domain, node.op, node.overload) in self._functions:
-                self.wrong |= read.keys()  # its tensors have other names in there
+                self.wrong |= read.keys()  # not followed, because the tensors have other names inside
                 self._put(node, dict.fromkeys(read))
             elif node.op in _JOINS:
                 self._join(node)
@@ -130,7 +130,7 @@ class _Paths:
         return has_vector or _is_quantized(node) or self._dequantized.issuperset(node.inputs[:2])
 
     def _crashing_axes(self, node: Node) -> Iterator[tuple[str, int]]:
-        """The axes along which inputs of a node must not be empty, with the name of each input."""
+        """Inputs of a node, each with an axis along which it must not be empty."""
         equation = node.attributes.get("equation")
         if isinstance(equation, str) and "->" in equation and "." not in equation:
             terms, _, kept = equation.replace(" ", "").partition("->")
@@ -153,7 +153,7 @@ class _Paths:
             self._seeds[name] = self._seeds.get(name, {}) | dict.fromkeys(seeds)
 
     def _join(self, node: Node) -> None:
-        """Check that all empty tensors are empty along the axis of the node. If all are, so is its output."""
+        """Check that empty inputs of a join are empty along its axis. If all inputs may be empty, so may the output."""
         axis = node.attributes.get("axis", 0)
         columns: list[_Seeds] = []
         names = node.inputs[2::3] if node.op == "QLinearConcat" else node.inputs  # without scales and zero points
@@ -185,7 +185,7 @@ class _Paths:
         self._put(node, passed, rank)
 
     def _moves(self, node: Node, constants: Mapping[str, Tensor]) -> tuple[dict[int, int], int] | None:
-        """Where the axes of the first input are in the outputs, and their number of axes; None if it is not known."""
+        """The position of each axis of the first input in the outputs, and the outputs' rank; None if unknown."""
         rank = self._ranks.get(node.inputs[0])
         if rank is None or node.domain:
             return None
@@ -241,7 +241,7 @@ def _kernel_of(node: Node) -> str:
 
 
 def _crashes_anywhere(node: Node) -> bool:
-    """Whether the node is a matrix inverse, a transposed convolution of volumes, or quantizes in blocks."""
+    """Whether a node crashes on any empty input: matrix inverse, quantization in blocks, ConvTranspose of volumes."""
     if node.op == "ConvTranspose":
         kernel = node.attributes.get("kernel_shape")
         return not isinstance(kernel, tuple) or len(kernel) > 2
@@ -253,7 +253,7 @@ def _is_quantized(node: Node) -> bool:
 
 
 def _axes_of(node: Node, constants: Mapping[str, Tensor]) -> list[int]:
-    """The axes of a Squeeze or Unsqueeze, which are an attribute or an input; empty if they are not known."""
+    """The axes of a Squeeze or Unsqueeze, from an attribute or a constant input; empty if unknown."""
     given = node.attributes.get("axes")
     if isinstance(given, tuple):
         return [one for one in given if isinstance(one, int)]

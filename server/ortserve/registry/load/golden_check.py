@@ -1,6 +1,6 @@
-"""The check of golden samples: each runs alone and among others, and its outputs are compared with the expected ones.
+"""Checks golden samples: runs each alone and among others, and compares the outputs with the expected ones.
 
-The runs are the caller's: those of an instance, or requests to an ensemble.
+The caller supplies the function that runs samples, on an instance or as requests to an ensemble.
 """
 
 import math
@@ -25,10 +25,10 @@ from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.request_shapes import ShapeClasses, check_not_empty, crashing_operators
 
 RunTogether: TypeAlias = Callable[[Sequence[GoldenSample]], list[Arrays]]
-"""Runs samples at the same time, and returns the outputs of each. Raises ServeError."""
+"""Runs samples together, and returns the outputs of each. Raises ServeError."""
 
 _MOST_TOGETHER: Final = 64
-"""Samples of a run; larger batches compute rows in the same way."""
+"""Maximum number of samples in a run. Larger batches compute rows in the same way."""
 
 
 def check_samples(
@@ -43,17 +43,17 @@ def check_samples(
 
     Args:
         golden: The samples and their tolerances.
-        signature: Of the samples.
-        groups: Samples that run together, too.
-        run: Runs them.
-        is_coarse: Whether they run on a GPU.
+        signature: Signature of the samples.
+        groups: Groups of samples that also run together.
+        run: Runs samples.
+        is_coarse: Whether the samples run on a GPU.
 
     Returns:
-        What agrees and how well, for the property of the metadata.
+        The number of samples and their largest errors, for the model's metadata.
 
     Raises:
-        ServeError: invalid_input, with the output, the measure, what is found and what is allowed, and the sample; or
-            that a sample cannot be run.
+        ServeError: invalid_input, if an error exceeds its bound, with the output, the measure, both values and the
+            sample; or if a sample cannot be run.
     """
     alone, together = (_Compared(golden, signature, is_coarse=is_coarse) for _ in range(2))
     for sample in golden.samples:
@@ -83,14 +83,14 @@ def _compare(samples: Sequence[GoldenSample], how: str, run: RunTogether, compar
 
 
 class _Compared:
-    """The errors of all outputs so far, and the worst sample of each."""
+    """Collects the errors of all outputs, and the worst sample of each."""
 
     def __init__(self, golden: GoldenSamples, signature: ModelSignature, *, is_coarse: bool) -> None:
         self._specs = signature.outputs
         self._bounds = [golden.bounds(spec, is_coarse=is_coarse) for spec in self._specs]
         self._meters = [AgreementMeter([spec.name]) for spec in self._specs]
         self._worst: list[dict[str, tuple[float, str]]] = [{} for _ in self._specs]
-        """Of each output by measure: the error of the worst sample by itself, and which it is."""
+        """For each output, by measure: the error of the worst sample, and the name of the sample."""
 
     def add(self, sample: GoldenSample, how: str, outputs: Arrays) -> None:
         for index, (spec, expected) in enumerate(zip(self._specs, sample.outputs, strict=True)):
@@ -102,13 +102,13 @@ class _Compared:
                 meter.add(*pair, 1)
             (error,) = own.result().outputs
             for measure in self._bounds[index]:
-                # A sample with small values is as far from the expected as its largest difference.
+                # Samples rank by their largest difference. Relative errors would rank samples with small values first.
                 value = error.max if measure == "relative" else float(getattr(error, measure))
                 if value > self._worst[index].get(measure, (-1.0, ""))[0]:
                     self._worst[index][measure] = value, f"{sample.place} {how}"
 
     def judge(self) -> None:
-        """Raises ServeError: invalid_input, for outputs whose errors exceed their bounds."""
+        """Check all errors against their bounds. Raises ServeError: invalid_input, if any error exceeds its bound."""
         problems = []
         for index, spec in enumerate(self._specs):
             (error,) = self._meters[index].result().outputs
@@ -136,7 +136,7 @@ class _Compared:
 
 
 def as_sent(signature: ModelSignature, inputs: Arrays) -> Arrays:
-    """One row as clients send it: with the rows where the tensors have them. Views."""
+    """Convert one row to the form of a request: rows move from axis 0 to the row axis of each tensor. Returns views."""
     if not signature.is_batched:
         return inputs
     pairs = zip(signature.inputs, inputs, strict=True)
@@ -147,7 +147,7 @@ def as_sent(signature: ModelSignature, inputs: Arrays) -> Arrays:
 
 
 def as_batched(signature: ModelSignature, outputs: Arrays) -> Arrays:
-    """The answer to one row, with the rows on axis 0. Views."""
+    """Convert the answer to one row to the form of batches, with rows on axis 0. Returns views."""
     if not signature.is_batched:
         return outputs
     return tuple(
@@ -169,20 +169,20 @@ class InstanceRuns:
         self._crashing = crashing_operators(loaded.operators)
         interface = loaded.interface
         self.signature = loaded.signature
-        """Of samples: without what the server fills."""
+        """Signature of samples: that of the model without the tensors that the server fills."""
         if interface.sequences is not None:
             inputs = loaded.signature.inputs[: len(interface.client.inputs)]
             outputs = loaded.signature.outputs[: len(interface.client.outputs)]
             self.signature = replace(loaded.signature, inputs=inputs, outputs=outputs)
 
     def check(self, golden: GoldenSamples) -> str:
-        """Check samples. As ``check_samples``."""
+        """Check samples as ``check_samples`` does."""
         groups = self._groups(golden.samples)
         is_coarse = self._loaded.execution_provider in GPU_PROVIDERS
         return check_samples(golden, self.signature, groups, self.run, is_coarse=is_coarse)
 
     def run(self, samples: Sequence[GoldenSample]) -> list[Arrays]:
-        """Run samples in one batch. Each begins a sequence, if the model has them."""
+        """Run samples in one batch. If the model has sequences, each sample begins one."""
         sequences = self._loaded.interface.sequences
         inputs = [sample.inputs for sample in samples]
         for sample in samples if self._crashing else ():
@@ -200,7 +200,7 @@ class InstanceRuns:
         return parts
 
     def _groups(self, samples: Sequence[GoldenSample]) -> list[list[GoldenSample]]:
-        """Samples that may share a batch, as many as may run together."""
+        """Group samples that may share a batch, up to the maximum size of a batch."""
         if not self.signature.is_batched:
             return []
         most = min(_MOST_TOGETHER, self._loaded.warm_up.max_rows)

@@ -1,7 +1,7 @@
-"""Golden samples of a version: inputs, the outputs that it must give, and how far it may be from them.
+"""Reads the golden samples of a version: inputs, expected outputs and tolerances. Blocks on the disk.
 
-``golden/*.npz`` in the version's folder hold arrays ``input.<name>`` and ``output.<name>`` with the samples on axis 0,
-in the form of recorded requests; ``golden/golden.yaml`` the tolerances. Blocks on the disk.
+``golden/*.npz`` in the version's folder contain arrays ``input.<name>`` and ``output.<name>`` with the samples on
+axis 0, in the form of recorded requests. ``golden/golden.yaml`` contains the tolerances.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,28 +22,28 @@ from ortserve.paths import is_folder
 from ortserve.registry.sample_files import as_samples, read_arrays
 
 GOLDEN_FOLDER: Final = "golden"
-"""In the folder of a version."""
+"""Name of the folder in the folder of a version."""
 GOLDEN_FILE: Final = "golden.yaml"
 GOLDEN_MISSING: Final = "golden_required: expected a folder 'golden' with samples beside the model file, got none"
 MOST_FILES: Final = 256
 MOST_BYTES: Final = 2**28
-"""Of all arrays, in memory."""
+"""Maximum size of all arrays in memory."""
 MOST_SAMPLES: Final = 1024
-"""Each runs twice before the version serves."""
+"""Maximum number of samples of a version. Each runs up to twice before the version serves."""
 INPUT, OUTPUT = "input.", "output."
 
 _COARSE_RELATIVE: Final = 1e-2
-"""On GPUs, which may compute FP32 with ten bits of mantissa."""
+"""Relative tolerance on GPUs, which may compute FP32 with ten bits of mantissa."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenSample:
-    """One sample: one row of a batched model, or a whole request of another one.
+    """One sample: a row of a batched model, or a whole request of another model.
 
     Attributes:
         place: File and position, for messages.
-        inputs: In the order of the signature, as batches hold them.
-        outputs: Expected, in the order of the signature; None for those that the file does not have.
+        inputs: Inputs in the order of the signature, in the form of batches.
+        outputs: Expected outputs in the order of the signature; None for outputs that the file lacks.
     """
 
     place: str
@@ -58,7 +58,7 @@ class GoldenSamples:
     Attributes:
         files: Number of files.
         samples: At least one.
-        tolerances: Bounds by measure, by the name of an output; missing ones are those of the datatype.
+        tolerances: Configured bounds by measure, by the name of the output. Other outputs have those of their datatype.
     """
 
     files: int
@@ -68,8 +68,8 @@ class GoldenSamples:
     def bounds(self, spec: TensorSpec, *, is_coarse: bool) -> Mapping[str, float]:
         """The bounds of an output by measure.
 
-        Without configured ones, floats may differ by the relative tolerance that the server's own comparisons of
-        answers have, as a share of the largest element that is expected; everything else must be equal.
+        Without configured bounds, floats may differ by the relative tolerance of the server's own comparisons, as a
+        share of the largest expected element. Elements of other datatypes must be equal.
         """
         configured = self.tolerances.get(spec.name)
         if configured is not None:
@@ -82,12 +82,12 @@ class GoldenSamples:
 
 
 def golden_folder(path: Path, folder: Path | None, options: ModelOptions) -> Path | None:
-    """Where a version has its golden samples; None for a model that is a single file.
+    """The folder of a version's golden samples; None for a model that is a single file.
 
     Args:
-        path: The version's model file, which may be in a folder of the version's with the same name.
-        folder: Of the model; None for a model that is a single file.
-        options: Of the model.
+        path: The version's model file. It may be inside a folder named ``model_file`` in the version's folder.
+        folder: Folder of the model; None for a model that is a single file.
+        options: Options of the model.
     """
     if folder is None:
         return None
@@ -96,14 +96,14 @@ def golden_folder(path: Path, folder: Path | None, options: ModelOptions) -> Pat
 
 
 def read_golden(folder: Path | None, signature: ModelSignature) -> GoldenSamples | None:
-    """Read the samples of a version; None if it has none.
+    """Read the samples of a version. Returns None if it has no folder of samples.
 
     Args:
-        folder: As ``golden_folder`` gives it.
-        signature: The tensors of clients, in the form of the model.
+        folder: Result of ``golden_folder``.
+        signature: Signature of the tensors of clients, in the form of the model.
 
     Raises:
-        ServeError: invalid_input, naming the file and the array, what is expected and what the file has.
+        ServeError: invalid_input, naming the file and the array, the expectation and the content.
     """
     try:
         return None if folder is None or not is_folder(folder) else _read(folder, signature)
@@ -163,6 +163,6 @@ def _samples(file: str, arrays: Mapping[str, np.ndarray], signature: ModelSignat
 
 
 def _in_form(spec: TensorSpec, array: np.ndarray, signature: ModelSignature) -> np.ndarray:
-    """The rows of a batched model as requests of one row each, if this version runs each request alone."""
+    """Add an axis to rows of a batched model if this version runs each request alone: each row becomes a request."""
     is_row = not signature.is_batched and not spec.has_any_shape and array.ndim == len(spec.shape)
     return array[:, np.newaxis] if is_row else array

@@ -1,4 +1,4 @@
-"""Inputs for warm-up: synthetic ones of any number of rows, and the samples that the configuration asks for.
+"""Inputs for warm-up: synthetic inputs with any number of rows, and the configured samples.
 
 Synthetic floats are from N(0, 1), integers and booleans are 0 or 1, texts are short, and image files are black.
 """
@@ -30,20 +30,21 @@ from ortserve.rows import sum_terms
 FREE_DIM: Final = 8
 """Size of free dimensions other than the batch axis. All have the same size, because many must agree."""
 LARGER_FREE_DIMS: Final = (32, 224)
-"""Tried in this order if the model rejects ``FREE_DIM``: image models halve theirs about five times, and many were
-trained on 224."""
+"""Sizes to try in this order if the model rejects ``FREE_DIM``. Image models halve the dimensions of images about five
+times, and many were trained on 224."""
 MAX_ROW_ELEMENTS: Final = 2**20
-"""Of an input's row with larger free dimensions: three or four of them could make a row that fills the memory."""
+"""Maximum number of elements in a row of an input with larger free dimensions. A row with three or four such dimensions
+could otherwise fill the memory."""
 _MAX_BATCH_ELEMENTS: Final = 2**24
-"""Of an input with larger free dimensions: enough for a batch of images."""
+"""Maximum number of elements of an input with larger free dimensions: enough for a batch of images."""
 
 SAMPLE_FOLDER: Final = "warmup"
-"""In the model's folder, with the tensors of configured samples."""
+"""Folder in the model's folder, with the tensors of configured samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The range of synthetic numbers: integers from 0 to below ``below``, floats from N(0, ``scale``²)."""
+    """The range of synthetic numbers: integers from 0 up to, not including, ``below``; floats from N(0, ``scale``²)."""
 
     below: int = 2
     scale: float = 1.0
@@ -51,22 +52,22 @@ class Spread:
 
 USUAL: Final = Spread()
 ZEROS: Final = Spread(1, 0.0)
-"""All zeros, and equal texts. Shapes that depend on data are the smallest for them."""
+"""Zeros, and equal texts. Shapes that depend on data are smallest for them."""
 
-# Alternating by row, with different numbers of words: outputs show if a tokenizer pads to the longest row.
+# They alternate by row and differ in the number of words, so that outputs show if a tokenizer pads to the longest row.
 _TEXTS: Final = np.array(["a", "b c d"], object)
 
 
 @dataclass(frozen=True, slots=True)
 class InputGenerator:
-    """Generates synthetic inputs of a model by rows and seed.
+    """Generates synthetic inputs of a model for a number of rows and a seed.
 
     Attributes:
-        signature: Of the model.
-        padding: Of its batches; padded axes are as long as batches will be.
+        signature: Signature of the model.
+        padding: Padding of its batches. Padded axes have the padded lengths.
         includes_optional: Whether optional inputs are present.
         free_dim: Size of free dimensions.
-        ones: Names of free dimensions that have size 1 instead; ``""`` for first ones without a name.
+        ones: Names of free dimensions with size 1 instead; ``""`` stands for first dimensions without a name.
     """
 
     signature: ModelSignature
@@ -78,8 +79,8 @@ class InputGenerator:
     def generate(self, rows: int, seed: int, spread: Spread = USUAL) -> Arrays:
         """Generate one array per input, as batches hold them. The same seed gives the same arrays.
 
-        ``rows`` has no effect if the model is not batched. Optional inputs that are the same for all rows are always
-        absent, because requests that have them are not batched.
+        ``rows`` has no effect if the model is not batched. Optional inputs without rows are always absent, because
+        requests that set them are not batched.
         """
         signature = self.signature
         generator = np.random.default_rng(seed)
@@ -101,15 +102,16 @@ class InputGenerator:
                 shape = (*shape[: padded.axis], length, *shape[padded.axis + 1 :])
             try:
                 array = _draw(generator, spec.datatype, shape, spread)
-            except (MemoryError, ValueError):  # numpy's for shapes beyond all memory
+            except (MemoryError, ValueError):  # numpy raises either for shapes beyond all memory
                 raise OutOfMemoryError(f"too little memory for input '{spec.name}' of shape {list(shape)}") from None
             arrays.append(repeated(array, rows) if is_whole else array)
         return tuple(arrays)
 
     def variants(self) -> list["InputGenerator"]:
-        """All variants to try, preferred ones first: without optional inputs, small free dimensions, first ones of 1.
+        """All variants to try, preferred ones first.
 
-        A free first dimension that is not the batch's may be the length of a list: 1 is the smallest.
+        Preferred are variants without optional inputs, then small free dimensions, then free first dimensions of 1 in a
+        model without batches: such a dimension may be the length of a list, for which 1 is the smallest.
         """
         ones = _first_dimensions(self.signature)
         has_free_dims = any(-1 in shape for shape in self._row_shapes())
@@ -123,24 +125,24 @@ class InputGenerator:
 
     @property
     def max_rows(self) -> int:
-        """Most rows to generate at a time, if free dimensions are larger than usual."""
+        """Maximum number of rows to generate at a time if free dimensions are larger than ``FREE_DIM``."""
         return max(1, _MAX_BATCH_ELEMENTS // max(1, self._row_elements(self.free_dim)))
 
     def _row_shapes(self) -> list[tuple[int, ...]]:
         return [spec.row_shape for spec in self.signature.inputs]
 
     def _row_elements(self, free_dim: int) -> int:
-        """Of the largest input."""
+        """Number of elements in a row of the largest input."""
         return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
 
 
 def synthetic_inputs(signature: ModelSignature, rows: int, seed: int, padding: Padding | None = None) -> Arrays:
-    """Generate the preferred variant of inputs, as ``InputGenerator.generate``."""
+    """Generate the preferred variant of inputs with ``InputGenerator.generate``."""
     return InputGenerator(signature, padding).generate(rows, seed)
 
 
 def _row_sizes(spec: TensorSpec, free_dim: int, ones: Collection[str] = ()) -> tuple[int, ...]:
-    """The shape of a row: free dimensions have size ``free_dim``, those in ``ones`` 1, and sums of them the sum."""
+    """The shape of a row. Free dimensions have size ``free_dim``, those in ``ones`` 1, and sums that of their terms."""
 
     def size(name: str) -> int:
         terms = sum_terms(name)
@@ -158,7 +160,7 @@ def _row_sizes(spec: TensorSpec, free_dim: int, ones: Collection[str] = ()) -> t
 
 
 def _first_dimensions(signature: ModelSignature) -> frozenset[str]:
-    """Names of free first dimensions of the inputs of a model that is not batched."""
+    """Names of free first dimensions of the inputs, for a model that is not batched."""
     if signature.is_batched:
         return frozenset()
     return frozenset(spec.dim_names[0] for spec in signature.inputs if spec.dim_names and spec.shape[0] == -1)
@@ -181,7 +183,7 @@ def _draw(
 
 
 def _black_image() -> np.ndarray:
-    """A file of the format BMP, 224 by 224 pixels."""
+    """The bytes of a BMP file with 224 by 224 black pixels."""
     side, head, channels = 224, 54, 3
     nbytes = side * side * channels
     file = struct.pack("<2sIIIIiiHHIIiiII", b"BM", head + nbytes, 0, head, 40, side, side, 1, 24, 0, nbytes, 0, 0, 0, 0)
@@ -190,7 +192,7 @@ def _black_image() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A configured warm-up request: inputs in the model's own form and order, and how often it runs."""
+    """A configured warm-up request: inputs in the form and order of the model, and the number of its runs."""
 
     name: str
     inputs: Arrays
@@ -201,13 +203,13 @@ class Sample:
 def make_samples(
     options: ModelOptions, interface: Interface, folder: Path | None, *, max_rows: int | None
 ) -> list[Sample]:
-    """Make the tensors of the configured samples. Blocks on their files.
+    """Create the tensors of the configured samples. Blocks on their files.
 
     Args:
-        options: Of the model.
-        interface: Of the model. Samples are checked against it like requests.
-        folder: Of the model.
-        max_rows: Most rows of a batch; None if not limited.
+        options: Options of the model.
+        interface: Interface of the model. Samples are checked against it like requests.
+        folder: Folder of the model.
+        max_rows: Maximum number of rows of a batch; None for no limit.
 
     Raises:
         ServeError: invalid_input, naming the sample and the problem.
@@ -255,7 +257,7 @@ def _make_sample(
 
 
 def _sample_dims(spec: TensorSpec, declared: WarmupInput) -> tuple[int, ...]:
-    """The shape of a row of a sample's tensor."""
+    """The shape of a row in a tensor of a sample."""
     own = spec.row_shape
     if declared.dims is None:
         return _row_sizes(spec, FREE_DIM)

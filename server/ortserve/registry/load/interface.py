@@ -1,4 +1,4 @@
-"""The inputs and outputs that clients see, and the padding of batches: the configuration checked against the model."""
+"""Checks configured inputs, outputs and padding against the model, and derives what clients see and batches hold."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ class Interface:
     """Two signatures of the same tensors in the same order.
 
     Attributes:
-        model: Of instances. For a model with sequences, the hidden tensors follow those of clients.
-        client: Of requests and responses.
-        conversions: Between the tensors of requests and those of batches; None if they are the same.
+        model: Signature of instances. For a model with sequences, the hidden tensors follow those of clients.
+        client: Signature of requests and responses.
+        conversions: Conversions between the tensors of requests and of batches; None if they are the same.
         without_effect: For each option that has no effect, its name and the reason.
         sequences: The hidden tensors; None for a model without sequences.
     """
@@ -40,7 +40,7 @@ class Interface:
     sequences: SequenceTensors | None = None
 
     def unbatched(self, because: str) -> "Interface":
-        """The same interface of a model whose requests each run alone."""
+        """The same interface for a model whose requests run alone."""
         return replace(
             self,
             model=replace(self.model, unbatched_because=because),
@@ -52,12 +52,12 @@ def resolve_interface(options: ModelOptions, whole: ModelSignature, folder: Path
     """Check the configured inputs and outputs against the model, and apply their order, dims and reshapes.
 
     Args:
-        options: Of the model.
-        whole: The signature of the model itself.
-        folder: Of the model, with the files of first states.
+        options: Options of the model.
+        whole: Signature of the model file, with hidden tensors.
+        folder: Folder of the model, which contains the files of first states.
 
     Raises:
-        ServeError: invalid_input, with the name, the model's and the configured value.
+        ServeError: invalid_input, with the name, and the values of the model and of the configuration.
     """
     hidden = find_hidden(options, whole)
     signature = whole if hidden is None else hidden.visible(whole)
@@ -112,7 +112,7 @@ def _check_names(role: str, names: Iterable[str], known: Mapping[str, TensorSpec
 
 
 def _resolve(spec: TensorSpec, declared: TensorOptions | None) -> tuple[TensorSpec, TensorSpec]:
-    """The tensor of the model and the tensor of clients."""
+    """The tensor as the model has it and as clients see it."""
     if declared is None:
         return spec, spec
     if declared.datatype is not None and declared.datatype is not spec.datatype:
@@ -141,7 +141,7 @@ def _resolve(spec: TensorSpec, declared: TensorOptions | None) -> tuple[TensorSp
 
 
 def _narrow(spec: TensorSpec, dims: tuple[int, ...]) -> TensorSpec:
-    """The tensor with those free dimensions fixed that the configuration fixes."""
+    """The tensor with its free dimensions fixed where the configuration sets sizes."""
     if spec.has_any_shape:
         return replace(spec, shape=dims, has_any_shape=False)
     own = spec.shape[spec.leading :]
@@ -198,11 +198,11 @@ def resolve_padding(options: ModelOptions, signature: ModelSignature) -> Padding
     """The padding of the batches of a model; None if they are never padded.
 
     Args:
-        options: Of the model, with ``pad`` and ``buckets``.
-        signature: Of the model, with the names of its dimensions.
+        options: Options of the model, including ``pad`` and ``buckets``.
+        signature: Signature of the model, including the names of its dimensions.
 
     Raises:
-        ServeError: invalid_input, naming the key of ``model.yaml`` that does not fit the model.
+        ServeError: invalid_input, naming the key of ``model.yaml`` that does not match the model.
     """
     if not options.pad:
         return Padding((None,) * len(signature.inputs)) if options.buckets and signature.is_batched else None
@@ -254,7 +254,7 @@ def as_element(value: Value, datatype: DataType) -> Value | None:
     if datatype.numpy.kind == "f":
         try:
             number = float(value)
-        except OverflowError:  # An integer of hundreds of digits.
+        except OverflowError:  # for an integer of hundreds of digits
             return None
         return None if abs(number) > float(np.finfo(datatype.numpy).max) and math.isfinite(number) else number
     bounds = np.iinfo(datatype.numpy)
@@ -262,7 +262,7 @@ def as_element(value: Value, datatype: DataType) -> Value | None:
 
 
 def _as_bfloat16(value: float) -> int | None:
-    """The bit pattern, which BF16 tensors hold."""
+    """The value as a bit pattern, which is how BF16 tensors store elements; None if it overflows."""
     number = as_element(value, DataType.FP32)
     if number is None:
         return None
@@ -271,7 +271,7 @@ def _as_bfloat16(value: float) -> int | None:
 
 
 def _check_shared_dimensions(signature: ModelSignature, axes: tuple[PaddedAxis | None, ...]) -> None:
-    """Check that axes of one dimension are padded alike; otherwise the model would receive two lengths of it."""
+    """Check that axes of one dimension are padded alike. Otherwise the model would receive two lengths for it."""
     padded = {axis.dim_name: axis for axis in reversed(axes) if axis is not None}
     for spec, own in zip(signature.inputs, axes, strict=True):
         for axis, name in enumerate(spec.dim_names):

@@ -1,4 +1,4 @@
-"""A loaded model: warm instances, what is known of them, and what operators may read about it."""
+"""The result of a load: warm instances with their measured properties, the model's metadata, and warnings."""
 
 import json
 import logging
@@ -43,23 +43,23 @@ class LoadedModel:
     """The result of a load.
 
     Attributes:
-        instances: Warm.
+        instances: Warm instances.
         interface: The inputs and outputs of the instances and of requests.
-        rows: Along which axes rows run together, and on what grounds.
+        rows: The axes along which rows run together, and the grounds for it.
         warm_up: The results of warm-up.
         providers: The execution provider, and why others were passed over.
-        operators: Nodes of the graph, by the execution provider that runs them and by operator.
+        operators: Number of nodes of the graph, by execution provider and by operator.
         intra_op_threads: Threads of a run inside an operator.
         run_threads: Threads that a run may keep busy in total.
-        padding: Of batches; None if they are not padded.
+        padding: Padding of batches; None if they are not padded.
         labels: Names of the elements of an output, by its name; its classes if no labels are configured.
-        on_device: What runs on buffers of a device.
-        placed: The device of each instance; empty if all are on the execution provider's.
-        unbounded_because: Why the number of rows does not bound the time of a run; empty if it does.
-        classes: Of each output that is a sequence of maps in the file, by its name.
-        provenance: Where the version came from; empty if that is not known.
-        golden: How well golden samples agree; empty without any.
-        empty_axes: Along which axes each input may be empty; None for all.
+        on_device: Batch sizes that run on buffers of a device.
+        placed: Device of each instance; empty if all are on the device of ``providers``.
+        unbounded_because: Why runs must not happen on the event loop; empty if they may.
+        classes: Classes of each output that is a sequence of maps in the file, by the name of the output.
+        provenance: Origin of the version; empty if unknown.
+        golden: How well golden samples agree; empty without samples.
+        empty_axes: Axes along which each input may be empty; None if all inputs may be empty along all axes.
     """
 
     instances: tuple[Instance | DeviceInstance, ...]
@@ -97,17 +97,17 @@ class LoadedModel:
 
     @property
     def device_ids(self) -> tuple[int, ...]:
-        """The number of the device of each instance, among the devices of its kind."""
+        """Device number of each instance, counted among the devices of its kind."""
         return self.placed or (self.providers.device_id,) * len(self.instances)
 
 
 def describe_properties(loaded: LoadedModel, max_rows: int, sequences: SequenceOptions | None = None) -> dict[str, str]:
-    """The properties in the model's metadata, long ones last.
+    """The properties for the model's metadata, long ones last.
 
     Args:
         loaded: The model.
-        max_rows: Most rows of a batch.
-        sequences: How it serves sequences; None if it does not.
+        max_rows: Maximum number of rows of a batch.
+        sequences: Options of sequences; None for a model without sequences.
     """
     found = loaded.warm_up
     warm_up = "not warmed up"
@@ -147,8 +147,8 @@ def describe_ended_sharing(difference: Difference, max_rows: int) -> str:
     """The property ``batching`` of a model whose requests stopped sharing batches after a failed row check.
 
     Args:
-        difference: Between the outputs in the batch and alone.
-        max_rows: Most rows of one request that run together.
+        difference: Difference between the outputs of a request in the batch and alone.
+        max_rows: Maximum number of rows of one request that run together.
     """
     return (
         "each request runs alone: an answer depended on the other requests of its batch, "
@@ -165,13 +165,13 @@ def log_warnings(
     has_global_threads: bool,
     is_on_gpu: bool,
 ) -> None:
-    """Log what an operator may not expect: nodes on the CPU, batches limited by memory, options without effect.
+    """Log warnings: nodes left to the CPU, batches limited by memory, options without effect.
 
     Args:
         loaded: The model.
-        name: For the log.
-        options: Of the model.
-        max_rows: Most rows of a batch, by configuration; None if not limited.
+        name: Name of the model, for the log.
+        options: Options of the model.
+        max_rows: Configured maximum number of rows of a batch; None for no limit.
         has_global_threads: Whether all models share the threads of the process.
         is_on_gpu: Whether the model runs on a GPU.
     """
@@ -202,23 +202,23 @@ def log_warnings(
 
 
 def batch_options_without_effect(signature: ModelSignature, options: ModelOptions) -> list[str]:
-    """The model's own options of batches, if each of its requests runs alone."""
+    """The model's own options for batches, which have no effect if each of its requests runs alone."""
     if signature.is_batched:
         return []
     keys = [key for key in _BATCH_OPTIONS if key in options.model_fields_set and getattr(options, key)]
-    if options.max_rows == 1:  # This is what happens.
+    if options.max_rows == 1:  # The option has its effect.
         keys = [key for key in keys if key != "max_rows"]
     return [f"{key}: each request runs alone: {signature.unbatched_because}" for key in keys]
 
 
 def sizes_without_effect(options: ModelOptions, max_rows: int | None) -> list[str]:
-    """The preferred sizes that are larger than any batch."""
+    """Preferred sizes that exceed the maximum size of a batch."""
     larger = [str(rows) for rows in options.preferred_rows if max_rows is not None and rows > max_rows]
     return [f"preferred_rows: {', '.join(larger)}: batches have at most {max_rows} rows"] if larger else []
 
 
 def nice_without_effect(options: ModelOptions, *, has_global_threads: bool, is_on_gpu: bool) -> list[str]:
-    """The threads for which ``thread_nice`` does not hold. Tries the level on a thread of its own."""
+    """Why ``thread_nice`` has no effect on some threads. Tries the level on a thread of its own."""
     nice = options.thread_nice
     if nice is None:
         return []
@@ -232,7 +232,7 @@ def nice_without_effect(options: ModelOptions, *, has_global_threads: bool, is_o
 
 
 def gpus_without_effect(options: ModelOptions, provider: str) -> list[str]:
-    """The model's own options of GPUs, if it runs on none."""
+    """The model's own options for GPUs, which have no effect if it runs on no GPU."""
     keys = ["gpus"] if options.gpus else []
     if options.graph_replay and "graph_replay" in options.model_fields_set:
         keys.append("graph_replay")
@@ -240,7 +240,7 @@ def gpus_without_effect(options: ModelOptions, provider: str) -> list[str]:
 
 
 def threads_without_effect(options: ModelOptions, *, has_global_threads: bool) -> list[str]:
-    """The model's own options of threads that none of its sessions has."""
+    """The model's own options for threads that its sessions do not use."""
     session = options.session
     if has_global_threads:
         keys = []
@@ -302,7 +302,7 @@ def _describe_event_loop(loaded: LoadedModel) -> str:
 
 
 def _describe_tensors(signature: ModelSignature) -> dict[str, str]:
-    """Properties of inputs and outputs that the protocol's metadata do not have."""
+    """Properties of inputs and outputs that the protocol's metadata cannot express."""
     properties = {
         "optional_inputs": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.is_optional),
         "any_shape": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.has_any_shape),

@@ -1,4 +1,4 @@
-"""The load pipeline: from a model file to warm instances. Blocks until they are warm; runs on a thread of its own.
+"""The load pipeline turns a model file into warm instances. It blocks until they are warm, on a thread of its own.
 
 ``load_model`` calls the steps in order; each step is a method of ``_Load``.
 """
@@ -47,7 +47,7 @@ logger: Final = logging.getLogger(__name__)
 
 _MIN_BUDGET_S: Final = 0.001
 _MIN_EFFORT_S: Final = 0.03
-"""For measuring larger batches of a model that is opened in less time."""
+"""Minimum time to measure larger batches of a model; the limit is otherwise the time to open its session."""
 
 
 def load_model(
@@ -63,29 +63,29 @@ def load_model(
     *,
     checks_golden: bool = True,
 ) -> LoadedModel:
-    """Load a model in eight steps, and log what an operator may not expect of the result.
+    """Load a model in eight steps, and log warnings about the result.
 
-    1. Analyse the graph: along which axes rows run together.
+    1. Analyse the graph to find the axes along which rows run together.
     2. Choose an execution provider.
-    3. Open a session on it.
-    4. Resolve the options against it: the interface, padding and samples of the model.
+    3. Open a session on the provider.
+    4. Resolve the options against the session: the interface, padding and samples of the model.
     5. Warm up an instance of the session: batch sizes, latencies, the independence of rows. If the model does not run,
-       steps 3 to 5 repeat on the next provider; if it runs better with another number of threads, 3 and 5 repeat.
+       steps 3 to 5 repeat on the next provider. If another number of threads is better, steps 3 and 5 repeat.
     6. Prepare the instance: device buffers, graphs, configured samples.
     7. Add the other instances, and keep the states of sequences on their device.
     8. Check the golden samples of the version.
 
     Args:
         path: The ``.onnx`` file.
-        name: Of the model, for threads and log lines.
-        options: Of the model.
+        name: Name of the model, for threads and log lines.
+        options: Options of the model.
         clock: Monotonic nanoseconds.
-        folder: Of the model, with the files that its options name; None for a model that is a single file.
-        runtime: The process's; None for a plain one.
-        trials: Graph captures that the process has tried; None for none.
-        progress: Receives each step that begins; None if it is not observed.
-        limiter: Shares processors and devices with other loads; None if there are none.
-        checks_golden: Whether step 8 is done.
+        folder: Folder of the model and the files that its options name; None for a model that is a single file.
+        runtime: Device runtime of the process; None for a default one.
+        trials: Graph captures that the process has tried; None if it has tried none.
+        progress: Receives each step that begins; None if nothing observes the load.
+        limiter: Shares processors and devices with other loads; None if there are no other loads.
+        checks_golden: Whether step 8 runs.
 
     Raises:
         ServeError: The reason why the model cannot be served.
@@ -122,7 +122,7 @@ def load_model(
 
 
 class _ModelError(ServeError):
-    """The model or its options are wrong, on any execution provider."""
+    """The model or its options are wrong, whatever the execution provider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +176,10 @@ class _Load:
         return choice
 
     def next_provider(self, choice: ProviderChoice, error: ServeError) -> ProviderChoice:
-        """Choose the execution provider behind one that did not run the model.
+        """Choose the execution provider that follows one that did not run the model.
 
         Raises:
-            ServeError: With all errors so far: there is no such provider, or ``allow_fallback`` is not set.
+            ServeError: No provider follows, or ``allow_fallback`` is not set. The message has all errors so far.
         """
         self.failures.append(error.message)
         if not (self.options.allow_fallback and choice.behind):
@@ -188,11 +188,11 @@ class _Load:
         return choice.without_first(error.message)
 
     def open_session(self, choice: ProviderChoice) -> OpenedSession:
-        """Open the first session on an execution provider, which shows how the model runs there."""
+        """Open the first session on an execution provider, to find out how the model runs there."""
         return self.opener.open(self.settings.place(choice, 0), self.settings.first_threads(choice))
 
     def resolve(self, opened: OpenedSession) -> ResolvedModel:
-        """Resolve the options against an open session. Frees the session if that fails.
+        """Resolve the options against an open session. Frees the session on failure.
 
         Raises:
             _ModelError: The model or its options are wrong on every provider.
@@ -210,7 +210,7 @@ class _Load:
     def warm_up(
         self, opened: OpenedSession, choice: ProviderChoice, resolved: ResolvedModel, *, is_first: bool = False
     ) -> _WarmInstance:
-        """Make an instance of the session and warm it up. Frees both if that fails.
+        """Create an instance of the session and warm it up. Frees both on failure.
 
         Warm-up of the first session ends early if another number of threads is better.
 
@@ -256,10 +256,10 @@ class _Load:
     def _check_provider(
         self, instance: Instance | DeviceInstance, choice: ProviderChoice, resolved: ResolvedModel, reason: str
     ) -> None:
-        """Tell a provider that fails on all inputs from a model that rejects synthetic inputs.
+        """Check whether the provider fails on all inputs, or the model merely rejects synthetic inputs.
 
         Raises:
-            ServeError: invalid_input: the CPU accepts inputs that the instance rejects.
+            ServeError: invalid_input, if the CPU accepts inputs that the instance rejects.
         """
         signature, padding = resolved.interface.model, resolved.padding
         rows = find_rejected_rows(instance, signature, padding, self.progress, self.bounds)
@@ -273,7 +273,7 @@ class _Load:
             )
 
     def adjust_threads(self, warm: _WarmInstance) -> _WarmInstance:
-        """Open and warm up the model again if its runs are better served by another number of threads."""
+        """Open and warm up the model again if another number of threads suits its runs better."""
         threads = self.settings.best_threads(warm.choice, warm.found.latencies)
         if threads == warm.opened.threads:
             return warm
@@ -281,7 +281,7 @@ class _Load:
         return self.warm_up(self.opener.open(warm.choice, threads), warm.choice, warm.resolved)
 
     def prepare_instance(self, warm: _WarmInstance) -> LoadedModel:
-        """Make the device buffers of the first instance, capture its graphs and run the samples."""
+        """Create the device buffers of the first instance, capture its graphs and run the samples."""
         options, found, instance, opened = self.options, warm.found, warm.instance, warm.opened
         interface, padding = warm.resolved.interface, warm.resolved.padding
         try:
@@ -333,7 +333,7 @@ class _Load:
         return why_unbounded(self.model.content, interface.model)
 
     def _why_alone(self, found: WarmUp) -> str:
-        """Why each request of a batched model runs alone after all; empty if requests share batches."""
+        """Why each request of a batched model must run alone; empty if requests share batches."""
         rows = self.model.rows
         if rows.grounds is Grounds.TRIED and not found.rows_depend and not found.latencies:
             cause = "the model rejects synthetic inputs" if found.rejection else "the model was not warmed up"
@@ -349,7 +349,7 @@ class _Load:
         return found.rows_depend
 
     def add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
-        """Open and prepare all instances after the first, and keep the states of sequences on their device."""
+        """Open and prepare all instances after the first, and store the states of sequences on their device."""
         options, choice = self.options, loaded.providers
         try:
             for number in range(1, options.instances):
@@ -387,10 +387,10 @@ class _Load:
         return loaded
 
     def check_golden(self, loaded: LoadedModel) -> LoadedModel:
-        """Run the golden samples of the version and compare. Frees the instances if outputs are too far from them.
+        """Run the golden samples of the version and compare the outputs. Frees the instances on failure.
 
         Raises:
-            ServeError: invalid_input, with the figures; or samples are required and there are none.
+            ServeError: invalid_input, if outputs exceed the tolerances, or required samples are missing.
         """
         options = self.options
         folder = golden_folder(self.model.path, self.model.folder, options)
@@ -409,7 +409,7 @@ class _Load:
             raise
 
     def report_provider(self, choice: ProviderChoice) -> None:
-        """Log what an operator may not expect of the execution provider that opened the model."""
+        """Log warnings about the execution provider that opened the model."""
         for reason in choice.passed_over:
             log_event(logger, logging.WARNING, "execution provider passed over", model=self.name, reason=reason)
         if searches_each_shape(choice.name, choice.options) and not self.options.buckets:
@@ -417,7 +417,7 @@ class _Load:
             log_event(logger, logging.WARNING, "new batch sizes are slow", model=self.name, reason=reason)
 
     def report(self, loaded: LoadedModel) -> None:
-        """Log what an operator may not expect of the loaded model."""
+        """Log warnings about the loaded model."""
         log_warnings(
             loaded,
             self.name,
@@ -428,5 +428,5 @@ class _Load:
         )
 
     def _remaining_s(self) -> float:
-        """The rest of the time for warm-up. Enough for the first run of a session, unless warm-up is off."""
+        """The remaining time for warm-up: enough for the first run of a session, unless warm-up is off."""
         return max(min(_MIN_BUDGET_S, self.options.warmup_s), self.options.warmup_s - self.spent_s)

@@ -22,13 +22,13 @@ from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
 
 ONE_THREAD_BELOW_NS: Final = 1_000_000
-"""If a run of one row is shorter, a second thread gains less than waking it costs."""
+"""If a run of one row is shorter, waking a second thread costs more than the thread gains."""
 _SMALL_MODEL_NBYTES: Final = 4 * 1024**2
-"""Runs of a model with fewer weights are mostly short."""
+"""Size of a model's files below which runs are mostly short."""
 
 
 class ProviderSettings:
-    """How sessions of one model are opened and run on each execution provider. Pure, but for the size of the file."""
+    """Decides how sessions of one model are opened and run on each provider. Pure, except for reading the file size."""
 
     def __init__(self, model: AnalysedModel, runtime: DeviceRuntime) -> None:
         self._model = model
@@ -36,22 +36,22 @@ class ProviderSettings:
         self._runtime = runtime
         session = options.session
         self.branches: Final = session.inter_op_threads if session.execution_mode == "parallel" else 1
-        """Operators that may run at the same time."""
+        """Maximum number of operators that run at the same time."""
         self._may_use_one_thread = (
             options.intra_op_threads is None and not affinities_key(session) and not runtime.has_global_threads
         )
 
     def is_on_gpu(self, choice: ProviderChoice) -> bool:
-        """Whether the provider computes on a GPU, or on another device that has buffers."""
+        """Whether the provider computes on a GPU, or on another device with buffers."""
         return choice.name in GPU_PROVIDERS or self._runtime.devices.has(choice.name)
 
     def place(self, choice: ProviderChoice, number: int) -> ProviderChoice:
-        """The choice with the device of the instance of this number."""
+        """The choice, with the device on which instance ``number`` runs."""
         gpus = self._options.gpus
         return choice.on_device(gpus[number % len(gpus)]) if gpus and self.is_on_gpu(choice) else choice
 
     def max_rows(self, choice: ProviderChoice | None = None) -> int | None:
-        """The most rows of a batch, on this provider or any; None if nothing limits them."""
+        """Maximum number of rows of a batch, on this provider or on any; None for no limit."""
         options = self._options
         limits = [
             options.max_rows,
@@ -63,14 +63,14 @@ class ProviderSettings:
     def memory_release(
         self, instance: Instance | DeviceInstance, choice: ProviderChoice
     ) -> Callable[[Batch], None] | None:
-        """How to free the memory that only warm-up needs; None for an instance without an arena of its own."""
+        """The function that frees memory that only warm-up needed; None for an instance without an arena of its own."""
         settings = self._options.session
         has_arena = settings.memory_arena and not settings.shared_arena and not settings.shrink_arenas
         is_on_cpu = choice.name == CPU and not choice.behind
         return instance.release_memory if isinstance(instance, Instance) and has_arena and is_on_cpu else None
 
     def usual_threads(self, choice: ProviderChoice) -> int:
-        """The number of threads inside an operator for runs of unknown length."""
+        """The number of threads inside an operator for runs of unknown duration."""
         if self._runtime.has_global_threads:
             return cpu_budget()
         if self._options.intra_op_threads is not None:
@@ -78,19 +78,22 @@ class ProviderSettings:
         return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self.branches)
 
     def first_threads(self, choice: ProviderChoice) -> int:
-        """The number for the first session, which shows how short runs are. A small model seldom needs a second one."""
+        """The number of threads of the first session, which shows how short runs are.
+
+        A small model begins with one thread, so that it seldom needs a second session.
+        """
         usual = self.usual_threads(choice)
         if usual == 1 or choice.name != CPU or not self._options.warmup_s or not self._may_use_one_thread:
             return usual
         return 1 if self._model.nbytes < _SMALL_MODEL_NBYTES else usual
 
     def best_threads(self, choice: ProviderChoice, latencies: Sequence[SizeLatency]) -> int:
-        """The number for runs of these latencies, the smallest batch first."""
+        """The number of threads for runs with these latencies, which begin with the smallest batch."""
         is_short = bool(latencies) and latencies[0].run_ns < ONE_THREAD_BELOW_NS
         return 1 if is_short and self._may_use_one_thread else self.usual_threads(choice)
 
     def plain_cpu(self) -> SessionOptions:
-        """Options of a session on the CPU, without settings that are meant for another provider or that write files."""
+        """Options of a session on the CPU, without settings for another provider and settings that write files."""
         configured = self._options.session
         settings = SessionSettings(
             graph_optimization=configured.graph_optimization,
@@ -112,12 +115,12 @@ def find_rejected_rows(
     """Run one synthetic row of each variant on an instance.
 
     Returns:
-        The rows that the instance rejects; empty if it accepts any of them. A row that finds too little memory counts
-        neither way.
+        The rows that the instance rejects; empty if it accepts any row. A row for which memory is too small counts
+        neither as accepted nor as rejected.
 
     Raises:
-        DeviceLostError: As ``warm_up``.
-        RunTimeoutError: As ``warm_up``.
+        DeviceLostError: The device is lost, so that nothing can run any more.
+        RunTimeoutError: A run exceeded ``bounds``.
     """
     progress.begin("warming up: looking for a row that the model accepts")
     rows = (variant.generate(1, 0) for variant in InputGenerator(signature, padding).variants())
@@ -126,7 +129,7 @@ def find_rejected_rows(
 
 
 def run_until_accepted(runner: Runner, rows: Iterable[Arrays], bounds: RunBounds) -> tuple[bool, list[Arrays]]:
-    """Run rows one after the other until one is accepted. Returns whether one was, and the rejected ones."""
+    """Run rows one by one until the model accepts one. Returns whether it accepted one, and the rejected rows."""
     worker = WorkerRuns(runner, bounds)
     rejected: list[Arrays] = []
     for row in rows:
@@ -152,18 +155,18 @@ def cpu_accepts_any(
     clock: Clock,
     bounds: RunBounds,
 ) -> bool:
-    """Whether the model runs any of the rows on the CPU. False if the CPU cannot open it, which shows nothing.
+    """Whether the model accepts any of the rows on the CPU. Also False if the CPU provider cannot open the model.
 
-    Opens a session for that, in the memory of the host, beside the one that rejected the rows.
+    Opens a session on the CPU for this, beside the session that rejected the rows.
 
     Args:
         model: The model.
-        options: Of a session on the CPU alone.
-        rows: As ``find_rejected_rows`` returns them.
-        signature: Of the model.
-        padding: Of the rows.
+        options: Options of a session on the CPU alone.
+        rows: Result of ``find_rejected_rows``.
+        signature: Signature of the model.
+        padding: Padding of the rows.
         clock: Monotonic nanoseconds.
-        bounds: Of the runs.
+        bounds: Limits of each run.
     """
     try:
         session = open_session(model.path, model.name, options, model.content)

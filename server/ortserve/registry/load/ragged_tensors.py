@@ -1,4 +1,4 @@
-"""The tensors of a ragged model: its options checked against the model's graph. The texts of errors are Triton's."""
+"""Checks the options of a ragged model against its graph, and derives its signatures. Texts of errors are Triton's."""
 
 from dataclasses import replace
 
@@ -11,14 +11,14 @@ from ortserve.errors import ServeError, invalid_input
 
 
 def as_requests(options: ModelOptions, signature: ModelSignature) -> ModelSignature:
-    """The signature of a ragged model as requests have it: their shapes, without the inputs that the server derives.
+    """The signature of requests to a ragged model: with their shapes, without the inputs that the server derives.
 
     Args:
-        options: Of a ragged model.
-        signature: Of the model itself, with rows on axis 0 of all tensors.
+        options: Options of a ragged model.
+        signature: Signature of the model itself, with rows on axis 0 of all tensors.
 
     Raises:
-        ServeError: invalid_input, for unknown names, and for tensors of the model that do not fit the options.
+        ServeError: invalid_input, for unknown names, and for tensors of the model that do not match the options.
     """
     inputs = signature.inputs_by_name
     for name, derived in options.batch_inputs.items():
@@ -41,12 +41,12 @@ def as_requests(options: ModelOptions, signature: ModelSignature) -> ModelSignat
 
 
 def resolve_ragged(options: ModelOptions, signature: ModelSignature, whole: ModelSignature) -> ModelSignature:
-    """The signature with what is special about its batches.
+    """Add the description of ragged batches to a signature.
 
     Args:
-        options: As for ``as_requests``.
-        signature: Of requests, in its final order.
-        whole: Of the model itself.
+        options: Options of a ragged model.
+        signature: Signature of requests, in its final order.
+        whole: Signature of the model itself.
     """
     index = {spec.name: place for place, spec in enumerate(signature.inputs)}
     derived = tuple(

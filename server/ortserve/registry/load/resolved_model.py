@@ -1,4 +1,4 @@
-"""A model whose options are resolved against an open session: its signatures, padding and configured samples."""
+"""Resolves the options of a model against an open session: its signatures, padding and configured samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from ortserve.registry.load.session_opener import OpenedSession
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """The facts about a model that its sessions have in common.
+    """The facts about a model that hold for all its sessions.
 
     Attributes:
-        interface: Before warm-up, which may find that requests run alone.
-        padding: None if no batch is padded.
-        samples: With the rows of ``interface``.
-        operators: By execution provider, as the session places them.
+        interface: Interface before warm-up. Warm-up may find that requests must run alone.
+        padding: Padding of batches; None if batches are never padded.
+        samples: Configured samples in the form of ``interface``.
+        operators: Operators by execution provider, as the session places them.
     """
 
     interface: Interface
@@ -34,11 +34,11 @@ def resolve_model(model: AnalysedModel, opened: OpenedSession, *, max_rows: int 
 
     Args:
         model: The model.
-        opened: Its session.
-        max_rows: Most rows of a batch; None if nothing limits them.
+        opened: A session of the model.
+        max_rows: Maximum number of rows of a batch; None for no limit.
 
     Raises:
-        ServeError: The model cannot be served, or the options do not fit it.
+        ServeError: The model cannot be served, or the options do not match it.
     """
     options = model.options
     served = options.served_outputs

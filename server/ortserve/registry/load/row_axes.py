@@ -1,4 +1,4 @@
-"""The row axes of a model's tensors, from its graph and its configuration, and on what grounds they are believed."""
+"""Finds the row axes of a model's tensors, by its graph and its configuration, and the grounds to believe them."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -21,28 +21,28 @@ from ortserve.rows import (
 
 
 class Grounds(enum.Enum):
-    """Why rows are believed to be independent."""
+    """Why the server considers rows independent."""
 
     PROVEN = "proven"
-    """The graph shows it."""
+    """The graph shows that rows are independent."""
     TRIED = "tried"
-    """The graph does not show it; rows alone and together gave the same outputs."""
+    """The graph does not show it, but rows alone and together gave the same outputs."""
     CONFIGURED = "configured"
     """The configuration says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowAxes:
-    """The rows of a model, as known before a session is open.
+    """The row axes of a model, as known before a session is open.
 
     Attributes:
         grounds: TRIED if a trial will follow, unless ``is_mixed``.
-        inputs: The axis with the rows by input, None for an input without rows. Empty if a trial assumes axis 0.
-        outputs: The same by output.
-        equal_sizes: As in ``ModelSignature``.
+        inputs: Row axis of each input, None for an input without rows. Empty to use axis 0 of all tensors.
+        outputs: Row axis of each output, in the same form.
+        equal_sizes: The field of ``ModelSignature``.
         is_disabled: Whether the configuration says that requests run alone.
-        doubt: What in the graph speaks against independent rows, or why it does not show them; empty if proven.
-        is_mixed: Whether the graph shows that rows may meet.
+        doubt: Why rows may meet according to the graph, or why the graph does not tell; empty if proven.
+        is_mixed: Whether the graph shows that rows may influence each other.
     """
 
     grounds: Grounds
@@ -57,7 +57,7 @@ class RowAxes:
     def known_dependence(self) -> str | None:
         """How rows depend on each other; None if a trial must show it.
 
-        Empty if they are proven not to, and if the configuration overrules a graph in which they may meet.
+        Empty if rows are proven to be independent, or if the configuration overrules a graph in which they may meet.
         """
         if self.grounds is Grounds.PROVEN:
             return ""
@@ -69,7 +69,7 @@ class RowAxes:
         """Set these axes in a signature.
 
         Args:
-            signature: As ``read_signature`` returns it, batched along axis 0 if the names of dimensions allow that.
+            signature: Result of ``read_signature``: batched along axis 0 if the names of dimensions allow that.
         """
         if self.is_disabled:
             return replace(signature, unbatched_because="its configuration says so")
@@ -85,13 +85,13 @@ class RowAxes:
     def _input_axis(self, spec: TensorSpec) -> int | None:
         if spec.name in self.inputs:
             return self.inputs[spec.name]
-        # An initializer: the proof holds for its own value.
+        # The input is an initializer. A proof holds for its default value only, so it has no rows then.
         has_rows = self.grounds is not Grounds.PROVEN and spec.shape[:1] == (-1,)
         return 0 if has_rows else None
 
 
 def find_row_axes(model: Model, options: ModelOptions) -> RowAxes:
-    """Find the row axes by the graph and the configuration. Takes about 50 µs per node.
+    """Find the row axes from the graph and the configuration. Takes about 50 µs per node.
 
     Raises:
         ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output.

@@ -1,4 +1,4 @@
-"""A trial of rows for a model whose graph does not show whether they are independent: alone and together."""
+"""Tries whether rows are independent, for a model whose graph does not show it: compares rows alone and together."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,26 +15,27 @@ from ortserve.registry.load.batch_sizes import WorkerRuns, as_batch
 from ortserve.registry.load.inputs import USUAL, ZEROS, InputGenerator, Sample, Spread
 
 LEAST_ROWS: Final = 3
-"""Of the first set of inputs. Each of its rows also runs alone."""
+"""Number of rows of the first set of inputs. Each of its rows also runs alone."""
 _SET_RUNS: Final = 4 * LEAST_ROWS
-"""How many runs of one row take as long as the first set: together, for the first time, each alone, and zeros."""
+"""Predicted duration of the first set, in runs of one row: the rows run together, for the first time, each alone, and
+as zeros."""
 _SHORT_SET_NS: Final = 20_000_000
-"""A set that takes less is tried even if the time for warm-up is used up, perhaps by a busy machine: it decides whether
+"""A shorter set is tried even if a busy machine has used up the time for warm-up, because the result decides whether
 rows run together for as long as the model is loaded."""
 _COMPARED: Final = 3
-"""Rows of a larger set that also run alone."""
+"""Number of rows of a larger set that also run alone."""
 WIDER: Final = (Spread(8, 10.0), Spread(256, 0.1), Spread(2**15, 100.0))
-"""Integers below 2 do not reveal a scale that is computed over the whole batch, nor do small floats."""
+"""Further ranges: a scale computed over the whole batch shows neither with integers below 2 nor with small floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """The result of a trial.
+    """The result of a trial of rows.
 
     Attributes:
         problem: How rows depend on each other; empty if no dependence was seen.
         drift: Largest difference of a float between rows alone and the same rows among others.
-        extent: How much was tried, in words.
+        extent: The extent of the trial, in words.
     """
 
     problem: str
@@ -44,17 +45,17 @@ class TrialOutcome:
 
 @dataclass(slots=True)
 class RowTrial:
-    """One trial on an instance's own worker. For the thread of the load.
+    """Runs one trial on the worker of an instance. For the thread of the load.
 
     Attributes:
         worker: Runs the batches.
         inputs: Generates inputs that the model accepts.
         samples: Configured requests, which are tried first.
-        max_rows: Rows of the largest set, if there is time: as many as will run together.
-        row_ns: Duration of a run of one row; measured again during the trial.
-        is_coarse: As in ``core.tensor.agree``.
-        stop_ns: No further set of inputs begins after this time (monotonic).
-        ends_ns: A set that decides whether rows run together begins only if it is predicted to end before.
+        max_rows: Rows of the largest set, if there is time: the number that will run together.
+        row_ns: Duration of a run of one row. The trial updates it.
+        is_coarse: The argument of ``core.tensor.agree``.
+        stop_ns: Sets of wider ranges must be predicted to end before this time (monotonic).
+        ends_ns: Sets that decide whether rows run together must be predicted to end before this time (monotonic).
         clock: Monotonic nanoseconds.
     """
 
@@ -79,7 +80,7 @@ class RowTrial:
         """Run the trial, unless there is no time even for the first set of inputs.
 
         Raises:
-            OutOfMemoryError: Not even two rows find memory.
+            OutOfMemoryError: There is too little memory for two rows.
             ServeError: internal, if the model rejects synthetic inputs.
         """
         if not self._has_time_for_a_set():
@@ -111,7 +112,7 @@ class RowTrial:
             problem = self._compare(self.inputs.generate(rows, 0, USUAL), rows)
         if problem:
             return problem
-        # If data decide how many rows an output has, random inputs may by chance give as many as they have.
+        # If the data decide the number of rows of an output, random inputs may give the right number by chance.
         try:
             zeros = self._run(self.inputs.generate(rows, 0, ZEROS), rows)
         except _RejectedError:  # Some models reject zeros.
@@ -134,7 +135,7 @@ class RowTrial:
             )
 
     def _try_wider(self) -> str:
-        """Try larger numbers in larger batches, as far as the model accepts them, and the same rows beside others."""
+        """Try larger numbers in larger batches, if the model accepts them, and the same rows beside other rows."""
         for seed, spread in enumerate(WIDER, 1):
             rows = self._affordable_rows()
             if not rows:
@@ -152,13 +153,13 @@ class RowTrial:
         return ""
 
     def _affordable_rows(self) -> int:
-        """Rows of a set for which there is time: two batches and some rows alone. 0 if that is too few to try."""
+        """Rows of a set for which there is time, with two batches and some rows alone. 0 if time is too short."""
         left_ns = self.stop_ns - self.clock()
         rows = min(max(self.max_rows, LEAST_ROWS), self.inputs.max_rows, left_ns // max(1, 3 * self.row_ns) - _COMPARED)
         return rows if rows >= LEAST_ROWS else 0
 
     def _compare(self, inputs: Arrays, rows: int, among: Arrays = ()) -> str:
-        """Run all rows together and some of them alone, and the same rows at other places ``among`` others."""
+        """Run all rows together, some of them alone, and these at other places ``among`` other rows."""
         together = self._run(inputs, rows)
         if problem := why_no_rows(self._signature, together, rows):
             return problem
@@ -173,7 +174,7 @@ class RowTrial:
             places = [*chosen[1:], chosen[0]]
             mixed = [array.copy() for array in among]
             for index, (spec, own) in enumerate(zip(self._signature.inputs, inputs, strict=True)):
-                if spec.batch_axis is None:  # The same for all rows.
+                if spec.batch_axis is None:  # the input is the same for all rows
                     mixed[index] = own
                 else:
                     mixed[index][places] = own[chosen]
@@ -199,11 +200,11 @@ class RowTrial:
 
 
 class _RejectedError(ServeError):
-    """The model rejects inputs."""
+    """The model rejects synthetic inputs."""
 
 
 def _joined(samples: Sequence[Sample]) -> Iterator[Arrays]:
-    """The rows of samples with the same shapes, concatenated."""
+    """Concatenate the rows of samples that have the same shapes."""
     by_shape: dict[object, list[Arrays]] = {}
     for sample in samples:
         key = tuple((array.dtype, array.shape[1:]) for array in sample.inputs)
@@ -218,13 +219,13 @@ def why_rows_depend(
     """Compare rows that ran together with the same rows each run alone.
 
     Args:
-        signature: Of the model, with rows on axis 0.
+        signature: Signature of the model; outputs have rows on axis 0.
         together: Outputs of one run of ``len(alone)`` rows.
         alone: Outputs of a run of each of these rows by itself.
-        is_coarse: As in ``core.tensor.agree``.
+        is_coarse: The argument of ``core.tensor.agree``.
 
     Returns:
-        How the outputs show that rows depend on each other; empty if they do not.
+        How the outputs show that rows depend on each other; empty if they show no dependence.
     """
     rows = len(alone)
     if problem := why_no_rows(signature, together, rows):
@@ -240,7 +241,7 @@ def why_rows_depend(
 
 
 def why_no_rows(signature: ModelSignature, outputs: Arrays, rows: int) -> str:
-    """Name an output of a run of ``rows`` rows that has another number of rows; empty if all have as many."""
+    """Describe an output whose number of rows is not ``rows``; empty if all outputs have ``rows`` rows."""
     for spec, output in zip(signature.outputs, outputs, strict=True):
         if output.ndim == 0 or len(output) != rows:
             return f"output '{spec.name}' has shape {list(output.shape)} for {rows} rows"
@@ -251,7 +252,7 @@ def row_drift(signature: ModelSignature, together: Arrays, alone: Sequence[Array
     """The largest difference of a finite float between rows that ran together and the same rows each run alone.
 
     Args:
-        signature: Of the model.
+        signature: Signature of the model.
         together: Outputs of one run of ``len(alone)`` rows, on axis 0.
         alone: Outputs of a run of each of these rows by itself, equal within the tolerances.
     """

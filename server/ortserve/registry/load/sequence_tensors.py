@@ -1,4 +1,4 @@
-"""The hidden tensors of a model that serves sequences: its options checked against the model's graph."""
+"""Checks the options of sequences against the model, and finds the hidden tensors that the server fills."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,7 +18,7 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.model_files import read_model_file
 
 INITIAL_FOLDER: Final = "initial_state"
-"""In the model's folder, with the files of first states."""
+"""Folder in the model's folder, with the files of first states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class Hidden:
     """The tensors of a model that clients neither send nor receive.
 
     Attributes:
-        inputs: Controls, then the inputs of states.
-        outputs: Of states, but for those that clients may request.
+        inputs: Inputs of controls, then inputs of states.
+        outputs: Outputs of states, except those that clients may request.
     """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
     def visible(self, signature: ModelSignature) -> ModelSignature:
-        """The signature without them."""
+        """The signature without the hidden tensors."""
         hidden_in, hidden_out = {spec.name for spec in self.inputs}, {spec.name for spec in self.outputs}
         return replace(
             signature,
@@ -43,7 +43,7 @@ class Hidden:
         )
 
     def append(self, signature: ModelSignature) -> ModelSignature:
-        """The signature with them at the end."""
+        """The signature with the hidden tensors at the end."""
         return replace(signature, inputs=(*signature.inputs, *self.inputs), outputs=(*signature.outputs, *self.outputs))
 
 
@@ -51,7 +51,7 @@ def find_hidden(options: ModelOptions, signature: ModelSignature) -> Hidden | No
     """Find the hidden tensors in the model; None for a model without sequences.
 
     Raises:
-        ServeError: invalid_input, for names that the model does not have, or that are inputs of clients, too.
+        ServeError: invalid_input, for names that the model lacks, and for names that are also inputs of clients.
     """
     sequences = options.sequences
     if sequences is None:
@@ -82,16 +82,16 @@ def find_hidden(options: ModelOptions, signature: ModelSignature) -> Hidden | No
 def resolve_tensors(
     options: ModelOptions, signature: ModelSignature, shown_outputs: int, folder: Path | None
 ) -> SequenceTensors:
-    """Check controls and states against the model, and make their first values. Blocks on the files of states.
+    """Check controls and states against the model, and create their first values. Blocks on the files of states.
 
     Args:
-        options: With ``sequences``.
-        signature: Of the model, with the hidden tensors at the end.
-        shown_outputs: Of the outputs, those that clients may request.
-        folder: Of the model.
+        options: Options of the model, with ``sequences`` set.
+        signature: Signature of the model, with the hidden tensors at the end.
+        shown_outputs: Number of outputs that clients may request.
+        folder: Folder of the model.
 
     Raises:
-        ServeError: invalid_input, with the name, the model's and the configured value.
+        ServeError: invalid_input, with the name, and the values of the model and of the configuration.
     """
     sequences = options.sequences
     assert sequences is not None
@@ -187,7 +187,7 @@ def _check_state(state: SequenceState, source: TensorSpec, target: TensorSpec, *
 def _first_state(
     state: SequenceState, spec: TensorSpec, folder: Path | None, max_bytes: int, *, is_batched: bool
 ) -> np.ndarray:
-    """The first state of one sequence, as batches hold it."""
+    """The first state of one sequence, in the form of batches."""
     dims = spec.row_shape if state.dims is None else state.dims
     if state.initial_dims is not None:
         dims = state.initial_dims

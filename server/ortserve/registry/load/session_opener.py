@@ -1,4 +1,4 @@
-"""Opening the sessions of a model, and making their instances: with buffers on a device, or without."""
+"""Opens the sessions of a model, and creates their instances, with or without buffers on a device."""
 
 import weakref
 from collections.abc import Mapping
@@ -43,20 +43,20 @@ from ortserve.registry.load.row_trial import LEAST_ROWS
 
 @dataclass(slots=True)
 class OpenedSession:
-    """A session without an instance.
+    """A session, and how it was opened, for the instance that will own it.
 
     Attributes:
         session: The session.
-        threads: Inside an operator of its runs.
-        streams: Its streams on a device; None if it has no buffers there.
-        wants_graphs: Whether the configuration asks for graphs.
+        threads: Threads inside an operator of its runs.
+        streams: Streams of the session on a device; None if it has no buffers there.
+        wants_graphs: Whether the configuration requests graphs.
         captures: Whether the session was opened to capture graphs.
-        open_for_graph: Opens another session on its streams, to capture a graph; None if the session keeps all graphs,
-            or has none.
+        open_for_graph: Opens another session on the same streams, to capture one graph; None if the session itself
+            stores all graphs, or captures none.
         is_whole: Whether all its nodes are on one execution provider.
-        no_buffers_because: Why it has no streams.
-        no_replay: Why no graph is captured, if the configuration asks for graphs; otherwise None.
-        opening_s: How long it took to open.
+        no_buffers_because: Why the session has no streams; empty if it has.
+        no_replay: Why no graph is captured although the configuration requests graphs; otherwise None.
+        opening_s: Time that it took to open the session.
     """
 
     session: Session
@@ -72,11 +72,11 @@ class OpenedSession:
 
     @property
     def no_replay_because(self) -> str:
-        """``no_replay`` in words; empty if there is none."""
+        """The text of ``no_replay``; empty if it is None."""
         return "" if self.no_replay is None else self.no_replay.because
 
     def abandon(self) -> None:
-        """Free a session for which no instance is made."""
+        """Free a session for which no instance is created."""
         if self.streams is None:
             del self.session
             return
@@ -91,7 +91,7 @@ class OpenedSession:
 
 
 class SessionOpener:
-    """Opens the sessions of one model. The loader calls it on its thread."""
+    """Opens the sessions of one model. For the thread of the load."""
 
     def __init__(
         self,
@@ -109,8 +109,11 @@ class SessionOpener:
         self._clock = clock
         self._progress = progress
         self._learns_shapes = model.options.is_ragged
-        """Whether TensorRT gets no profile: the CPU cannot open the model and show its inputs, or only a part of the
-        model is on TensorRT, which inner tensors enter, or its requests are joined, whose sizes no profile bounds."""
+        """Whether TensorRT gets no profile.
+
+        That is so if the CPU provider cannot open the model to read its inputs, if TensorRT wants profiles of inner
+        tensors, because only a part of the model is on it, or if requests are joined to sizes that no profile bounds.
+        """
         self._signature: ModelSignature | None = None
         """The signature of a session on the CPU, for profiles; None before it is needed."""
         self._instances = 0
@@ -122,8 +125,8 @@ class SessionOpener:
         """Open the model on an execution provider.
 
         Raises:
-            ServeError: As ``open_session``; overloaded if the weights alone do not fit on the device.
-            DeviceLostError: The device is lost, now or before. The device is marked as lost.
+            ServeError: The error of ``open_session``; overloaded, if the weights alone do not fit on the device.
+            DeviceLostError: The device is lost, or was lost before. It is then marked as lost.
         """
         began_ns = self._clock()
         if choice.name in GPU_PROVIDERS or self._runtime.devices.has(choice.name):
@@ -134,7 +137,7 @@ class SessionOpener:
         return opened
 
     def _open_with_profile(self, choice: ProviderChoice, threads: int) -> OpenedSession:
-        """Open on a provider of a device; TensorRT with profiles, unless it turns out that it needs more of them."""
+        """Open on a provider of a device. TensorRT gets profiles, unless it turns out to need more of them."""
         profiled = self.with_profile(choice) if choice.name == TENSORRT and not self._learns_shapes else choice
         try:
             return self._open_on_provider(profiled, threads)
@@ -145,7 +148,7 @@ class SessionOpener:
         return self._open_on_provider(choice, threads)
 
     def _open_on_provider(self, choice: ProviderChoice, threads: int) -> OpenedSession:
-        """Open with these options, and with streams if the device can have buffers."""
+        """Open with the options of ``choice``, and with streams if buffers on the device are possible."""
         devices = self._runtime.devices
         wants_graphs = self._options.graph_replay or choice.wants_graphs
         device: OpenDevice | str = "device_buffers is off"
@@ -169,7 +172,7 @@ class SessionOpener:
         provider = devices.provider(choice.name)
         opened = self._open_on(device, provider, choice, threads, wants_graphs=wants_graphs)
         if wants_graphs and provider.one_graph_per_session and opened.no_replay is None:
-            # Not earlier, so that the trial finds the engines that this session built in the cache.
+            # The trial runs after the session was opened, so that it finds the engines of the session in the cache.
             try:
                 opened.no_replay = self._why_no_replay(choice, threads)
             except BaseException:
@@ -183,7 +186,7 @@ class SessionOpener:
     def _open_on(
         self, device: OpenDevice, provider: DeviceProvider, choice: ProviderChoice, threads: int, *, wants_graphs: bool
     ) -> OpenedSession:
-        """Open with streams on a device; capturing graphs if one session of the provider keeps all graphs."""
+        """Open with streams on a device. The session captures graphs if one session of the provider stores them all."""
         no_replay: NoReplay | None = None
         captures = wants_graphs and not provider.one_graph_per_session
         if captures:
@@ -211,7 +214,7 @@ class SessionOpener:
         operators = read_operators(session)
         known = self._known_obstacle(choice, operators, provider) if wants_graphs else None
         if no_replay is not None and known is not None:
-            no_replay = replace(no_replay, reason=known.reason)  # the trial knows no reason for the metrics
+            no_replay = replace(no_replay, reason=known.reason)  # the label for metrics; a trial has only a text
         return OpenedSession(
             session,
             threads,
@@ -223,7 +226,7 @@ class SessionOpener:
         )
 
     def with_profile(self, choice: ProviderChoice) -> ProviderChoice:
-        """The choice of TensorRT with a profile of the batch sizes, for which it then builds its engine."""
+        """Add a profile of the batch sizes to a choice of TensorRT, which builds its engine for them."""
         if self._signature is None:
             self._progress.begin("reading the shapes for which TensorRT builds its engine")
             unoptimized = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
@@ -247,7 +250,7 @@ class SessionOpener:
         name: str,
         padding: Padding | None,
     ) -> Instance | DeviceInstance:
-        """Make the instance that owns the session: the caller must drop all other references to it."""
+        """Create the instance that owns the session. The caller must drop all other references to the session."""
         settings, device_id, gpus = self._options.session, choice.device_id, self._options.gpus
         options = run_options(settings, device_id=device_id, gpus=gpus)
         if opened.streams is not None:
@@ -282,7 +285,7 @@ class SessionOpener:
     def _capturing(
         self, streams: InstanceStreams, choice: ProviderChoice, threads: int
     ) -> tuple[Session | None, NoReplay | None]:
-        """A session that captures; None and the reason if it cannot, although the trial succeeded."""
+        """Open a session that captures. Returns None and the reason if it cannot, although the trial succeeded."""
         try:
             session = self._on_streams(streams, choice, threads, captures=True)
             no_replay = self._known_obstacle(choice, read_operators(session), streams.provider)
@@ -293,7 +296,7 @@ class SessionOpener:
         return (session, None) if no_replay is None else (None, no_replay)
 
     def _for_graph(self, streams: InstanceStreams, choice: ProviderChoice, threads: int) -> Session:
-        """Another session, for one graph, if it leaves room for the instances that are not opened yet."""
+        """Open another session for one graph, if it leaves enough memory for the instances that are not opened yet."""
         weights = self._model.nbytes
         to_come = max(0, self._options.instances - self._instances) * weights
         room = {"weights": weights, "weights of other instances": to_come}
@@ -306,7 +309,7 @@ class SessionOpener:
         return self._session(replace(choice, options=options, behind=behind), threads, streams.opened)
 
     def _on_same_stream(self, other: Provider, streams: InstanceStreams) -> Provider:
-        """A provider behind the chosen one; it computes on the same stream if it uses the same device."""
+        """Put a provider that follows the chosen one on the same stream, if it uses the same device."""
         devices = self._runtime.devices
         if not devices.has(other.name) or other.device_id != streams.device.device_id:
             return other
@@ -342,7 +345,7 @@ class SessionOpener:
         return why_no_replay(choice.name, operators, settings, shapes_elsewhere=shapes_elsewhere)
 
     def _why_no_replay(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
-        """Why no graph can be captured on a provider, by its options and by a trial."""
+        """Why no graph can be captured on a provider, by its options and a trial; None if the trial succeeds."""
         if choice.name == TENSORRT and (because := why_built_anew(choice.options)):
             return NoReplay("builds_anew", f"each graph has a session of its own: {because}")
         if choice.options.get("tunable_op_tuning_enable") == "1":
@@ -355,7 +358,7 @@ class SessionOpener:
 
     def _try_capture(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
         options = self._options
-        # The smallest and a large size: a capture fails because of nodes rather than sizes.
+        # The smallest and a large size suffice, because a capture fails because of nodes rather than sizes.
         sizes = sorted(
             {1, options.max_rows or min(8, most_rows(choice.options) or 8)}
             if not options.buckets

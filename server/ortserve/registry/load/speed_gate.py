@@ -1,7 +1,7 @@
-"""The speed gate: whether batches take much longer with a candidate than with the version that serves.
+"""The speed gate decides whether batches take much longer on a candidate than on the version that serves.
 
-Both run in turn, so that other work on the machine affects both; the shortest run of each counts. The runs are the
-caller's.
+Runs of both alternate, so that other work on the machine affects both, and the shortest run of each counts. The caller
+supplies the functions that time a run.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,19 +11,19 @@ from ortserve.clock import Clock
 from ortserve.registry.load.batch_sizes import SizeLatency
 
 TimeRun: TypeAlias = Callable[[int], Awaitable[int]]
-"""Times one run of so many rows: nanoseconds, 0 if the run cannot be compared. Raises ServeError."""
+"""Times one run with the given number of rows, in ns. Returns 0 if the run cannot be compared. Raises ServeError."""
 
 MOST_ROUNDS: Final = 16
-"""Of one size. A size passes after ``LEAST_ROUNDS`` as soon as its shortest runs are within the bound."""
+"""Maximum rounds of one size. It passes after ``LEAST_ROUNDS`` as soon as its shortest runs are within the bound."""
 LEAST_ROUNDS: Final = 3
 IGNORED_NS: Final = 100_000
-"""Smaller differences are no slowdown: the wakeup of a thread may cause them."""
+"""Smaller differences do not count as a slowdown, because the wakeup of a thread may cause them."""
 _BUDGET_NS: Final = 10_000_000_000
-"""For all sizes; each has ``LEAST_ROUNDS`` in any case."""
+"""Time limit for all sizes together. Each size has ``LEAST_ROUNDS`` in any case."""
 
 
 def common_sizes(one: Sequence[SizeLatency], other: Sequence[SizeLatency]) -> list[int]:
-    """Sizes to compare: the smallest, the middle and the largest of those that warm-up measured of both. Pure."""
+    """Sizes to compare: the smallest, the middle and the largest that warm-up measured for both versions. Pure."""
     sizes = sorted({size.rows for size in one} & {size.rows for size in other})
     return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
 
@@ -39,7 +39,7 @@ async def find_slowdown(
     """Compare a candidate with the version that serves, size by size.
 
     Returns:
-        The size and both times, if the candidate is slower than allowed in all rounds; empty otherwise.
+        The size and both times if the candidate is slower than allowed after all rounds; empty otherwise.
 
     Raises:
         ServeError: A run failed.

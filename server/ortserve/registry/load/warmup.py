@@ -1,4 +1,4 @@
-"""Warm-up: runs a fresh instance until it is warm, and finds its latencies, batch size and whether rows depend."""
+"""Warm-up runs a new instance until it is warm. It measures latencies, finds the batch size and tries rows together."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from ortserve.registry.load.inputs import FREE_DIM, InputGenerator, Sample
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
 
 _TRIAL_SHARE: Final = 0.5
-"""Of the time for warm-up that a trial of the rows may take."""
+"""Share of the time for warm-up that a trial of rows may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class WarmUp:
 
     Attributes:
         max_rows: The largest batch worth having.
-        latencies: Of each batch size that ran, ascending from 1 row.
+        latencies: Latencies of the batch sizes that ran, ascending from 1 row.
         rows_depend: How rows depend on each other, by the model's graph or a trial; empty if neither shows it.
-        drift: Largest difference of a float between rows alone and the same rows among others, in that trial.
-        tried: The extent of the trial in words; empty without one.
-        rejection: The error with which the model rejected synthetic inputs; empty if it accepted them. If set, the
+        drift: Largest difference of a float between rows alone and the same rows among others, in the trial.
+        tried: The extent of the trial in words; empty without a trial.
+        rejection: The error with which the model rejected synthetic inputs; empty if it accepted them. If set, most
             other results are unknown.
-        has_run: Whether any synthetic input ran, perhaps before another one was rejected.
-        no_memory: The error of a size that found too little memory; empty if all found enough. If set, ``max_rows`` is
-            at most the largest size that found enough, and one of the buckets if there are any.
+        has_run: Whether any synthetic input ran, even if another one was rejected.
+        no_memory: The error of a size for which memory was too small; empty if there was none. If set, ``max_rows`` is
+            at most the largest size that ran, and one of the buckets if buckets are configured.
         inputs: Generates inputs that the model accepts; None if nothing ran.
         spent_ns: Duration of warm-up.
     """
@@ -82,38 +82,38 @@ def warm_up(
     give_back_memory: Callable[[Batch], None] | None = None,
     keeps_session: Callable[[SizeLatency], bool] = lambda one_row: True,
 ) -> WarmUp:
-    """Run an instance on synthetic inputs, on its own worker. Called on the thread of the load.
+    """Run synthetic inputs on the worker of an instance. Called on the thread of the load.
 
-    One row runs first. Then batch sizes double until two in a row have not reduced the time per row by 5 %, up to 64
-    rows, or up to ``max_rows`` even without gain. A size that finds too little memory ends the sweep, and batches stay
-    below it.
+    One row runs first. Then batch sizes double until two sizes in a row have not reduced the time per row by 5 %, up to
+    64 rows. If ``max_rows`` is set, they double up to it even without gain. A size for which memory is too small ends
+    the sweep unless a smaller bucket may fit, and batches stay below it.
 
     Args:
         runner: The instance.
-        signature: Of the model.
+        signature: Signature of the model.
         budget_s: A run begins only if it is predicted to end within this time; 0 runs nothing.
         max_rows: Configured maximum; None to find one.
         clock: Monotonic nanoseconds.
         buckets: Batches are padded to these sizes; the largest is at least ``max_rows``. If memory is short, batches
-            have no more rows than the largest bucket that finds memory.
-        padding: Of the runner. Inputs are as long as it makes them.
-        progress: Receives the steps; None if it is not observed.
-        is_coarse: As in ``core.tensor.agree``.
+            have no more rows than the largest bucket that fits.
+        padding: Padding of the runner. Synthetic inputs have the padded lengths.
+        progress: Receives the steps; None if nothing observes them.
+        is_coarse: The argument of ``core.tensor.agree``.
         rows_depend: How rows depend on each other, empty if they do not. If None, a trial runs rows alone and together.
         always_batches: Whether batches are measured even if rows depend on each other.
         samples: Configured requests, which the trial runs first.
         bounds: Limits of each run.
-        effort_s: Limits the measurement of larger sizes if ``max_rows`` is None; the gain of sizes beyond it is
-            computed from those that were measured. None for no limit.
+        effort_s: Time limit for measuring larger sizes if ``max_rows`` is None. The gain of sizes that are not measured
+            is extrapolated from the measured ones. None for no limit.
         give_back_memory: Runs a batch and frees memory that larger batches took. Called with one row if a batch of
             warm-up was larger than ``WarmUp.max_rows``.
         keeps_session: Called with the latency of one row. If it returns False, warm-up ends, because another session
             will replace this one.
 
     Raises:
-        DeviceLostError: Nothing can be run any more.
+        DeviceLostError: The device is lost, so that nothing can run any more.
         RunTimeoutError: A run exceeded ``bounds``.
-        OutOfMemoryError: Not even one row finds memory, or none of the buckets does.
+        OutOfMemoryError: There is too little memory for one row, or for each of the buckets.
     """
     unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
     if budget_s == 0:
@@ -185,10 +185,10 @@ def warm_up(
 def _choose_inputs(
     worker: WorkerRuns, inputs: InputGenerator, progress: Progress, stop_ns: int, clock: Clock
 ) -> InputGenerator:
-    """Choose the first variant that the model accepts and answers with outputs that have elements.
+    """Choose the first variant that the model accepts, and for which no output is empty.
 
     Returns:
-        If there is none before ``stop_ns``, the first variant that the model accepts, or ``inputs``.
+        That variant. If none is found before ``stop_ns``, the first variant that the model accepts, or ``inputs``.
     """
     accepted: InputGenerator | None = None
     variants = inputs.variants()
@@ -212,7 +212,7 @@ def _sweep(timer: SizeTimer, sizes: list[SizeLatency], limit: int, buckets: Sequ
     """Measure larger sizes while they are worthwhile, and append them to ``sizes``.
 
     Returns:
-        The error of a size that found too little memory; empty if all found enough.
+        The error of a size for which memory was too small; empty if there was none.
     """
     no_memory = ""
     while (rows := next_rows(sizes, limit, is_set=is_set)) and timer.can_begin(rows, sizes[-1]):
@@ -226,10 +226,10 @@ def _sweep(timer: SizeTimer, sizes: list[SizeLatency], limit: int, buckets: Sequ
 
 
 def _largest_that_fits(rows: int, buckets: Sequence[int], no_memory: str) -> int:
-    """The most rows of a batch if ``rows`` find memory and batches are padded to ``buckets``.
+    """The maximum number of rows of a batch, if memory suffices for ``rows`` and batches are padded to ``buckets``.
 
     Raises:
-        OutOfMemoryError: There are buckets, and none finds memory.
+        OutOfMemoryError: All buckets are larger than ``rows``.
     """
     fitting = [bucket for bucket in buckets if bucket <= rows] if buckets else [rows]
     if not fitting:
@@ -251,10 +251,10 @@ def time_sizes(
     padding: Padding | None = None,
     bounds: RunBounds = DEFAULT_BOUNDS,
 ) -> tuple[SizeLatency, ...]:
-    """Time batches of these sizes again, after the way in which an instance runs them has changed.
+    """Time batches of these sizes again, because the instance now runs them in another way.
 
     Returns:
-        Ascending latencies: the smallest size, and those that are predicted to end within the budget.
+        Latencies by ascending size: the smallest size, and the sizes that are predicted to end within the budget.
 
     Raises:
         ServeError: internal, if a run fails.
@@ -273,7 +273,7 @@ def time_sizes(
 def run_once(
     runner: Runner, inputs: InputGenerator, rows: int, *, progress: Progress, bounds: RunBounds = DEFAULT_BOUNDS
 ) -> None:
-    """Have an instance allocate the memory of a batch of ``rows`` rows. For instances after the first.
+    """Run one batch of ``rows`` rows, so that the instance allocates its memory. For instances after the first.
 
     Raises:
         ServeError: internal, if the model rejects synthetic inputs.
@@ -285,7 +285,7 @@ def run_once(
 def run_samples(
     runner: Runner, samples: Sequence[Sample], progress: Progress, bounds: RunBounds = DEFAULT_BOUNDS
 ) -> None:
-    """Run the configured samples on the instance's own worker.
+    """Run the configured samples on the worker of the instance.
 
     Raises:
         ServeError: invalid_input, naming the sample that failed and the reason; not_ready, if the device is lost.

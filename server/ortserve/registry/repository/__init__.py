@@ -1,4 +1,4 @@
-"""The sources of models: files in repositories or sent by clients, fingerprints, and their configuration."""
+"""The sources of models: files in repositories or from clients, their fingerprints and their configuration."""
 
 __all__ = [
     "client_model",

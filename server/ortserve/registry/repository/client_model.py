@@ -1,8 +1,8 @@
 """A model that a client sends: its configuration as JSON, with or without files.
 
-A client is not trusted with the machine. Its configuration must not name libraries, files elsewhere, or files that the
-server would write; only the operator's own repository may. Options of ONNX Runtime pass only if they are known to do
-none of this.
+Clients must not gain access to the machine. Their configuration must not name libraries, files outside the model's
+folder, or files that the server would write; only the operator's own repository may. Options of execution providers are
+accepted only if they are known to be harmless.
 """
 
 import math
@@ -23,7 +23,7 @@ from ortserve.registry.repository.model_files import VERSION, ModelFiles, read_r
 from ortserve.registry.repository.source import ModelSource, make_source
 
 SOURCE: Final = "config"
-"""The parameter with the configuration; errors begin with it."""
+"""Name of the parameter with the configuration. Error messages begin with it."""
 
 _FILE_PREFIX: Final = "file:"
 _MAX_NAME_BYTES: Final = 255
@@ -65,12 +65,12 @@ _PROVIDER_OPTIONS: Final = frozenset(
         "use_tf32",
     }
 )
-"""Options of execution providers that name no file and hold no address in memory."""
+"""Options of execution providers that contain neither a file name nor a memory address."""
 
 _MAX_THREADS: Final = 256
-"""Of all instances of a model that a client configures."""
+"""Maximum number of threads in all instances of a model that a client configures."""
 _MAX_ELEMENTS: Final = 2**24
-"""Of a warm-up tensor of such a model: 128 MiB if an element has 8 bytes."""
+"""Maximum number of elements of a warm-up tensor or state of such a model: 128 MiB with 8 bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class ClientModel:
     """The model of a load request.
 
     Attributes:
-        name: Of the model.
-        configuration: Holds until the next load.
+        name: Name of the model.
+        configuration: Configuration that is valid until the next load.
         files: Contents by path in the model's folder; empty for a model in a repository.
     """
 
@@ -91,7 +91,8 @@ class ClientModel:
         """Write the files into an empty folder, and list them as a repository does. Blocks.
 
         Raises:
-            ServeError: invalid_input, if a file cannot be written, for example because its path is a folder of another.
+            ServeError: invalid_input, if a file cannot be written, for example because its path is also a folder, or if
+                the files contain no version.
         """
         versions: dict[int, Path] = {}
         for path, content in self.files.items():
@@ -115,13 +116,13 @@ def read_client_model(
     """Read and check the parameters of a load request.
 
     Args:
-        name: Of the model.
-        config: The parameter ``config``, JSON of a ModelConfig; None if it is missing.
-        files: Contents by parameter, ``file:<version>/<file>``.
-        defaults: Hold for options that the configuration does not set.
+        name: Name of the model.
+        config: The parameter ``config``, a ModelConfig as JSON; None if it is missing.
+        files: Contents by parameter name, ``file:<version>/<file>``.
+        defaults: Values of options that the configuration does not set.
 
     Returns:
-        None if the request has no such parameters; then the model's own files hold.
+        The model. None if the request has neither parameter; then the files in the repository apply.
 
     Raises:
         ServeError: invalid_input or unsupported, naming the part that is wrong or not allowed.
@@ -139,10 +140,10 @@ def read_client_model(
 
 
 def _path(parameter: str) -> str:
-    """The path of a parameter in the model's folder.
+    """The path in the model's folder that a parameter names.
 
     Raises:
-        ServeError: invalid_input, for a path outside the folder, or one that file systems do not accept.
+        ServeError: invalid_input, for a path outside the folder, and for a path that file systems do not accept.
     """
     path = parameter.removeprefix(_FILE_PREFIX)
     parts = path.split("/")
@@ -161,7 +162,7 @@ def _check_message(config: ModelConfig) -> None:
 
 
 def _check_options(options: ModelOptions, defaults: LoadOptions) -> None:
-    """Reject options that clients must not set. Options that equal the operator's defaults were set by the operator."""
+    """Reject options that clients must not set. Options of providers that equal the operator's defaults are allowed."""
     for key in options.session.entries:
         if key in FILE_ENTRIES:
             raise _not_for_clients(f"parameters['{key}']")
@@ -206,10 +207,10 @@ def _not_for_clients(option: str) -> ServeError:
 
 @contextmanager
 def client_source(client: ClientModel, roots: Sequence[Path]) -> Iterator[ModelSource]:
-    """The source of a client's model, valid until the context exits. Blocks on the disk, on entry and on exit.
+    """Create the source of a client's model, valid until the context exits. Blocks on the disk on entry and on exit.
 
     Args:
-        client: Its files are written to a temporary folder. Without files, the model is that of a repository.
+        client: The model. Its files are written to a temporary folder; without files, those of the repository are used.
         roots: The repositories.
 
     Raises:
@@ -219,7 +220,7 @@ def client_source(client: ClientModel, roots: Sequence[Path]) -> Iterator[ModelS
         yield make_source(_find(client.name, roots), client.configuration)
         return
     try:
-        # On disk, not in memory: ONNX Runtime finds files with weights by their names beside the model's.
+        # The files must be on the disk, because ONNX Runtime finds external weights by names beside the model file.
         folder = TemporaryDirectory(prefix="ortserve-load-", ignore_cleanup_errors=True)
     except OSError as error:
         raise invalid_input(f"its files cannot be written: {error.strerror}") from None

@@ -25,7 +25,7 @@ GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
 """``session.graph_optimization`` by Triton's ``optimization.graph.level``."""
 
 _NICE_LEVELS: Final = {"PRIORITY_MAX": 0, "PRIORITY_MIN": 19}
-"""``thread_nice`` by Triton's ``optimization.priority``, as Triton sets it."""
+"""``thread_nice`` by Triton's ``optimization.priority``, with the levels that Triton sets."""
 
 _ENSEMBLE_OPTIONS: Final = frozenset(
     {
@@ -42,7 +42,7 @@ _ENSEMBLE_OPTIONS: Final = frozenset(
         "version_policy",
     }
 )
-"""Options that an ensemble has."""
+"""Options that apply to ensembles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Configuration:
     """The configuration of a model.
 
     Attributes:
-        options: The same, whether a ``model.yaml`` or a ``config.pbtxt`` sets them.
-        declared: The fields of its ``config.pbtxt``, which clients may read; empty without such a file.
+        options: Options from a ``model.yaml`` or a ``config.pbtxt``, in the same form.
+        declared: Fields of the ``config.pbtxt``, which clients may read; empty without such a file.
         without_effect: For each field that has no effect here, its path and the reason.
-        source: The file, or the parameter of a load request, that sets them; empty for a model without either.
+        source: Name of the file or of the request parameter that sets the options; empty for a model without either.
     """
 
     options: ModelOptions
@@ -63,15 +63,15 @@ class Configuration:
 
 
 def read_configuration(name: str, path: Path | None, defaults: LoadOptions) -> Configuration:
-    """Read the file that configures a model. Blocks on it.
+    """Read the file that configures a model. Blocks on the disk.
 
     Args:
-        name: Of the model.
+        name: Name of the model.
         path: A ``model.yaml`` or ``config.pbtxt``; None for a model that has neither.
-        defaults: Hold for options that the file does not set.
+        defaults: Values of options that the file does not set.
 
     Raises:
-        ServeError: invalid_input or unsupported, beginning with the file's name, never its folder.
+        ServeError: invalid_input or unsupported. The message begins with the name of the file, without its folder.
     """
     if path is None or path.name != TRITON_OPTIONS_FILE:
         options = load_model_options(path, defaults)
@@ -90,10 +90,10 @@ def configure(name: str, config: pb.ModelConfig, defaults: LoadOptions, source: 
     """Translate Triton's configuration of a model.
 
     Args:
-        name: Of the model.
-        config: As parsed.
-        defaults: Hold for options that the configuration does not set.
-        source: The beginning of errors, such as ``config.pbtxt``.
+        name: Name of the model.
+        config: The parsed configuration.
+        defaults: Values of options that the configuration does not set.
+        source: Prefix of error messages, such as ``config.pbtxt``.
 
     Raises:
         ServeError: unsupported for fields that this server does not support, invalid_input for wrong values.
@@ -110,7 +110,7 @@ def configure(name: str, config: pb.ModelConfig, defaults: LoadOptions, source: 
 
 
 def _checked(name: str, configuration: Configuration, source: str) -> Configuration:
-    """Check the graph of an ensemble, and report the options that only other models have.
+    """Check the graph of an ensemble, and report options that do not apply to ensembles.
 
     Raises:
         ServeError: invalid_input, for a graph with a cycle, a gap or an unused tensor.
@@ -143,7 +143,7 @@ def _signature(config: pb.ModelConfig) -> dict[str, Any]:
     if config.max_batch_size:
         given |= {"max_rows": config.max_batch_size, "batched": True}
     elif any(tensor.dims for tensor in config.input) or any(tensor.dims for tensor in config.output):
-        given["batched"] = False  # Then the dims include all axes.
+        given["batched"] = False  # In this case the dims include all axes.
     given["inputs"] = {
         tensor.name: _tensor(tensor) | {"optional": tensor.optional, "ragged": tensor.allow_ragged_batch}
         for tensor in config.input

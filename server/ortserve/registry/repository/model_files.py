@@ -1,7 +1,7 @@
-"""The files of models in a repository, and the files that a model's configuration names. Blocks on the disk.
+"""Finds the files of models in a repository, and reads files that a model's configuration names. Blocks on the disk.
 
-``<repository>/<model>/<version>/model.onnx`` with an optional ``model.yaml`` or Triton's ``config.pbtxt`` in the
-model's folder, or simply ``<repository>/<name>.onnx`` as version 1 of ``<name>``. No model file is opened here.
+A model is ``<repository>/<model>/<version>/model.onnx``, with an optional ``model.yaml`` or Triton's ``config.pbtxt``
+in the model's folder, or ``<repository>/<name>.onnx``, which is version 1 of ``<name>``. No model file is opened here.
 """
 
 import re
@@ -21,10 +21,10 @@ OPTIONS_FILE: Final = "model.yaml"
 TRITON_OPTIONS_FILE: Final = "config.pbtxt"
 
 VERSION: Final = re.compile("[1-9][0-9]*")
-"""The name of a version's folder. 01 is excluded: it would be version 1 a second time."""
+"""Pattern for the name of a version's folder. 01 is excluded, because it would be version 1 a second time."""
 
 NO_VERSIONS: Final = "no version folder (1, 2, …)"
-"""The beginning of the problem of a model's folder that only lacks versions."""
+"""Start of the text of ``ModelFiles.problem`` for a folder without versions."""
 
 _LIKE_OPTIONS: Final = re.compile(r"model\.ya?ml", re.IGNORECASE)
 _LIKE_TRITON_OPTIONS: Final = re.compile(r"config\.(pb|pbtxt|pbtext|prototxt|textproto|txtpb)", re.IGNORECASE)
@@ -36,11 +36,11 @@ class ModelFiles:
     """The files of a model.
 
     Attributes:
-        name: That of the folder, or of the file without its suffix.
-        versions: The usual model file of each version; the options may name another one instead.
-        options_files: Files that configure the model. More than one are a problem.
-        problem: Why the model cannot be served; empty if nothing is known against it.
-        folder: Of the model; None for a model that is a single file.
+        name: Name of the folder, or of the file without its suffix.
+        versions: Default model file of each version. The options may name another file instead.
+        options_files: Files that configure the model. More than one is a problem.
+        problem: Why the model cannot be served; empty without a known problem.
+        folder: Folder of the model; None for a model that is a single file.
     """
 
     name: str
@@ -51,20 +51,20 @@ class ModelFiles:
 
     @property
     def options(self) -> Path | None:
-        """The file that configures the model; None without one."""
+        """The file that configures the model, or None."""
         return self.options_files[0] if self.options_files else None
 
     def file(self, version: int, options: ModelOptions) -> Path:
-        """The file of a version to open, according to the options.
+        """The file to open for a version, according to the options.
 
         Raises:
-            ServeError: invalid_input, if it is missing.
+            ServeError: invalid_input, if the file is missing.
         """
         found = self.versions[version]
         if self.folder is None:
             return found
         file = found.with_name(options.model_file)
-        if is_folder(file):  # As in Triton, for models whose weights are in files beside them.
+        if is_folder(file):  # Triton allows this for models with external weights beside the model file.
             file /= MODEL_FILE
         if not is_file(file):
             present = _list_names(entry.name for entry in found.parent.iterdir())
@@ -73,7 +73,7 @@ class ModelFiles:
 
 
 def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:
-    """List the models of all repositories by name.
+    """List the models of all repositories, sorted by name.
 
     Raises:
         ServeError: invalid_input, if a repository is not a readable folder.
@@ -95,12 +95,12 @@ def read_model_file(folder: Path | None, name: str, role: str) -> bytes:
     """Read a file that the configuration names, relative to the model's folder.
 
     Args:
-        folder: Of the model; None for a model that is a single file.
-        name: As configured.
-        role: Of the file, for errors.
+        folder: Folder of the model; None for a model that is a single file.
+        name: Configured name of the file.
+        role: Role of the file, for errors.
 
     Raises:
-        ServeError: invalid_input, if it cannot be read or is not in the folder.
+        ServeError: invalid_input, if the file cannot be read or is not in the folder.
     """
     if folder is None:
         raise invalid_input(f"{role}: '{name}' needs a model in a folder of its own, got a single file")
@@ -135,10 +135,10 @@ def read_labels(options: ModelOptions, folder: Path | None) -> dict[str, tuple[s
 
 
 def operator_libraries(options: ModelOptions, folder: Path | None) -> tuple[Path, ...]:
-    """The configured operator libraries. Relative paths are relative to the model's folder.
+    """The paths of the configured operator libraries. Relative names are relative to the model's folder.
 
     Raises:
-        ServeError: invalid_input, for ``EXTENSIONS`` without the package.
+        ServeError: invalid_input, for ``EXTENSIONS`` if the package is not installed.
     """
     return tuple(
         _extensions_library()
@@ -151,7 +151,7 @@ def operator_libraries(options: ModelOptions, folder: Path | None) -> tuple[Path
 
 
 def _extensions_library() -> Path:
-    """The library in the package onnxruntime-extensions, found without the import of the package."""
+    """The library in the package onnxruntime-extensions. The package is not imported to find it."""
     spec = find_spec("onnxruntime_extensions")
     if spec is not None and spec.origin is not None:
         for file in sorted(Path(spec.origin).parent.glob("_extensions_pydll.*")):
@@ -191,7 +191,7 @@ def _read_entry(entry: Path) -> ModelFiles | None:
 
 
 def _printable(name: str) -> str:
-    """The name with escapes for characters that cannot be printed or that stand for bytes."""
+    """The name, with escapes for characters that cannot be printed or that stand for bytes outside UTF-8."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
@@ -218,16 +218,16 @@ def _read_model(folder: Path) -> ModelFiles:
 
 
 def _has_versions(entry: Path) -> bool:
-    """Whether an entry of a folder is itself the folder of a model."""
+    """Whether an entry is the folder of a model with versions."""
     return is_folder(entry) and any(
         VERSION.fullmatch(inner.name) and exists(inner / MODEL_FILE) for inner in entry.iterdir()
     )
 
 
 def _misnamed(entry: Path) -> str:
-    """The problem of a file that looks like a configuration and is not read as one; empty for other files.
+    """The problem of a file that looks like a configuration but has another name; empty for other files.
 
-    Ignoring it would serve the model differently from what its owner expects.
+    If such a file were ignored, the model would not be served as its owner expects.
     """
     name = entry.name
     if VERSION.fullmatch(name) and exists(entry / OPTIONS_FILE):
@@ -238,7 +238,7 @@ def _misnamed(entry: Path) -> str:
 
 
 def _list_names(names: Iterable[str]) -> str:
-    """The first names in a folder, for errors."""
+    """List the first visible names, for errors."""
     visible = sorted(name for name in names if not name.startswith("."))
     more = f" and {len(visible) - _MAX_LISTED} more" if len(visible) > _MAX_LISTED else ""
     return f"{', '.join(visible[:_MAX_LISTED])}{more}" if visible else "nothing"

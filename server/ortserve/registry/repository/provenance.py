@@ -1,6 +1,6 @@
-"""Where a version came from, for the model's metadata: the summary in the file that ``ortserve publish`` writes.
+"""Reads the origin of a version for the model's metadata: the summary in the file that ``ortserve publish`` writes.
 
-The tools declare the other fields of the file (``tools/provenance``); the server needs only this one.
+``tools/provenance`` declares the other fields of the file; the server needs only the summary.
 """
 
 import json
@@ -8,23 +8,26 @@ from pathlib import Path
 from typing import Final
 
 PROVENANCE_FILE: Final = "provenance.json"
-"""In the folder of a version."""
+"""Name of the file in the folder of a version."""
 _MOST_BYTES: Final = 1 << 20
 _LONGEST: Final = 2000
-"""Characters of a summary that are shown."""
+"""Maximum number of characters of a summary that are shown."""
 
 
 def provenance_beside(model: Path) -> Path:
-    """The provenance of a model that is a single file: ``digits.provenance.json`` for ``digits.onnx``."""
+    """The provenance file of a model that is a single file: ``digits.provenance.json`` for ``digits.onnx``."""
     return model.with_name(f"{model.stem}.{PROVENANCE_FILE}")
 
 
 def read_provenance(path: Path, folder: Path | None) -> str:
-    """The summary of a version; what is wrong with the file if it is malformed; empty if there is none. Blocks.
+    """Read the summary of a version. Blocks.
 
     Args:
         path: The model file of the version.
-        folder: Of the model; None for a model that is a single file.
+        folder: Folder of the model; None for a model that is a single file.
+
+    Returns:
+        The summary; a description of the problem if the file is malformed; empty if there is no file.
     """
     if folder is None or not path.is_relative_to(folder):
         file = provenance_beside(path)

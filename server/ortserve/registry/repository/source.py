@@ -1,7 +1,7 @@
 """The source of a model: the files and configuration of the versions that should serve. Blocks on the disk.
 
-Two sources are equal if loading the second would change nothing. Files are compared by fingerprints (names, sizes and
-times), not by their contents.
+Two sources are equal if loading the second would change nothing. Files are compared by fingerprints, not by their
+contents.
 """
 
 import glob
@@ -31,12 +31,12 @@ from ortserve.telemetry.logs import log_fault
 logger: Final = logging.getLogger(__name__)
 
 Fingerprint: TypeAlias = tuple[str, int, int, int, int]
-"""A file's name, inode, mode, size and modification time. It changes when the file is replaced or rewritten, and when
-its permissions change."""
+"""A file's path, inode, mode, size and modification time (ns). The fingerprint changes when the file is replaced or
+rewritten, and when its permissions change."""
 
 _MEMORY_STATS: Final = "session.collect_node_memory_stats_to_file"
-"""Each run rewrites this file, at a path relative to the model's file. The file of
-``session.moe_expert_counter_state_file`` is only read, so that a change of it is a change of the model."""
+"""Each run rewrites the file of this option, at a path relative to the model file. The file of
+``session.moe_expert_counter_state_file`` is only read, so a change of that file is a change of the model."""
 _BESIDE_OPTIMIZED: Final = "session.optimized_model_external_initializers_file_name"
 _CONTEXT: Final = "ep.context_enable"
 _CONTEXT_FILE: Final = "ep.context_file_path"
@@ -49,10 +49,10 @@ class VersionSource:
 
     Attributes:
         path: The file to open.
-        folder: Of the model, with the files that its configuration names; None for a model that is a single file.
-        configuration: Of the model.
-        fingerprints: Of all files that the version may consist of.
-        problem: Why there is no file to open; empty if there is one.
+        folder: Folder of the model and the files that its configuration names; None for a single-file model.
+        configuration: The configuration of the model.
+        fingerprints: Fingerprints of all files that the version may consist of.
+        problem: Why there is no file to open; empty without a problem.
     """
 
     path: Path
@@ -64,17 +64,17 @@ class VersionSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The versions of a model that should serve, or why none can.
+    """The versions of a model that should serve, or the problem that prevents it.
 
     Attributes:
-        name: Of the model.
-        versions: By number.
-        is_required: Whether the server is ready only if the model is.
-        problem: Why no version can be loaded; empty if some can.
-        has_files: Whether version folders exist; meaningful if there is a problem.
+        name: Name of the model.
+        versions: Versions by number.
+        is_required: Whether the server is ready only once the model is ready.
+        problem: Why no version can be loaded; empty if versions can be loaded.
+        has_files: Whether version folders exist; meaningful only with a problem.
         without_effect: For each part of the configuration that has no effect here, its path and the reason.
-        labels: Versions by label, as configured. A change of them is no change of the versions.
-        rollout: As configured, as for ``labels``; None without one.
+        labels: Configured versions by label. A change of labels does not change the versions.
+        rollout: Configured rollout, or None. A change of it does not change the versions.
     """
 
     name: str
@@ -88,18 +88,18 @@ class ModelSource:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it stays in memory."""
+        """Whether the model must stay in memory."""
         return any(version.configuration.options.is_pinned for version in self.versions.values())
 
     @property
     def is_on_demand(self) -> bool:
-        """Whether the first request loads it."""
+        """Whether the first request loads the model."""
         return any(version.configuration.options.is_on_demand for version in self.versions.values())
 
 
 @dataclass(frozen=True, slots=True)
 class VersionChanges:
-    """Version numbers, ascending. The versions of ``retire`` are drained once all of ``load`` serve."""
+    """Numbers of versions, ascending. The versions in ``retire`` drain once all versions in ``load`` serve."""
 
     load: tuple[int, ...]
     retire: tuple[int, ...]
@@ -124,8 +124,8 @@ def read_sources(
 
     Args:
         roots: The repositories.
-        defaults: Hold for options that a model's own configuration does not set.
-        named: Versions of a model that should serve, too, if they are there.
+        defaults: Values of options that a model's own configuration does not set.
+        named: Returns further versions of a model that should serve, if they exist.
 
     Raises:
         ServeError: invalid_input, if a repository is not a readable folder.
@@ -136,7 +136,7 @@ def read_sources(
 def read_source(
     name: str, roots: Sequence[Path], defaults: LoadOptions, named: Collection[int] = ()
 ) -> ModelSource | None:
-    """Read the model of this name without reading the configuration of others. None if there is no such model.
+    """Read one model, without the configuration of other models. Returns None if the model does not exist.
 
     Raises:
         ServeError: invalid_input, if a repository is not a readable folder.
@@ -146,12 +146,12 @@ def read_source(
 
 
 def make_source(files: ModelFiles, configuration: Configuration, named: Collection[int] = ()) -> ModelSource:
-    """Make the source of a model whose files and configuration are known.
+    """Create the source of a model from its files and configuration.
 
-    Versions that the configured labels or ``named`` name belong to it, if they are there.
+    It includes versions that configured labels, the configured rollout or ``named`` name, if they exist.
 
     Raises:
-        OSError: A file was removed meanwhile.
+        OSError: A folder cannot be read, for example because it was removed.
     """
     options = configuration.options
     versions = versions_to_serve(options, files.versions, named)
@@ -168,12 +168,12 @@ def make_source(files: ModelFiles, configuration: Configuration, named: Collecti
 
 
 def versions_to_serve(options: ModelOptions, available: Collection[int], named: Collection[int] = ()) -> list[int]:
-    """The versions of a model that should serve, ascending: those of its policy, and those that something names.
+    """The versions of a model that should serve, ascending: those of its policy, and named versions that exist.
 
     Args:
-        options: Of the model. Its labels and its rollout name versions.
-        available: Of the model.
-        named: Further versions that should serve, if they are there.
+        options: Options of the model. Its labels and its rollout name versions.
+        available: Existing versions of the model.
+        named: Further versions that should serve, if they exist.
     """
     candidates = () if options.rollout is None else (options.rollout.candidate,)
     also = {*options.labels.values(), *candidates, *named}.intersection(available)
@@ -197,7 +197,7 @@ def _read_source(files: ModelFiles, defaults: LoadOptions, named: Collection[int
         return make_source(files, read_configuration(files.name, files.options, defaults), named)
     except ServeError as error:
         problem = error.message
-    except OSError as error:  # The folder is being changed.
+    except OSError as error:  # for example because the folder is being changed
         problem = f"its files cannot be read: {error.strerror}"
     except Exception as error:  # noqa: BLE001 - a bug must not keep the other models from loading
         log_fault(logger, "the configuration of a model could not be read", error, model=files.name)
@@ -225,9 +225,12 @@ def _version_source(files: ModelFiles, version: int, configuration: Configuratio
 def take_fingerprints(files: ModelFiles, version: int, options: ModelOptions) -> tuple[Fingerprint, ...]:
     """Take the fingerprints of all files that a version may consist of, such as weights and labels.
 
-    Left out are the file of options, which is compared by its contents; names that begin with a dot, such as an
-    editor's; files that were removed meanwhile and broken links; and files that a load writes, because otherwise each
-    load would look like a change.
+    Left out are:
+
+    - the file of options, which is compared by its content;
+    - names that begin with a dot, such as files of editors;
+    - files that were just removed, and broken links;
+    - files that a load writes, because otherwise each load would look like a change.
 
     Raises:
         OSError: The folder cannot be read.
@@ -269,7 +272,7 @@ def _fingerprints(paths: Iterator[Path] | list[Path]) -> Iterator[Fingerprint]:
 
 
 def _written_files(folder: Path, model: Path, options: ModelOptions) -> set[Path]:
-    """Files and folders in ``folder`` that a load of the file ``model`` writes, because its options name them."""
+    """Files and folders in ``folder`` that a load of the file ``model`` writes, according to its options."""
     entries = options.session.entries
     named = _context_files(model, entries)
     if stats := entries.get(_MEMORY_STATS):
@@ -279,7 +282,7 @@ def _written_files(folder: Path, model: Path, options: ModelOptions) -> set[Path
     for wish in options.execution_providers:
         _, given = provider_parts(wish)
         named += [value for key, value in given.items() if _is_cache(key)]
-    # Both as spelled and as resolved: links may lead into the folder and out of it.
+    # Each name counts as spelled and as resolved, because links may lead into the folder and out of it.
     return {
         folder / path.relative_to(root)
         for name in named
@@ -290,7 +293,7 @@ def _written_files(folder: Path, model: Path, options: ModelOptions) -> set[Path
 
 
 def _context_files(model: Path, entries: Mapping[str, Scalar]) -> list[str]:
-    """The files of a compiled model: an execution provider writes a model file, and others that it refers to."""
+    """The files of a compiled model: the model file that an execution provider writes, and files that it refers to."""
     given = str(entries.get(_CONTEXT_FILE, ""))
     if not given and option_text(entries.get(_CONTEXT, False)) != "1":
         return []
@@ -305,5 +308,5 @@ def _beside(file: str, name: Scalar | None) -> list[str]:
 
 
 def _is_cache(option: str) -> bool:
-    """Whether an option of an execution provider names the place of its cache."""
+    """Whether an option of an execution provider is the path of its cache."""
     return option.endswith(("_path", "_dir")) and ("cache" in option or "context" in option)

@@ -1,4 +1,4 @@
-"""The parts of a ``config.pbtxt`` that only ensembles have. The texts of errors are Triton's."""
+"""Reads the parts of a ``config.pbtxt`` that are specific to ensembles. The texts of errors are Triton's."""
 
 from typing import Any, Final
 
@@ -9,10 +9,10 @@ _PLATFORM: Final = "ensemble"
 
 
 def check_ensemble_fields(name: str, config: pb.ModelConfig) -> bool:
-    """Check that the fields of an ensemble come together, and without those of other models.
+    """Check that an ensemble sets all fields that it needs, and no fields of other models.
 
     Returns:
-        Whether the configuration is that of an ensemble.
+        Whether the configuration describes an ensemble.
 
     Raises:
         ServeError: invalid_input.
@@ -48,7 +48,7 @@ def check_ensemble_fields(name: str, config: pb.ModelConfig) -> bool:
 
 
 def ensemble_steps(config: pb.ModelConfig) -> list[dict[str, Any]]:
-    """The steps as ``model.yaml`` has them."""
+    """The steps in the form of ``model.yaml``."""
     return [
         {
             "model": step.model_name,

@@ -1,4 +1,4 @@
-"""How a ``config.pbtxt`` has a model executed: backend parameters, instance groups and execution accelerators."""
+"""Reads how to execute a model from a ``config.pbtxt``: backend parameters, instance groups and accelerators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,24 +13,25 @@ from ortserve.registry.repository.triton_fields import value_name
 _ARENA_STRATEGIES: Final = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 _ALGORITHM_SEARCHES: Final = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
 _MAX_DIGITS: Final = 20
-"""Of a 64-bit integer. int() rejects 4,301 digits with a message that does not name the parameter."""
+"""Maximum number of digits of a 64-bit integer. The limit is checked because int() rejects texts of more than 4,300
+digits with a message that does not name the parameter."""
 _ENTRY_PREFIXES: Final = ("session.", "optimization.", "ep.")
 _OTHER_NAMES: Final = {
     "intra_op_num_threads": "intra_op_thread_count",
     "inter_op_num_threads": "inter_op_thread_count",
     "enable_cpu_mem_arena": "enable_mem_arena",
 }
-"""Parameters by the names that ONNX Runtime's own interface has for them. The backend ignores those."""
+"""Parameters by the names in ONNX Runtime's own interface, which Triton's backend ignores."""
 
 
 @dataclass(slots=True)
 class Parameters:
-    """The parameters, translated.
+    """The translated parameters.
 
     Attributes:
         options: Options of the model.
         session: Settings of its sessions.
-        cuda: Options of the CUDA execution provider, by its own names.
+        cuda: Options of the CUDA execution provider, by the provider's names.
         without_effect: For each unknown parameter, its name and why it has no effect.
     """
 
@@ -41,7 +42,7 @@ class Parameters:
 
 
 def read_parameters(given: Mapping[str, str]) -> Parameters:
-    """Translate the ``parameters`` as Triton's ONNX Runtime backend reads them.
+    """Translate ``parameters`` in the same way as Triton's ONNX Runtime backend.
 
     Raises:
         ServeError: invalid_input, with the parameter, the expected and the given value.
@@ -78,7 +79,7 @@ def read_parameters(given: Mapping[str, str]) -> Parameters:
 
 
 def parse_bool(key: str, text: str) -> bool:
-    """Parse a boolean as the backend spells it: 1, true, 0, false.
+    """Parse a boolean in the backend's spelling: 1, true, 0, false.
 
     Raises:
         ServeError: invalid_input.
@@ -121,12 +122,12 @@ _PRECISIONS: Final[Mapping[str, Mapping[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ProviderWishes:
-    """The execution providers that a configuration asks for.
+    """The execution providers that a configuration requests.
 
     Attributes:
-        providers: Best first, as ``model.yaml`` lists them.
+        providers: Execution providers in the form of ``model.yaml``, preferred ones first.
         wants_gpu: Whether one of them uses a GPU.
-        gpus: The GPU of each instance, if they use several.
+        gpus: GPU of each instance, if the instances use several GPUs.
         without_effect: For each field that has no effect here, its path and the reason.
     """
 
@@ -142,13 +143,13 @@ def choose_providers(
     cuda: Mapping[str, str],
     defaults: LoadOptions,
 ) -> ProviderWishes:
-    """List the execution providers that a configuration asks for.
+    """List the execution providers that a configuration requests.
 
     Args:
-        groups: Of instances; all must be of one kind.
-        accelerators: For the GPU and for the CPU.
+        groups: Groups of instances; all must be of one kind.
+        accelerators: Accelerators for the GPU and for the CPU.
         cuda: Options of the CUDA execution provider, from the parameters.
-        defaults: Their execution providers hold for ``KIND_AUTO``.
+        defaults: Default options, whose execution providers apply to ``KIND_AUTO``.
 
     Raises:
         ServeError: unsupported or invalid_input, naming the field.
@@ -164,7 +165,7 @@ def choose_providers(
     without_effect, for_gpu = [], []
     if kind != "KIND_CPU":
         for_gpu = [_gpu_accelerator(one) for one in accelerators.gpu_execution_accelerator]
-    elif accelerators.gpu_execution_accelerator:  # As in Triton, these are not read: they may be unknown here.
+    elif accelerators.gpu_execution_accelerator:  # Not parsed, as in Triton, because they may be unknown here.
         without_effect.append("optimization.execution_accelerators.gpu_execution_accelerator: the model is on the CPU")
     if kind == "KIND_GPU" and for_cpu:
         without_effect.append("optimization.execution_accelerators.cpu_execution_accelerator: the model is on a GPU")
@@ -190,14 +191,14 @@ def choose_providers(
 
 
 def _placement(groups: Sequence[pb.ModelInstanceGroup]) -> tuple[str, tuple[int, ...]]:
-    """The one kind of all groups, and the GPU of each instance if the groups name GPUs.
+    """The kind that all groups share, and the GPU of each instance if the groups name GPUs.
 
-    As in Triton, the count of a group is that of each GPU that it names.
+    As in Triton, the count of a group applies to each GPU that it names.
     """
     for group in groups:
         if group.count < 0:
             raise invalid_input(f"instance_group.count: expected 0 or more, got {group.count}")
-    # Checked before the devices are listed: a client may send a count of 2**31 - 1.
+    # Checked before devices are listed, because a client may send a count of 2**31 - 1.
     instances = sum((group.count or 1) * max(1, len(group.gpus)) for group in groups)
     if instances > MOST_INSTANCES:
         raise invalid_input(f"instance_group: expected at most {MOST_INSTANCES} instances in all, got {instances}")

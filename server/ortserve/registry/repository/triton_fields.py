@@ -1,7 +1,7 @@
-"""The table of all fields of a ``config.pbtxt``: which are honoured, reported or refused.
+"""The table of all fields of a ``config.pbtxt``: whether each is honoured, reported or refused.
 
-A field that would change what clients see or receive is refused if this server does not support it, and never ignored.
-A field that only changes how Triton itself works is reported once per load, and the model is served.
+A field that would change what clients see or receive is refused, never ignored, if this server does not support it. A
+field that only changes how Triton itself works is reported once per load, and the model is served.
 
 ``python -m ortserve.registry.repository.triton_fields`` writes the reference page from the table.
 """
@@ -20,11 +20,11 @@ class Support(Enum):
     """The effect of a field that is set."""
 
     HONOURED = "honoured"
-    """It takes effect, or fails the load if it cannot."""
+    """The field takes effect, or the load fails if it cannot."""
     REPORTED = "reported"
-    """It has no effect here and does no harm. The log reports it."""
+    """The field has no effect here and does no harm. The log reports it."""
     REFUSED = "refused"
-    """It fails the load: the model would behave differently from its configuration."""
+    """The load fails, because the model would behave differently from its configuration."""
 
 
 FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
@@ -104,12 +104,12 @@ FIELDS: Final[Mapping[str, tuple[Support, str]]] = {
     "response_cache.enable": (Support.HONOURED, "response_cache"),
     "model_metrics": (Support.REPORTED, "metrics have the buckets of the reference"),
 }
-"""By path. A field that is not listed is treated as the message that it is part of. The text names the option that the
-field sets, or the reason why it is not honoured."""
+"""Support and text of each field, by path. A field that is not listed is treated like the message that contains it. The
+text names the option that the field sets, or the reason why it is not honoured."""
 
 
 def support_of(path: str) -> tuple[str, Support, str] | None:
-    """The table's entry for a field or the message that it is part of: path, support, text. None for unknown fields."""
+    """The table's entry for a field or the message that contains it: path, support, text. None for unknown fields."""
     while path:
         if path in FIELDS:
             return path, *FIELDS[path]
@@ -118,7 +118,7 @@ def support_of(path: str) -> tuple[str, Support, str] | None:
 
 
 def check_fields(config: pb.ModelConfig) -> list[str]:
-    """Check that all fields are honoured or at least harmless.
+    """Check that no field that is set is refused.
 
     Returns:
         For each field that has no effect, its path and the reason.
@@ -139,17 +139,17 @@ def check_fields(config: pb.ModelConfig) -> list[str]:
 
 
 class NamedNumbers(Protocol):
-    """An enumeration of generated messages."""
+    """An enumeration in generated protobuf code."""
 
     def Name(self, number: int) -> str: ...  # noqa: N802 - protobuf's name
     def keys(self) -> list[str]: ...
 
 
 def value_name(values: NamedNumbers, number: int, path: str) -> str:
-    """The name of an enumerated value. Files and clients may send any number.
+    """The name of an enumerated value. Files and clients may contain any number.
 
     Raises:
-        ServeError: invalid_input, with the path and the known names, for an unknown number.
+        ServeError: invalid_input, with the path and the known names, if the number is unknown.
     """
     try:
         return values.Name(number)
@@ -158,13 +158,13 @@ def value_name(values: NamedNumbers, number: int, path: str) -> str:
 
 
 def datatype_name(number: int, path: str) -> str:
-    """The protocol's name of a configured datatype. Raises as ``value_name``."""
+    """The protocol's name of a configured datatype. Raises the errors of ``value_name``."""
     name = value_name(pb.DataType, number, path).removeprefix("TYPE_")
     return "BYTES" if name == "STRING" else name
 
 
 PAGE: Final = Path(__file__).parents[4] / "docs" / "reference" / "config_pbtxt.md"
-"""In the source tree; an installed package does not contain it."""
+"""Path of the reference page in the source tree. An installed package does not contain the page."""
 
 _INTRODUCTION: Final = """\
 # config.pbtxt
@@ -190,7 +190,7 @@ each request runs alone. A request's `timeout` applies if no queue policy is set
 
 
 def render() -> str:
-    """The reference page."""
+    """Render the reference page."""
     rows = [f"| `{path}` | {support.value} | {_note(support, why)} |\n" for path, (support, why) in FIELDS.items()]
     return _INTRODUCTION + "".join(rows)
 

@@ -1,4 +1,4 @@
-"""``batch_input`` and ``batch_output`` of a ``config.pbtxt``. The texts of errors are Triton's."""
+"""Reads and writes ``batch_input`` and ``batch_output`` of a ``config.pbtxt``. The texts of errors are Triton's."""
 
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ _DATATYPES: Final = {pb.TYPE_INT32: "INT32", pb.TYPE_FP32: "FP32"}
 
 
 def read_ragged(config: pb.ModelConfig) -> dict[str, Any]:
-    """The options ``batch_inputs`` and ``batch_outputs``; those of inputs are read with the inputs.
+    """The options ``batch_inputs`` and ``batch_outputs``. ``allow_ragged_batch`` is read with the other input fields.
 
     Raises:
         ServeError: invalid_input, for a name, a kind or a number of names that Triton does not accept.
@@ -69,7 +69,7 @@ def _batch_outputs(config: pb.ModelConfig) -> dict[str, str]:
 
 
 def describe_ragged(config: pb.ModelConfig, options: ModelOptions, signature: ModelSignature) -> None:
-    """Write the options into the configuration that clients read, for a model of a ``model.yaml``, too."""
+    """Write the options into the configuration that clients read, also for a model with a ``model.yaml``."""
     del config.batch_input[:], config.batch_output[:]
     ragged = signature.ragged
     if ragged is None:

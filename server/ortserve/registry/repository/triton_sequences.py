@@ -1,6 +1,6 @@
-"""``sequence_batching`` of a ``config.pbtxt`` as the options of ``model.yaml``, and back for clients of Triton.
+"""Translates ``sequence_batching`` of a ``config.pbtxt`` to the options of ``model.yaml``, and back for clients.
 
-The error texts are those that Triton writes.
+The texts of errors are Triton's.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ _DEFAULT_IDLE_US: Final = 1_000_000
 
 
 def read_sequences(config: pb.ModelConfig, name: str) -> dict[str, Any]:
-    """The options that ``sequence_batching`` sets.
+    """Translate ``sequence_batching`` to options.
 
     Args:
-        config: With ``sequence_batching``.
-        name: Of the model, for errors.
+        config: Configuration with ``sequence_batching``.
+        name: Name of the model, for errors.
 
     Raises:
         ServeError: invalid_input.
@@ -186,13 +186,13 @@ def _initial(
 def describe_sequences(
     batching: pb.ModelSequenceBatching, options: ModelOptions, datatypes: Mapping[str, DataType], max_rows: int
 ) -> None:
-    """Write the options of a served model as Triton shows them.
+    """Write the options of a served model in Triton's form.
 
     Args:
-        batching: Empty.
-        options: With ``sequences``.
-        datatypes: Of the model's inputs.
-        max_rows: Most rows of a batch.
+        batching: Empty message to fill.
+        options: Options of the model, with ``sequences`` set.
+        datatypes: Datatypes of the model's inputs, by name.
+        max_rows: Maximum number of rows of a batch.
     """
     sequences = options.sequences
     assert sequences is not None

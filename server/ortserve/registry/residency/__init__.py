@@ -1,3 +1,3 @@
-"""Which models are in memory: what each holds, whose place a load takes, and requests that wait for a load."""
+"""Decides which models are in memory: measures their memory, evicts them, and loads them when requests need them."""
 
 __all__ = ["demand", "ledger", "memory_room"]

@@ -1,4 +1,4 @@
-"""Requests for models that are not in memory: one load for all of them, and how long each waits."""
+"""Loads models on demand: one load serves all requests for a model, and each request waits for a limited time."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,7 +10,7 @@ from ortserve.registry.residency.ledger import LoadCost
 from ortserve.telemetry.readings import ResidencyCounts
 
 MAX_WAITING: Final = 4096
-"""Requests that may wait for one model; the memory of their bodies is limited in any case."""
+"""Maximum number of requests that wait for one model. The memory of their bodies has a limit of its own."""
 _LEAST_RETRY_S: Final = 1.0
 
 
@@ -20,16 +20,16 @@ class Demand:
     def __init__(self, task: "asyncio.Task[None]", ready_ns: int, *, is_measured: bool) -> None:
         self.task: Final = task
         self.ready_ns: Final = ready_ns
-        """When the load is expected to end (monotonic)."""
+        """Expected end of the load (monotonic)."""
         self.is_measured: Final = is_measured
-        """Whether an earlier load took as long."""
+        """Whether ``ready_ns`` is based on the measured time of an earlier load."""
         self.waiting = 0
 
 
 class Demands:
-    """The loads that requests wait for, one for each model at a time. Loop thread only.
+    """Runs the loads that requests wait for, one per model at a time. Loop thread only.
 
-    A load goes on when no request waits any more: the next one needs it.
+    A load continues when no request waits any more, because the next request needs the model.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Demands:
 
         Args:
             clock: Monotonic nanoseconds.
-            counts: Counts requests that waited.
+            counts: Counts requests by the outcome of their wait.
             load: Loads a model; raises ServeError.
             start: Runs a load in a task that ends with the registry.
-            expect: What a load of a model will take.
+            expect: Estimates the cost of a load of a model.
             wait_s: The longest wait of a request.
         """
         self._clock = clock
@@ -61,7 +61,7 @@ class Demands:
         self._demands: dict[str, Demand] = {}
 
     def join(self, name: str) -> Demand:
-        """The load of a model that is under way, or that begins now."""
+        """Return the load of a model that is under way, or begin one."""
         demand = self._demands.get(name)
         if demand is None:
             cost = self._expect(name)
@@ -75,13 +75,13 @@ class Demands:
         """Wait until a model is loaded, at most until the deadline of the request.
 
         Args:
-            name: Of the model.
+            name: Name of the model.
             received_ns: When the request was received (monotonic).
-            timeout_ns: Its time limit; None if it has none.
+            timeout_ns: Time limit of the request; None for no limit of its own.
 
         Raises:
-            ServeError: not_ready, with the time after which a retry should find the model, if it cannot be loaded in
-                time; overloaded, if too many requests wait; the error of the load.
+            ServeError: not_ready, if the model cannot be loaded in time, with the time after which to retry;
+                overloaded, if too many requests wait; or the error of the load.
         """
         demand = self.join(name)
         counts, now_ns = self._counts, self._clock()
@@ -107,7 +107,7 @@ class Demands:
             raise ServeError(ErrorKind.NOT_READY, f"the load of '{name}' was cancelled", retry_after_s=1)
         error = demand.task.exception()
         counts.count_request(name, "loaded" if error is None else "failed")
-        if isinstance(error, ServeError):  # anew, because each caller adds its own traceback
+        if isinstance(error, ServeError):  # a new error for each caller, because each adds its own traceback
             raise ServeError(error.kind, error.message, retry_after_s=error.retry_after_s)
         if error is not None:
             raise error

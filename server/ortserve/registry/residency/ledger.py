@@ -1,9 +1,9 @@
-"""The ledger of the host's memory: what each load took of the process, measured while it was under way.
+"""The ledger of the host's memory measures how much memory of the process each load takes.
 
-ONNX Runtime does not say what a session holds: its optimizer removes weights and adds others, kernels keep packed
-copies, and the arena grows with the runs. The ledger therefore reads the process's private memory at the begin and the
-end of each load. What the process grew by in between belongs to the loads that were under way, in proportion to the
-sizes that they were expected to have; a load alone is measured exactly.
+ONNX Runtime does not report the memory of a session: its optimizer removes weights and adds others, kernels keep packed
+copies, and the arena grows with the runs. The ledger therefore reads the private memory of the process at the beginning
+and the end of each load. It divides the growth among the loads that were under way, in proportion to their expected
+sizes. A load that runs alone is measured exactly.
 """
 
 import threading
@@ -18,18 +18,18 @@ SESSIONS: Final = "sessions"
 RUNS: Final = "runs"
 MAPPED: Final = "mapped"
 EXPECTED: Final = "expected"
-"""The kinds of ``HostAccount.entries``."""
+"""The four names above are the kinds of ``HostAccount.entries``."""
 
 
 class HostAccount:
-    """The host memory of one load of a version. Its figures are those expected until it has ended."""
+    """The host memory of one load of a version: the expected size until the load has ended, then the measured one."""
 
     def __init__(self, expected_bytes: int, instances: int) -> None:
-        """Open before the load begins.
+        """Open the account before the load begins.
 
         Args:
-            expected_bytes: What the version will hold, at least 1.
-            instances: Sessions of the version.
+            expected_bytes: Expected memory of the version; values below 1 count as 1.
+            instances: Number of sessions of the version.
         """
         self._expected: Final = max(1, expected_bytes)
         self._instances: Final = instances
@@ -38,24 +38,24 @@ class HostAccount:
         self._opened: float | None = None
         self._measured: Mapping[str, int] | None = None
         self.is_leaving = False
-        """Whether its version is being drained, so that the memory will be free."""
+        """Whether the version is being drained, so that its memory will be freed."""
 
     @property
     def nbytes(self) -> int:
-        """The private memory: measured, or until then expected."""
+        """Private memory: expected while the version loads, then measured."""
         return self._expected if self._measured is None else self._measured[SESSIONS] + self._measured[RUNS]
 
     @property
     def measured_bytes(self) -> int | None:
-        """As ``nbytes``; None until the load has ended."""
+        """Measured private memory; None until the load has ended."""
         return None if self._measured is None else self.nbytes
 
     def entries(self) -> dict[str, int]:
-        """Bytes by kind, without zeros.
+        """Bytes by kind. Kinds with 0 bytes are left out.
 
-        ``sessions``: growth until the first session was open, times the number of sessions. ``runs``: the rest of the
-        growth, mostly ONNX Runtime's arena and buffers. ``mapped``: pages of mapped files, no part of ``nbytes``.
-        ``expected``: instead of all these while the version loads.
+        ``sessions``: growth until the first session was open, times the number of sessions, at most the whole growth.
+        ``runs``: the rest of the growth, mostly ONNX Runtime's arena and buffers. ``mapped``: pages of mapped files,
+        which ``nbytes`` does not include. ``expected``: the only kind while the version loads.
         """
         found = self._measured if self._measured is not None else {EXPECTED: self._expected}
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
@@ -70,13 +70,13 @@ class HostAccount:
 class HostLedger:
     """The accounts of all loads that hold memory. Any thread.
 
-    ``begin``, ``note_open``, ``end`` and ``release`` take milliseconds, and wait for each other; the rest does not.
+    ``begin``, ``note_open``, ``end`` and ``release`` take milliseconds and wait for each other. Other calls do not.
     """
 
     def __init__(
         self, read: Callable[[], HeldMemory] = read_held_memory, give_back: Callable[[], None] = give_back_freed
     ) -> None:
-        """``read`` reads the memory of the process; ``give_back`` returns what is free to the kernel first."""
+        """``read`` reads the memory of the process; ``give_back`` returns freed memory to the kernel before that."""
         self._read: Final = read
         self._give_back: Final = give_back
         self._lock: Final = threading.Lock()
@@ -86,42 +86,42 @@ class HostLedger:
 
     @property
     def total_bytes(self) -> int:
-        """Private memory of all accounts, those of loads under way as expected."""
+        """Private memory of all accounts. Loads under way count with their expected size."""
         return sum(account.nbytes for account in list(self._accounts))
 
     @property
     def staying_bytes(self) -> int:
-        """As ``total_bytes``, without versions that are being drained."""
+        """Private memory of all accounts except those of versions that are being drained."""
         return sum(account.nbytes for account in list(self._accounts) if not account.is_leaving)
 
     def reserve(self, expected_bytes: int, instances: int) -> HostAccount:
-        """Open the account of a load that will begin. ``release`` ends it."""
+        """Open the account of a load that will begin. ``release`` closes it."""
         account = HostAccount(expected_bytes, instances)
         self._accounts.add(account)
         return account
 
     def begin(self, account: HostAccount) -> None:
-        """Begin to measure a load."""
+        """Start the measurement of a load."""
         with self._lock:
             self._divide_growth()
             self._loading.append(account)
 
     def note_open(self, account: HostAccount) -> None:
-        """Note that the first session of a load is open; once more if it was opened again."""
+        """Record that the first session of a load is open. Called again if the session was opened again."""
         with self._lock:
             if account in self._loading:
                 self._divide_growth()
                 account._opened = account._grown
 
     def end(self, account: HostAccount) -> None:
-        """End the measurement: the version is warm, or its load has failed and freed everything."""
+        """End the measurement of a load: the version is warm, or the load has failed and freed everything."""
         with self._lock:
             self._divide_growth()
             self._loading.remove(account)
             account._finish()
 
     def release(self, account: HostAccount) -> None:
-        """Close an account, whose version was freed. What the process shrank by is no load's."""
+        """Close the account of a freed version. Loads under way are not credited with the memory that this freed."""
         self._accounts.discard(account)
         freed = account._measured or {SESSIONS: 0, RUNS: 0, MAPPED: 0}
         with self._lock:
@@ -143,13 +143,13 @@ class HostLedger:
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """What an earlier load of a version took.
+    """The cost of a load: measured in an earlier load, or estimated.
 
     Attributes:
         nbytes: Private memory of the host.
-        load_ns: From its begin until it was warm.
-        on_devices: Memory by device.
-        is_measured: Whether it is known, not estimated.
+        load_ns: Duration from the beginning of the load until the version is warm.
+        on_devices: Bytes by device.
+        is_measured: Whether the cost was measured.
     """
 
     nbytes: int
@@ -159,19 +159,20 @@ class LoadCost:
 
 
 _BASE_BYTES: Final = 512 * 1024
-"""Of a session without weights, its worker and the server's own objects: the measured growth by a tiny model."""
+"""Memory of a session without weights, with its worker and the server's objects: measured growth by a tiny model."""
 _OPENING_BYTES_PER_S: Final = 100_000_000
-"""At which models with large weights open on one processor, analysis and warm-up included; slow on purpose."""
+"""Rate at which a model with large weights loads on one processor, including analysis and warm-up. The value is low on
+purpose."""
 
 
 def expect_cost(file_bytes: int, instances: int, devices: Sequence[str], known: LoadCost | None) -> LoadCost:
-    """What a load will take: what the last load of the version took, or an estimate from the sizes of its files.
+    """The cost of a load: that of the last load of the version, or an estimate from the sizes of its files.
 
     Args:
-        file_bytes: The model's file and those with its weights.
-        instances: Sessions, each of which holds the weights.
-        devices: Of each instance; empty for instances on the host.
-        known: Of the last load; None without one.
+        file_bytes: Size of all files of the version, including those of its weights.
+        instances: Number of sessions, each of which holds the weights.
+        devices: Device of each instance; empty for instances on the host.
+        known: Cost of the last load; None before the first.
     """
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""Room in memory for loads, on the host and on each GPU: reserved, and made by evictions under a budget."""
+"""Reserves memory for loads on the host and on each GPU, and evicts models to stay within a budget."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ logger: Final = logging.getLogger(__name__)
 
 
 class NoRoomError(ServeError):
-    """A load got no room. ``is_lasting`` says that it never will with this budget and these pinned models."""
+    """A load got no room in memory. If ``is_lasting``, it never will with this budget and these pinned models."""
 
     def __init__(self, message: str, *, is_lasting: bool, retry_after_s: float | None = None) -> None:
         super().__init__(ErrorKind.NOT_READY, message, retry_after_s=retry_after_s)
@@ -37,14 +37,14 @@ class NoRoomError(ServeError):
 
 @dataclass(frozen=True, slots=True)
 class _Budget:
-    """What a load needs of one memory.
+    """The need of a load, and the budget and use of the memory concerned.
 
     Attributes:
-        option: That sets it.
+        option: Name of the option that sets the budget.
         device: Name of the device; empty for the host.
-        need: Bytes of the load.
-        nbytes: Of the budget.
-        used: Bytes that models hold, without those that leave.
+        need: Bytes that the load needs.
+        nbytes: Size of the budget in bytes.
+        used: Bytes that models hold, without draining versions.
     """
 
     option: str
@@ -55,7 +55,7 @@ class _Budget:
 
     @property
     def where(self) -> str:
-        """Names the device in a message; empty for the host."""
+        """The device as a part of a message; empty for the host."""
         return f" on {self.device}" if self.device else ""
 
     def held_by(self, resident: Resident) -> int:
@@ -83,16 +83,16 @@ class MemoryRoom:
         """Reserve nothing yet.
 
         Args:
-            catalog: Of the registry.
-            ledger: Has the accounts of all loads.
+            catalog: The registry's catalog.
+            ledger: Holds the accounts of all loads.
             draining: Evicts models.
             clock: Monotonic nanoseconds.
             counts: Counts evictions and refusals.
-            must_stay: Whether a model must not be evicted now.
-            budget_bytes: Private memory of the host that all models may hold; None for no limit.
-            gpu_budget_bytes: Memory of each GPU that all models may hold; None for no limit.
-            devices: Of the process, with what models hold of them; None if there are none.
-            wait_s: How long a load may wait for models that must stay a while.
+            must_stay: Tells whether a model must not be evicted now.
+            budget_bytes: Maximum private host memory of all models together; None for no limit.
+            gpu_budget_bytes: Maximum memory of all models together on each GPU; None for no limit.
+            devices: Devices of the process, with the memory that models hold on them; None if there are no devices.
+            wait_s: Maximum time that a load may wait for models that must stay in memory for a while.
         """
         self._catalog = catalog
         self._ledger = ledger
@@ -105,13 +105,13 @@ class MemoryRoom:
         self._gpu_budget_bytes = gpu_budget_bytes
         self._devices: Final = devices or Devices({})
         self._loading_on_devices: Mapping[str, int] = {}
-        """What the load under way is expected to take of devices, the only one under a budget."""
+        """Expected memory of the load under way, by device. Under a budget, only one load is under way at a time."""
         self._costs: dict[tuple[str, int], tuple[VersionSource, LoadCost]] = {}
-        """What the last load of each version took, and of which source."""
+        """Source and cost of the last load, by model and version."""
 
     @property
     def max_loads(self) -> int:
-        """Loads side by side. Under a budget, what a load takes is measured, which others beside it would share."""
+        """Maximum number of concurrent loads. It is 1 under a budget, where the memory of each load must be exact."""
         return 1 if self._has_budget else MAX_LOADS
 
     def memory_use(self) -> MemoryUse:
@@ -121,7 +121,7 @@ class MemoryRoom:
         return MemoryUse(self._ledger.total_bytes, self._budget_bytes, evictions, refusals)
 
     def expect(self, source: ModelSource) -> LoadCost:
-        """What a load of all versions of a model will take."""
+        """The expected cost of loading all versions of a model. Memory on devices is left out."""
         costs = [self._expect(source.name, number, version) for number, version in source.versions.items()]
         return LoadCost(
             sum(cost.nbytes for cost in costs),
@@ -130,13 +130,13 @@ class MemoryRoom:
         )
 
     def reserve(self, record: VersionRecord, source: VersionSource) -> int:
-        """Reserve the memory of a load, and evict models for it.
+        """Reserve memory for a load, and evict models if necessary.
 
         Returns:
-            0; or when to ask again, because models must stay until then (monotonic).
+            0 if the memory is reserved. Otherwise when to call again (monotonic), because models must stay until then.
 
         Raises:
-            NoRoomError: There is no room, and will be none in time.
+            NoRoomError: There is no room now, nor within the time that the load may wait.
         """
         options = source.configuration.options
         self._loading_on_devices = {}
@@ -153,12 +153,12 @@ class MemoryRoom:
         return 0
 
     async def wait_until_free(self) -> None:
-        """Wait until evicted models have answered their requests and freed the memory that was reserved for others."""
+        """Wait until evicted models have answered their requests and freed the memory that is reserved for the load."""
         while self._is_exceeded() and await self._draining.wait_for_next():
-            pass  # Versions that ensembles hold may be freed only after the load that waits here.
+            pass  # Does not wait for versions that ensembles hold: they may be freed only after this load.
 
     def note_loaded(self, record: VersionRecord) -> None:
-        """Remember what a load took, and how long the version stays at least."""
+        """Record the cost of a load, and the time for which the version must stay in memory."""
         now_ns = self._clock()
         record.ready_ns = now_ns
         record.stays_until_ns = now_ns + STAY_LOADS * record.metrics.load_ns
@@ -170,7 +170,7 @@ class MemoryRoom:
             self._costs[record.model, record.version] = record.source, cost
 
     def forget(self, record: VersionRecord) -> None:
-        """Forget what loads of a version took."""
+        """Forget the cost of loads of a version."""
         self._costs.pop((record.model, record.version), None)
 
     def _expect(self, name: str, version: int, source: VersionSource) -> LoadCost:
@@ -181,7 +181,7 @@ class MemoryRoom:
         return expect_cost(file_bytes, options.instances, self._devices_of(options), cost)
 
     def _devices_of(self, options: ModelOptions) -> list[str]:
-        """The name of the device of each instance on the first of the execution providers; empty for the host."""
+        """Device name of each instance on the first configured execution provider; empty for the host."""
         name, settings = provider_parts(next(iter(options.execution_providers), CPU))
         provider = full_name(name)
         if not self._devices.has(provider):
@@ -194,7 +194,7 @@ class MemoryRoom:
         return self._budget_bytes is not None or self._gpu_budget_bytes is not None
 
     def _budgets(self, cost: LoadCost, residents: Sequence[Resident]) -> Iterator[_Budget]:
-        """The budgets that a load of this cost concerns."""
+        """The budgets that apply to a load of this cost."""
         if self._budget_bytes is not None:
             yield _Budget("memory_budget_bytes", "", cost.nbytes, self._budget_bytes, self._ledger.staying_bytes)
         if self._gpu_budget_bytes is not None:
@@ -203,7 +203,7 @@ class MemoryRoom:
                 yield _Budget("gpu_memory_budget_bytes", device, need, self._gpu_budget_bytes, used)
 
     def _is_exceeded(self) -> bool:
-        """Whether models that leave still hold memory that was reserved for the load under way."""
+        """Whether draining models still hold memory that is reserved for the load under way."""
         if self._budget_bytes is not None and self._ledger.total_bytes > self._budget_bytes:
             return True
         held = {one.device.name: one.ledger.total_bytes() for one in self._devices.opened()}
@@ -216,10 +216,10 @@ class MemoryRoom:
         """Evict models until a load fits every budget.
 
         Returns:
-            0; or when to ask again (monotonic).
+            0 if the load fits. Otherwise when to try again (monotonic).
 
         Raises:
-            NoRoomError: There is no room, and will be none in time.
+            NoRoomError: There is no room now, nor within the time that the load may wait.
         """
         now_ns = self._clock()
         residents = self._residents(record.model)
@@ -256,12 +256,13 @@ class MemoryRoom:
         return 0
 
     def _check_members(self, ensemble: str, options: ModelOptions) -> None:
-        """Check that the members of an ensemble fit in memory together, if loads have shown what each takes.
+        """Check that the members of an ensemble fit in memory together, if the cost of each was measured.
 
-        Without this each load of one evicts another, and requests for the ensemble cause loads without end.
+        Otherwise each load of a member would evict another one, and requests for the ensemble would cause endless
+        loads.
 
         Raises:
-            NoRoomError: They never do, with the models that are pinned.
+            NoRoomError: The members and the pinned models exceed a budget.
         """
         names = self._all_members(options)
         costs = [
@@ -287,7 +288,7 @@ class MemoryRoom:
                 )
 
     def _all_members(self, options: ModelOptions) -> set[str]:
-        """The models of an ensemble, and those of the ensembles among them."""
+        """The members of an ensemble at any depth."""
         found: set[str] = set()
         pending = [options]
         while pending:

@@ -1,12 +1,12 @@
-"""Which models leave memory to make room for a load. Pure."""
+"""Chooses the models to evict to make room for a load. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 STAY_LOADS: Final = 5
-"""A model stays for this many times the time of its load at least, so that it answers requests for longer than it took
-to load, even if the models in use do not fit together."""
+"""Minimum stay of a model in memory, as a multiple of the duration of its load. Even if the models in use do not fit
+together, a model then answers requests for longer than it took to load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +14,15 @@ class Resident:
     """A model in memory.
 
     Attributes:
-        name: Of the model.
-        nbytes: Of all its versions; 0 for an ensemble, whose members count.
-        used_ns: When it last answered a request, or was loaded (monotonic).
-        stays_until_ns: It does not leave before (monotonic).
-        is_kept: Whether it does not leave now: it is changing, cannot be loaded again, or has live sequences.
-        is_pinned: Whether it never leaves.
-        is_busy: Whether it has admitted requests.
-        members: Models that it holds open while it is in memory.
+        name: Name of the model.
+        nbytes: Bytes of all its versions; 0 for an ensemble, because its members count.
+        used_ns: When the model last answered a request, or was loaded (monotonic).
+        stays_until_ns: Earliest time of an eviction (monotonic).
+        is_kept: Whether the model must not be evicted now: it is changing, cannot be loaded again, or has live
+            sequences.
+        is_pinned: Whether the model must never be evicted.
+        is_busy: Whether the model has admitted requests that are not answered yet.
+        members: Models that an ensemble holds open while it is in memory.
         on_devices: Bytes of all its versions by device.
     """
 
@@ -38,12 +39,12 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class RoomPlan:
-    """How a load gets room.
+    """The plan to make room for a load.
 
     Attributes:
-        evict: Models to evict, ensembles before their members; empty if there is room, or there is none to make.
-        missing_bytes: What is missing even if every model leaves that may; 0 if there will be room.
-        wait_until_ns: When models have stayed long enough for the load to get its room; 0 if none has to be awaited.
+        evict: Models to evict, ensembles before their members; empty if no eviction is needed, or none helps now.
+        missing_bytes: Bytes that are missing even if all evictable models are evicted; 0 if there will be room.
+        wait_until_ns: When enough models may be evicted (monotonic); 0 if the load need not wait.
     """
 
     evict: tuple[str, ...] = ()
@@ -52,14 +53,14 @@ class RoomPlan:
 
 
 def plan_room(need: int, budget: int, used: int, residents: Sequence[Resident], now_ns: int) -> RoomPlan:
-    """Choose the models that leave: the least recently used ones, those with admitted requests last.
+    """Choose the models to evict: the least recently used ones first, those with admitted requests last.
 
-    A member of an ensemble counts as used when the ensemble was, and leaves after it.
+    Use of an ensemble counts as use of its members, and an ensemble is evicted before its members.
 
     Args:
         need: Bytes that the load needs.
         budget: Bytes that all models may hold.
-        used: Bytes that they hold, those that load or leave included.
+        used: Bytes that they hold, including loads under way and without draining versions.
         residents: The models that serve.
         now_ns: Monotonic.
     """
@@ -80,7 +81,7 @@ def plan_room(need: int, budget: int, used: int, residents: Sequence[Resident], 
         return max(each.stays_until_ns for each in groups(one))
 
     def order(one: Resident) -> tuple[int, bool, int]:
-        # First those that have stayed long enough; then the others as they become free to leave.
+        # First the models that have stayed long enough, then the others in the order in which they become evictable.
         group = groups(one)
         return (
             max(now_ns, stays_until_ns(one)),
@@ -102,7 +103,7 @@ def plan_room(need: int, budget: int, used: int, residents: Sequence[Resident], 
 
 
 def _holders(residents: Sequence[Resident]) -> dict[str, list[Resident]]:
-    """For each model the ensembles that contain it, however deep."""
+    """For each model, the ensembles that contain it at any depth."""
     direct: dict[str, list[Resident]] = {one.name: [] for one in residents}
     for one in residents:
         for member in one.members:
@@ -121,7 +122,7 @@ def _holders(residents: Sequence[Resident]) -> dict[str, list[Resident]]:
 
 
 def _kept(residents: Sequence[Resident]) -> set[str]:
-    """The models that do not leave: those that are kept, and the members of ensembles that are kept."""
+    """The models that must not be evicted: kept and pinned ones, and the members of such ensembles."""
     members = {one.name: one.members for one in residents}
     kept = {one.name for one in residents if one.is_kept or one.is_pinned}
     pending = list(kept)

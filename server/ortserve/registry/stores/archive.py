@@ -1,6 +1,6 @@
-"""A repository in a tar archive behind HTTP. The whole archive is fetched when it changes.
+"""Reads a repository from a tar archive behind HTTP. The whole archive is fetched when it changes.
 
-Only files and folders are taken from an archive, under names that stay below the repository.
+Only files and folders are unpacked, under names that stay below the repository.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ _MAX_ARCHIVE_BYTES: Final = 1 << 40
 
 
 class ArchiveStore:
-    """The members of an archive as objects. Their tag is that of the archive."""
+    """A store whose objects are the members of an archive. Their tag is that of the archive."""
 
     def __init__(self, url: RepositoryUrl, timeout_s: float, unpacked: Path, max_bytes: int) -> None:
         """Connect to nothing yet.
 
         Args:
-            url: Of the archive.
-            timeout_s: For a connection without data.
-            unpacked: A folder for the members until they are read; created and removed as needed.
-            max_bytes: Of all members together.
+            url: Address of the archive.
+            timeout_s: Time limit of a connection that transfers no data.
+            unpacked: Folder for the members until they are read; created and removed as needed.
+            max_bytes: Maximum size of all members together.
         """
         from obstore.store import HTTPStore
 
@@ -58,7 +58,7 @@ class ArchiveStore:
 
     def read(self, found: StoredObject) -> Iterator[bytes]:
         with self._lock:
-            if found.path not in self._files:  # unchanged, but not in the cache any more
+            if found.path not in self._files:  # the archive is unchanged, but the cache has dropped the content
                 size, tag = self._head()
                 if tag != found.tag:
                     raise StoreError("it changed while it was fetched")
@@ -66,7 +66,7 @@ class ArchiveStore:
             file = self._files.get(found.path)
             if file is None:
                 raise StoreError("the archive has no such file any more")
-            stream = file.open("rb")  # under the lock, because ``settle`` of another thread removes the file
+            stream = file.open("rb")  # opened under the lock, because ``settle`` on another thread removes the file
         with stream:
             while piece := stream.read(_PIECE_BYTES):
                 yield piece
@@ -116,7 +116,7 @@ class ArchiveStore:
         return stream.digest.hexdigest()
 
     def _take_members(self, archive: tarfile.TarFile) -> None:
-        """Write the files of an archive. Of several with one name the last one counts, as for ``tar``."""
+        """Write the files of an archive. If several files have one name, the last one counts, as for ``tar``."""
         total = 0
         for number, member in enumerate(archive):
             path = member.name.removeprefix("./").rstrip("/")
@@ -142,7 +142,7 @@ class ArchiveStore:
 
 
 class _HashedStream(io.RawIOBase):
-    """Pieces of bytes as a file that can be read once; ``digest`` covers what was read."""
+    """Reads pieces of bytes as a file, once. ``digest`` covers the bytes that were read."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces

@@ -1,8 +1,8 @@
-"""The cache folder of stores: contents by their digest, views of them as repositories, and the last listings.
+"""The cache folder of stores: contents by digest, views of them as repositories, and the last listings.
 
-Several server processes may share a folder without waiting for each other. A content is written beside its name and
-renamed in. Each process has a view of its own, whose files are hard links to contents: a content with a second name is
-in use by some process and is never removed. The lock file of a view is locked as long as its process lives.
+Several server processes may share a folder without waiting for each other. A content is written under another name and
+then renamed. Each process has its own view, whose files are hard links to contents. A content with a second link is in
+use by some process and is never removed. The lock file of a view is locked as long as its process lives.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from ortserve.registry.stores.objects import StoredObject, StoreError
 
 
 def default_cache_dir() -> Path:
-    """The folder of the user for caches."""
+    """The default folder, in the user's folder for caches."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "ortserve" / "stores"
 
 
 class StoreCache:
-    """A cache folder as one process uses it. Any thread."""
+    """One process's access to a cache folder. Any thread."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Create the folder and the view, and remove the views of processes that have ended.
@@ -64,18 +64,21 @@ class StoreCache:
         self._lock_file.unlink(missing_ok=True)
 
     def new_path(self) -> Path:
-        """A name in the view that is not in use, on the file system of the contents."""
+        """A new path in the view, on the file system of the contents."""
         return self._incoming / str(next(self._numbers))
 
     def has(self, known: StoredObject) -> bool:
-        """Whether the content of an object is here."""
+        """Whether the cache has the content of an object."""
         try:
             return bool(known.sha256) and (self._contents / known.sha256).stat().st_size == known.size
         except OSError:
             return False
 
     def link(self, known: StoredObject, target: Path) -> bool:
-        """Give a content a second name in the view. False if it is not here, or damaged: then it is removed."""
+        """Link a content to ``target`` in the view. Returns False if the content is missing or damaged.
+
+        A damaged content is removed.
+        """
         content = self._contents / known.sha256
         try:
             if not self.has(known):
@@ -88,17 +91,17 @@ class StoreCache:
                     content.unlink(missing_ok=True)
                     return False
                 self._verified.add(known.sha256)
-            # The time of the last use, by which contents leave. Not that of modification: a change of it is a change
-            # of the model.
+            # The access time records the last use, by which contents are evicted. The modification time must stay,
+            # because it is part of the fingerprint of the model.
             os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
-        except FileNotFoundError:  # another process removed it meanwhile
+        except FileNotFoundError:  # another process has removed the content
             return False
         except OSError as error:
             raise StoreError(f"the cache cannot be used: {error.strerror}") from None
         return True
 
     def add(self, file: Path, sha256: str, target: Path) -> None:
-        """Move a complete file to the contents, and link it to ``target`` before others can remove it."""
+        """Move a complete file to the contents. It is linked to ``target`` first, so that no process removes it."""
         try:
             file.chmod(0o444)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +113,7 @@ class StoreCache:
 
     @contextmanager
     def room(self, needed: int) -> Iterator[None]:
-        """Remove the least recently used contents until ``needed`` bytes fit, and keep the room while in the context.
+        """Remove the least recently used contents until ``needed`` bytes fit, and reserve them within the context.
 
         Raises:
             StoreError: Contents in use leave too little room, or the disk is full.
@@ -143,7 +146,7 @@ class StoreCache:
             raise StoreError(f"the disk of the cache has {free} bytes free: expected {self._promised}")
 
     def size_bytes(self) -> int:
-        """All contents together."""
+        """Size of all contents together."""
         return sum(status.st_size for _, status in self._read_contents())
 
     def _read_contents(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -153,7 +156,7 @@ class StoreCache:
                     yield Path(entry.path), entry.stat(follow_symlinks=False)
 
     def read_listing(self, url: str) -> dict[str, StoredObject]:
-        """The last listing of a repository that any process wrote, by path; empty without one."""
+        """Read the last listing of a repository that any process wrote, by path. Empty if there is none."""
         try:
             data = json.loads(self._listing(url).read_bytes())
             objects = [StoredObject(*fields) for fields in data["objects"]]
@@ -176,7 +179,7 @@ class StoreCache:
 
 
 def with_known_digests(found: Iterable[StoredObject], known: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
-    """The objects by path, with the digests of those that have not changed since ``known``."""
+    """The objects by path. Objects that have not changed since ``known`` have the digests from there."""
     objects: dict[str, StoredObject] = {}
     for one in found:
         before = known.get(one.path)
@@ -200,12 +203,12 @@ def _lock_view(views: Path) -> Path:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), Path(name).stat()):
                 return Path(name)
-        os.close(descriptor)  # another process found it before it was locked, and removed it
+        os.close(descriptor)  # another process removed the file before it was locked
 
 
 def _remove_abandoned(views: Path) -> None:
     for lock_file in views.glob("*.lock"):
         with contextlib.suppress(OSError), lock_file.open("rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives, this one included
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process of the view lives
             shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
             lock_file.unlink()

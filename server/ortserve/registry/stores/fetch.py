@@ -1,4 +1,4 @@
-"""Fetching one object: its content is written to a file, and its size and digests are checked."""
+"""Fetches an object of a store into a file, and checks its size and digests."""
 
 import hashlib
 import logging
@@ -17,12 +17,12 @@ logger: Final = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 2
 _WAIT_S: Final = 0.2
-"""Between the attempts. The client retries requests by itself; this is for contents that end early or are wrong."""
+"""Wait between attempts. The client retries requests itself; further attempts are for truncated or wrong contents."""
 _REPORT_NS: Final = 10 * 10**9
 
 
 class FetchProgress:
-    """Counts the bytes of one repository that are fetched, and logs a line every 10 s. Any thread."""
+    """Counts the fetched bytes of one repository, and logs a line every 10 s. Any thread."""
 
     def __init__(self, repository: str, clock: Clock) -> None:
         self._repository = repository
@@ -31,10 +31,10 @@ class FetchProgress:
         self._began_ns = self._due_ns = 0
         self._active = self._expected = self._done = 0
         self.total_bytes = 0
-        """Since the start of the server."""
+        """Bytes fetched since the start of the server."""
 
     def begin(self, expected: int) -> None:
-        """Begin to fetch the files of one model."""
+        """Record that the fetch of ``expected`` bytes begins, for the files of one model."""
         with self._lock:
             if not self._active:
                 self._began_ns = self._clock()
@@ -44,14 +44,14 @@ class FetchProgress:
             self._expected += expected
 
     def end(self) -> None:
-        """End what ``begin`` began."""
+        """Record that a fetch that ``begin`` recorded has ended."""
         with self._lock:
             self._active -= 1
             if not self._active and self._clock() >= self._began_ns + _REPORT_NS:
                 self._log("models were fetched")
 
     def add(self, count: int) -> None:
-        """Count bytes."""
+        """Count fetched bytes."""
         with self._lock:
             self._done += count
             self.total_bytes += count
@@ -86,19 +86,19 @@ def fetch_object(
     """Write the content of an object to ``file``, with up to two attempts. Blocks.
 
     Args:
-        store: Of the object.
-        found: As listed.
-        file: Does not exist yet; removed after an error.
-        sha256: Expected digest; then the ETag is not compared. Empty if it is not known.
-        checks_etags: Whether an ETag that looks like an MD5 digest must be the content's.
+        store: Store of the object.
+        found: The object, as listed.
+        file: Path of a new file. The file is removed after an error.
+        sha256: Expected digest, which is compared instead of the ETag; empty if unknown.
+        checks_etags: Whether an ETag that looks like an MD5 digest must match the content.
         on_bytes: Called with the number of bytes of each piece.
-        wait: Waits for so many seconds.
+        wait: Waits for the given number of seconds.
 
     Returns:
         The SHA-256 digest of the content.
 
     Raises:
-        StoreError: It cannot be fetched, or is wrong.
+        StoreError: The object cannot be fetched, or its content is wrong.
     """
     for attempt in range(_ATTEMPTS):
         try:
@@ -131,7 +131,7 @@ def _fetch(
                 etag.update(piece)
             on_bytes(len(piece))
         stream.flush()
-        os.fsync(stream.fileno())  # Without it, a crash could leave a content of the right size and other bytes.
+        os.fsync(stream.fileno())  # otherwise a crash could leave a file of the right size with wrong bytes
     if count != found.size:
         raise StoreError(f"expected {found.size} bytes, got {'more' if count > found.size else count}")
     if sha256 and digest.hexdigest() != sha256:

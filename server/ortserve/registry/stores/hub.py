@@ -1,8 +1,8 @@
-"""A model on a model hub that speaks Hugging Face's HTTP interface, by huggingface_hub, which only this module imports.
+"""Reads a model from a hub with Hugging Face's HTTP interface. Only this module imports huggingface_hub.
 
-``hf://OWNER/MODEL@REVISION`` is a repository of one model, named ``MODEL``, whose version 1 is the file ``model.onnx``
-or ``onnx/model.onnx`` of the revision, with its weights. A revision that is laid out as a repository,
-``<model>/<version>/model.onnx``, is served as it is.
+``hf://OWNER/MODEL@REVISION`` is a repository of one model, named ``MODEL``. Its version 1 is the file ``model.onnx`` or
+``onnx/model.onnx`` of the revision, with its weights. A revision that has the layout of a repository,
+``<model>/<version>/model.onnx``, is served as a repository.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class HubStore:
         self._timeout_s = timeout_s
         self._commit = ""
         self._paths: dict[str, str] = {}
-        """By the path in the repository, that on the hub."""
+        """Paths on the hub, by path in the repository."""
 
     def list(self, known: Mapping[str, StoredObject]) -> list[StoredObject]:
         try:
@@ -63,9 +63,9 @@ class HubStore:
         name = self._paths.get(found.path)
         if name is None:
             raise StoreError("the revision has no such file any more", is_final=True)
-        digest = hashlib.sha1(b"blob %d\0" % found.size, usedforsecurity=False)  # as git makes it
+        digest = hashlib.sha1(b"blob %d\0" % found.size, usedforsecurity=False)  # git's digest of a blob
         url = hf_hub_url(self._url.host, name, revision=self._commit, endpoint=self._api.endpoint)
-        token = get_token()  # removed by the client where the hub redirects to another host
+        token = get_token()  # the client removes it when the hub redirects to another host
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             with get_session().stream(
@@ -77,7 +77,7 @@ class HubStore:
                     yield piece
         except Exception as error:  # noqa: BLE001
             raise _explain(error) from None
-        # Files with a SHA-256 digest are checked by it. The others must not be of a revision that was listed later.
+        # The caller checks files that have a SHA-256 digest. Others must not belong to a revision listed later.
         if not found.sha256 and _GIT_DIGEST.fullmatch(found.tag) and digest.hexdigest() != found.tag:
             raise StoreError(f"expected the git digest {found.tag}, got {digest.hexdigest()}")
 
@@ -86,7 +86,7 @@ class HubStore:
 
 
 def plan_paths(model: str, names: list[str]) -> dict[str, str]:
-    """By the path in a repository, the files of a revision that it takes.
+    """The files of a revision that are served, by path in the repository.
 
     Raises:
         StoreError: No file can be served.

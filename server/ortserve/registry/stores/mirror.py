@@ -1,7 +1,7 @@
-"""A repository in a store as a folder on the disk, which the rest of the registry reads like any repository.
+"""Mirrors a repository in a store into a folder, which the rest of the registry reads like any repository.
 
-A model appears in the folder as a whole: its files are linked into a tree beside the folder, and a link to the tree is
-renamed in. Files that did not change keep their inodes, so that a new version does not reload the others.
+A model appears in the folder in one step: its files are linked into a tree beside the folder, then a symbolic link to
+the tree is renamed into the folder. Unchanged files keep their inodes, so a new version does not reload the others.
 """
 
 import logging
@@ -44,7 +44,8 @@ logger: Final = logging.getLogger(__name__)
 _MODELS_SIDE_BY_SIDE: Final = 4
 _FIRST_RETRY_NS: Final = 10 * 10**9
 _MAX_RETRY_NS: Final = 3600 * 10**9
-"""Between two attempts at a model whose objects have not changed. The wait doubles: each may fetch gigabytes."""
+"""Maximum wait between attempts at a model whose objects have not changed. The wait doubles with each failure, because
+an attempt may fetch gigabytes."""
 
 Objects: TypeAlias = Mapping[str, StoredObject]
 _Signature: TypeAlias = tuple[bool, tuple[int, ...], tuple[tuple[str, int, str], ...]]
@@ -61,12 +62,12 @@ class _Failure:
 
 @dataclass(slots=True)
 class MirrorCounts:
-    """What metrics show of one repository.
+    """Values for the metrics of one repository.
 
     Attributes:
         is_up: Whether the last listing succeeded.
-        failed_lists: Listings that failed.
-        failed_models: Attempts at a model that failed.
+        failed_lists: Number of failed listings.
+        failed_models: Number of failed attempts to fetch a model.
     """
 
     is_up: bool = False
@@ -76,18 +77,21 @@ class MirrorCounts:
 
 @dataclass(slots=True)
 class _State:
-    """What the mirror knows; changed under its lock."""
+    """State of a mirror, changed under its lock.
+
+    Entries are folders of models and single-file models. ``placed`` and ``failures`` are by entry.
+    """
 
     objects: dict[str, StoredObject] = field(default_factory=dict)
     entries: Mapping[str, Objects] = field(default_factory=dict)
     placed: dict[str, _Signature] = field(default_factory=dict)
     failures: dict[str, _Failure] = field(default_factory=dict)
     is_known: bool = False
-    """Whether the store or the cache gave a listing."""
+    """Whether a listing from the store or the cache exists."""
 
 
 class Mirror:
-    """Copies the models of one store that are to be loaded. Any thread; ``sync`` blocks on the network."""
+    """Fetches models of one store into its folder. Any thread; ``names`` and ``sync`` block on the network."""
 
     def __init__(
         self,
@@ -104,14 +108,14 @@ class Mirror:
         """Fetch nothing yet.
 
         Args:
-            url: Of the repository; logs show it.
-            store: Of the repository.
-            cache: Of the server.
-            folder: In the cache's view; created empty.
-            defaults: Hold for options that a model's own configuration does not set.
-            files: Threads on which files are fetched, those of all mirrors.
+            url: Address of the repository; logs show it.
+            store: Store of the repository.
+            cache: Cache of the server.
+            folder: New folder in the cache's view; created here.
+            defaults: Values of options that a model's own configuration does not set.
+            files: Threads that fetch files, shared by all mirrors.
             clock: Monotonic nanoseconds.
-            checks_etags: Whether ETags that look like MD5 digests are compared with the contents.
+            checks_etags: Whether ETags that look like MD5 digests must match the contents.
         """
         self.url: Final = url
         self.folder: Final = folder
@@ -128,13 +132,13 @@ class Mirror:
         self._reported = ""
         self._listed_ns = 0
         self.named_versions: Callable[[str], Collection[int]] = lambda _: ()
-        """Versions of a model that are fetched, too, if the store has them. Called on any thread."""
+        """Returns versions of a model to fetch in addition, if the store has them. Called on any thread."""
         folder.mkdir()
 
     def names(self, max_age_s: float) -> list[str]:
-        """The models of the store, according to a listing of at most this age, if the store gives one."""
+        """Names of the models in the store. Lists the store again if the last listing is older than ``max_age_s``."""
         if self._clock() >= self._listed_ns + max_age_s * 1e9:
-            self._listed_ns = self._clock()  # A failed listing is not repeated at once either.
+            self._listed_ns = self._clock()  # Also delays the next attempt if the listing fails.
             try:
                 self._list()
             except StoreError as error:
@@ -143,15 +147,15 @@ class Mirror:
 
     @property
     def is_known(self) -> bool:
-        """Whether the store or the cache gave a listing."""
+        """Whether a listing from the store or the cache exists."""
         return self._state.is_known
 
     def has_any(self, names: Collection[str]) -> bool:
-        """Whether the last listing has a model of one of the names."""
+        """Whether the last listing has any of the named models."""
         return any(model_name(entry) in names for entry in self._state.entries)
 
     def problems(self) -> list[ModelSource]:
-        """The models whose present files could not be fetched. From any thread."""
+        """Sources of the models whose current files could not be fetched, with the problem. Any thread."""
         with self._lock:
             return [
                 ModelSource(model_name(entry), is_required=failure.is_required, problem=failure.problem)
@@ -159,13 +163,14 @@ class Mirror:
             ]
 
     def sync(self, names: Collection[str] | None = None, *, with_all_versions: bool = False) -> None:
-        """Bring models of the folder up to date. A model that cannot be fetched keeps the files that it has.
+        """Update models in the folder. A model that cannot be fetched keeps its current files.
 
-        Before the store could be listed once, the models that are complete in the cache are used.
+        A model that is gone from the store is removed from the folder. If the store has never been listed and cannot be
+        listed now, the models that are complete in the cache are used.
 
         Args:
-            names: Of models; None for all: then models that are gone from the store leave the folder.
-            with_all_versions: Whether versions that the configuration does not choose are fetched, too.
+            names: Names of the models to update; None for all.
+            with_all_versions: Whether to fetch versions that the configuration does not choose, too.
 
         Raises:
             StoreError: The store cannot be listed. Then nothing has changed.
@@ -194,21 +199,21 @@ class Mirror:
                         threads.submit(self._try_to_place, entry, objects, with_all_versions, is_offline)
         finally:
             self._store.settle()
-        present = self._state.entries.keys()  # of the latest listing, which may be that of another thread
+        present = self._state.entries.keys()  # from the latest listing, which another thread may have made
         placed = {entry for entry in list(self._state.placed) if names is None or model_name(entry) in names}
         self._remove(placed - present)
         with self._lock:
             for entry in self._state.failures.keys() - present:
                 self._state.failures.pop(entry, None)
         if due and not is_offline:
-            others = self._cache.read_listing(self.url)  # with the digests of files that other processes fetched
+            others = self._cache.read_listing(self.url)  # has digests of files that other processes fetched
             self._cache.write_listing(self.url, with_known_digests(self._state.objects.values(), others).values())
         if is_offline and not self._state.placed:
             self._state = _State()
             raise StoreError("the store cannot be listed, and the cache has no complete model of it")
 
     def release(self, name: str) -> None:
-        """Remove a model that is not loaded any more; its contents may leave the cache when others need the room."""
+        """Remove an unloaded model from the folder. The cache may then evict its contents."""
         self._remove({name, f"{name}.onnx"} & self._state.placed.keys())
 
     def _list(self) -> None:
@@ -221,7 +226,7 @@ class Mirror:
             raise
         self._listed_ns = self._clock()
         with self._lock:
-            for path, one in self._state.objects.items():  # digests of fetches that ended meanwhile
+            for path, one in self._state.objects.items():  # digests from fetches that have ended since
                 if path in listed and one.tag == listed[path].tag and one.sha256:
                     listed[path] = one
             self._state.objects = listed
@@ -233,7 +238,7 @@ class Mirror:
             log_event(logger, logging.INFO, "the store can be listed again", repository=self.url)
 
     def _report(self, error: StoreError) -> None:
-        if error.message != self._reported:  # once per change, not at every poll
+        if error.message != self._reported:  # logged once per change, not at every poll
             self._reported = error.message
             message = "the store cannot be listed, its loaded models keep serving"
             log_event(logger, logging.ERROR, message, repository=self.url, reason=error.message)
@@ -252,13 +257,13 @@ class Mirror:
         signature = self._sign(entry, objects, with_all_versions)
         if self._state.placed.get(entry) == signature:
             with self._lock:
-                self._state.failures.pop(entry, None)  # of objects that are not there any more
+                self._state.failures.pop(entry, None)  # it is about objects that the store no longer has
             return False
         failure = self._state.failures.get(entry)
         return is_retry or failure is None or failure.signature != signature or self._clock() >= failure.due_ns
 
     def _sign(self, entry: str, objects: Objects, with_all_versions: bool) -> _Signature:
-        """What an entry is made of."""
+        """The objects of an entry, and the choice of versions. A failed or placed entry is due when this changes."""
         named = tuple(sorted(self.named_versions(model_name(entry))))
         return with_all_versions, named, tuple(sorted((one.path, one.size, one.tag) for one in objects.values()))
 
@@ -313,16 +318,16 @@ class Mirror:
             more = [one for one in needed_objects(entry, objects, listed, versions) if one not in first]
             self._take(more, tree, digests, is_offline)
         (folder / DIGESTS_FILE).unlink(missing_ok=True)
-        for version in listed:  # Versions that are not fetched exist, so that the configuration chooses as above.
+        for version in listed:  # Also creates folders of other versions, so that the configuration chooses as above.
             (folder / version).mkdir(parents=True, exist_ok=True)
         self._show(entry, folder)
 
     def _take(self, objects: Iterable[StoredObject], tree: Path, digests: Mapping[str, str], is_offline: bool) -> None:
-        """Link objects into a tree, those that the cache lacks after fetching them side by side."""
+        """Link objects into a tree. Objects that the cache lacks are first fetched, concurrently."""
         missing = []
         for one in objects:
             if (expected := digests.get(one.path)) and one.sha256 and one.sha256 != expected:
-                one = StoredObject(one.path, one.size, one.tag)  # Fetched before the digest was written: look again.
+                one = StoredObject(one.path, one.size, one.tag)  # Fetched before the digest was written: fetch again.
             if not one.sha256 or not self._cache.link(one, tree / one.path):
                 missing.append(one)
         if not missing:
@@ -360,7 +365,7 @@ class Mirror:
                 self._state.objects[one.path] = StoredObject(one.path, one.size, one.tag, digest)
 
     def _show(self, entry: str, placed: Path) -> None:
-        """Replace an entry of the folder in one step. The tree that it named before is removed."""
+        """Replace an entry of the folder in one step, and remove its previous tree."""
         shown = self.folder / entry
         before = shown.resolve() if shown.is_symlink() else None
         link = self._cache.new_path()
@@ -374,7 +379,7 @@ class Mirror:
             shown = self.folder / entry
             with self._lock:
                 if self._state.placed.pop(entry, None) is None or not shown.is_symlink():
-                    continue  # another thread removed it
+                    continue  # another thread has removed it
                 tree = shown.resolve().parent
                 shown.unlink()
             shutil.rmtree(tree, ignore_errors=True)

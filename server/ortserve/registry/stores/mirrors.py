@@ -1,4 +1,4 @@
-"""All mirrors of a server, as the registry uses them: kept up to date on threads of their own."""
+"""The mirrors of a server, for the registry. They run on threads of their own."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,36 +19,37 @@ from ortserve.registry.stores.objects import Store, StoreError
 from ortserve.telemetry.readings import StoreReading, StoresReading
 
 _FILES_SIDE_BY_SIDE: Final = 8
-"""Of all models together. One connection to a store gives about 100 MB/s."""
+"""Maximum number of concurrent fetches, for all models. One connection to a store reaches about 100 MB/s."""
 _SYNCS_SIDE_BY_SIDE: Final = 4
-"""Loads of different models; further ones wait."""
+"""Maximum number of concurrent calls of mirrors. Further calls wait."""
 _NAMES_MAX_AGE_S: Final = 10.0
-"""Of the names in the repository index, so that its requests do not each list the stores."""
+"""Maximum age of the names in the repository index, so that not every request for it lists the stores."""
 
 _Result = TypeVar("_Result")
 
 
 class Mirrors:
-    """The repositories of a server that are in stores. Loop thread only, but for ``reading``."""
+    """The repositories of a server that are in stores. Loop thread only, except ``reading``."""
 
     def __init__(self, mirrors: Sequence[Mirror], cache: StoreCache) -> None:
         self._mirrors = mirrors
         self._cache = cache
-        # Not asyncio's own threads, on which other calls would wait for a slow store.
+        # Threads of their own, because on asyncio's threads other calls would wait for a slow store.
         self._threads = ThreadPoolExecutor(_SYNCS_SIDE_BY_SIDE, thread_name_prefix="stores")
 
     def follow(self, named_versions: Callable[[str], Collection[int]]) -> None:
-        """Also fetch these versions of a model, if the store has them. The function is called on any thread."""
+        """Set the function that names versions of a model to fetch in addition, if they exist. Called on any thread."""
         for mirror in self._mirrors:
             mirror.named_versions = named_versions
 
     async def sync(self, names: Collection[str] | None = None, *, with_all_versions: bool = False) -> None:
-        """Bring the folders up to date, as ``Mirror.sync``.
+        """Update the folders, as ``Mirror.sync`` does.
 
-        Once a store was listed, other repositories are followed and loaded from while it cannot be listed.
+        If a store that was listed before cannot be listed, the other repositories are still updated.
 
         Raises:
-            ServeError: not_ready, if a store cannot be listed that never was, or that had one of ``names``.
+            ServeError: not_ready, if a store cannot be listed and has never been listed, or its last listing has one of
+                ``names``.
         """
         calls = [partial(mirror.sync, names, with_all_versions=with_all_versions) for mirror in self._mirrors]
         results = await asyncio.gather(*map(self._run, calls), return_exceptions=True)
@@ -61,24 +62,24 @@ class Mirrors:
                 raise result
 
     async def names(self) -> set[str]:
-        """The models that are in the stores, according to listings of the last seconds."""
+        """Names of the models in the stores, from listings that are at most a few seconds old."""
         calls = [partial(mirror.names, _NAMES_MAX_AGE_S) for mirror in self._mirrors]
         return {name for names in await asyncio.gather(*map(self._run, calls)) for name in names}
 
     async def release(self, name: str) -> None:
-        """Give up the files of a model that was unloaded."""
+        """Release the files of an unloaded model."""
         for mirror in self._mirrors:
             await self._run(partial(mirror.release, name))
 
     def with_problems(self, sources: Iterable[ModelSource]) -> list[ModelSource]:
-        """The sources, sorted by name, with those of models that could not be fetched in place of older files."""
+        """The sources, sorted by name. A model whose current files could not be fetched has a problem as its source."""
         found = {source.name: source for source in sources}
         for mirror in self._mirrors:
             found.update((source.name, source) for source in mirror.problems())
         return [found[name] for name in sorted(found)]
 
     def reading(self) -> StoresReading:
-        """For the metrics, on the scraping thread."""
+        """The values for the metrics. Called on the scraping thread."""
         stores = [
             StoreReading(
                 mirror.url,
@@ -92,7 +93,7 @@ class Mirrors:
         return StoresReading(stores, self._cache.size_bytes())
 
     async def close(self) -> None:
-        """Remove the folders. No model is loaded any more."""
+        """Remove the folders. Call it when no model is loaded any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._cache.close)
 
@@ -103,7 +104,7 @@ class Mirrors:
 def open_repositories(
     repositories: Iterable[Path | RepositoryUrl], options: StoreOptions, defaults: LoadOptions, clock: Clock
 ) -> tuple[list[Path], Mirrors | None]:
-    """The folders of all repositories in their order, and the mirrors of those that are in stores.
+    """Open all repositories. Returns their folders in order, and the mirrors of those in stores, or None.
 
     Raises:
         ServeError: invalid_input, if the cache cannot be used or a client library is missing or misconfigured.

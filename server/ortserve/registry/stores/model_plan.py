@@ -1,4 +1,4 @@
-"""Which objects of a model a load needs: its configuration, the versions to serve, and what lies beside them."""
+"""Chooses the objects of a model that a load needs: its configuration, the versions to serve, and other files."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -14,17 +14,18 @@ from ortserve.registry.repository.source import versions_to_serve
 from ortserve.registry.stores.objects import StoredObject, StoreError
 
 DIGESTS_FILE: Final = "SHA256SUMS"
-"""Of a model, as ``sha256sum`` writes it, with paths relative to the model's folder. It is not part of the model."""
+"""File with the digests of a model, in the format of ``sha256sum``. Paths are relative to the model's folder. The file
+is not part of the model."""
 MAX_DIGESTS_BYTES: Final = 16 << 20
 MAX_OPTIONS_BYTES: Final = 16 << 20
 _DIGEST_LINE: Final = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 
 
 def first_objects(objects: Mapping[str, StoredObject]) -> list[StoredObject]:
-    """The objects of a model's folder that say which others are needed.
+    """The objects in a model's folder that determine which others are needed.
 
     Raises:
-        StoreError: One is too large.
+        StoreError: An object is too large.
     """
     found = []
     for known in objects.values():
@@ -38,7 +39,7 @@ def first_objects(objects: Mapping[str, StoredObject]) -> list[StoredObject]:
 
 
 def listed_versions(entry: str, objects: Iterable[StoredObject]) -> dict[str, int]:
-    """The version folders of a model, with their numbers. An empty folder is an empty object of its name."""
+    """The version folders of a model, with their numbers. An empty object with such a name is an empty folder."""
     found: dict[str, int] = {}
     for known in objects:
         name, _, rest = known.path.removeprefix(f"{entry}/").partition("/")
@@ -50,10 +51,10 @@ def listed_versions(entry: str, objects: Iterable[StoredObject]) -> dict[str, in
 def wanted_versions(
     entry: str, folder: Path, listed: Mapping[str, int], defaults: LoadOptions, named: Collection[int] = ()
 ) -> set[str] | None:
-    """The version folders that would serve, according to the configuration in ``folder`` and to ``named``.
+    """The version folders to serve, according to the configuration in ``folder`` and to ``named``.
 
     Returns:
-        None for an invalid configuration, which the repository reports; it needs no version.
+        None for an invalid configuration, which needs no versions. The reader of the repository reports it.
     """
     options = [file for name in (OPTIONS_FILE, TRITON_OPTIONS_FILE) if is_file(file := folder / name)]
     if len(options) > 1:
@@ -69,7 +70,7 @@ def wanted_versions(
 def needed_objects(
     entry: str, objects: Mapping[str, StoredObject], listed: Mapping[str, int], wanted: set[str]
 ) -> list[StoredObject]:
-    """The objects of the wanted versions, and those in no version folder."""
+    """The objects of the wanted versions, and objects outside version folders."""
     left_out = listed.keys() - wanted
     empty_folders = {f"{entry}/{name}" for name in listed}
     return [
@@ -78,10 +79,10 @@ def needed_objects(
 
 
 def read_digests(file: Path) -> dict[str, str]:
-    """The digests in a ``SHA256SUMS``, by path; empty if there is no such file.
+    """Read the digests in a ``SHA256SUMS``, by path. Returns nothing if the file does not exist.
 
     Raises:
-        StoreError: It is malformed.
+        StoreError: The file is malformed.
     """
     try:
         lines = file.read_text().splitlines()
@@ -99,9 +100,9 @@ def read_digests(file: Path) -> dict[str, str]:
 
 
 def missing_objects(digests: Iterable[str], entry: str, objects: Mapping[str, StoredObject], wanted: set[str]) -> str:
-    """A file that ``SHA256SUMS`` lists, a load needs, and the store does not have; empty if there is none.
+    """A file that ``SHA256SUMS`` lists and a load needs, but the store lacks; empty if no file is missing.
 
-    An object store has no complete folders: a version whose upload has not ended is recognised by this alone.
+    This is the only sign of a version whose upload has not ended, because object stores upload each object separately.
     """
     listed = listed_versions(entry, [StoredObject(f"{entry}/{path}", 0, "") for path in digests])
     for path in digests:

@@ -1,7 +1,7 @@
-"""S3, Google Cloud Storage and Azure Blob Storage, by obstore, which only this module and ``archive`` import.
+"""Reads S3, Google Cloud Storage and Azure Blob Storage by obstore, which only this module and ``archive`` import.
 
-Credentials come from each provider's own chain: the client's environment variables, web identity tokens, container
-credentials and metadata services.
+Credentials come from each provider's own chain: environment variables, web identity tokens, container credentials and
+metadata services.
 """
 
 import os
@@ -23,27 +23,27 @@ _CONNECT_S: Final = 5.0
 _MAX_REASON: Final = 300
 _SECRET_NAMES: Final = re.compile("SECRET|TOKEN|KEY|PASSWORD|SIGNATURE|SAS|CREDENTIAL")
 _MIN_SECRET: Final = 4
-"""Shorter values, such as ``true``, would remove words of messages."""
+"""Minimum length of a value to redact. Shorter values might be words of the message."""
 _MODIFIED: Final = "modified "
 _TRUE: Final = ("1", "true", "yes", "on")
 
 
 def client_config(timeout_s: float) -> "ClientConfig":
-    """Time limits of one connection; plain HTTP only if the provider's own variable allows it."""
+    """Options of the client: time limits of connections. Plain HTTP is allowed only by a variable of the provider."""
     allows_http = any(
         os.environ.get(f"{provider}_ALLOW_HTTP", "").lower() in _TRUE for provider in ("AWS", "AZURE", "GOOGLE")
     )
     return {
         "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
         "read_timeout": timedelta(seconds=timeout_s),
-        "timeout": timedelta(days=1),  # of a whole object, however large; a silent one ends after read_timeout
+        "timeout": timedelta(days=1),  # for a whole object of any size; read_timeout ends a silent connection
         "user_agent": "ortserve",
         "allow_http": allows_http,
     }
 
 
 def retry_config(timeout_s: float) -> "RetryConfig":
-    """Retries of connection errors and of 5xx and 429 answers, with backoff."""
+    """Options for retries, with backoff, of connection errors and of 5xx and 429 answers."""
     return {
         "max_retries": _MAX_RETRIES,
         "retry_timeout": timedelta(seconds=timeout_s),
@@ -52,13 +52,13 @@ def retry_config(timeout_s: float) -> "RetryConfig":
 
 
 class ObjectStore:
-    """A prefix of a bucket."""
+    """A store of the objects with a prefix in a bucket."""
 
     def __init__(self, url: RepositoryUrl, timeout_s: float) -> None:
         """Connect to nothing yet.
 
         Raises:
-            StoreError: The client's own variables are unusable.
+            StoreError: The environment variables of the client are unusable.
         """
         from obstore.store import from_url
 
@@ -90,19 +90,19 @@ class ObjectStore:
 
 
 def tag_of(meta: Mapping[str, Any]) -> str:
-    """The ETag of an object, without quotes, which some listings leave out, or its time of modification."""
+    """The ETag of an object without quotes, or its modification time. Some listings have no quotes around ETags."""
     return (meta["e_tag"] or "").strip('"') or _MODIFIED + meta["last_modified"].isoformat()
 
 
 def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
-    """The content of an object that has this size and tag, in pieces.
+    """Read the content of an object with this size and tag, in pieces.
 
     Raises:
-        StoreError: It cannot be read or has changed.
+        StoreError: The object cannot be read, or has changed.
     """
     import obstore
 
-    # A weak ETag matches no If-Match (RFC 9110, 13.1.1).
+    # If-Match never matches a weak ETag (RFC 9110, 13.1.1).
     is_strong = not tag.startswith((_MODIFIED, "W/"))
     try:
         result = obstore.get(store, path, options={"if_match": f'"{tag}"'} if is_strong else {})
@@ -119,9 +119,9 @@ def read_object(store: Any, path: str, size: int, tag: str) -> Iterator[bytes]:
 
 
 def explain(error: Exception) -> StoreError:
-    """The error of the client in one line, without addresses, queries and values of secret variables.
+    """Convert an error of the client to one line without addresses, queries and values of secret variables.
 
-    It is final, because the client has retried.
+    The error is final, because the client has already retried.
     """
     from obstore.exceptions import PreconditionError
 
@@ -138,7 +138,7 @@ def explain(error: Exception) -> StoreError:
 
 
 def redact(text: str) -> str:
-    """One line without addresses and the values of secret variables, for clients and logs."""
+    """Remove addresses and the values of secret variables from a text, for clients and logs. Returns one line."""
     text = re.sub(r"\S*://\S*", "…", text)
     for name, value in os.environ.items():
         if len(value) >= _MIN_SECRET and _SECRET_NAMES.search(name.upper()):

@@ -1,4 +1,4 @@
-"""What a store offers: objects with a size and a tag, and their contents. Mirrors read stores; tests replace them."""
+"""The interface of a store: objects with a size and a tag, and their contents. Mirrors read stores."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 MAX_OBJECTS: Final = 100_000
-"""Of one repository. A listing is kept in memory and read at each poll."""
+"""Maximum number of objects of one repository. A listing is held in memory and read at each poll."""
 MAX_DEPTH: Final = 16
 _MAX_NAME_BYTES: Final = 255
 _MAX_PATH_BYTES: Final = 1024
@@ -17,8 +17,8 @@ class StoreError(Exception):
     """A store cannot be listed, or an object cannot be fetched.
 
     Attributes:
-        message: Contains neither addresses nor credentials: clients see it in the repository index.
-        is_final: Whether a retry within seconds is useless.
+        message: The problem, without addresses and credentials, because clients see it in the repository index.
+        is_final: Whether a retry within seconds cannot help.
     """
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
@@ -32,10 +32,10 @@ class StoredObject:
     """An object of a repository.
 
     Attributes:
-        path: Relative to the repository, with ``/``.
-        size: Bytes.
-        tag: Changes with the content: an ETag, or the time of the last modification.
-        sha256: Of the content, if the store or an earlier fetch knows it; otherwise empty.
+        path: Path relative to the repository, separated by ``/``.
+        size: Size in bytes.
+        tag: A text that changes with the content: an ETag, a digest or the modification time.
+        sha256: Digest of the content, if known from the store or an earlier fetch; otherwise empty.
     """
 
     path: str
@@ -45,12 +45,12 @@ class StoredObject:
 
     @property
     def md5(self) -> str:
-        """The MD5 digest that the tag seems to be; empty for other tags."""
+        """The tag, if it looks like an MD5 digest; otherwise empty."""
         return self.tag if _MD5.fullmatch(self.tag) else ""
 
     @property
     def entry(self) -> str:
-        """The first part of the path: the folder of a model, or the file of one."""
+        """The first part of the path: the folder of a model, or the file of a single-file model."""
         return self.path.partition("/")[0]
 
 
@@ -58,7 +58,7 @@ class Store(Protocol):
     """A repository in a store. Any thread; all calls block."""
 
     def list(self, known: Mapping[str, StoredObject]) -> Iterable[StoredObject]:
-        """All objects. ``known`` is the last listing, for stores that can tell whether it still holds.
+        """List all objects. ``known`` is the last listing, for stores that can tell whether it is still valid.
 
         Raises:
             StoreError: The store cannot be listed.
@@ -66,25 +66,25 @@ class Store(Protocol):
         ...
 
     def read(self, found: StoredObject) -> Iterator[bytes]:
-        """The content of an object in pieces.
+        """Read the content of an object in pieces.
 
         Raises:
-            StoreError: It cannot be read, or has changed since it was listed.
+            StoreError: The object cannot be read, or has changed since it was listed.
         """
         ...
 
     def settle(self) -> None:
-        """Free what was kept between ``list`` and ``read``."""
+        """Free resources that were kept between ``list`` and ``read``."""
         ...
 
 
 def model_name(entry: str) -> str:
-    """The name of the model that an entry of a repository is: a folder, or a file ``<name>.onnx``."""
+    """The name of the model in an entry of a repository: a folder, or a file ``<name>.onnx``."""
     return entry.removesuffix(".onnx")
 
 
 def path_problem(path: str) -> str:
-    """Why a path cannot be written below a folder; empty if it can."""
+    """Why a path must not or cannot be written below a folder; empty if it can."""
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in path or not path.isprintable():
         return f"expected names without '..', '\\' and characters that cannot be printed, got {path[:200]!r}"
@@ -101,10 +101,10 @@ def path_problem(path: str) -> str:
 
 
 def group_by_entry(objects: Iterable[StoredObject]) -> dict[str, dict[str, StoredObject]]:
-    """The objects of each entry that a repository may serve, by path.
+    """Group the objects of each entry that a repository may serve, by path.
 
-    Left out are entries that no file system can have, those that begin with a dot, files beside the models, and the
-    empty objects that some programs write for folders with files.
+    Left out are entries with names that ``path_problem`` rejects or that begin with a dot, files beside the models, and
+    the empty objects that some programs write for folders that contain files.
     """
     found = {known.path: known for known in objects}
     folders = {path[: match.start()] for path in found for match in re.finditer("/", path)}
