@@ -103,7 +103,7 @@ class Parts:
 
 
 def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str]) -> Parts:
-    """Create the parts of a server. ``origins`` are those of the options that are set.
+    """Create the parts of a server. ``origins`` says where each option that is set was set.
 
     Raises:
         ServeError: invalid_input, with the option of an unusable file, or with an unknown execution provider.
@@ -233,7 +233,7 @@ def compose(options: ServerOptions, switches: LogSwitches, origins: Mapping[str,
 
 
 def _state_folder(options: ServerOptions) -> Path | None:
-    """Where the server keeps what calls change; None if it has no place for it."""
+    """The folder of the state that calls change; None if the server has no folder for it."""
     if options.state_dir is not None:
         return options.state_dir
     first = next((folder for folder in options.repositories if isinstance(folder, Path)), None)
@@ -255,7 +255,7 @@ def _polling(options: ServerOptions, registry: Registry) -> BusyPolling | None:
 
 
 def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
-    """Raises ServeError: invalid_input."""
+    """Start the export of traces; None if no traces are exported. Raises ServeError: invalid_input."""
     tracing = start_tracing(
         os.environ,
         endpoint=options.otlp_endpoint,

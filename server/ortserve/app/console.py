@@ -1,4 +1,4 @@
-"""The parts of the console, which the server starts and whose routes the HTTP port has."""
+"""Creates the parts of the console. The server starts them, and the HTTP port serves their routes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

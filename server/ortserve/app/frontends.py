@@ -161,7 +161,7 @@ class Frontends:
         )
 
     def _load_admission(self, protocol: str) -> BodyAdmission:
-        """Of the bodies that load models. They are no requests of a model, so rejected ones are not counted."""
+        """The admission of bodies that load models. They are no requests of a model: rejected ones are not counted."""
         return BodyAdmission(protocol, self.inference.gate.hold, None, max_body_bytes=self.options.max_body_bytes)
 
     def _calls(self, infer: InferCalls, admission: BodyAdmission, streams: Streams) -> list[Calls]:

@@ -31,8 +31,8 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
     """Serve until SIGTERM or SIGINT, then drain and end the process with status 0. A second signal kills it at once.
 
     Args:
-        options: Of the server.
-        origins: Where those that are set were set, for the console.
+        options: Options of the server.
+        origins: Where each option that is set was set, for the console.
 
     Returns:
         The exit status 1, if the server cannot start.

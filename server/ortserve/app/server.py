@@ -26,14 +26,14 @@ _MIN_CLOSING_S: Final = 1.0
 """Minimum time for closing models, whose last runs may outlast their callers."""
 
 _FLUSH_S: Final = 5.0
-"""Time limit for writing the recorded requests that still wait."""
+"""Time limit for writing the recorded requests that are still queued."""
 
 
 class Server:
     """All ports, models and tasks of one server process. Loop thread only."""
 
     def __init__(self, options: ServerOptions, switches: LogSwitches, origins: Mapping[str, str] | None = None) -> None:
-        """Create all parts without opening a port. ``origins`` are those of the options that are set.
+        """Create all parts without opening a port. ``origins`` says where each option that is set was set.
 
         Raises:
             ServeError: invalid_input, as ``compose``.
@@ -164,7 +164,7 @@ class Server:
         return is_whole
 
     async def stop(self) -> None:
-        """Close everything that is open. After ``drain`` that is the metrics port, which stays open until its end."""
+        """Close everything that is still open. After ``drain`` that is the metrics port, which is open until then."""
         await asyncio.gather(self._parts.http.stop(0), self._parts.grpc.stop(0))
         self._parts.traces.close()
         self._parts.watchdog.stop()

@@ -43,7 +43,7 @@ class Watchdog:
         self._answered_ns = 0
         self._stalls = 0
         self._stalled_ns = 0  # of finished stalls
-        self._since_ns = 0  # begin of the current stall; 0 if there is none
+        self._since_ns = 0  # beginning of the current stall; 0 if there is none
         self._logged_ns = clock() - _LOG_EVERY_NS
         self._unlogged = 0
 

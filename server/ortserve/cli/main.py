@@ -17,7 +17,7 @@ _TOOLS = (
     *("golden", "models"),
 )
 _OPENS_MODELS = ("serve", "profile", "bench", "compare", "optimize", "quantize", "tune")
-"""The server, and the commands whose figures should be those of the server."""
+"""Commands that restart with huge pages: the server, and the tools whose figures should match those of the server."""
 _TOOLS_NEED = (
     *("onnxruntime", "rich", "jinja2", "onnx", "matplotlib", "psutil", "squarify"),
     *("onnx_ir", "onnxscript", "onnxslim", "optuna", "ruamel", "sympy"),

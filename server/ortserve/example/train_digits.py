@@ -84,10 +84,10 @@ def train(images: np.ndarray, labels: np.ndarray) -> torch.nn.Sequential:
 
 
 def export(network: torch.nn.Sequential) -> onnx.ModelProto:
-    """Write the trained network down as ONNX.
+    """Export the trained network to ONNX.
 
     Input: ``image`` FP32 [batch, 1, 8, 8], values 0..16. Outputs: ``probabilities`` FP32 [batch, 10] and ``label``
-    INT64 [batch]. The graph is spelled out here rather than traced: nine nodes with names of our choosing.
+    INT64 [batch]. The graph is written out here instead of traced: nine nodes with chosen names.
     """
     weights = {name: value.detach().numpy() for name, value in network.named_parameters()}
     initializers = [
@@ -147,7 +147,7 @@ def count_correct(network: torch.nn.Sequential, model: onnx.ModelProto, images: 
 
 
 def describe(correct: int, total: int, train_total: int) -> str:
-    """Say in Markdown what the model is, how good, and how it came to be."""
+    """Describe the model in Markdown: its tensors, its accuracy and its origin."""
     versions = ", ".join(
         [
             f"Python {platform.python_version()}",
@@ -191,7 +191,7 @@ def main() -> None:
 
 
 def _shifted(images: torch.Tensor) -> torch.Tensor:
-    """Move each image by up to one pixel each way, at random: the only augmentation, and what digits really do."""
+    """Move each image by up to one pixel in each direction, at random. This is the only augmentation."""
     padded = torch.nn.functional.pad(images, (1, 1, 1, 1))
     corners = torch.randint(0, 3, (len(images), 2)).tolist()
     return torch.stack([image[:, y : y + 8, x : x + 8] for image, (y, x) in zip(padded, corners, strict=True)])

@@ -1,1 +1,1 @@
-"""``ortserve check``: everything that a load of a repository's models would check, without serving."""
+"""``ortserve check``: makes all checks that a server makes when it loads a repository, without serving."""

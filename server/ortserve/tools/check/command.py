@@ -1,4 +1,4 @@
-"""``ortserve check``: loads the models of a repository as the server would, each version in another process."""
+"""``ortserve check``: loads the models of a repository as the server would, each version in a process of its own."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What ``ortserve check --json`` prints."""
+"""The result of ``ortserve check``, as ``--json`` prints it."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from ortserve.tools.report import Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """The versions of a repository that would serve, each loaded in another process.
+    """The versions of a repository that a server would load, each loaded in a process of its own.
 
     Attributes:
-        schema: Of this result.
-        repository: As given.
-        findings: What is wrong or unexpected, the worst first.
-        models: Each version that would serve, and each model without one.
+        schema: Name and number of this schema.
+        repository: The repository as given.
+        findings: The findings, the worst first.
+        models: Each version that a server would load, and each model without one.
     """
 
     schema: str = "ortserve.check/1"

@@ -1,3 +1,3 @@
-"""``ortserve compare``: two models side by side."""
+"""``ortserve compare``: compares outputs, speed, size and memory of two models."""
 
 __all__ = ["measure", "result"]

@@ -1,4 +1,4 @@
-"""``ortserve compare``: whether a model still computes what another one does, and what it gains."""
+"""``ortserve compare``: shows whether a model still computes the outputs of another one, and its gain."""
 
 import argparse
 import logging
@@ -77,9 +77,9 @@ def compare(arguments: argparse.Namespace) -> Outcome:
 
 
 def missed_speedup(speed: Speed, least: float) -> list[str]:
-    """Why a speed-up is not reached, as one text; empty if it is. Pure.
+    """One text that says why the least speed-up is not reached; empty if it is. Pure.
 
-    Above 1, the ratio must reach it and be beyond the noise. Up to 1, the loss must be beyond the noise to count.
+    A least speed-up above 1 must be reached by a ratio beyond the noise. One up to 1 is only missed beyond the noise.
     """
     ratio = speed.ratio
     if least > 1:

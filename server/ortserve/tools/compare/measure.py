@@ -1,4 +1,4 @@
-"""Compares two models: their outputs for the same inputs, in one process, and then their speed, each in its own."""
+"""Compares two models: their outputs for the same inputs in one process, then their speed in separate processes."""
 
 import hashlib
 import os
@@ -25,15 +25,15 @@ from ortserve.tools.signatures import signature_differences
 from ortserve.tools.speed import Feeds, Timed, compare_speed
 
 SYNTHETIC_SAMPLES: Final = 32
-"""Samples without a file of inputs."""
+"""The number of synthetic samples, if there is no file of inputs."""
 BATCH: Final = 8
-"""Rows of a run."""
+"""Default number of rows of a run."""
 SECONDS: Final = 4.0
-"""For the measurement of speed."""
+"""Default time for the measurement of speed."""
 _MOST_FEEDS: Final = 4
 """Different inputs for the measurement of speed."""
 _MOST_BYTES: Final = 1 << 28
-"""Of these inputs together."""
+"""Maximum size of these inputs together."""
 _LIMIT_S: Final = 3600.0
 SYNTHETIC_NOTE: Final = "synthetic inputs judge a model worse than real ones, so give real ones by --inputs"
 
@@ -50,11 +50,11 @@ def compare_models(
     """Compare a model with another one.
 
     Args:
-        reference: What it is compared with.
+        reference: The model that it is compared with.
         candidate: The model.
         inputs: Samples; None for synthetic ones.
-        labels: Of the samples, an ``.npy``; needs ``inputs``.
-        seconds: For the measurement of speed; 0 measures none.
+        labels: An ``.npy`` with the labels of the samples; needs ``inputs``.
+        seconds: Time for the measurement of speed; 0 measures none.
         batch: Rows of a run, if both models are batched.
 
     Raises:
@@ -76,7 +76,7 @@ def compare_models(
 def _compare_outputs(
     reference: Timed, candidate: Timed, file: Path | None, labels_file: Path | None, batch: int
 ) -> tuple[CompareResult, Sequence[Feeds]]:
-    """The result without speed, and inputs for the measurement of that."""
+    """The result without speed, and inputs for the measurement of speed."""
     first, second = reference.open_with_members(), candidate.open_with_members()
     if differences := signature_differences(first.signature, second.signature, may_narrow=True):
         raise invalid_input(f"{second.subject.path}: its interface is not that of the first model: {differences[0]}")
@@ -118,12 +118,12 @@ def measure_agreement(
     """Run both models on all samples of a file, or on synthetic ones, and compare the outputs that the candidate has.
 
     Args:
-        reference: Has all inputs and outputs of the candidate.
+        reference: The model to compare with, which has all inputs and outputs of the candidate.
         candidate: The model.
-        inputs: For the reference.
+        inputs: Inputs of the reference.
         samples: Number of synthetic samples.
-        labels: Of the samples of a file, in their order.
-        rows: Of a run; None for a usual number.
+        labels: Labels of the samples of a file, in their order.
+        rows: Rows of a run; None for ``common_rows``.
 
     Raises:
         ServeError: invalid_input: one of the models rejects the inputs, or the labels fit no output.
@@ -164,7 +164,7 @@ def read_labels(file: Path, inputs: Inputs) -> np.ndarray:
 
 
 def _batches(inputs: Inputs, rows: int, samples: int) -> Iterator[tuple[np.ndarray, Arrays]]:
-    """The positions of samples, and the samples: each of a file once, or so many synthetic ones."""
+    """Batches of samples, with their positions: each sample of a file once, or ``samples`` synthetic ones."""
     if isinstance(inputs, FileInputs):
         yield from inputs.each(rows)
     else:
@@ -174,7 +174,7 @@ def _batches(inputs: Inputs, rows: int, samples: int) -> Iterator[tuple[np.ndarr
 
 
 def _comparable(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """The numbers of an output, rows on axis 0."""
+    """The numbers of an output, with rows on axis 0."""
     numbers = as_numbers(array, spec.datatype)
     return numbers if spec.batch_axis in (None, 0) else np.moveaxis(numbers, spec.batch_axis, 0)
 

@@ -1,4 +1,4 @@
-"""The result of ``ortserve compare`` for people."""
+"""Makes reports of comparisons."""
 
 from collections.abc import Iterator
 from pathlib import Path

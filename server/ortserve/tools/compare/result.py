@@ -1,4 +1,4 @@
-"""What ``ortserve compare --json`` prints."""
+"""The result of ``ortserve compare``, as ``--json`` prints it."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ class ComparedModel:
     """One of the models.
 
     Attributes:
-        name: Of the model.
-        version: Of the model; null for a file that is in no repository.
-        path: Of the file; of an ensemble, the folder of its version.
+        name: Name of the model.
+        version: Version of the model; null for a file that is in no repository.
+        path: Path of the file; of an ensemble, the folder of its version.
         digest: SHA-256 over the file and its external data; of an ensemble, over the digests of its members.
-        nbytes: Size of the file and its external data; of an ensemble, those of its members together.
-        nodes: Of the graph as it is in the file; of an ensemble, those of its members together.
-        execution_provider: That ran it; of an ensemble, all of them.
-        threads: Of a run; of an ensemble, the most of a member.
-        provenance: Where it came from, if it has a provenance.
+        nbytes: Size of the file and its external data; of an ensemble, the sum over its members.
+        nodes: Nodes of the main graph in the file; of an ensemble, the sum over its members.
+        execution_provider: The execution provider that ran it; of an ensemble, those of all members.
+        threads: Threads of a run; of an ensemble, the maximum over its members.
+        provenance: Summary of its provenance; null without one.
     """
 
     name: str
@@ -38,16 +38,16 @@ class CompareResult:
     """Two models side by side.
 
     Attributes:
-        schema: Of this result.
-        reference: The first model, which the other one is compared with.
+        schema: Name and number of this schema.
+        reference: The first model, which the second one is compared with.
         candidate: The second model.
-        inputs: Where the inputs come from.
-        rows: Of a run; 1 if one of the models is not batched.
-        agreement: How the candidate agrees with the reference.
-        reference_speed: Of the reference; null if speed was not measured.
-        speed: Of the candidate, with its ratio to the reference; null if speed was not measured.
+        inputs: A description of the inputs.
+        rows: Rows of a run; 1 if one of the models is not batched.
+        agreement: Agreement of the candidate's outputs with the reference's.
+        reference_speed: Speed of the reference; null if it was not measured.
+        speed: Speed of the candidate, with its ratio to the reference; null if it was not measured.
         exceeded: Bounds of ``--max-error`` that are exceeded and the ``--min-speedup`` that is not reached.
-        notes: What limits the comparison.
+        notes: Limits of the comparison.
     """
 
     schema: str = "ortserve.compare/1"

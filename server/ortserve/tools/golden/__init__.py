@@ -1,3 +1,3 @@
-"""``ortserve golden``: inputs and expected outputs beside a version, which it must agree with to be served."""
+"""``ortserve golden``: inputs and expected outputs beside a version. The version must agree with them to be served."""
 
 __all__ = ["recording"]

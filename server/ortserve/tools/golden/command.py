@@ -1,4 +1,4 @@
-"""``ortserve golden``: records golden samples of a version, or checks that it agrees with those that it has."""
+"""``ortserve golden``: records golden samples of a version, or checks that the version agrees with existing ones."""
 
 import argparse
 import logging
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 _LIMIT_S: Final = 3600.0
 _SAMPLES: Final = 16
 _TIMEOUT_S: Final = 60.0
-"""Of one request to a server."""
+"""Timeout of a request to a server."""
 
 
 def build_parser() -> ToolParser:
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def _check(subject: Subject, folder: Path) -> str:
-    """How the version agrees with its samples."""
+    """Describe how the version agrees with its samples."""
     if subject.options.ensemble is not None:
         raise invalid_input(f"{subject.name} is an ensemble: use ortserve check REPOSITORY --model {subject.name}")
     if not folder.is_dir():
@@ -112,7 +112,7 @@ def _record(arguments: argparse.Namespace, subject: Subject, folder: Path) -> Re
 
 
 def _apart(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Call in another process; a version that disagrees is a failure of the command, not of its arguments."""
+    """Call a function in another process. A version that disagrees is an internal error, not an invalid argument."""
     try:
         return call_apart(_LIMIT_S, function, *arguments)
     except ServeError as error:
@@ -122,7 +122,7 @@ def _apart(function: Callable[..., _Result], *arguments: Any) -> _Result:
 
 
 def _install(staged: Path, folder: Path, before: Path) -> None:
-    """Put the samples in their place. A server that polls at this moment sees the version without samples at worst."""
+    """Move the samples to their place. At worst, a server that polls at this moment sees a version without samples."""
     if folder.exists():
         folder.rename(before)
     try:

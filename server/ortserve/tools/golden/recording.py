@@ -1,4 +1,4 @@
-"""Golden samples made and checked by models that run in this process. The commands call it in another process."""
+"""Records and checks golden samples with models in this process. Commands call it in another process."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ from ortserve.tools.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Recorded samples: their number, where the inputs come from, and how the version agrees with them."""
+    """The number of recorded samples, a description of their inputs, and how the version agrees with them."""
 
     samples: int
     origin: str
@@ -59,11 +59,12 @@ def record_samples(
     """Take inputs, run them, check that the version agrees with the outputs, and write both.
 
     Args:
-        subject: The version that gets the samples.
-        source: Computes the expected outputs, in this process or on a server; None for the version itself.
+        subject: The version to record samples for.
+        source: The model that computes the expected outputs, in this process or on a server; None for the version
+            itself.
         inputs: Samples; None for synthetic ones.
-        count: The most samples.
-        tolerances: By the name of an output.
+        count: Maximum number of samples.
+        tolerances: Tolerances by the name of an output.
         target: A new folder for the files.
 
     Raises:
@@ -105,7 +106,7 @@ def check_version(subject: Subject) -> str:
     """Load a version with its golden samples. Returns how it agrees with them; empty if it has none.
 
     Raises:
-        ServeError: invalid_input: it cannot be loaded, or disagrees.
+        ServeError: invalid_input: the version cannot be loaded, or disagrees.
     """
     with loaded_runs(subject) as (_, runs):
         golden = read_golden(golden_folder(subject.path, subject.folder, subject.options), runs.signature)
@@ -132,7 +133,7 @@ def write_samples(folder: Path, golden: GoldenSamples, signature: ModelSignature
     """Write samples into a new folder: a file for each set of shapes, and the tolerances.
 
     Raises:
-        ServeError: invalid_input, if they are too many or too large.
+        ServeError: invalid_input, if the samples are too many or too large, or have texts that cannot be recorded.
         OSError: The disk is full or cannot be written.
     """
     folder.mkdir()
@@ -169,7 +170,7 @@ def kept_tolerances(folder: Path) -> dict[str, list[ErrorBound]]:
 
 
 def _named(sample: GoldenSample, signature: ModelSignature) -> dict[str, np.ndarray]:
-    """The arrays of one sample, with an axis of length 1 for samples in front."""
+    """The arrays of one sample by name. Axis 0 has length 1 and is the axis of samples."""
     first = ... if signature.is_batched else np.newaxis
     given = zip((INPUT + spec.name for spec in signature.inputs), sample.inputs, strict=True)
     made = zip((OUTPUT + spec.name for spec in signature.outputs), sample.outputs, strict=True)
@@ -179,7 +180,7 @@ def _named(sample: GoldenSample, signature: ModelSignature) -> dict[str, np.ndar
 def _take(inputs: Inputs, signature: ModelSignature, count: int) -> Iterator[GoldenSample]:
     """At most ``count`` samples without outputs, spread over a file."""
     nothing = (None,) * len(signature.outputs)
-    tensors = len(signature.inputs)  # without what the server fills
+    tensors = len(signature.inputs)  # without inputs that the server fills
     if not isinstance(inputs, FileInputs):
         for number in range(count):
             yield GoldenSample(f"sample {number}", inputs.take(1, number)[:tensors], nothing)
@@ -235,7 +236,7 @@ def _record_ensemble(
     bounds: Mapping[str, Mapping[str, float]],
     target: Path,
 ) -> Recorded:
-    """Record the answers of a server: only one with all members can run an ensemble."""
+    """Record the answers of a server. Only a server with all members can run an ensemble."""
     if not isinstance(source, Control):
         raise invalid_input("expected --from URL of a server with the ensemble, whose members run there")
     signature = source.describe()[1]

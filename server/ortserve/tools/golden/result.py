@@ -1,4 +1,4 @@
-"""What ``ortserve golden --json`` prints."""
+"""The result of ``ortserve golden``, as ``--json`` prints it."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ class GoldenResult:
     """The golden samples of a version.
 
     Attributes:
-        schema: Of this result.
+        schema: Name and number of this schema.
         action: ``record`` or ``check``.
         model: The name of the model.
-        version: Its number.
-        folder: Of the samples.
-        samples: Their number; null if they were not counted.
-        inputs: Where the recorded inputs come from; empty for a check.
-        outputs: Where the expected outputs come from; empty for a check.
+        version: The number of the version.
+        folder: Folder of the samples.
+        samples: The number of samples; null if they were not counted.
+        inputs: A description of the recorded inputs; empty for a check.
+        outputs: The source of the expected outputs; empty for a check.
         agreement: How the version agrees with the samples; empty for an ensemble that was recorded from a server.
     """
 

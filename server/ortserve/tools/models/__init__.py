@@ -1,3 +1,3 @@
-"""``ortserve models``: the models of a running server, shown and controlled."""
+"""``ortserve models``: shows and controls the models of a running server."""
 
 __all__: list[str] = []

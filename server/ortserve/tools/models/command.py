@@ -26,7 +26,7 @@ _ACTIONS: Final = {
     "rollback": "end the rollout, or make the version stable again that was before the last promotion",
 }
 _WATCH_S: Final = 1.0
-"""Between two readings."""
+"""Interval between two readings."""
 _VERSION: Final = re.compile("[0-9]{1,18}")
 """Longer numbers may not be written as JSON."""
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def act(arguments: argparse.Namespace) -> Outcome:
-    """Carry the action out, and show the versions that it was about.
+    """Carry out the action, and show the versions that it concerns.
 
     Raises:
         ServeError: invalid_input, for wrong arguments; otherwise as the server answers.
@@ -110,7 +110,7 @@ def act(arguments: argparse.Namespace) -> Outcome:
 
 
 def _next(server: ModelServer, arguments: argparse.Namespace, before: Outcome) -> Outcome:
-    """Wait for a change."""
+    """Wait until the result changes, and return the new one."""
     while True:
         time.sleep(_WATCH_S)
         outcome = _shown(server, arguments)
@@ -179,7 +179,7 @@ def _rollout_facts(document: Mapping[str, Any]) -> Iterator[Facts]:
 
 
 def _given(options: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
-    """The options of a rollout that are set, named as for a change."""
+    """The set options of a rollout, named as in ``KEY=VALUE``."""
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _given(value, f"{name}.")
@@ -203,7 +203,7 @@ def _options(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _labels(changes: Sequence[str]) -> dict[str, int | None]:
-    """Raises ServeError: invalid_input."""
+    """The versions to give labels to, None to remove a label. Raises ServeError: invalid_input."""
     labels: dict[str, int | None] = {}
     for change in changes:
         name, equals, version = change.partition("=")

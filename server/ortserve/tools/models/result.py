@@ -1,4 +1,4 @@
-"""What ``ortserve models --json`` prints."""
+"""The result of ``ortserve models``, as ``--json`` prints it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,11 @@ class VersionStatus:
         version: Number of the version; empty for a model that was never loaded.
         state: READY, LOADING, UNLOADING or UNAVAILABLE; empty for a model that was never loaded.
         labels: Names of the version.
-        is_default: Whether requests without a version go to it; null if the server does not say.
-        requests: Answered requests; null if they were not asked for, or the version does not serve.
+        is_default: Whether it serves requests that name no version; null if the server does not say.
+        requests: Answered requests; null for other actions than status, and if the version does not serve.
         failed: Failed requests; null as above.
         mean_ms: Mean time of answered requests; null without any.
-        reason: Why it is in this state, or what its load is doing.
+        reason: Why it is in this state, or the current step of its load.
     """
 
     model: str
@@ -36,15 +36,15 @@ class ModelsResult:
     """The models of a server, after the action.
 
     Attributes:
-        schema: Of this result.
+        schema: Name and number of this schema.
         action: list, status, load, unload, labels, rollout, promote or rollback.
-        url: Of the server.
-        versions: All of the server, or those of the model that the action was about.
-        labels: Versions by label, those that do not serve included; empty for list.
-        previous: The version that a rollback would make stable again; empty for none.
+        url: URL of the server.
+        versions: All versions of the server, or those of the model that the action names.
+        labels: Versions by label, with versions that do not serve; empty for list.
+        previous: The version that a rollback would make stable again; empty if there is none.
         rollout: The rollout of the model and its figures, as the server describes it; null for other actions than
             status and rollout, and for servers that have no rollouts.
-        note: What the action did not do, because there was nothing to do; usually empty.
+        note: Why the action changed nothing; usually empty.
     """
 
     schema: str = "ortserve.models/1"

@@ -14,7 +14,7 @@ from ortserve.tools.client import Client, another_kind, path_of
 from ortserve.tools.models.result import VersionStatus
 
 _PROGRESS_S: Final = 0.5
-"""Between two readings of the progress of a load."""
+"""Interval between two readings of the progress of a load."""
 _LATEST_LABEL: Final = "stable"
 
 
@@ -36,18 +36,18 @@ class ModelServer:
         return entries
 
     def labels(self, model: str) -> dict[str, Any]:
-        """The labels of a model and where they come from; none for servers that have no labels."""
+        """The labels of a model and their origin; empty for servers without labels."""
         return self._read_if_known(f"{path_of(model)}/labels") or {}
 
     def rollout(self, model: str) -> dict[str, Any] | None:
-        """The rollout of a model; None for servers that have no rollouts."""
+        """The rollout of a model; None for servers without rollouts."""
         return self._read_if_known(f"{path_of(model)}/rollout")
 
     def versions(self, model: str = "", *, with_counts: bool = False) -> tuple[VersionStatus, ...]:
-        """The versions of a model, or of all.
+        """The versions of a model, or of all models.
 
         Raises:
-            ServeError: also not_found, for an unknown model, with the names of the known ones.
+            ServeError: not_found: the model is unknown; the message names the known ones. Others as ``Client``.
         """
         entries = self.index()
         known = dict.fromkeys(entry["name"] for entry in entries)
@@ -67,12 +67,12 @@ class ModelServer:
         )
 
     def change(self, method: str, path: str, body: Mapping[str, Any]) -> None:
-        """A call that may take long."""
+        """Make a call that may take long."""
         with closing(Client(self._address, self._timeout_s)) as client:
             client.checked(client.exchange(client.prepare(path, orjson.dumps(body), method=method)))
 
     def change_watched(self, path: str, model: str, step: Callable[[float, str], None]) -> None:
-        """A POST about a model during which ``step`` gets what the server is doing, from another thread.
+        """Make a POST for a model. Meanwhile, another thread passes the progress of the server to ``step``.
 
         The calling thread waits for the answer, so that Ctrl-C ends the call.
         """
@@ -80,7 +80,7 @@ class ModelServer:
 
         def watch() -> None:
             while not is_over.wait(_PROGRESS_S):
-                with suppress(ServeError, LookupError):  # progress is no part of the result
+                with suppress(ServeError, LookupError):  # progress is optional
                     for entry in self.index():
                         if entry["name"] == model and entry["state"] in ("LOADING", "UNLOADING"):
                             step(0, f"version {entry['version']}: {entry.get('reason') or entry['state'].lower()}")
@@ -119,7 +119,7 @@ def repository_path(model: str, action: str) -> str:
 
 
 def _versions_by_label(document: Mapping[str, Any]) -> dict[str, str] | None:
-    """None for servers that have no labels."""
+    """Versions by label; None for servers without labels."""
     return {label["name"]: label["version"] for label in document["labels"]} if "labels" in document else None
 
 

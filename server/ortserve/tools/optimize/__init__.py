@@ -1,1 +1,1 @@
-"""``ortserve optimize``: a model made faster or smaller by steps that are each checked against it."""
+"""``ortserve optimize``: makes a model faster or smaller by steps. Each step is checked against the source."""

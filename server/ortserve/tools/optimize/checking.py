@@ -1,4 +1,4 @@
-"""Looks at models and compares them: size, errors, and roughly their speed. Runs in the process of a step."""
+"""Examines models and compares them: size, errors, and roughly their speed. Runs in the process of a step."""
 
 import tempfile
 import time
@@ -34,27 +34,28 @@ _MOST_SECONDS: Final = 4.0
 _DIFFERENT_INPUTS: Final = 4
 _HALF: Final = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 _UNKNOWN: Final = "No Op registered"
-"""Fusions put operators into ONNX's own domain that only ONNX Runtime knows; it checks the graph itself."""
+"""Error of onnx's checker that is ignored. Fusions add operators to ONNX's own domain that only ONNX Runtime has, and
+that checks the graph itself."""
 _STANDARD: Final = frozenset({"", "ai.onnx", "ai.onnx.ml"})
 
 Kind: TypeAlias = Literal["same", "outputs", "sizes"]
-"""What a step may change for callers: nothing, which outputs there are, or the sizes of dimensions."""
+"""The change of the interface that a step may make: none, fewer outputs, or sizes of dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a model is like.
+    """Properties of a model.
 
     Attributes:
-        shape: Its size.
-        inputs: Their names.
-        operators: Its operators in the file, with their numbers.
-        fused: Operators of the graph that runs that stand for several others.
-        almost: What is left in pieces there.
+        shape: Size of the model.
+        inputs: Names of the inputs.
+        operators: Numbers of nodes in the file, by operator.
+        fused: Numbers of fused operators in the graph that runs.
+        almost: Patterns that are not fused in the graph that runs.
         domains: Operator sets besides ONNX's own of operators in the file.
-        provider: The execution provider that runs it.
-        sizes: Of a source: heads and hidden size of its attentions; 0 and 0 if they are not known.
-        has_half: Of a source: whether it computes with numbers of 16 bits already.
+        provider: The execution provider that runs the model.
+        sizes: Heads and hidden size of the attentions of a source; 0 and 0 if they are not known.
+        has_half: Whether a source already computes with 16 bits.
     """
 
     shape: Shape
@@ -70,12 +71,12 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A model beside the one that it must agree with.
+    """A model, compared with the one that it must agree with.
 
     Attributes:
-        look: What it is like.
-        agreement: Of the outputs.
-        ratio: Time of a run of the other model divided by that of this one.
+        look: Properties of the model.
+        agreement: Agreement of the outputs.
+        ratio: Time of a run of the other model divided by the time of this one.
     """
 
     look: Look
@@ -84,16 +85,16 @@ class Checked:
 
 
 def look_at_source(model: Timed, inputs: Path | None, folder: Path, *, tries_inputs: bool) -> Look:
-    """Check a model by ``onnx``, open it, and look at it.
+    """Check a model by ``onnx``, open it, and find its properties.
 
     Args:
         model: The source.
         inputs: Samples for the checks; None for synthetic ones.
-        folder: For temporary files, which may stay there.
+        folder: Folder for temporary files, which may stay there.
         tries_inputs: Whether the inputs must fit the source.
 
     Raises:
-        ServeError: invalid_input: the checker or ONNX Runtime refuses it, or it rejects the inputs.
+        ServeError: invalid_input: the checker or ONNX Runtime rejects the model, or the model rejects the inputs.
     """
     tempfile.tempdir = str(folder)
     opened, look = _open_and_look(model)
@@ -108,9 +109,9 @@ def check(reference: Timed, path: Path, kind: Kind, file: Path | None) -> Checke
     """Compare a model with the one that it must agree with.
 
     Args:
-        reference: What it is compared with, and how to open both.
-        path: The model.
-        kind: What may differ for callers.
+        reference: The model that it is compared with, and how to open both.
+        path: File of the model.
+        kind: The change of the interface that is allowed.
         file: Samples, which fit the sizes of the model and have the inputs of the reference; None for synthetic ones.
 
     Raises:
@@ -121,7 +122,7 @@ def check(reference: Timed, path: Path, kind: Kind, file: Path | None) -> Checke
     for problem in signature_differences(first.signature, opened.signature, may_narrow=kind == "sizes"):
         if kind != "outputs" or not problem.endswith("got none"):
             raise invalid_input(problem)
-    if kind == "sizes":  # only what fits the new sizes fits both
+    if kind == "sizes":  # inputs of the new sizes fit both models
         first = replace(first, signature=opened.signature)
     opened = opened.with_rows_of(first.signature)
     inputs = choose_inputs(opened if kind == "sizes" else first, file)
@@ -166,9 +167,9 @@ def _check_file(path: Path) -> None:
 
 
 def _ratio(first: OpenModel, second: OpenModel, feeds: Sequence[Sequence[list[np.ndarray]]]) -> float:
-    """The ratio of the shortest times of short blocks of runs, which take turns.
+    """The ratio of the shortest times of a run, from short blocks of runs of both models in turn.
 
-    On the CPU it is processor time. Other work on the machine only lengthens that, so the shortest ones are compared.
+    On the CPU, times are processor times. Other work on the machine only lengthens them, so the shortest ones count.
     """
     clock = time.process_time if second.choice.name == CPU else time.perf_counter
     runs = (first.runner().run, second.runner().run)

@@ -41,9 +41,9 @@ outputs. Without options for steps: fusions and clean-up, which keep inputs, out
 """
 _DEFAULTS: Final = ("fusions", "fold", "slim", "share")
 _FUSABLE: Final = frozenset({"Softmax", "Erf", "Tanh", "Sqrt", "Gelu", "LayerNormalization", "RMSNormalization"})
-"""Operators that every pattern of a fusion has at least one of."""
+"""Every pattern of a fusion contains at least one of these operators."""
 _FP32, _HALF = ErrorBound("relative", 1e-4), ErrorBound("relative", 0.01)
-"""Largest errors without ``--max-error``, and the one of models with numbers of 16 bits."""
+"""Largest errors without ``--max-error``: of fp32 models, and of models with 16 bits."""
 _MOST: Final = (1 << 31) - 1
 _LEVELS: Final = ("basic", "extended", "layout", "all")
 
@@ -114,12 +114,12 @@ def optimize(
     Args:
         given: The arguments.
         source: The model.
-        folder: For the files of the steps.
+        folder: Folder for the files of the steps.
         staged: As in ``deliver``.
         progress: Called before each step, with its number and name.
 
     Raises:
-        ServeError: The model or an argument is wrong, or a step that was asked for cannot be done within its bound.
+        ServeError: The model or an argument is wrong, or a requested step fails or exceeds its bound.
     """
     opening = Timed(source, given.provider, given.threads)
     base, files = folder / "source" / staged.name, folder / "steps"
@@ -127,7 +127,7 @@ def optimize(
     files.mkdir()
     call_apart(LIMIT_S, prepare, source.path, base)
     start = opening.at(base)
-    look = partial(look_at_source, tries_inputs=not given.dim)  # sizes may be what makes inputs fit
+    look = partial(look_at_source, tries_inputs=not given.dim)  # inputs may fit only with these sizes
     try:
         before = call_apart(LIMIT_S, look, start, given.inputs, folder)
     except ServeError as error:
@@ -139,7 +139,7 @@ def optimize(
     if not any(step.is_kept and step.reason == ASKED_FOR for step in work.steps):
         if (
             compared.speed and compared.speed.is_slower
-        ):  # one of 40 intervals of equal models lies below 1: measure again
+        ):  # for equal models, one of 40 intervals lies below 1: measure again
             compared = _compare(given, work)
         if compared.speed and compared.speed.is_slower:
             why = "the model as a whole is slower than the source"
@@ -175,8 +175,8 @@ def optimize(
 def plan(given: argparse.Namespace, source: Look, opening: Timed) -> Iterator[Step]:
     """The steps in their order.
 
-    Dimensions come first, because the samples of ``--inputs`` fit them and not those of the source. Fusions come before
-    the clean-up, which removes the shape computations by which they recognize attentions.
+    Dimensions are set first, because the samples of ``--inputs`` fit the new dimensions. Fusions precede the clean-up,
+    which removes the shape computations that fusions recognize attentions by.
     """
     bound = given.max_error or (_HALF if source.has_half else _FP32)
     if given.dim or given.name_dim:

@@ -1,4 +1,4 @@
-"""Model files of steps, whose large weights are read and written one tensor at a time."""
+"""Reads and writes the model files of steps. Only one large weight is in memory at a time."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 MOST_INLINE_BYTES: Final = (1 << 31) - (1 << 24)
-"""Protocol Buffers hold less than 2 GiB; the graph needs some of that."""
+"""Maximum size of weights in the model file. Protocol Buffers hold less than 2 GiB; the graph needs some of it."""
 _MAPS: Final = "types of outputs that are maps"
 LEAST_EXTERNAL_BYTES: Final = 1024
 """Smaller weights stay in the model file: ONNX Runtime reads shapes and axes before it reads external data."""
@@ -32,12 +32,12 @@ def nbytes_of(model: Path) -> int:
 
 
 def needs_data_file(model: Path) -> bool:
-    """Whether what a step makes of a model has its large weights in ``data_file``."""
+    """Whether a step that reads this model writes large weights to ``data_file``."""
     return data_file(model).exists() or nbytes_of(model) > MOST_INLINE_BYTES
 
 
 def load(source: Path) -> "onnx_ir.Model":
-    """Read a model, whose external data stay on the disk, for ``save``."""
+    """Read a model for ``save``. Its external data stay on the disk."""
     import onnx_ir
 
     model = from_proto(onnx.load(source, load_external_data=False))
@@ -46,7 +46,7 @@ def load(source: Path) -> "onnx_ir.Model":
 
 
 def from_proto(proto: onnx.ModelProto) -> "onnx_ir.Model":
-    """A model of ``onnx_ir``, which knows no maps: outputs that are maps keep their types for ``save``."""
+    """Convert a model to ``onnx_ir``, which does not support maps. ``save`` restores the types of such outputs."""
     import onnx_ir
 
     maps = {value.name: value for value in proto.graph.output if "map_type" in str(value.type)}
@@ -71,12 +71,12 @@ def _restore_maps(file: Path, types: Mapping[str, bytes]) -> None:
 
 
 def save(model: "onnx_ir.Model", target: Path, source: Path | None = None) -> None:
-    """Write a model, with its large weights in ``data_file`` if they must be there.
+    """Write a model. Large weights go into ``data_file`` if the model or its source needs one.
 
     Args:
-        model: Of ``load`` or ``from_proto``. Weights that it refers to are copied one at a time.
+        model: From ``load`` or ``from_proto``. Its external data are copied one tensor at a time.
         target: The new file.
-        source: The model that it came from; None for large weights in ``data_file`` in any case.
+        source: The model that it was made from; None to write ``data_file`` in any case.
     """
     import onnx_ir  # its caller has imported it
 
@@ -91,7 +91,7 @@ def save(model: "onnx_ir.Model", target: Path, source: Path | None = None) -> No
 
 
 def pack(source: Path, target: Path) -> None:
-    """Copy a model with its nodes in order and its large weights, wherever they were, in ``data_file``."""
+    """Copy a model. The copy has its nodes in topological order and its large weights in ``data_file``."""
     model = load(source)
     model.graph.sort()
     save(model, target)
@@ -104,12 +104,12 @@ def drop_empty_data(model: Path) -> None:
 
 
 def prepare(source: Path, target: Path) -> None:
-    """Give a model the form that steps expect: nodes in order, external data in ``data_file``.
+    """Give a model the form that steps expect: nodes in topological order, external data in ``data_file``.
 
-    A model that has this form already becomes a symbolic link.
+    If it has this form already, ``target`` becomes a symbolic link to it.
 
     Raises:
-        ServeError: invalid_input: the file is no model, or its external data are missing.
+        ServeError: invalid_input: the file is not a model, or its external data are missing.
     """
     graph = read_graph(source)
     try:

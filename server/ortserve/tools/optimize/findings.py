@@ -1,4 +1,4 @@
-"""What limits the use of an optimized model. Pure."""
+"""Findings about the limits of an optimized model. Pure."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -38,7 +38,7 @@ synthetic_inputs (advice): {SYNTHETIC_NOTE[:1].upper()}{SYNTHETIC_NOTE[1:]}.
 def find(
     before: Look, work: Work, compared: CompareResult, level: str | None, precision: str | None
 ) -> Iterator[Finding]:
-    """All findings. ``level`` and ``precision`` are what was asked for."""
+    """All findings. ``level`` and ``precision`` are the options that the user gave."""
     found = _CATALOG.finding
     if old := ", ".join(sorted(_RUNTIME & {*before.domains})):
         yield found("optimized_source", f"the source has operators of {old}: it was optimized or quantized before")

@@ -1,4 +1,4 @@
-"""The steps of an optimization: each is made and checked in a process of its own, and kept only if it is worth it."""
+"""Runs the steps of an optimization, each in a process of its own, and keeps those that improve the model."""
 
 import shutil
 import sys
@@ -27,13 +27,14 @@ from ortserve.tools.report import number_text
 from ortserve.tools.speed import Timed
 
 LIMIT_S: Final = 3600.0
-"""Of a step with its check."""
+"""Time limit of one way to do a step, with its check."""
 ASKED_FOR: Final = "asked for"
-"""The reason of steps that are kept for it."""
+"""The reason of steps that are kept because the user requested them."""
 _MUCH_SLOWER: Final = 0.75
-"""What a short measurement can tell from noise. The whole model is measured longer at the end."""
+"""Steps with a smaller ratio of times are dropped. A short measurement can tell such a loss from noise; the whole model
+is measured longer at the end."""
 _GROWTH: Final = 1.02
-"""Of the file, for which fewer nodes make up."""
+"""Largest growth of the file without fewer nodes to run."""
 _LEAST_SAVED_BYTES: Final = 1024
 _NOTHING_GAINED: Final = "nothing became better"
 
@@ -46,13 +47,13 @@ class Step:
     """A step.
 
     Attributes:
-        name: For people.
-        ways: Ways to do it by name; the best result counts. A name is shown if there are several.
-        bound: Of the error against the source.
-        is_requested: Whether the caller asked for it: then it is kept unless its error is too large, and its failure is
-            the command's.
-        kind: What it may change for callers.
-        takes_inputs: Whether its ways get the samples for checks, too.
+        name: Name for people.
+        ways: Alternative ways to do the step, by name. The best result counts.
+        bound: Largest error against the source.
+        is_requested: Whether the user requested the step. It is then kept unless its error is too large, and the
+            command fails if the step fails.
+        kind: The change of the interface that the step may make.
+        takes_inputs: Whether the ways receive the samples for checks, too.
     """
 
     name: str
@@ -65,15 +66,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the steps have made.
+    """The model that the steps have made so far.
 
     Attributes:
-        model: The file; the source's if no step was kept.
-        look: What it is like.
-        reference: The model that it must agree with: the source with the interface that was asked for.
-        inputs: Samples for that; None for synthetic ones.
-        steps: All of them.
-        libraries: Packages that made it.
+        model: File of the model; the source if no step was kept.
+        look: Properties of the model.
+        reference: The model that it must agree with: the source with the requested interface.
+        inputs: Samples for the comparison; None for synthetic ones.
+        steps: The results of all steps so far.
+        libraries: Packages that took part in kept steps.
     """
 
     model: Path
@@ -94,7 +95,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """What came of one way to do a step."""
+    """The result of one way to do a step."""
 
     verdict: Verdict
     notes: tuple[str, ...] = ()
@@ -102,7 +103,7 @@ class _Tried:
     checked: Checked | None = None
 
     def rank(self) -> tuple[bool, int, int]:
-        """Smaller is better."""
+        """The sort key of results; the smallest is the best."""
         shape = None if self.checked is None else self.checked.look.shape
         return (not self.verdict.is_kept, *((shape.nodes_run or shape.nodes, shape.nbytes) if shape else (1 << 62, 0)))
 
@@ -112,12 +113,12 @@ def run_steps(work: Work, steps: Sequence[Step], folder: Path, progress: Progres
 
     Args:
         work: The source, whose file has external data only in ``files.data_file``.
-        steps: In their order.
-        folder: For all files of this function.
+        steps: The steps in their order.
+        folder: Folder for the files of the steps.
         progress: Called before each step, with its number and name.
 
     Raises:
-        ServeError: A step that was asked for fails, or its error is too large.
+        ServeError: A requested step fails, or its error is too large.
     """
     for number, step in enumerate(steps):
         progress(number, step.name)
@@ -174,15 +175,15 @@ def _do(step: Step, work: Work, folder: Path) -> Work:
 
 
 def _try(step: Step, make: Make, work: Work, target: Path) -> _Tried:
-    """Runs in a process of its own."""
-    tempfile.tempdir = str(target.parent)  # an interruption kills this process; the folder is removed nevertheless
+    """Do a step in one way and judge it. Runs in a process of its own."""
+    tempfile.tempdir = str(target.parent)  # this folder is removed even if an interruption kills this process
     notes: tuple[str, ...] = ()
     try:
         notes = make(work.model, target, *([work.inputs] if step.takes_inputs else []))
         if not step.is_requested and not _is_leaner(work.model, target):
             return _Tried(Verdict(False, _NOTHING_GAINED), notes)
         checked = check(work.reference, target, step.kind, work.inputs)
-    except Exception as error:  # noqa: BLE001 - libraries raise whatever their reading of a graph runs into
+    except Exception as error:  # noqa: BLE001 - libraries raise errors of any class
         return _Tried(_failed(step, error, target), notes)
     libraries = frozenset(LIBRARIES) & {*sys.modules}
     return _Tried(judge(step, work.look, checked), notes, libraries, checked)
@@ -196,7 +197,7 @@ def _failed(step: Step, error: Exception, target: Path) -> Verdict:
 
 
 def judge(step: Step, before: Look, checked: Checked) -> Verdict:
-    """Decide whether a step is kept: by its error first, then by what became better or worse. Pure."""
+    """Decide whether a step is kept: first by its error, then by speed, nodes and size. Pure."""
     if excess := step.bound.excess(checked.agreement):
         return Verdict(False, excess)
     if step.is_requested:
@@ -219,13 +220,13 @@ def judge(step: Step, before: Look, checked: Checked) -> Verdict:
 
 
 def _is_leaner(model: Path, target: Path) -> bool:
-    """Whether a step could have gained anything: a check takes much longer."""
+    """Whether a step removed nodes or bytes. Other steps are dropped without a check, which takes much longer."""
     counts = [sum(1 for _ in all_nodes(read_model(path))) for path in (model, target)]
     return counts[1] < counts[0] or nbytes_of(target) < nbytes_of(model) - _LEAST_SAVED_BYTES
 
 
 def keep_arrays(inputs: Path, names: Collection[str], folder: Path) -> Path:
-    """Copy samples without those of inputs that a model no longer has."""
+    """Copy samples, without the arrays of inputs that a model no longer has."""
     target = folder / "inputs" / inputs.name
     files = sorted(inputs.glob("*.npz")) if inputs.is_dir() else [inputs]
     for file in files:

@@ -1,4 +1,4 @@
-"""The step that computes with numbers of 16 bits, but for the nodes whose error that would make too large."""
+"""The step that converts a model to 16 bits. Nodes whose conversion would make the error too large stay in fp32."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ PRECISIONS: Final = ("fp16", "bf16")
 _LARGEST_HALF: Final = 65504.0
 _MOST_TRIALS: Final = 40
 _MOST_NAMED: Final = 10
-"""Nodes in notes."""
+"""Maximum number of nodes that notes name."""
 _DELICATE: Final = frozenset(
     {
         *("Exp", "Log", "Pow", "Sqrt", "Reciprocal", "Softmax", "LogSoftmax", "ReduceMean", "ReduceSum", "ReduceL2"),
@@ -32,7 +32,7 @@ _DELICATE: Final = frozenset(
         *("SkipSimplifiedLayerNormalization", "EmbedLayerNormalization", "InstanceNormalization", "CumSum"),
     }
 )
-"""Operators that amplify small errors or sum many numbers: the first that are tried in fp32."""
+"""Operators that amplify small errors or sum many numbers. The search tries to keep these in fp32 first."""
 
 
 def convert(
@@ -42,17 +42,17 @@ def convert(
 
     Args:
         source: The model.
-        target: The new one.
+        target: The new file.
         inputs: Samples; None for synthetic ones.
         name: One of ``PRECISIONS``.
-        bound: Of the error.
-        opening: How to open models; its model has no effect.
+        bound: The largest error that is accepted.
+        opening: How to open models; its own model is not used.
 
     Returns:
-        Notes for people: which nodes stay in fp32, and why.
+        Notes for people: the nodes that stay in fp32, and why.
 
     Raises:
-        ServeError: invalid_input: ONNX Runtime cannot run such a model here, or no node can be converted.
+        ServeError: invalid_input: ONNX Runtime cannot run a converted model here, or no node can be converted.
     """
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST  # only this process needs it
 
@@ -108,18 +108,19 @@ def search(
 ) -> tuple[set[str], dict[str, float]]:
     """Find nodes that can be converted together within the bound.
 
-    First all, then all but the delicate ones; what fails is halved in the order of the graph. Each set that is
-    accepted was measured together with those accepted before, so the result is within the bound.
+    The search tries all nodes first, then the robust and the delicate ones apart. A set that fails is divided in half,
+    in the order of the graph. Each accepted set was measured together with those accepted before, so the result is
+    within the bound.
 
     Args:
         names: The nodes, in the order of the graph.
-        delicate: Of these, those that are likely to need fp32.
-        error_of: The error with a set of nodes converted.
+        delicate: The nodes of these that are likely to need fp32.
+        error_of: Computes the error with a set of nodes converted.
         most: The bound.
-        trials: The most calls of ``error_of``.
+        trials: Maximum number of calls of ``error_of``.
 
     Returns:
-        The nodes to convert, and for each other one the error with the smallest set that had it.
+        The nodes to convert, and for each other node that was tried the error with the smallest set that contained it.
     """
     half: set[str] = set()
     reasons: dict[str, float] = {}
@@ -143,7 +144,7 @@ def search(
 
 
 def _with_names(model: ModelProto) -> ModelProto:
-    """Nodes are chosen by name: give each one of its own."""
+    """Give each node a unique name, by which the search chooses it."""
     taken: set[str] = set()
     for number, node in enumerate(model.graph.node):
         if not node.name or node.name in taken:
@@ -155,7 +156,7 @@ def _with_names(model: ModelProto) -> ModelProto:
 def _observe(
     model: ModelProto, path: Path, source: Path, opening: Timed, first: OpenModel, arrays: Sequence[np.ndarray]
 ) -> tuple[set[str], dict[str, float]]:
-    """The fp32 values of a model, as ONNX Runtime types them, and their largest absolute numbers for some inputs."""
+    """The fp32 values of a model, as ONNX Runtime types them, and their largest absolute elements for some inputs."""
     observed = ModelProto()
     observed.CopyFrom(model)
     outputs = {output.name for output in model.graph.output}
@@ -175,19 +176,19 @@ def _observe(
 
 
 def _converted(model: ModelProto, kept: Sequence[str], types: Collection[str], name: str) -> "onnx_ir.Model":
-    """A copy with all nodes but some computing with 16 bits; inputs and outputs of the model stay as they are."""
+    """A copy in which all nodes except ``kept`` compute with 16 bits. Inputs and outputs of the model do not change."""
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     copy = ModelProto()
     copy.CopyFrom(model)
     known = {value.name for value in (*copy.graph.input, *copy.graph.output)}
     known.update(tensor.name for tensor in copy.graph.initializer)
-    del copy.graph.value_info[:]  # the converter puts casts where it knows types; onnx knows fewer operators
+    del copy.graph.value_info[:]  # the converter inserts casts at known types; onnx infers fewer than ONNX Runtime
     copy.graph.value_info.extend(
         helper.make_tensor_value_info(one, TensorProto.FLOAT, None) for one in sorted({*types} - known)
     )
     copy = convert_float_to_float16(copy, keep_io_types=True, disable_shape_infer=True, node_block_list=kept)
-    # Nodes that share an input each get a cast, all with one name: the first is kept. Sorting gives the order again.
+    # The converter adds a cast of one name for each node with a shared input. Keep one; sorting restores the order.
     nodes = list({tuple(node.output): node for node in reversed(copy.graph.node)}.values())
     del copy.graph.node[:], copy.graph.value_info[:]
     copy.graph.node.extend(nodes[::-1])
@@ -199,7 +200,7 @@ def _converted(model: ModelProto, kept: Sequence[str], types: Collection[str], n
 
 
 def _to_bfloat16(model: ModelProto, source: ModelProto) -> None:
-    """Replace FP16 by BF16, with weights rounded from the source's."""
+    """Replace FP16 by BF16. Weights are rounded from those of the source."""
     originals = {tensor.name: tensor for tensor in source.graph.initializer}
     for node in source.graph.node:
         originals |= {f"{node.name}:{one.name}": one.t for one in node.attribute if one.HasField("t")}

@@ -1,4 +1,4 @@
-"""The result of ``ortserve optimize`` for people."""
+"""Makes reports of optimized models."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ _MOST_ROWS = 20
 
 
 def present(result: OptimizeResult) -> Report:
-    """The report: what came of it, then each step."""
+    """The report: the result, then each step."""
     return Report(f"{result.model}: {result.path}", tuple(_blocks(result)))
 
 

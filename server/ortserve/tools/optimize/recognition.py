@@ -1,4 +1,4 @@
-"""Which fusions a model has, and what they leave in pieces. Pure."""
+"""Recognizes fused operators, and patterns that fusions did not recognize. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from ortserve.tools.optimize.result import AlmostFused
 _FUSED: Final = frozenset(
     {"Attention", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "Gelu"}
 )
-"""Operators of ONNX's own domain that stand for several others; those of ``com.microsoft`` do."""
+"""Fused operators in ONNX's own domain. All operators of ``com.microsoft`` count as fused."""
 _PREFIX: Final = "com.microsoft."
 _MASK: Final = frozenset({"Add", "Where"})
 _SCALE: Final = frozenset({"Div", "Mul"})
@@ -23,7 +23,7 @@ _SPLIT_HEADS: Final = (frozenset({"Transpose"}), frozenset({"Reshape"}), frozens
 
 
 def sizes_of(simplified: Optimized) -> tuple[int, int]:
-    """Heads and hidden size, if all attentions have the same; else 0 and 0, with which nothing is assumed.
+    """Heads and hidden size, if all attentions have the same; else 0 and 0, for which fusions assume nothing.
 
     Args:
         simplified: The graph before fusions.
@@ -39,7 +39,7 @@ def sizes_of(simplified: Optimized) -> tuple[int, int]:
 
 
 def fused_operators(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Which operators that stand for several others a model has gained, with their numbers."""
+    """The fused operators that a model has gained, with their numbers."""
     gained = Counter(after) - Counter(before)
     return {
         name.removeprefix(_PREFIX): count
@@ -49,11 +49,11 @@ def fused_operators(before: Mapping[str, int], after: Mapping[str, int]) -> dict
 
 
 def almost_fused(run: Model, file: Model) -> list[AlmostFused]:
-    """What is left in pieces in the graph that runs, with the first edge that differs from what fusions expect.
+    """The patterns that are not fused in the graph that runs, with the first edge that fusions do not expect.
 
     Args:
         run: The graph as ONNX Runtime optimized it.
-        file: The same model as it is in its file, which is what fusions saw.
+        file: The same model as it is in its file, which was the input of the fusions.
     """
     differences = {
         softmax.outputs[0]: _first_difference(wiring, softmax, product)
@@ -70,9 +70,10 @@ def almost_fused(run: Model, file: Model) -> list[AlmostFused]:
 
 
 def _first_difference(wiring: Wiring, softmax: Node, product: Node) -> str:
-    """Where an attention differs from softmax(scale · q kᵀ + mask) v with heads split by Reshape and Transpose.
+    """The first edge where an attention differs from softmax(scale · q kᵀ + mask) v.
 
-    Empty if it does not: then the difference is in the mask, in the sizes, or in a value that others read, too.
+    Reshape and Transpose are expected to split the heads. The text is empty if no edge differs: then the mask or the
+    sizes differ, or other nodes read an inner value, too.
     """
     node, allowed = softmax, [_MASK, _SCALE]
     while (maker := _maker(wiring, node, 0)) is not None and maker.op not in _PRODUCT:
@@ -95,7 +96,7 @@ def _first_difference(wiring: Wiring, softmax: Node, product: Node) -> str:
 
 
 def _maker(wiring: Wiring, node: Node, index: int) -> Node | None:
-    """The node whose result an input is; for masks and scales, the one that leads to the product."""
+    """The node that computes an input; for masks and scales, the input on the path to the product."""
     if node.op not in _MASK | _SCALE:
         return wiring.makers.get(node.inputs[index]) if index < len(node.inputs) else None
     makers = [wiring.makers[name] for name in node.inputs[node.op == "Where" :] if name in wiring.makers]

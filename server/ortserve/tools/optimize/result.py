@@ -14,9 +14,9 @@ class Shape:
     """The size of a model.
 
     Attributes:
-        nodes: In the file, with those of inner graphs.
-        nodes_run: Left when ONNX Runtime has optimized it here; null if it cannot save that graph.
-        nbytes: Of the file and its external data.
+        nodes: Nodes in the file, with those of inner graphs.
+        nodes_run: Nodes after ONNX Runtime's own optimization here; null if it cannot save that graph.
+        nbytes: Size of the file and its external data.
     """
 
     nodes: int
@@ -26,21 +26,21 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
-        name: Of the step.
-        is_kept: Whether the model has it.
-        reason: Why it is kept or not.
-        nodes_before: In the file before the step.
-        nodes: In the file after it; null if it was not checked.
-        nodes_run: After ONNX Runtime's own optimization; null if unknown.
+        name: Name of the step.
+        is_kept: Whether the optimized model contains the step.
+        reason: Why the step is kept or not.
+        nodes_before: Nodes in the file before the step.
+        nodes: Nodes in the file after the step; null if it was not checked.
+        nodes_run: Nodes after ONNX Runtime's own optimization; null if unknown.
         nbytes: Size after the step; null if it was not checked.
         error: Worst error against the source, in the measure of the bound; null if it was not checked.
-        ratio: Time of a run of the source divided by that of the model, on the CPU in processor time; null if
-            it was not checked.
-        seconds: That the step and its check took.
-        notes: What it did.
+        ratio: Time of a run of the source divided by the time of the model, on the CPU in processor time; null if it
+            was not checked.
+        seconds: Duration of the step with its check.
+        notes: Details of the step.
     """
 
     name: str
@@ -58,11 +58,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class AlmostFused:
-    """Nodes that form an operator, but are still in pieces in the graph that runs.
+    """Nodes that together compute a known operator, but are not fused in the graph that runs.
 
     Attributes:
         kind: ``attention``, ``layer_norm``, ``rms_norm`` or ``gelu``.
-        node: By which it was recognized.
+        node: The node that the pattern was recognized by.
         difference: The first edge that differs from what the fusions expect; empty if it is not known.
     """
 
@@ -76,25 +76,25 @@ class OptimizeResult:
     """An optimized model.
 
     Attributes:
-        schema: Of this result.
+        schema: Name and number of this schema.
         model: Name of the source.
-        path: Of the source.
+        path: File of the source.
         provider: The execution provider that ran both models.
         runtime: Version of ONNX Runtime.
         before: The size of the source.
         after: The size of the optimized model.
-        steps: In their order.
-        fused: Operators that stand for several others, with their numbers: those that the steps added.
-        run_fused: All such operators of the graph that runs, with those that ONNX Runtime fuses itself.
-        almost_fused: What is left in pieces.
+        steps: The steps in their order.
+        fused: Numbers of fused operators that the steps added, by operator.
+        run_fused: Numbers of all fused operators of the graph that runs, with those that ONNX Runtime fuses itself.
+        almost_fused: Patterns that are not fused in the graph that runs.
         bound: The largest error that was accepted.
-        inputs: With which errors and speed were measured.
-        agreement: How the outputs agree with those of the source.
-        source_speed: Of the source.
-        speed: Of the optimized model, with its ratio to the source.
+        inputs: A description of the inputs for the measurement of errors and speed.
+        agreement: Agreement of the outputs with those of the source.
+        source_speed: Speed of the source; null if it was not measured.
+        speed: Speed of the optimized model, with its ratio to the source; null if it was not measured.
         domains: Operator sets besides ONNX's own that the optimized model needs.
-        findings: What limits the use of the model.
-        delivered: Where the model is.
+        findings: Limits of the use of the model.
+        delivered: Where the model was written.
     """
 
     schema: str = "ortserve.optimize/1"

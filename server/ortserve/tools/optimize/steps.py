@@ -1,4 +1,4 @@
-"""What steps do, from file to file. Each returns notes for people, and imports its libraries where it runs."""
+"""Steps, which make a model file from another one. Each returns notes for people, and imports its libraries itself."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ MODEL_TYPES: Final = (
     *("bart", "bert", "bert_keras", "bert_tf", "clip", "conformer", "gpt2", "gpt2_tf", "gpt_neox", "mmdit", "phi"),
     *("qwen3", "sam2", "swin", "t5", "tnlr", "unet", "vae", "vit"),
 )
-"""As ``onnxruntime.transformers`` knows them."""
+"""The model types that ``onnxruntime.transformers`` supports."""
 _LEFT_TO_RUNTIME: Final = ["FusionGemm", "FusionGemmMul", "FusionGemmAdd"]
 """Fusions of ``onnxslim`` that hide biases from ONNX Runtime's own fusions."""
 
@@ -34,10 +34,10 @@ Notes = tuple[str, ...]
 
 
 def keep_outputs(source: Path, target: Path, names: Sequence[str]) -> Notes:
-    """Keep some outputs; nodes, weights and inputs that only the others needed are removed.
+    """Keep some outputs. Remove the others, and the nodes, weights and inputs that only they need.
 
     Raises:
-        ServeError: invalid_input: there is no such output.
+        ServeError: invalid_input: the model has no output of such a name.
     """
     from onnx_ir.passes import common
 
@@ -69,12 +69,12 @@ def set_dimensions(source: Path, target: Path, fixed: Mapping[str, int], named: 
 
     Args:
         source: The model.
-        target: The new one.
-        fixed: Sizes by name.
-        named: Names by input or output and axis.
+        target: The new file.
+        fixed: Sizes by the names of dimensions.
+        named: Names of dimensions, by input or output and axis.
 
     Raises:
-        ServeError: invalid_input: there is no such dimension, or it already has a size.
+        ServeError: invalid_input: the model has no such dimension, or the dimension already has a size.
     """
     model = onnx.load(source, load_external_data=False)
     for (name, axis), word in named.items():
@@ -116,15 +116,15 @@ def _name_dimension(graph: GraphProto, name: str, axis: int, word: str) -> None:
 def set_opset(source: Path, target: Path, opset: int) -> Notes:
     """Convert the standard operators to another opset.
 
-    ``onnxscript`` only converts upwards and keeps external data out of memory; ``onnx`` converts the rest.
+    ``onnxscript`` only converts to newer opsets and keeps external data out of memory. ``onnx`` converts the rest.
 
     Raises:
-        ServeError: invalid_input: a converter is missing.
+        ServeError: invalid_input: ``onnx`` cannot convert an operator.
     """
     from onnxscript.version_converter import convert_version
 
     model = load(source)
-    with suppress(ValueError):  # it does not know the opset
+    with suppress(ValueError):  # onnxscript does not support the opset
         convert_version(model, opset)
         if model.opset_imports.get("") == opset and all(
             one.version in (None, opset) for one in model.graph.all_nodes()
@@ -140,19 +140,19 @@ def set_opset(source: Path, target: Path, opset: int) -> Notes:
 
 
 def fuse_by_transformers(source: Path, target: Path, kind: str, heads: int, hidden: int) -> Notes:
-    """Fuse by ``onnxruntime.transformers``, which knows what PyTorch's TorchScript exporter writes."""
+    """Fuse by ``onnxruntime.transformers``, which recognizes graphs of PyTorch's TorchScript exporter."""
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
     options = FusionOptions(kind)
-    options.use_raw_attention_mask(True)  # the default keeps the number of ones only, as if padding were at the end
+    options.use_raw_attention_mask(True)  # the default only keeps the number of ones, which assumes padding at the end
     made = optimize_model(str(source), kind, heads, hidden, optimization_options=options, opt_level=0)
     made.save_model_to_file(str(target), use_external_data_format=needs_data_file(source))
     return ()
 
 
 def fuse_by_onnxscript(source: Path, target: Path) -> Notes:
-    """Fuse by ``onnxscript``, which knows what PyTorch's newer exporter writes."""
+    """Fuse by ``onnxscript``, which recognizes graphs of PyTorch's newer exporter."""
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
     save(optimize_for_ort(load(source))[0], target, source)
@@ -160,7 +160,7 @@ def fuse_by_onnxscript(source: Path, target: Path) -> Notes:
 
 
 def fold(source: Path, target: Path) -> Notes:
-    """Fold constants and remove dead and duplicate nodes by ``onnxscript``'s optimizer, which knows no fusions."""
+    """Fold constants and remove dead and duplicate nodes by ``onnxscript``'s optimizer, which fuses nothing."""
     from onnxscript import optimizer
 
     model = load(source)
@@ -170,7 +170,7 @@ def fold(source: Path, target: Path) -> Notes:
 
 
 def slim(source: Path, target: Path) -> Notes:
-    """The same by ``onnxslim``, which also merges shape computations and normalizations into convolutions."""
+    """As ``fold``, by ``onnxslim``, which also merges shape computations, and normalizations into convolutions."""
     import onnxslim
 
     model = onnxslim.slim(onnx.load(source), skip_fusion_patterns=_LEFT_TO_RUNTIME)
@@ -179,7 +179,7 @@ def slim(source: Path, target: Path) -> Notes:
 
 
 def share_weights(source: Path, target: Path) -> Notes:
-    """Keep equal weights once. They are compared by digests."""
+    """Store equal weights once. Digests decide whether weights are equal."""
     from onnx_ir.passes.common import DeduplicateHashedInitializersPass
 
     model = load(source)
@@ -195,11 +195,11 @@ def save_optimized(source: Path, target: Path, level: str, opening: Timed, has_d
 
     Args:
         source: The model.
-        target: The new one.
-        level: Of graph optimization.
-        opening: How to open it; its model has no effect.
-        has_data: Whether large weights go into ``data_file``. Without that key ONNX Runtime would let the new model
-            refer to the data of the old one.
+        target: The new file.
+        level: Level of graph optimization.
+        opening: How to open the model; its own model is not used.
+        has_data: Whether large weights go into ``data_file``. They always do if the source has one: without that key,
+            ONNX Runtime would make the new model refer to the data of the old one.
     """
     settings: dict[str, Any] = {"graph_optimization": level, "optimized_model_file": str(target.absolute())}
     if has_data or data_file(source).exists():

@@ -1,3 +1,3 @@
-"""``ortserve publish``: a model becomes a version of a repository, as a whole or not at all."""
+"""``ortserve publish``: adds a version to a model of a repository atomically."""
 
 __all__ = ["folder", "place"]

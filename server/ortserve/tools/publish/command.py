@@ -1,4 +1,4 @@
-"""``ortserve publish``: a model becomes the next version of a model in a repository."""
+"""``ortserve publish``: makes a model the next version of a model in a repository."""
 
 import argparse
 import logging
@@ -84,7 +84,7 @@ def publish(arguments: argparse.Namespace) -> Outcome:
 
 
 def trace(source: Subject, command: Sequence[str]) -> tuple[Provenance, list[str]]:
-    """The provenance of a model with this command added, and notes. Without one, it is its own source."""
+    """The provenance of a model with this command added, and notes. A model without a provenance is its own source."""
     before = read_provenance(source.path)
     model = describe_model(source.path, source.path.name, None)
     if before is not None and before.model.digest == model.digest:

@@ -1,8 +1,8 @@
-"""Puts a new version into a repository: written in a hidden folder beside its place, which a rename makes a version.
+"""Puts a new version into a repository. It is written to a hidden folder beside its place, and then renamed.
 
-A server that polls the repository therefore sees the version as a whole or not at all, also if this process or the
-machine dies. Numbers are never used twice: the model's folder keeps the highest one, because the folder of a removed
-version no longer tells.
+So a server that polls the repository sees the whole version or nothing of it, even if this process or the machine dies.
+Version numbers are never used twice: a file in the model's folder stores the highest one, because removed versions
+leave no trace.
 """
 
 import argparse
@@ -35,9 +35,9 @@ from ortserve.tools.staging import staging_folder, sync
 from ortserve.tools.subject import Subject
 
 RECORD: Final = ".highest-version"
-"""In a model's folder: the highest number that a version of it ever had."""
+"""A file in a model's folder, with the highest version number that the model ever had."""
 _LIMIT_S: Final = 1800.0
-"""For opening both models. Some execution providers compile for minutes."""
+"""Time limit of opening both models. Some execution providers compile for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Published:
     """A new version.
 
     Attributes:
-        name: Of the model.
-        version: Its number.
-        notes: What may not be expected, such as a version policy that does not serve it.
+        name: Name of the model.
+        version: Number of the version.
+        notes: Facts that may be unexpected, such as a version policy that does not select the version.
     """
 
     name: str
@@ -71,20 +71,20 @@ def publish_version(
     allow_changed_interface: bool = False,
     keeps_golden: bool = True,
 ) -> Published:
-    """Make a model the next version of ``REPOSITORY/name``, which is made if it is new.
+    """Make a model the next version of ``REPOSITORY/name``, which is created if it is new.
 
     Args:
-        model: The file, with its external data beside it. It is copied.
+        model: The file to copy, with its external data beside it.
         target: The model in the repository.
-        provenance: Becomes the version's.
-        options_text: Replaces the model's ``model.yaml``; None to keep what it has.
+        provenance: The provenance of the version.
+        options_text: The new text of the model's ``model.yaml``; None to leave the file as it is.
         allow_changed_interface: Whether inputs and outputs may differ from those of the version that is served.
         keeps_golden: Whether the golden samples of the version that is served become the new version's, which must
             agree with them.
 
     Raises:
         ServeError: invalid_input: the model does not open, its interface differs, it disagrees with the golden samples,
-            or the target is no place for it.
+            or the target cannot get a version.
         OSError: The repository cannot be written. Nothing has changed then.
     """
     published: Published | None = None
@@ -113,7 +113,7 @@ def _publish(
     allow_changed_interface: bool,
     keeps_golden: bool,
 ) -> Published | None:
-    """None if another process has made the model meanwhile, so that this is its next version."""
+    """Publish once. Returns None if another process created the same new model meanwhile; the caller then retries."""
     with staging_folder(place.beside) as staging, progress("publishing") as step:
         options = _stage_options(staging, options_text, place)
         place = replace(place, options=options) if options_text is not None else place
@@ -187,11 +187,11 @@ def _stage_version(
 
 
 def _check(subject: Subject, served: Subject | None) -> tuple[list[str], list[str]]:
-    """How the interface of a new version differs from that of the served one, and notes. In a process of its own."""
+    """Differences between the interfaces of a new version and the served one, and notes. Runs in another process."""
     notes: list[str] = []
     opened = _open(subject, notes)
     signature, dependence = opened.signature, opened.rows.known_dependence
-    del opened  # its weights take memory
+    del opened  # frees its weights
     if served is None:
         return [], notes
     try:
@@ -204,7 +204,7 @@ def _check(subject: Subject, served: Subject | None) -> tuple[list[str], list[st
 
 
 def _check_golden(model: Path, subject: Subject) -> str:
-    """How a version agrees with its golden samples. Raises ServeError: invalid_input, if it does not."""
+    """Describe how a version agrees with its golden samples. Raises ServeError: invalid_input, if it does not."""
     try:
         return call_apart(_LIMIT_S, check_version, subject)
     except ServeError as error:
@@ -222,7 +222,7 @@ def _open(subject: Subject, notes: list[str]) -> OpenModel:
 
 
 def _install(staging: Path, place: Place) -> int:
-    """Give the version its number and its place. Returns the number."""
+    """Choose the number of the version and rename its folder. Returns the number."""
     with _locked(place.folder):
         number = 1 + max((_recorded(place.folder), *_numbers(place.folder)))
         _record(staging, number).replace(place.folder / RECORD)
@@ -234,7 +234,7 @@ def _install(staging: Path, place: Place) -> int:
 
 
 def _install_new(staging: Path, place: Place) -> int:
-    """Make the model with its first version. Returns its number."""
+    """Create the model with its first version. Returns the number of the version."""
     folder = staging / "model"
     folder.mkdir()
     _record(folder, 1)
@@ -253,10 +253,10 @@ def _install_new(staging: Path, place: Place) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other publishers of the model out. The system ends the lock with this process."""
+    """Exclude other publishers of the model. The system releases the lock when this process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Some network file systems cannot lock folders. The rename fails nevertheless if the number is taken.
+        # Some network file systems cannot lock folders. If the number is in use, the rename fails without a lock, too.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -18,9 +18,9 @@ class Place:
     """A model of a repository, which need not exist yet.
 
     Attributes:
-        folder: Of the model.
-        files: Of the model; None if it is new.
-        options: Its configuration; the defaults if it has none.
+        folder: Folder of the model.
+        files: Files of the model; None if it is new.
+        options: Configuration of the model; the defaults if it has none.
     """
 
     folder: Path
@@ -29,12 +29,12 @@ class Place:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self.folder.name
 
     @property
     def beside(self) -> Path:
-        """A path in the folder that gets the new folder: that of a version, or of a new model."""
+        """A path beside the folder to create, which is the folder of a version or of a new model."""
         return self.folder if self.files is None else self.folder / "1"
 
     def newest(self) -> Subject | None:
@@ -50,9 +50,9 @@ class Place:
         return None
 
     def companions(self) -> tuple[Path, list[Path]]:
-        """What a version consists of, relative to its folder: the model file, and the files that it has besides.
+        """The model file of a version and its companions, relative to the folder of the version.
 
-        These are files of the newest version, such as labels, without its model, the model's external data, its
+        Companions are files of the newest version, such as labels, without its model, the model's external data, its
         provenance, and files that the server writes.
         """
         newest = self.newest()

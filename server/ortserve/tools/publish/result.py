@@ -1,4 +1,4 @@
-"""What ``ortserve publish --json`` prints."""
+"""The result of ``ortserve publish``, as ``--json`` prints it."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ class PublishResult:
     """A new version of a model.
 
     Attributes:
-        schema: Of this result.
+        schema: Name and number of this schema.
         model: The name of the model in the repository.
         version: The number of the new version.
-        folder: Of the version.
+        folder: Folder of the version.
         digest: SHA-256 over the model file and its external data.
         nbytes: Size of the model file and its external data.
-        provenance: Where the version came from, as the server shows it in the model's metadata.
-        notes: What may not be expected, such as a version policy that does not serve it.
+        provenance: Summary of the provenance, as the server shows it in the model's metadata.
+        notes: Facts that may be unexpected, such as a version policy that does not select the version.
     """
 
     schema: str = "ortserve.publish/1"

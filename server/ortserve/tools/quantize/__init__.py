@@ -1,1 +1,1 @@
-"""``ortserve quantize``."""
+"""``ortserve quantize``: makes quantized models, and compares them with their source."""

@@ -40,11 +40,12 @@ cost too much stay in floating point. Nothing is written if the errors exceed --
 """
 _LIMIT_S: Final = 3600.0
 _MEMORY_FACTOR: Final = 3
-"""The library's peak, measured: 3.1 times the weights; a third of that for weights only."""
+"""Memory that the library needs for a model, in sizes of its weights. The measured peak is 3.1; a third of that in mode
+``weights``."""
 _DISK_FACTOR: Final = 3
-"""The prepared model, a copy that the library makes, and quantized ones."""
+"""Disk space in sizes of the weights: for the prepared model, a copy that the library makes, and quantized models."""
 _CALIBRATION_SHARE: Final = 0.5
-"""Of the time limit: the search has the rest."""
+"""Share of the time limit for calibration. The search uses the rest."""
 _DEFAULT_BOUND: Final = ErrorBound("cosine", 0.02)
 _DEFAULT_BOUND_OF_LABELS: Final = ErrorBound("accuracy", 0.005)
 
@@ -127,10 +128,10 @@ def _run(given: argparse.Namespace) -> Outcome:
 
 
 def _bounds(given: argparse.Namespace) -> list[ErrorBound]:
-    """The bounds, after a check of what they and the mode need.
+    """The bounds of errors. Checks that samples and labels suit them and the mode.
 
     Raises:
-        ServeError: invalid_input: samples or labels are missing.
+        ServeError: invalid_input: samples or labels are missing, or do not suit the mode.
     """
     if given.mode != "static" and given.calibration is not None:
         raise invalid_input(f"--calibration: expected --mode static, got {given.mode}; --inputs are compared")
@@ -152,7 +153,7 @@ def _quantize(
     bounds: Sequence[ErrorBound],
     target: Path,
 ) -> QuantizeResult:
-    """Make the best model that can be found at ``target``, and collect its evidence."""
+    """Write the best model that the search finds to ``target``, and collect its evidence."""
     source_nbytes = model_nbytes(source.path, model)
     _check_room(source_nbytes, target.parent)
     files = Files(given.calibration, given.inputs, given.labels, given.samples)
@@ -171,7 +172,7 @@ def _quantize(
             left = workbench.call(Workbench.calibrate, _CALIBRATION_SHARE * (deadline - time.monotonic()))
 
         def attempt(names: tuple[str, ...]) -> Tried:
-            """Make and compare a model, in the place of the last one."""
+            """Make and compare a model. It replaces the last one on the disk."""
             step(0, f"{len(names)} of {len(nodes)} nodes quantized")
             shutil.rmtree(path.parent, ignore_errors=True)
             tried.append(workbench.call(Workbench.attempt, names, path))
@@ -190,7 +191,7 @@ def _quantize(
             raise ServeError(ErrorKind.INTERNAL, f"no quantized model can run: {best.problem}")
         lost = workbench.call(Workbench.batching_lost, path)
         for file in (path, *external_files(path)):
-            file.chmod(source.path.stat().st_mode)  # external data is written for its owner only
+            file.chmod(source.path.stat().st_mode)  # the library makes external data readable for the owner only
             file.rename(target.parent / file.name)
     missed = best.excess(bounds)
     speeds: Sequence[Speed | None] = (None, None)
@@ -231,10 +232,10 @@ def _quantize(
 
 
 def _check_room(nbytes: int, folder: Path) -> None:
-    """Refuse large models for which memory or disk cannot suffice.
+    """Reject large models for which memory or disk space cannot suffice.
 
     Raises:
-        ServeError: What is needed and what there is.
+        ServeError: internal, with the needed and the available bytes.
     """
     if nbytes < LARGE_NBYTES // 4:
         return

@@ -1,7 +1,7 @@
-"""Quantized models, made by ``onnxruntime.quantization``.
+"""Makes quantized models by ``onnxruntime.quantization``.
 
-Runs in a process of its own: the library prints, writes to the root logger, and takes three times the memory of
-the weights.
+Runs in a process of its own: the library prints, writes to the root logger, and uses three times the memory of the
+weights.
 """
 
 from collections import Counter
@@ -34,7 +34,8 @@ from ortserve.tools.quantize.plan import needed_opset
 from ortserve.tools.quantize.result import Settings
 
 LARGE_NBYTES: Final = 1 << 30
-"""From this size weights have a file of their own: protobuf ends at 2 GiB, and some steps add to a model."""
+"""Models from this size on get a separate file of weights: protobuf is limited to 2 GiB, and some steps enlarge a
+model."""
 
 _TYPES: Final = {
     "int8": QuantType.QInt8,
@@ -48,8 +49,8 @@ _METHODS: Final = {
     "percentile": CalibrationMethod.Percentile,
 }
 _ENTROPY_BINS: Final = 512
-"""ONNX Runtime's 128 are as many as it merges them into, so that the only range to choose is the whole one. The search
-takes time in proportion to the square of the number."""
+"""Bins of the histograms. ONNX Runtime's default, 128, is also the number that it merges them into, so the whole range
+would be the only choice. The search takes time in proportion to the square of the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ class Prepared:
 
     Attributes:
         path: The file.
-        is_large: Whether its weights are in a file of their own.
-        dtypes: Element types of the values of the main graph that are known.
-        notes: What was changed that the user should know.
+        is_large: Whether its weights are in a separate file.
+        dtypes: Known element types of the values of the main graph.
+        notes: Changes that the user should know.
     """
 
     path: Path
@@ -77,12 +78,13 @@ class Prepared:
 def prepare(source: Path, folder: Path, settings: Settings, nbytes: int) -> Prepared:
     """Bring a model into the form that the library expects: names for all nodes, constants folded, shapes inferred.
 
+    Opsets that cannot hold the result are converted. Gemm becomes MatMul and Add, except in mode ``static``.
+
     Args:
         source: The model.
-        folder: Empty and absolute; gets the prepared model.
-        settings: Models of opsets that cannot hold the result are converted. Gemm becomes MatMul and Add, except in
-            mode ``static``.
-        nbytes: Of the weights.
+        folder: An empty folder with an absolute path, for the prepared model.
+        settings: The settings of the quantization.
+        nbytes: Size of the weights.
 
     Raises:
         ServeError: invalid_input: the model cannot be converted.
@@ -96,7 +98,7 @@ def prepare(source: Path, folder: Path, settings: Settings, nbytes: int) -> Prep
         model = _converted(model, own, opset)
         notes.append(f"converted from opset {own} to {opset}")
     for graph in _graphs(model.graph):
-        del graph.value_info[:]  # exporters leave wrong shapes behind, which break the inference of others
+        del graph.value_info[:]  # wrong shapes from exporters break the inference of other shapes
     _name_nodes(model)
     ends = {value.name: deepcopy(value) for value in (*model.graph.input, *model.graph.output)}
     named = folder / "named.onnx"
@@ -127,7 +129,7 @@ def prepare(source: Path, folder: Path, settings: Settings, nbytes: int) -> Prep
 
 
 def _infer_shapes(named: Path, *, is_large: bool) -> Path:
-    """A file beside with inferred shapes and folded constants; the same file if neither way of inference takes it."""
+    """Write a file with inferred shapes and folded constants. Returns ``named`` if inference fails in both ways."""
     path = named.with_name("inferred.onnx")
     ways: tuple[dict[str, bool], ...] = ({}, {"skip_symbolic_shape": True})
     for options in ways[is_large:]:  # the symbolic inference fails on many newer exports, and takes memory
@@ -136,7 +138,7 @@ def _infer_shapes(named: Path, *, is_large: bool) -> Path:
                 quant_pre_process(named, path, save_as_external_data=is_large, **options)
         except OSError:
             raise
-        except Exception:  # noqa: BLE001 - it raises whatever its parsing of the graph runs into
+        except Exception:  # noqa: BLE001 - the library raises errors of any class
             path.unlink(missing_ok=True)
         else:
             return path
@@ -144,9 +146,9 @@ def _infer_shapes(named: Path, *, is_large: bool) -> Path:
 
 
 def _untie_weights(model: ModelProto) -> None:
-    """Give transposed weights of Gemm that other nodes use, too, a copy that is not transposed.
+    """Replace transposed weights of Gemm that have other uses, too, by a copy that is not transposed.
 
-    The library transposes a weight in its place, once for each Gemm that it turns into MatMul.
+    The library transposes a weight in place, once for each Gemm that it turns into MatMul.
     """
     graphs = list(_graphs(model.graph))
     uses = Counter(name for graph in graphs for node in graph.node for name in node.input)
@@ -168,12 +170,14 @@ def _untie_weights(model: ModelProto) -> None:
         uses[name] -= 1
         if not uses[name]:
             graph.initializer.remove(tensor)
-            for value in [one for one in graph.input if one.name == name]:  # of models with an old IR version
+            for value in [one for one in graph.input if one.name == name]:  # old IR versions list weights as inputs
                 graph.input.remove(value)
 
 
 def calibrate(prepared: Prepared, settings: Settings, samples: Iterable[Mapping[str, np.ndarray]]) -> None:
-    """Run the model and write the ranges of its activations beside it. Holds the activations of one sample at a time.
+    """Run the model with samples and write the ranges of its activations to ``Prepared.ranges``.
+
+    Only the activations of one sample are in memory at a time.
 
     Raises:
         ServeError: invalid_input: the model rejects the inputs.
@@ -192,7 +196,7 @@ def calibrate(prepared: Prepared, settings: Settings, samples: Iterable[Mapping[
 
 
 class _OneSample:
-    """What the library reads inputs from."""
+    """A data reader of the library, with one sample."""
 
     def __init__(self, sample: Mapping[str, np.ndarray]) -> None:
         self._left: Final = [dict(sample)]
@@ -208,10 +212,10 @@ def make(
 
     Args:
         prepared: The model, after ``calibrate`` in mode ``static``.
-        target: Its weights go to a file beside it, if it is large.
+        target: The new file. The weights of a large model go to a file beside it.
         settings: How to quantize.
-        nodes: Operators of the nodes to quantize by their names; at least one.
-        passing: Names of more nodes, which are quantized where their inputs are.
+        nodes: Operators of the nodes to quantize, by the names of the nodes; at least one.
+        passing: Names of nodes that are quantized, too, if their inputs are.
     """
     if settings.mode == "weights":
         _make_weights(prepared, target, settings, nodes)
@@ -242,7 +246,7 @@ def make(
 def _make_weights(prepared: Prepared, target: Path, settings: Settings, nodes: Mapping[str, str]) -> None:
     gathers = [name for name, operator in nodes.items() if operator == "Gather"]
     operators = ("MatMul", "Gather") if settings.bits == 4 else ("MatMul",)
-    if settings.bits == 8 and gathers:  # the quantizer for blocks has 8 bits for MatMul only
+    if settings.bits == 8 and gathers:  # the block quantizer supports 8 bits for MatMul only
         with TemporaryDirectory() as folder:
             path = Path(folder) / "gathers.onnx"
             chosen = {"op_types_to_quantize": ["Gather"], "nodes_to_quantize": gathers}
@@ -276,7 +280,7 @@ def _converted(model: ModelProto, own: int, opset: int) -> ModelProto:
 
 
 def _name_nodes(model: ModelProto) -> None:
-    """Give every node a name of its own, as ONNX Runtime names them: the operator and a number."""
+    """Give each node a unique name. New names are made of the operator and a number, as those of ONNX Runtime."""
     nodes = [node for graph in _graphs(model.graph) for node in graph.node]
     taken = {node.name for node in nodes}
     seen = {""}
@@ -290,7 +294,7 @@ def _name_nodes(model: ModelProto) -> None:
 
 
 def _graphs(graph: GraphProto) -> Iterable[GraphProto]:
-    """A graph and all that its nodes run."""
+    """A graph, and the graphs inside its nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:

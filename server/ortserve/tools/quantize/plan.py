@@ -1,4 +1,4 @@
-"""What can be quantized in a model, and how, on a processor with given instructions. Pure."""
+"""Chooses the settings and the nodes of a quantization, for a processor with given instruction sets. Pure."""
 
 import re
 from collections import Counter
@@ -18,31 +18,32 @@ MODES: Final = ("dynamic", "static", "weights")
 _FLOAT16: Final = 10
 _NORMALIZATIONS: Final = ("LayerNormalization", "SkipLayerNormalization", "RMSNormalization", "EmbedLayerNormalization")
 _DYNAMIC: Final = ("MatMul", "Gather", "LSTM", "Attention", "EmbedLayerNormalization")
-"""Without Conv: a dynamically quantized ResNet-18 ran at a third of the speed of floating point."""
+"""Operators of mode ``dynamic``. Conv is not one: a dynamically quantized ResNet-18 ran at a third of the speed of
+floating point."""
 _MULTIPLICATIONS: Final = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _PASSING: Final = (
     *("Relu", "Clip", "MaxPool", "AveragePool", "GlobalAveragePool", "Reshape", "Flatten", "Transpose", "Squeeze"),
     *("Unsqueeze", "Concat", "Split", "Slice", "Pad", "Resize"),
 )
-"""Operators that keep values quantized between others. They cost little accuracy and are not tried alone."""
+"""Operators that pass quantized values on. They cost little accuracy, so the ranking leaves them out."""
 _WEIGHTS: Final = ("MatMul", "Gather")
 _QUANTIZED: Final = re.compile("[Qq]uantize|Integer|^Q(Linear|Ordered|Attention|Gemm|Embed)|MatMulNBits|MatMulBnb4")
-"""Found in the names of operators of quantized models."""
+"""Matches names of operators that only quantized models have."""
 _NCHWC: Final = "com.microsoft.nchwc"
 _VNNI: Final = ("avx_vnni", "avx512_vnni", "amx_int8")
 _OLDEST_OPSET: Final = 7
-"""The oldest for which ONNX Runtime promises support."""
+"""The oldest opset that ONNX Runtime promises to support."""
 _SLOW: Final = ("LSTM", "GRU", "RNN", "Conv")
 """Operators that some modes have no fast kernel for."""
 _GEMM_SUFFIX: Final = "_MatMul"
-"""What the library appends to the name of a Gemm that it turns into MatMul and Add."""
+"""Suffix that the library appends to the name of a Gemm that it turns into MatMul and Add."""
 _WEIGHT_INPUT: Final = {"Gather": 0, "EmbedLayerNormalization": 2}
-"""Where operators have their weight, if not as their second input."""
+"""Index of the weight among the inputs of an operator. Other operators have it as their second input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user asked for; None and empty for the defaults of this machine."""
+    """The options that the user gave. None and empty values mean the defaults of this machine."""
 
     mode: str
     bits: int | None = None
@@ -61,7 +62,7 @@ class Candidates:
 
     Attributes:
         nodes: Operators by the names of nodes whose cost is measured, in the order of the graph.
-        passing: Names of nodes that are quantized where their inputs are.
+        passing: Names of nodes that are quantized if their inputs are.
         excluded: Names of nodes that the user excluded.
     """
 
@@ -120,7 +121,10 @@ def _check_options(wish: Wish) -> None:
 
 
 def _usual_operators(mode: str, model: Model) -> tuple[str, ...]:
-    """In networks with layer normalization, additions carry outliers that 8 bits per tensor cannot hold."""
+    """The default operators of a mode.
+
+    Networks with layer normalization keep additions in floating point: their outliers do not fit 8 bits per tensor.
+    """
     if mode == "dynamic":
         return _DYNAMIC
     if mode == "weights":
@@ -130,10 +134,10 @@ def _usual_operators(mode: str, model: Model) -> tuple[str, ...]:
 
 
 def check_source(model: Model, name: str) -> None:
-    """Refuse models that cannot be quantized well.
+    """Reject models that cannot be quantized well.
 
     Raises:
-        ServeError: invalid_input, with what is in the model and what to do.
+        ServeError: invalid_input, with the reason and a remedy.
     """
     quantized = sorted({node.op for node in all_nodes(model) if _QUANTIZED.search(node.op)})
     if quantized:
@@ -153,7 +157,7 @@ def check_source(model: Model, name: str) -> None:
 
 
 def needed_opset(settings: Settings) -> int:
-    """The oldest opset whose operators can hold the result. Older models are converted."""
+    """The oldest opset whose operators can represent the result. Models of older opsets are converted."""
     if settings.activations.endswith("16") or (settings.mode == "weights" and "Gather" in settings.operators):
         return 21
     return 13 if settings.per_channel else 11
@@ -165,20 +169,20 @@ def find_candidates(
     """The nodes to quantize.
 
     Args:
-        model: After preparation: all nodes have names.
-        settings: Name the operators.
-        dtypes: Element types of the values of the main graph that are known.
+        model: The prepared model, in which all nodes have names.
+        settings: The settings, with the operators to quantize.
+        dtypes: Known element types of the values of the main graph.
         exclude: Names of nodes to leave in floating point.
-        name: Of the source, for errors.
+        name: Name of the source, for errors.
 
     Raises:
-        ServeError: invalid_input: a name in ``exclude`` is no node, or nothing is left.
+        ServeError: invalid_input: ``exclude`` names no node of the model, or no node can be quantized.
     """
     excluded = {one for asked in exclude for one in _find_node(model, asked)}
     found: dict[str, str] = {}
     passing: list[str] = []
     constants = {name: one for graph in all_graphs(model) for name, one in graph.constants.items()}
-    graphs = all_graphs(model) if settings.mode == "weights" else (model.graph,)  # other modes leave nested ones alone
+    graphs = all_graphs(model) if settings.mode == "weights" else (model.graph,)  # other modes skip inner graphs
     for node in (node for graph in graphs for node in graph.nodes):
         if node.op not in settings.operators or node.name in excluded:
             continue
@@ -214,7 +218,7 @@ def _fits(node: Node, mode: str, constants: Mapping[str, Tensor], dtypes: Mappin
 
 
 def left_out(model: Model, settings: Settings) -> list[str]:
-    """Notes about what stays in floating point, though one may expect otherwise."""
+    """Notes about nodes that unexpectedly stay in floating point."""
     nodes = list(all_nodes(model))
     notes = []
     if fused := sum(node.domain == "com.microsoft" and node.op not in settings.operators for node in nodes):
@@ -231,13 +235,13 @@ def left_out(model: Model, settings: Settings) -> list[str]:
 
 
 def consequences(settings: Settings, share: float, speed: Speed | None, batching_lost: str) -> list[str]:
-    """Notes about what the user gets.
+    """Notes about the properties of a quantized model.
 
     Args:
-        settings: Of the model.
-        share: Its size divided by that of the source.
-        speed: Compared with the source; None if it was not measured.
-        batching_lost: Why the server does not batch requests for the model; empty if it does, or did not before.
+        settings: How it was quantized.
+        share: Its size divided by the size of the source.
+        speed: Its speed compared with the source; None if it was not measured.
+        batching_lost: As ``Workbench.batching_lost``.
     """
     notes = []
     if settings.reduce_range:

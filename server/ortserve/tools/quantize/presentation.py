@@ -1,4 +1,4 @@
-"""The result of ``ortserve quantize`` for people."""
+"""Makes reports of quantized models."""
 
 from collections.abc import Iterator
 from typing import Final

@@ -13,10 +13,10 @@ class Settings:
 
     Attributes:
         mode: ``dynamic``: weights, and activations by their range in each run; ``static``: activations have ranges from
-            calibration; ``weights``: only weights, which become floating point again in each run.
-        bits: Of weights.
-        block: Weights along an axis that share a scale, in mode ``weights``; None in others.
-        calibrator: How ranges come from values, in mode ``static``; empty in others.
+            calibration; ``weights``: only weights, which are converted back to floating point in each run.
+        bits: Bits of a weight.
+        block: Number of weights along an axis that share a scale, in mode ``weights``; None in others.
+        calibrator: How ranges are computed from values, in mode ``static``; empty in others.
         per_channel: Whether each channel of a weight has its own scale.
         activations: Type of activations; empty if they stay in floating point.
         weights: Type of weights.
@@ -37,14 +37,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """What it costs to quantize some nodes alone.
+    """The error of a model in which only some nodes are quantized.
 
     Attributes:
-        nodes: Their names: one node, or neighbours that were measured together.
-        operators: Their operators.
-        error: Of the model with only these nodes quantized, as ``ranked_by`` measures it; infinite (null) if it cannot
-            run; None if there was no time to measure it.
-        is_quantized: Whether they are quantized in the result.
+        nodes: Names of the nodes: one node, or neighbours that were measured together.
+        operators: Operators of the nodes.
+        error: The error in the measure ``ranked_by``; infinite (null) if the model cannot run; None if there was no
+            time to measure it.
+        is_quantized: Whether the nodes are quantized in the result.
     """
 
     nodes: tuple[str, ...]
@@ -58,9 +58,9 @@ class QuantizedOperator:
     """The nodes of an operator that could be quantized.
 
     Attributes:
-        operator: Its name.
-        quantized: Nodes that are.
-        floating: Nodes that stay in floating point.
+        operator: Name of the operator.
+        quantized: Number of quantized nodes.
+        floating: Number of nodes that stay in floating point.
     """
 
     operator: str
@@ -74,24 +74,24 @@ class QuantizeResult:
 
     Attributes:
         model: Name of the source.
-        path: Its file.
+        path: File of the source.
         settings: How it was quantized.
-        bounds: The errors that were accepted, as ``--max-error`` writes them.
-        missed: How the best model that was found exceeds them; empty if it does not. Then nothing is written.
+        bounds: The largest errors that were accepted, as ``--max-error`` writes them.
+        missed: The bounds that the best model exceeds. If there are any, nothing is written.
         source_nbytes: Size of the source with its external data.
-        nbytes: Size of the quantized model.
-        operators: What is quantized.
-        floating: Nodes that stay in floating point, because they cost too much or were excluded.
-        ranked_by: The measure of ``ranking``; empty if all nodes could be quantized within the bounds.
-        ranking: What nodes cost, the most expensive first.
+        nbytes: Size of the quantized model with its external data.
+        operators: The numbers of quantized nodes by operator.
+        floating: Names of nodes that stay in floating point, because they cost too much or were excluded.
+        ranked_by: The measure of ``ranking``; empty without a ranking.
+        ranking: Errors of nodes that are quantized alone, the largest first; empty if no ranking was needed.
         trials: The number of models that were made and compared.
-        calibration: Where the calibration inputs came from; empty without calibration.
-        inputs: Where the inputs came from with which the models were compared.
-        agreement: Of the outputs with those of the source.
-        source_speed: Of the source on this machine; None if it was not measured.
-        speed: Of the quantized model, compared with the source.
-        notes: What must be known to judge or to use the model.
-        delivered: What was written; None if nothing was.
+        calibration: A description of the calibration inputs; empty without calibration.
+        inputs: A description of the inputs of the comparison.
+        agreement: Agreement of the outputs with those of the source.
+        source_speed: Speed of the source on this machine; None if it was not measured.
+        speed: Speed of the quantized model, with its ratio to the source; None if it was not measured.
+        notes: Facts that matter for judging or using the model.
+        delivered: Where the model was written; None if it was not.
     """
 
     schema: str = "ortserve.quantize/1"

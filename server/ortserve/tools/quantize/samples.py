@@ -1,4 +1,4 @@
-"""The samples of calibration and those of the comparison with the source, which should not be the same."""
+"""The samples for calibration and for the comparison with the source. They should not be the same."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ _HELD_OUT: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What the user gave.
+    """The files that the user gave; None for those that were not given.
 
     Attributes:
         calibration: Samples for calibration, a file or a folder.
-        inputs: Samples for the comparison.
-        labels: Of ``inputs``, or without them of ``calibration``.
-        most: Samples that are used of each.
+        inputs: Samples for the comparison, a file or a folder.
+        labels: Labels of ``inputs``, or of ``calibration`` if there are no ``inputs``.
+        most: Maximum number of samples for each use.
     """
 
     calibration: Path | None
@@ -39,15 +39,15 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Some samples, as ``Inputs`` that have one sample each.
+    """A selection of samples. Implements ``Inputs`` for runs of one sample.
 
-    A run has one row, because rows of a batch meet in a dynamically quantized model.
+    A run has one row, because the rows of a batch affect each other in a dynamically quantized model.
 
     Attributes:
-        origin: Where they come from.
-        arrays: Of each sample.
-        labels: Of the samples; None without.
-        notes: What they cannot show.
+        origin: A description of the source of the samples.
+        arrays: The inputs of each sample.
+        labels: The label of each sample; None without labels.
+        notes: The limits of what the samples can show.
     """
 
     origin: str
@@ -57,16 +57,16 @@ class Samples:
 
     @property
     def samples(self) -> int:
-        """Their number."""
+        """The number of samples."""
         return len(self.arrays)
 
     def take(self, rows: int, number: int) -> Arrays:
-        """As ``Inputs.take``, but always one row."""
+        """As ``Inputs.take``, but always with one row."""
         del rows
         return self.arrays[number % len(self.arrays)]
 
     def feeds(self, model: OpenModel) -> Iterator[Feeds]:
-        """The samples by the names of inputs, with their rows where the model has them."""
+        """The inputs of each sample by name, with the rows on the model's batch axis."""
         names = [spec.name for spec in model.signature.inputs]
         for arrays in self.arrays:
             yield {
@@ -74,7 +74,7 @@ class Samples:
             }
 
     def part(self, belongs: np.ndarray, most: int, use: str) -> "Samples":
-        """At most so many of those for which ``belongs`` is true, for one use."""
+        """At most ``most`` of the samples for which ``belongs`` is true. ``use`` is added to the origin."""
         numbers = np.flatnonzero(belongs)
         numbers = numbers[spread(len(numbers), most)]
         labels = None if self.labels is None else self.labels[numbers]
@@ -82,7 +82,7 @@ class Samples:
 
 
 def read_samples(model: OpenModel, files: Files) -> tuple[Samples | None, Samples]:
-    """The samples for calibration, None without a file for it, and those for the comparison with the source.
+    """Read the samples for calibration (None without a file) and those for the comparison with the source.
 
     Raises:
         ServeError: invalid_input: a file does not fit the model or the labels, or the model rejects synthetic inputs.
@@ -107,7 +107,7 @@ def _synthetic(model: OpenModel, most: int) -> Samples:
 
 
 def _read(model: OpenModel, path: Path, option: str, most: int, labels: Path | None = None) -> Samples:
-    """At most so many samples, in the order of the files, which is that of the labels."""
+    """Read at most ``most`` samples. They keep the order of the files, which is also the order of the labels."""
     inputs = read_inputs(path, model.signature, option=option)
     found = dict(sorted(inputs.some(most).items()))
     known = None if labels is None else read_labels(labels, inputs)[list(found)]

@@ -1,7 +1,7 @@
-"""Which nodes to leave in floating point, so that errors stay within their bounds. Decides; others make and compare.
+"""Chooses the nodes to leave in floating point, so that errors stay within their bounds.
 
 Each part of the graph is quantized alone and ranked by its error. Then as few of the most expensive parts as the bounds
-allow stay in floating point. A model is accepted only after it was compared: the ranking only decides what to try.
+allow stay in floating point. The ranking only decides which models to try: each accepted model was compared.
 """
 
 import math
@@ -22,9 +22,9 @@ class Tried:
     """A model with some nodes quantized.
 
     Attributes:
-        nodes: Their names.
-        agreement: With the source; None if the model cannot run.
-        problem: Why it cannot; empty if it can.
+        nodes: Names of the quantized nodes.
+        agreement: Agreement with the source; None if the model cannot run.
+        problem: Why the model cannot run; empty if it can.
     """
 
     nodes: tuple[str, ...]
@@ -32,13 +32,13 @@ class Tried:
     problem: str = ""
 
     def excess(self, bounds: Sequence[ErrorBound]) -> tuple[str, ...]:
-        """How the bounds are exceeded, in words."""
+        """A text for each bound that is exceeded."""
         if self.agreement is None:
             return (self.problem,)
         return tuple(text for bound in bounds if (text := bound.excess(self.agreement)))
 
     def error(self, measure: str) -> float:
-        """Infinite if the model cannot run."""
+        """The error in this measure; infinite if the model cannot run."""
         return math.inf if self.agreement is None else self.agreement.error(measure)
 
 
@@ -47,10 +47,10 @@ class Found:
     """The result of a search.
 
     Attributes:
-        best: The model with the most quantized nodes within the bounds, or else the one with the least error.
-        measure: That the parts are ranked by; empty without a ranking.
-        parts: All nodes, the most expensive first; empty if all can be quantized.
-        trials: Models that were made.
+        best: The model with the most quantized nodes within the bounds; without one, the model with the least error.
+        measure: The measure that ranks the parts; empty without a ranking.
+        parts: All nodes in parts, the most expensive first; empty without a ranking.
+        trials: The number of models that were made.
         is_complete: Whether the trials and the time were enough to rank all nodes.
     """
 
@@ -75,9 +75,9 @@ def find_nodes(
     Args:
         nodes: Operators by the names of nodes that can be quantized, in the order of the graph.
         bounds: At least one.
-        attempt: Makes and compares a model. The search decides nothing by nodes that were not compared.
+        attempt: Makes a model with these nodes quantized, and compares it.
         is_late: Whether the time is used up. The search then ends with the best model so far.
-        most_trials: The number of models for the ranking.
+        most_trials: Maximum number of models until the end of the ranking.
         always_rank: Rank the nodes also if all can be quantized.
     """
     search = _Search(nodes, bounds, attempt, is_late)
@@ -111,7 +111,7 @@ class _Search:
         return self.make(nodes)
 
     def rank(self, most_trials: int) -> list[NodeCost]:
-        """Parts of the graph, the most expensive first; expensive parts are divided while trials are left."""
+        """Rank parts of the graph, the most expensive first. Expensive parts are divided while trials are left."""
         names = tuple(self.nodes)
         count = min(len(names), max(2, most_trials // 2))
         edges = [round(index * len(names) / count) for index in range(count + 1)]
@@ -132,7 +132,11 @@ class _Search:
         return NodeCost(nodes, operators, error, is_quantized=False)
 
     def exclude(self, parts: Sequence[NodeCost], whole: Tried) -> Tried:
-        """The model with the fewest of the first parts in floating point that is within the bounds, or the best one."""
+        """Find the model within the bounds with the fewest of the first parts in floating point, by bisection.
+
+        Returns the model with the least error, ``whole`` included, if even the model with one part quantized is beyond
+        the bounds.
+        """
         too_few, enough = 0, len(parts) - 1
         best = self._without(parts[:enough])
         if best.excess(self.bounds):

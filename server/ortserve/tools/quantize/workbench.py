@@ -1,4 +1,4 @@
-"""Makes quantized models and compares them with their source, in a process of its own (``apart.ObjectApart``)."""
+"""Makes quantized models and compares them with their source, in a separate process (``apart.ObjectApart``)."""
 
 import tempfile
 import time
@@ -26,14 +26,14 @@ _MOST_FEEDS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What is known when models can be made.
+    """The result of ``Workbench.prepare``.
 
     Attributes:
         candidates: The nodes to quantize.
         calibration: Origin of the calibration samples; empty without them.
         inputs: Origin of the samples of the comparison.
         feeds: Inputs for measurements of speed.
-        notes: What the samples cannot show, and what was changed to prepare the source.
+        notes: The limits of the samples, and the changes that prepared the source.
     """
 
     candidates: Candidates
@@ -55,7 +55,7 @@ class Workbench:
         self._settings: Final = settings
         self._source: Final = open_model(source, provider="cpu")
         self._calibration, self._evaluation = read_samples(self._source, files)
-        self._compare(self._source)  # what fails here is no fault of a quantized model
+        self._compare(self._source)  # errors here are not those of a quantized model
 
     def prepare(self, folder: Path, nbytes: int, exclude: list[str]) -> Ready:
         """Prepare the source for quantization in an empty folder.
@@ -63,7 +63,7 @@ class Workbench:
         Raises:
             ServeError: As ``making.prepare`` and ``plan.find_candidates``.
         """
-        tempfile.tempdir = str(folder)  # the library writes whole models there, which must vanish with the rest
+        tempfile.tempdir = str(folder)  # the library writes whole models there; they are removed with the folder
         path, settings = self._source.subject.path, self._settings
         self._prepared: Prepared = prepare(path, folder, settings, nbytes)
         model = read_model(self._prepared.path)
@@ -79,10 +79,10 @@ class Workbench:
         )
 
     def calibrate(self, limit_s: float) -> int:
-        """Find the ranges of activations, from as many samples as the time allows, and one at least.
+        """Find the ranges of activations, from as many samples as the time allows, at least one.
 
         Returns:
-            The number of samples that there was no time for.
+            The number of samples for which there was no time.
 
         Raises:
             ServeError: invalid_input: the model cannot be calibrated with the samples.
@@ -106,7 +106,7 @@ class Workbench:
         return left
 
     def attempt(self, names: tuple[str, ...], target: Path) -> Tried:
-        """Quantize these nodes, and compare the model with the source. A model that cannot run is a result, too.
+        """Quantize these nodes, and compare the model with the source. A model that cannot run is a valid result.
 
         Raises:
             OSError: The model cannot be written.
@@ -118,11 +118,11 @@ class Workbench:
             return Tried(names, self._compare(self._open(target)))
         except OSError:
             raise
-        except Exception as error:  # noqa: BLE001 - the library raises whatever a graph leads it to
+        except Exception as error:  # noqa: BLE001 - the library raises errors of any class
             return Tried(names, None, without_paths(str(error)) or type(error).__name__)
 
     def batching_lost(self, target: Path) -> str:
-        """Why the server batches requests for the source but not for this model; empty if that is not so."""
+        """Why the server does not batch requests for this model; empty if it does, or batches none for the source."""
         return "" if _alone_because(self._source) else _alone_because(self._open(target))
 
     def _compare(self, model: OpenModel) -> Agreement:

@@ -1,4 +1,4 @@
-"""The time of a search, and what must be left of it for the end."""
+"""The time budget of a search, with the time that it reserves for the end."""
 
 from collections.abc import Callable
 from typing import Final
@@ -6,13 +6,16 @@ from typing import Final
 _SAFETY: Final = 1.15
 _SMOOTHING: Final = 0.3
 _MOST_LATER: Final = 0.25
-"""Of all the time."""
+"""Largest share of the time limit that is reserved for other versions."""
 CONFIRMING_PAIRS: Final = 6
-"""At least, if there is time: with two processes of each configuration, as memory lies elsewhere in the next one."""
+"""Minimum number of pairs of a confirmation with two processes of each configuration. Memory layout differs between
+processes."""
 LEAST_PAIRS: Final = 4
+"""The same minimum with one process of each configuration."""
 MOST_PAIRS: Final = 12
+"""Maximum number of pairs of a confirmation."""
 KEEPING_PAIRS: Final = 4
-"""To see what one decision gains."""
+"""Pairs for which time is reserved, for each decision to leave out and for each other version."""
 
 
 class Budget:
@@ -33,12 +36,12 @@ class Budget:
 
     @property
     def spent_s(self) -> float:
-        """Since it began."""
+        """Time since the beginning."""
         return self._clock() - self._began_s
 
     @property
     def left_s(self) -> float:
-        """Until its end, less a part for the versions that come later; negative afterwards."""
+        """Time until the limit, without the time that is reserved for other versions. Negative after that."""
         later_s = self.cost_s(1 + self.later, self.later * KEEPING_PAIRS) if self.later else 0.0
         return self._limit_s - self.spent_s - min(later_s, _MOST_LATER * self._limit_s)
 
@@ -48,7 +51,7 @@ class Budget:
         return self.left_s < self._pair_s
 
     def is_mostly_spent(self, share: float) -> bool:
-        """Whether this share of the time is over."""
+        """Whether this share of the time limit is over."""
         return self.spent_s > share * self._limit_s
 
     def opened(self, seconds: float) -> None:
@@ -60,21 +63,21 @@ class Budget:
         self._pair_s = max(seconds, self._pair_s + _SMOOTHING * (seconds - self._pair_s))
 
     def cost_s(self, processes: int, pairs: int) -> float:
-        """What so many new processes and pairs take, with some reserve."""
+        """Time for a number of new processes and pairs, with some reserve."""
         return _SAFETY * (processes * self._open_s + pairs * self._pair_s)
 
     def end_s(self, decisions: int) -> float:
-        """What the end of a search takes, with a winner of so many decisions: its confirmation, and each left out.
+        """Time for the end of a search: the confirmation of the winner, and comparisons without each of its decisions.
 
-        At most 40 % of all the time: with little of it, the end has fewer processes and pairs.
+        At most 40 % of the time limit. In a short search, the end has fewer processes and pairs.
         """
         leave_out = self.cost_s(1 + decisions, decisions * KEEPING_PAIRS) if decisions > 1 else 0.0
         return min(leave_out + self.cost_s(4, CONFIRMING_PAIRS), 0.4 * self._limit_s)
 
     def confirmation(self, wanted: int) -> tuple[int, int]:
-        """How many new processes of each configuration a confirmation has, and how many pairs with each.
+        """Plan a confirmation: the number of new processes of each configuration, and of pairs with each process.
 
-        As many pairs as are wanted, in the time that is left but a part for the constant rates.
+        The pairs get three quarters of the time that is left. The rest is for the search of constant rates.
         """
         processes = 2 if self.left_s >= self.cost_s(4, CONFIRMING_PAIRS) else 1
         pairs = (0.75 * self.left_s - self.cost_s(2 * processes, 0)) / self.cost_s(0, processes)

@@ -40,7 +40,7 @@ from ortserve.tools.tune.space import Changes, Facts, Parameter, apply_changes, 
 from ortserve.tools.tune.writing import edit_text, write_options
 
 JOURNAL: Final = ".ortserve-tune.journal"
-"""In the model's folder. Its name begins with a dot, so that no server takes it for a change of the model."""
+"""Name of the journal in the model's folder. It begins with a dot, so that servers see no change of the model."""
 _DESCRIPTION: Final = """\
 Search for the options of a model that serve a load best on this machine: execution providers, threads, spinning,
 instances, batch sizes and others. Trials run in processes of their own, through the server's own batcher, in turn with
@@ -53,11 +53,12 @@ _GAINS: Final = {
     "cost": "CPU time",
     "memory": "Memory",
 }
-"""What an objective makes better, in words."""
+"""The figure that each objective improves, in words."""
 _MODERATE: Final = 0.5
-"""Of the rate that the current configuration sustains, for objectives with a constant rate."""
+"""Share of the rate that the current configuration sustains. It is the default rate of objectives with a constant
+rate."""
 _LEAST_PAIRS: Final = 2
-"""Of another version."""
+"""Minimum number of pairs that compare another version."""
 _OFFERED: Final = ("cuda", "tensorrt", "openvino")
 
 
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> ToolParser:
-    """All arguments, also for the tests of documents."""
+    """The arguments. Tests of the documentation use them, too."""
     parser = ToolParser("tune", _DESCRIPTION, page_flags=("--page", "-o", "--output"))
     parser.add_argument("model", metavar="MODEL", help="REPOSITORY/name[/version], or a file, which is only measured.")
     add = parser.add_argument_group("what is better").add_argument
@@ -107,7 +108,12 @@ def _duration(text: str) -> float:
 
 
 def tune(given: argparse.Namespace) -> Outcome:
-    """Search, confirm, write. Raises ServeError, and KeyboardInterrupt with the journal kept."""
+    """Search, confirm the result and write it.
+
+    Raises:
+        ServeError: The arguments, the model or the inputs are wrong, or the current configuration fails.
+        KeyboardInterrupt: The user interrupted the search. The journal keeps its trials.
+    """
     began_s = time.monotonic()
     bound = parse_bound(given.max_error) if given.max_error else None
     if bound is not None and bound.measure == "accuracy":
@@ -161,9 +167,11 @@ def tune(given: argparse.Namespace) -> Outcome:
 
 
 def _search(rate: float | None, bench: Bench, journal: Journal) -> tuple[Estimate | None, Ending | None]:
-    """The current configuration against itself, None if it answers nothing in time; and the end of the search.
+    """Search, and end the search.
 
-    There is no end if no trial was better.
+    Returns:
+        The current configuration compared with itself, None if it answers nothing in time; and the end of the search,
+        None if no trial was better.
     """
     bench.show("opening the current configuration")
     with closing(bench.lab.open({})) as contender:
@@ -190,7 +198,7 @@ def _facts(requests: Requests, slo_s: float | None) -> Facts:
 def _journal(
     given: argparse.Namespace, subject: Subject, requests: Requests, space: Sequence[Parameter]
 ) -> Iterator[Journal]:
-    """The journal of this search. One that was not named is removed when the search has ended or has no trials."""
+    """The journal of this search. Without ``--journal``, it is removed if the search ends or has measured no trial."""
     file: Path | None = given.journal
     if file is None and subject.folder is not None and not given.dry_run:
         file = subject.folder / JOURNAL
@@ -210,7 +218,7 @@ def _journal(
 
 
 def search_key(given: argparse.Namespace, subject: Subject, requests: Requests) -> dict[str, Any]:
-    """What decides the figures of a search: a journal with other values belongs to another search."""
+    """All that the figures of a search depend on. A journal with other values belongs to another search."""
     inputs = given.inputs.stat() if given.inputs else None
     return {
         "model": describe_model(subject.path, subject.name, subject.version).digest,
@@ -224,7 +232,7 @@ def search_key(given: argparse.Namespace, subject: Subject, requests: Requests) 
 
 
 def _find_variants(subject: Subject) -> dict[int, Path]:
-    """The files of other versions that tools made of this model, or that it was made from."""
+    """Files of other versions, by number: those that tools made, and the one that this version was made from."""
     if subject.folder is None or subject.version is None:
         raise invalid_input("--variants: expected REPOSITORY/name, got a single file")
     own = read_provenance(subject.path)
@@ -239,7 +247,7 @@ def _find_variants(subject: Subject) -> dict[int, Path]:
 
 
 def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Changes) -> Iterator[Variant]:
-    """Other versions with the best configuration, each in turn with the version that was tuned."""
+    """Compare other versions with the tuned one, all with the best configuration, in alternate rounds."""
     if not variants:
         return
     budget = bench.budget
@@ -279,7 +287,7 @@ def _conclusion(objective: str, ending: Ending | None, trials: int) -> str:
 
 
 def _comments(objective: str, ending: Ending) -> dict[str, str]:
-    """The gain of each key that is kept, by key."""
+    """Comments for ``model.yaml`` by key: the gain of each kept key."""
     comments: dict[str, str] = {}
     for gain in ending.gains:
         ratio = gain.ratio or ending.confirmation.ratio
@@ -292,7 +300,7 @@ def _comments(objective: str, ending: Ending) -> dict[str, str]:
 def _write(
     given: argparse.Namespace, subject: Subject, changes: Changes, comments: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Write what was confirmed; returns the file, or an empty text and what speaks against it."""
+    """Write the confirmed changes. Returns the file and an empty text, or an empty text and why it was not written."""
     if not changes:
         return "", "nothing is better"
     if given.dry_run:
@@ -303,7 +311,7 @@ def _write(
         return "", f"the model has a {TRITON_OPTIONS_FILE}, which is not changed; in a {OPTIONS_FILE} it would be"
     file = subject.folder / OPTIONS_FILE
     present_options = load_model_options(file, LoadOptions()) if file.exists() else ModelOptions()
-    # A version that is not served was opened under a policy of its own.
+    # find_model changes the policy for a version that the model's own policy does not select.
     if present_options.model_copy(update={"version_policy": subject.options.version_policy}) != subject.options:
         return "", f"not written, because {OPTIONS_FILE} was changed meanwhile; for the options before, it would be"
     write_options(file, changes, comments, apply_changes(present_options, changes))

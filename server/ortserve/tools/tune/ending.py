@@ -1,4 +1,4 @@
-"""The end of a search: the winner against the current configuration in new processes, and each decision left out."""
+"""The end of a search: drops decisions of the winner that gain nothing, and confirms the others in new processes."""
 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ortserve.tools.tune.sides import Side
 from ortserve.tools.tune.space import Point, changes_of
 
 _KEEPING_PAIRS: Final = 8
-"""Most, to see what one decision gains."""
+"""Maximum number of pairs that measure the gain of one decision."""
 _LEAST_PAIRS: Final = 3
 _STEP: Final = 0.9
 _MOST_STEPS: Final = 6
@@ -23,13 +23,13 @@ _MOST_STEPS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What the end of a search found.
+    """The result of the end of a search.
 
     Attributes:
         point: The best configuration; empty if it was not confirmed.
-        confirmation: Of this point, or of the one that was not confirmed.
-        gains: Of each decision of the winner.
-        why: It was not confirmed, apart from its ratio; empty for nothing else.
+        confirmation: The comparison that confirmed the configuration, or that failed to.
+        gains: The gain of each decision of the winner; empty if it was not confirmed.
+        why: Why it was not confirmed, if not because of its ratio; else empty.
     """
 
     point: Point
@@ -39,12 +39,12 @@ class Ending:
 
 
 def end_search(bench: Bench, winner: Point, guess: float) -> Ending:
-    """Leave out the decisions of the winner that gain nothing, and confirm what is left.
+    """Leave out the decisions of the winner that gain nothing, and confirm the others.
 
     Args:
-        bench: Of the search; no process of its own is open.
-        winner: Of the search; not empty.
-        guess: The rate that the current configuration sustains.
+        bench: The bench of the search, whose processes have ended.
+        winner: The best point of the search; not empty.
+        guess: The rate that the current configuration is expected to sustain.
 
     Raises:
         ServeError: A configuration that worked in the search fails now.
@@ -53,7 +53,7 @@ def end_search(bench: Bench, winner: Point, guess: float) -> Ending:
     confirmation, why = confirm(bench, kept, guess)
     if why or not is_confirmed(confirmation.ratio):
         return Ending({}, confirmation, why=why)
-    if len(kept) == 1:  # the confirmation has left it out, too
+    if len(kept) == 1:  # the confirmation is also the comparison without this decision
         (name,) = kept
         gain = KeyGain(name, changes_of(bench.space, kept), confirmation.ratio, is_kept=True)
         gains = (*(one for one in gains if one.parameter != name), gain)
@@ -64,7 +64,8 @@ def confirm(bench: Bench, point: Point, guess: float) -> tuple[Confirmation, str
     """Compare a configuration with the current one in new processes, for a number of pairs that is set beforehand.
 
     Returns:
-        The comparison, and why it confirms nothing, apart from its ratio: the bound is missed, or the time was over.
+        The comparison, and why it confirms nothing whatever its ratio: the bound is missed, or there was no time. The
+        reason is empty if the ratio decides.
     """
     changes = changes_of(bench.space, point)
     bench.show(f"confirming {describe(changes)}")
@@ -91,7 +92,10 @@ def confirm(bench: Bench, point: Point, guess: float) -> tuple[Confirmation, str
 
 
 def sustain(bench: Bench, side: Side) -> float | None:
-    """The highest constant rate, stepwise downwards, that keeps the percentile within the bound; None if none did."""
+    """Find the highest constant rate with the percentile within the bound, in steps down from the expected rate.
+
+    Returns None if no rate that was tried is within the bound.
+    """
     rate = side.guess
     for _ in range(_MOST_STEPS):
         reading = side.contender.measure(steady(rate), len(side.readings))
@@ -102,15 +106,15 @@ def sustain(bench: Bench, side: Side) -> float | None:
 
 
 def leave_out(bench: Bench, winner: Point, guess: float) -> tuple[Point, tuple[KeyGain, ...]]:
-    """Leave out one decision after the other, for good if nothing is lost without it.
+    """Measure the configuration without each decision in turn, and drop decisions that gain nothing.
 
     Returns:
-        What is left, and the gain of each decision. Decisions for which there is no time stay, and those without which
-        the others do not work or miss the bound.
+        The remaining decisions, and the gain of each decision. A decision also stays if there is no time to leave it
+        out, or if the others fail or miss the bound without it.
     """
     kept, gains, budget = dict(winner), list[KeyGain](), bench.budget
     names = [parameter.name for parameter in bench.space if parameter.name in winner]
-    names.reverse()  # those that usually matter least first
+    names.reverse()  # begin with decisions that usually matter least
     if budget.left_s < budget.cost_s(5, CONFIRMING_PAIRS + _LEAST_PAIRS):
         return winner, tuple(KeyGain(name, changes_of(bench.space, {name: winner[name]}), None, True) for name in names)
     with ExitStack() as opened:

@@ -26,19 +26,19 @@ _SUBJECT: Final = "subject"
 _TRIAL: Final = "trial"
 _SEED: Final = 1
 _RANDOM_TRIALS: Final = 6
-"""Before the sampler learns from earlier ones; those that are chosen count, too."""
+"""Trials before the sampler learns from earlier ones. Trials of enqueued points count, too."""
 
 
 class Journal:
-    """The trials of one search. Not for several processes at a time."""
+    """The trials of one search. Only one process at a time may use it."""
 
     def __init__(self, study: optuna.Study, space: Sequence[Parameter]) -> None:
-        """Go on with a study: trials that were interrupted count as failed, and ``ask`` proposes them again first."""
+        """Continue a study. Interrupted trials count as failed, and ``ask`` proposes their points again first."""
         self._study = study
         self._space = space
         self._asked: optuna.Trial | None = None
         self.trials: Final[dict[Key, Trial]] = {}
-        """By the choices of their points, as ``key_of`` gives them."""
+        """Trials by the ``key_of`` of their points."""
         for one in study.get_trials(deepcopy=False):
             if one.state is TrialState.RUNNING:
                 study.tell(one.number, state=TrialState.FAIL)
@@ -47,18 +47,18 @@ class Journal:
                 self.trials[key_of(self._point(one.params))] = TypeAdapter(Trial).validate_json(text)
 
     def enqueue(self, point: Point) -> None:
-        """Have ``ask`` return this point next, after those that wait already."""
+        """Enqueue a point for ``ask``, behind those that are enqueued already."""
         params = {parameter.name: point.get(parameter.name, 0) for parameter in self._space}
         self._study.enqueue_trial(params, skip_if_exists=not point)
 
     def ask(self) -> Point:
-        """The point of a new trial: an enqueued one, or what the sampler proposes."""
+        """The point of a new trial: an enqueued one, or a proposal of the sampler."""
         trial = self._asked = self._study.ask()
         chosen = {one.name: trial.suggest_categorical(one.name, range(len(one.choices))) for one in self._space}
         return self._point(chosen)
 
     def tell(self, point: Point, trial: Trial, value: float | None) -> None:
-        """Write the outcome of the trial that was asked; ``value`` is the better the larger, None if it failed."""
+        """Record the result of the point that ``ask`` returned. A larger ``value`` is better; None is a failure."""
         assert self._asked is not None
         self.trials[key_of(point)] = trial
         self._asked.set_user_attr(_TRIAL, TypeAdapter(Trial).dump_json(trial).decode())
@@ -73,7 +73,7 @@ class Journal:
 
 
 def key_of(point: Point) -> Key:
-    """What trials are kept by: ``dict`` makes the point of it again."""
+    """The key of a point. ``dict`` makes the point from it again."""
     return frozenset(point.items())
 
 
@@ -92,13 +92,14 @@ def open_journal(
     """Open a journal, and continue its search if it has the same subject.
 
     Args:
-        file: The journal; made if it does not exist. None to keep nothing.
-        subject: What decides the figures: model, options, objective, machine.
+        file: The journal; created if it does not exist. None keeps the trials in memory only.
+        subject: All that the figures depend on: model, options, objective, machine.
         space: All parameters.
         resume: True to require a search that can continue, False to start a new one, None to continue if possible.
 
     Raises:
-        ServeError: invalid_input: another process uses the file, it is no journal, or no search in it can continue.
+        ServeError: invalid_input: another process uses the file, it is not a journal, or it has no search that can
+            continue.
     """
     optuna.logging.disable_default_handler()
     logging.getLogger("optuna").setLevel(logging.CRITICAL)
@@ -117,7 +118,7 @@ def open_journal(
             raise invalid_input(f"{file}: expected a journal that is not in use, another search writes it") from None
         if not is_journal(file.read_bytes()[: len(_BEGINNING)]):
             raise invalid_input(f"{file}: expected a journal of ortserve tune, it is another file")
-        file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # of a process that was killed
+        file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # left by a killed process
         if resume is False:
             held.truncate(0)
         cut_partial_line(file)
@@ -141,12 +142,12 @@ def _load(file: Path) -> optuna.Study:
 
 
 def is_journal(beginning: bytes) -> bool:
-    """Whether a file that begins so may be a journal, so that it may be changed."""
+    """Whether a file with this beginning may be a journal, and so may be changed. An empty file may."""
     return _BEGINNING.startswith(beginning[: len(_BEGINNING)])
 
 
 def cut_partial_line(file: Path) -> None:
-    """Cut what a killed process left of its last line: it would make the whole journal unreadable."""
+    """Remove an incomplete last line, which a killed process left. It would make the whole journal unreadable."""
     content = file.read_bytes()
     if content and not content.endswith(b"\n"):
         with file.open("rb+") as opened:

@@ -1,4 +1,4 @@
-"""Configurations of a model in processes of their own, under loads through the server's own batcher."""
+"""Runs configurations of a model, each in its own process, under loads through the server's batcher."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -30,35 +30,37 @@ from ortserve.tools.tune.sides import Goal
 from ortserve.tools.tune.space import Changes, apply_changes
 
 _WARMUP_S: Final = 0.1
-"""Before each load, at its first rate: the process has slept while the other one was measured."""
+"""Warm-up before each load, at its first rate. The process slept while the other one was measured."""
 _PROBE_S: Final = 0.5
 _CALLERS: Final = 8
 _TIMEOUT_S: Final = 10.0
 _RAMP_TIMEOUT_S: Final = 1.0
-"""Or three bounds: what waits at the end of a ramp has been late for long."""
+"""Requests of a ramp time out after three times the latency bound, but not before this. They are long past the bound
+then."""
 _OVERLOAD: Final = {"timeout", ErrorKind.OVERLOADED.value, ErrorKind.DEADLINE.value}
 """Kinds of failures under too high a rate."""
 _LOOK_EVERY: Final = 7
+"""One in this many answers is checked."""
 _OPEN_LIMIT_S: Final = 600.0
 _GPU_BOUND: Final = ErrorBound("relative", 1e-2)
 """GPUs may compute with fewer bits than the datatype has."""
 _HOPELESS: Final = 30
-"""If so many requests in a row, all that ended lately, are too late, a ramp ends."""
+"""A ramp ends early if this many requests in a row were late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What is sent, and what must come back.
+    """Requests and their expected outputs.
 
     Attributes:
-        arrays: Of each request.
-        expected: Outputs of each, by name; the model's own, of bare runs.
-        datatypes: Of the outputs, in the order of answers.
-        origin: Of the inputs, in words.
+        arrays: The inputs of each request.
+        expected: The expected outputs of each request by name, from bare runs of the model.
+        datatypes: Datatypes of the outputs by name, in the order of answers.
+        origin: A description of the inputs.
         is_batched: Whether requests share batches.
-        has_convolutions: Whether the model has any.
-        is_on_gpu: Whether the expected outputs come from one.
-        rows: Of a request.
+        has_convolutions: Whether the model has convolutions.
+        is_on_gpu: Whether another execution provider than the CPU's computed the expected outputs.
+        rows: Rows of a request.
     """
 
     arrays: tuple[Arrays, ...]
@@ -72,7 +74,7 @@ class Requests:
 
 
 def prepare_requests(subject: Subject, file: Path | None, rows: int) -> Requests:
-    """Make requests and their right answers. Meant for ``call_apart``: the session does not stay.
+    """Make requests and compute their expected outputs. Use ``call_apart``, so that the session is freed.
 
     Raises:
         ServeError: The model cannot be opened or run, or the inputs do not fit it.
@@ -103,9 +105,10 @@ def prepare_requests(subject: Subject, file: Path | None, rows: int) -> Requests
 
 @dataclass(frozen=True, slots=True)
 class ProcessLab:
-    """Opens configurations in processes. Their libraries' messages go to a file that has no name.
+    """Opens configurations in processes of their own. The output of libraries goes to anonymous files.
 
-    ``bound`` None is the tolerances of datatypes; ``variants`` are files of other versions.
+    ``bound`` limits the errors of outputs; None means the tolerances of their datatypes. ``variants`` has the files of
+    other versions by number.
     """
 
     subject: Subject
@@ -124,12 +127,16 @@ class ProcessLab:
 
 
 class ModelProcess:
-    """A configuration of a model in a process of its own; as ``Contender``."""
+    """A configuration of a model in a process of its own. Implements ``Contender``."""
 
     def __init__(
         self, subject: Subject, requests: Requests, goal: Goal, bound: ErrorBound | None, *, checks: bool
     ) -> None:
-        """Open it, and send a few requests. Raises ServeError."""
+        """Open the model and send requests for half a second. ``checks`` is whether too large errors are failures.
+
+        Raises:
+            ServeError: The model cannot be opened or run, or its outputs are wrong.
+        """
         self._requests = requests
         self._goal = goal
         self._bound = bound
@@ -198,7 +205,7 @@ class ModelProcess:
         return seen
 
     def _wants_more(self, seen: Seen, elapsed_s: float) -> bool:
-        """Whether some of the last requests were in time."""
+        """Whether a ramp should continue, because some of its last requests were in time."""
         if not seen.chunks or self._goal.slo_s is None:
             return True
         samples = join(seen.chunks[-1:])
@@ -206,7 +213,7 @@ class ModelProcess:
         return len(is_late) < _HOPELESS or not bool(is_late[-_HOPELESS:].all())
 
     def _check(self, seen: Seen) -> str:
-        """How answers differ from the right ones, or what failed though there was time; empty if nothing did."""
+        """The first wrong output, or the first failure that overload does not explain; empty if there is neither."""
         requests = self._requests
         for chunk in seen.chunks:
             for kind in chunk.failures.keys() - _OVERLOAD:

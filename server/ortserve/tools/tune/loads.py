@@ -1,7 +1,7 @@
-"""Loads of trials, and what a trial reads from them. Pure.
+"""Loads of trials, and the figures of a load. Pure.
 
-The highest rate within a latency bound is found by one ramp: requests at random, ever faster, from half of the expected
-rate to twice as much. A search by constant rates takes ten loads; a ramp takes one, so that it can be repeated in turn
+One ramp finds the highest rate within a latency bound: random requests, whose rate grows from half of the expected rate
+to twice that rate. A search by constant rates takes ten loads. A ramp is one load, so it can be repeated alternately
 with another configuration.
 """
 
@@ -14,21 +14,21 @@ import numpy as np
 RAMP: Final = 2.0
 """A ramp begins at the expected rate divided by this, and ends at the product."""
 EDGE: Final = 1.15
-"""A rate so near to an end of the ramp may lie outside."""
+"""If the rate that a ramp finds is within this factor of an end, the true rate may lie outside of the ramp."""
 _LATE_SHARE: Final = 0.1
-"""Of requests in a stretch of a ramp that is still sustained. A stretch of a ramp has too few requests for one percent;
-a constant rate decides about the percentile that was asked for."""
+"""Share of late requests in a stretch of a ramp that counts as sustained. A stretch has too few requests for one
+percent. Constant rates decide about the percentile of the search."""
 _MOST_REQUESTS: Final = 30_000
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Requests at random: at one rate, or faster and faster by a constant factor.
+    """Random requests, at a constant rate or at a rate that grows exponentially.
 
     Attributes:
         low: Requests per second at the beginning.
-        high: At the end.
-        seconds: From beginning to end.
+        high: Requests per second at the end.
+        seconds: Duration.
     """
 
     low: float
@@ -37,11 +37,11 @@ class Offer:
 
     @property
     def growth(self) -> float:
-        """The logarithm of the rate grows by this in a second."""
+        """Growth of the logarithm of the rate per second."""
         return math.log(self.high / self.low) / self.seconds
 
     def times_s(self, seed: int) -> np.ndarray:
-        """When to send each request. The same seed makes the same pattern at any rate."""
+        """Times to send the requests at, from the beginning. The same seed makes the same pattern at any rate."""
         growth = self.growth
         count = self.low * self.seconds if growth < 1e-9 else (self.high - self.low) / growth
         gaps = np.random.default_rng(seed).exponential(1.0, int(count + 6 * math.sqrt(count) + 10))
@@ -55,7 +55,7 @@ class Offer:
 
 
 def ramp(rate: float, slo_s: float) -> Offer:
-    """The ramp around an expected rate: as slow as the bound demands, with at least some hundred requests."""
+    """The ramp around an expected rate: as slow as the bound demands, for some hundred requests in limited time."""
     # A queue that grows from the moment of saturation on reaches the bound only after sqrt(2 slo / growth).
     seconds = min(15.0, max(0.8, 11 * slo_s, min(4.0, 200 / rate)))
     high = rate * RAMP
@@ -71,16 +71,16 @@ def steady(rate: float) -> Offer:
 def sustained_rate(offer: Offer, due_s: np.ndarray, is_good: np.ndarray) -> float:
     """The rate of a ramp up to which requests were answered in time.
 
-    The ramp is cut where the requests in time before it, less what late ones count against them, are most. One late
-    request counts as much as nine in time, so that a stall of the machine in the middle does not end the ramp.
+    Requests are summed up in their order: those in time add to the sum, and a late one subtracts as much as nine in
+    time add. The ramp counts as sustained up to the maximum of the sum, so a stall of the machine does not end it.
 
     Args:
         offer: The ramp.
-        due_s: When requests were due, ascending.
+        due_s: Times at which requests were due, ascending.
         is_good: Whether they were answered within the bound.
 
     Returns:
-        The rate there; that at the beginning if nothing was in time.
+        The rate at the maximum; the rate at the beginning if the sum is never positive.
     """
     weights = np.where(is_good, _LATE_SHARE, _LATE_SHARE - 1)
     sums = np.cumsum(weights)
@@ -91,18 +91,19 @@ def sustained_rate(offer: Offer, due_s: np.ndarray, is_good: np.ndarray) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one load found.
+    """The figures of one load.
 
     Attributes:
-        requests: That were sent.
-        late_share: Failed, or answered beyond the bound; only failed ones without a bound.
-        rate_per_s: Sustained in a ramp; the offered one at a constant rate.
-        p50_ms: Of the answers; of a ramp, of its first half. Without answers, of the ages of what failed.
-        tail_ms: The percentile that was asked for, likewise.
-        cpu_ms: Processor time of the process for an answer.
-        memory_nbytes: Of the process, after the load.
+        requests: The number of requests.
+        late_share: Share of requests that failed or were answered beyond the bound; of failures only without a bound.
+        rate_per_s: The rate that a ramp found to be sustained; the offered rate of a constant load.
+        p50_ms: Median latency of answers; in a ramp, of those in its first half. Without answers, the median time
+            until requests failed.
+        tail_ms: The percentile of the search, of the same times.
+        cpu_ms: Processor time of the process per answer.
+        memory_nbytes: Resident memory of the process after the load.
         error: The largest error of an output so far, relative to the largest element.
-        problem: What makes the configuration unusable: wrong outputs, or failures; empty if nothing does.
+        problem: Why the configuration is unusable: wrong outputs, or failures; empty if it is usable.
     """
 
     requests: int
@@ -127,17 +128,17 @@ def read(
     cpu_s: float,
     memory_nbytes: int,
 ) -> Reading:
-    """Read what became of the requests of a load.
+    """Compute the figures of a load.
 
     Args:
         offer: The load.
-        due_s: When each request was due, ascending.
-        ages_s: From then to its answer, or to its failure.
-        is_answered: Whether it was.
-        slo_s: The bound.
-        percentile: That the bound is for.
-        cpu_s: Of the process meanwhile.
-        memory_nbytes: Of the process.
+        due_s: Time at which each request was due, ascending.
+        ages_s: Time from then to the answer or failure of the request.
+        is_answered: Whether the request was answered.
+        slo_s: The latency bound; None without one.
+        percentile: The percentile of the bound.
+        cpu_s: Processor time of the process during the load.
+        memory_nbytes: Resident memory of the process.
     """
     is_good = is_answered & (ages_s <= (math.inf if slo_s is None else slo_s))
     is_ramp = offer.high > offer.low

@@ -1,4 +1,4 @@
-"""A result as a report. Pure."""
+"""Makes reports of searches. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -103,7 +103,7 @@ def _front(result: TuneResult) -> str:
 
 
 def place_of(figures: Figures, objective: str) -> tuple[float, float]:
-    """The place of a configuration in the picture: the percentile of its latency, and what is better if higher."""
+    """The point of a configuration in the chart: the percentile of its latency, and a figure to be maximized."""
     if objective == "throughput":
         return figures.tail_ms, figures.throughput_per_s or 0.0
     if objective == "memory":
@@ -112,7 +112,7 @@ def place_of(figures: Figures, objective: str) -> tuple[float, float]:
 
 
 def mark_front(trials: Sequence[Trial], objective: str) -> tuple[Trial, ...]:
-    """The trials, with those marked that no other one beats both in latency and by the objective."""
+    """All trials, with a mark for those that no other trial beats in both latency and objective."""
     places = {one.number: place_of(one.figures, objective) for one in trials if one.figures and one.ratio}
 
     def is_beaten(x: float, y: float) -> bool:

@@ -1,4 +1,4 @@
-"""Decisions about noisy figures: ratios of two configurations from pairs of measurements in turn. Pure."""
+"""Decisions about noisy figures: ratios of two configurations from pairs of alternate measurements. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from ortserve.tools.bench.statistics import Estimate
 _Z: Final = 1.96
 """The 97.5th percentile of the normal distribution."""
 _Z_PRUNING: Final = 1.0
-"""The same for the end of a trial, where time is worth more than certainty: a gain of 5 % is missed once in eight times
-if pairs vary by 7 %."""
+"""Standard errors for the early end of a trial, where time is worth more than certainty. A gain of 5 % is missed once
+in eight times if pairs vary by 7 %."""
 
 _LOOK_AFTER: Final = 4
-"""Pairs."""
+"""Minimum number of pairs that can show that a decision is worth keeping."""
 LEAST_GAIN: Final = 0.02
-"""Smaller gains are not worth a key in a file: placement in memory changes from process to process by as much."""
+"""Smaller gains are not worth a key in a file. Memory layout alone makes processes differ by as much."""
 LEAST_SPREAD: Final = 0.01
-"""Of the logarithm of a pair's ratio: a few quiet pairs must not make the search believe that there is no noise."""
+"""Minimum standard deviation of the logarithm of a pair's ratio: a few quiet pairs do not prove absence of noise."""
 MOST_SPREAD: Final = 0.2
-"""Of the same: six pairs then prove gains of more than about 20 %."""
+"""Standard deviation above which a machine is too noisy: six pairs prove only gains of more than about 20 %."""
 
 
 class Noise:
-    """How much the logarithms of pairs vary: learned from all comparisons of a search."""
+    """The variation of the logarithms of pairs, learned from all comparisons of a search."""
 
     def __init__(self) -> None:
         self._squares = 0.0
@@ -38,20 +38,20 @@ class Noise:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of one pair; before anything is learned, that of a busy machine."""
+        """Standard deviation of one pair. Until comparisons were learned, the one of a busy machine."""
         return max(LEAST_SPREAD, math.sqrt(self._squares / self._degrees) if self._degrees else 0.2)
 
     def estimate(self, logs: Sequence[float]) -> Estimate:
-        """The ratio of a comparison of few pairs, with the 95 % interval that the noise of all pairs gives it."""
+        """The ratio of a comparison of few pairs, with a 95 % interval from the noise of all pairs."""
         low, high = self._around(logs, _Z)
         return Estimate(math.exp((low + high) / 2), math.exp(low), math.exp(high))
 
     def pairs_for(self, gain: float) -> int:
-        """How many pairs can prove such a gain."""
+        """The number of pairs that can prove a gain of this size."""
         return math.ceil((2 * self.spread / gain) ** 2)
 
     def best_case(self, logs: Sequence[float]) -> float:
-        """The logarithm that the ratio may still have, if it was unlucky so far."""
+        """Upper bound of the logarithm of the ratio, in case that the pairs so far were unlucky."""
         return self._around(logs, _Z_PRUNING)[1]
 
     def _around(self, logs: Sequence[float], z: float) -> tuple[float, float]:
@@ -60,7 +60,7 @@ class Noise:
 
 
 def is_hopeless(logs: Sequence[float], noise: Noise) -> bool:
-    """Whether a trial can end early, because it is no gain even if it was unlucky so far."""
+    """Whether a trial can end early, because it is no gain even in the best case."""
     return noise.best_case(logs) < math.log1p(LEAST_GAIN)
 
 
@@ -70,7 +70,10 @@ def is_confirmed(ratio: Estimate) -> bool:
 
 
 def is_decided(logs: Sequence[float], noise: Noise) -> bool:
-    """Whether it is clear that a decision is worth keeping, or that it is not. Looking often would keep too much."""
+    """Whether the pairs show that a decision is worth keeping, or that it is not.
+
+    The first is only asked from ``_LOOK_AFTER`` pairs on. Asked after each pair, chance would keep too many decisions.
+    """
     if len(logs) >= _LOOK_AFTER:
         return is_confirmed(noise.estimate(logs))
     return len(logs) > 1 and is_hopeless(logs, noise)

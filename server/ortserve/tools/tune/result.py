@@ -11,14 +11,14 @@ State: TypeAlias = Literal["measured", "pruned", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a configuration does under the load of its trial: medians of its rounds.
+    """Figures of a configuration under the load of its trial: medians of its rounds.
 
     Attributes:
-        throughput_per_s: Requests per second within the bound, as a ramp finds it; null for other objectives.
-        p50_ms: Of the latency at the rate of the search: of ramps in their first half.
-        tail_ms: The percentile of the latency, likewise.
-        cpu_ms: Processor time of the process for an answer.
-        memory_nbytes: Of the process, with the load generator in it.
+        throughput_per_s: Requests per second within the bound, from ramps; null for other objectives.
+        p50_ms: Median latency; in ramps, of the requests in their first half.
+        tail_ms: The percentile of the search, of the same latencies.
+        cpu_ms: Processor time of the process per answer.
+        memory_nbytes: Resident memory of the process, with the load generator in it.
         error: The largest error of an output, relative to its largest element.
     """
 
@@ -35,15 +35,16 @@ class Trial:
     """A configuration that was tried.
 
     Attributes:
-        number: In the order of trials; 0 for the current configuration.
-        changes: Of keys of model.yaml, against the current configuration.
-        state: ``measured``; ``pruned``, stopped early because a gain was no longer possible; ``failed``, with wrong
-            outputs, above the bound, or without a run.
-        why: Of failed ones.
-        ratio: How much better than the current configuration by the objective, from rounds in turn; null if it failed.
-        pairs: Of rounds.
-        figures: Null if it failed.
-        is_on_front: No other trial is better by the objective and has a lower latency, too.
+        number: Position in the order of trials; 0 for the current configuration.
+        changes: Keys of model.yaml that differ from the current configuration, with their values.
+        state: ``measured``; ``pruned``, ended early because a gain was no longer possible or the time was over;
+            ``failed``, because of wrong outputs, a missed bound, or a model that does not run.
+        why: Why it failed; else empty.
+        ratio: How many times as good as the current configuration it is by the objective, from alternate rounds; null
+            if it failed.
+        pairs: The number of pairs of rounds.
+        figures: Figures of the configuration; null if it was not measured to the end.
+        is_on_front: Whether no other trial beats it in both latency and objective.
     """
 
     number: int
@@ -58,13 +59,13 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class KeyGain:
-    """What one decision of the best configuration gains.
+    """The gain of one decision of the best configuration.
 
     Attributes:
-        parameter: In words.
+        parameter: Name of the parameter.
         changes: Its keys and their values.
-        ratio: With it against without it, all others being set; null if there was no time to measure it.
-        is_kept: Whether it is part of the result.
+        ratio: How many times as good the configuration is with the decision as without it; null if not measured.
+        is_kept: Whether the decision is part of the result.
     """
 
     parameter: str
@@ -75,15 +76,16 @@ class KeyGain:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """A run of new processes: the best configuration against the current one, in turn.
+    """The comparison of the best configuration with the current one, in new processes and alternate rounds.
 
     Attributes:
-        ratio: How much better by the objective.
-        pairs: Of rounds.
+        ratio: How many times as good the best configuration is by the objective.
+        pairs: The number of pairs of rounds.
         current: Figures of the current configuration.
-        best: Figures of the best one.
-        current_per_s: Highest constant rate with the percentile within the bound; null for other objectives.
-        best_per_s: Likewise.
+        best: Figures of the best configuration.
+        current_per_s: Highest constant rate of the current configuration with the percentile within the bound; null if
+            not found, and for other objectives than throughput.
+        best_per_s: The same rate of the best configuration.
     """
 
     ratio: Estimate
@@ -99,11 +101,11 @@ class Variant:
     """Another version of the model, measured with the same configuration. ``model.yaml`` cannot choose it for trials.
 
     Attributes:
-        version: Of the model.
-        commands: That made it.
-        ratio: Against the version that was tuned, with the same configuration; null if it cannot run.
-        error: The largest error of an output, relative to its largest element, against the version that was tuned.
-        why: It cannot be compared.
+        version: Number of the version.
+        commands: The commands that made it.
+        ratio: How many times as good as the tuned version it is, with the same configuration; null if not compared.
+        error: The largest error of an output, relative to its largest element, against the tuned version.
+        why: Why it was not compared or misses the bound; else empty.
     """
 
     version: int
@@ -115,31 +117,31 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """The best configuration that was found.
+    """The result of a search for the best configuration.
 
     Attributes:
-        schema: Of this form.
-        version: Of ortserve.
-        model: As given.
-        model_version: Of the model; null for a single file.
-        objective: What is made better.
-        slo_ms: Bound of the latency; null for none.
-        percentile: That the bound is for.
-        rate_per_s: Offered to each configuration; null for the objective throughput, which searches it.
-        machine: Where it ran.
-        inputs: Origin of the inputs.
-        seconds: That it took.
-        noise: The current configuration against itself, in two processes: what a difference must exceed; null if
+        schema: Name and number of this schema.
+        version: Version of ortserve.
+        model: The model as given.
+        model_version: Version of the model; null for a single file.
+        objective: The objective: throughput, latency, cost or memory.
+        slo_ms: The latency bound; null without one.
+        percentile: The percentile of the latency that the bound is for.
+        rate_per_s: Rate that each configuration was offered; null for the objective throughput, whose ramps search it.
+        machine: The processors of the machine and its load.
+        inputs: A description of the inputs.
+        seconds: Duration of the search.
+        noise: The current configuration compared with itself, in two processes; real differences exceed this. Null if
             it answers nothing within the bound.
         is_too_noisy: Whether the figures varied so much that the search can have missed small gains.
-        conclusion: In a sentence.
+        conclusion: The result in a sentence.
         has_gain: Whether a configuration was confirmed to be better.
-        confirmation: Of the best configuration; null if nothing was better in the search.
-        gains: Of its decisions.
+        confirmation: Comparison of the best configuration with the current one; null if no trial was better.
+        gains: Gains of the decisions of the best configuration.
         yaml: The keys for model.yaml; empty without a gain.
-        written: The file that has them now; empty for none.
-        why_not_written: In words; empty if it was.
-        trials: All, with those of the search that this one continued.
+        written: The file that the keys were written to; empty if none was.
+        why_not_written: Why the keys were not written; empty if they were.
+        trials: All trials, with those of the search that this one continued.
         variants: Other versions, with ``--variants``.
     """
 

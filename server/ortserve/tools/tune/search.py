@@ -1,4 +1,4 @@
-"""The search: trials in turn with the current configuration, one parameter after the other, then by a sampler."""
+"""The search: trials that alternate with the current configuration, first parameter by parameter, then by a sampler."""
 
 import json
 import math
@@ -17,28 +17,28 @@ from ortserve.tools.tune.sides import Contender, Goal, Lab, Side, take_pair
 from ortserve.tools.tune.space import Changes, Parameter, Point, changes_of, default_point, joint_points
 
 _PAIRS: Final = 4
-"""Most of a trial."""
+"""Maximum number of pairs of a trial."""
 _FLOOR_PAIRS: Final = 3
 _FLOOR_SHARE: Final = 0.25
-"""Of the time: after it, two pairs are enough."""
+"""Share of the time limit after which two pairs are enough."""
 _MOST_REPEATED: Final = 30
-"""Proposals in a row that were tried already: the sampler has nothing new."""
+"""The search ends after this number of proposals in a row that were tried before: the sampler has nothing new."""
 _PATIENCE: Final = 20
-"""Proposals in a row that were no better: it will hardly find more."""
+"""The search ends after this number of proposals in a row that were no better: it will hardly find more."""
 
 
 @dataclass(slots=True)
 class Bench:
-    """What a search works with.
+    """The parts that a search and its end work with.
 
     Attributes:
         lab: Opens configurations.
-        goal: What is made better.
+        goal: The objective and the load.
         space: All parameters.
-        budget: Of time.
-        noise: Of all pairs so far.
-        show: Gets a line about now.
-        most_trials: In all, without that of the current configuration.
+        budget: The time budget.
+        noise: The noise of all pairs so far.
+        show: Receives a line about the current work.
+        most_trials: Maximum number of trials, without the one of the current configuration.
     """
 
     lab: Lab
@@ -59,7 +59,12 @@ class Bench:
     def compare(
         self, one: Side, other: Side, count: int, is_enough: Callable[[list[float], Noise], bool] | None = None
     ) -> list[float]:
-        """Pairs of two sides, at most so many, fewer when the time is over. Learns their noise and duration.
+        """Measure up to ``count`` pairs of two sides, and learn their noise and duration.
+
+        After the first pair, it stops if the time is over or ``is_enough`` returns True.
+
+        Returns:
+            For each pair, the logarithm of the figure of ``other`` divided by the figure of ``one``.
 
         Raises:
             ServeError: One of the sides is unusable.
@@ -75,13 +80,13 @@ class Bench:
 
 
 def measure_floor(bench: Bench, current: Side) -> Estimate | None:
-    """The current configuration against itself, in two processes: what a difference must exceed.
+    """Compare the current configuration with itself, in two processes. Real differences exceed this noise.
 
     Returns:
         The ratio; None if no request is answered within the bound, so that there is nothing to compare.
 
     Raises:
-        ServeError: It does not run.
+        ServeError: The current configuration does not run.
     """
     bench.show("measuring the noise of this machine")
     current.measure(bench.goal, 0, may_fall=True)
@@ -96,7 +101,7 @@ class Search:
     """Trials against the current configuration until the time is over, or nothing better is found."""
 
     def __init__(self, bench: Bench, journal: Journal, current: Side) -> None:
-        """``current`` stays open."""
+        """``current`` is not closed."""
         self._bench = bench
         self._journal = journal
         self._current = current
@@ -126,7 +131,7 @@ class Search:
         return self._winner()
 
     def _enter_current(self) -> None:
-        """The current configuration is the first trial: what the sampler starts from, and a point of the picture."""
+        """Record the current configuration as the first trial. The sampler starts from it, and the chart shows it."""
         if key_of({}) not in self._journal.trials:
             self._journal.enqueue({})
             self._journal.ask()
@@ -135,7 +140,7 @@ class Search:
             self._journal.tell({}, trial, 0.0)
 
     def _coordinates(self) -> Iterator[Point]:
-        """One changed parameter after the other, on top of what was better so far."""
+        """Points with one more change than the best point so far. The defaults come first, if they differ."""
         space = self._bench.space
         if defaults := default_point(space):
             yield defaults
@@ -158,14 +163,14 @@ class Search:
         if known is not None:
             return known
         self._journal.enqueue(point)
-        while True:  # points of a search that was cut off come first
+        while True:  # points of an interrupted search come first
             asked = self._journal.ask()
             trial = self._measure(asked)
             if asked == point:
                 return trial
 
     def _measure(self, point: Point) -> Trial:
-        """Try the point that was asked, and write what it is."""
+        """Measure the point that ``ask`` returned, and record the trial."""
         bench, current = self._bench, self._current
         changes = changes_of(bench.space, point)
         number = len(self._journal.trials)
@@ -180,7 +185,7 @@ class Search:
                 figures = side.figures(bench.goal)
                 why = bench.goal.misses(side.readings, current.readings[before:])
         except ServeError as error:
-            if current.has_failed:  # then no trial can be compared any more
+            if current.has_failed:  # no trial can be compared any more
                 raise
             why = error.message
         ratio = None if why else bench.noise.estimate(logs)
@@ -190,7 +195,7 @@ class Search:
         return trial
 
     def _is_better(self, trial: Trial, than: Point) -> bool:
-        """Whether a trial is better than the best so far by more than a small gain, and than nothing by its noise."""
+        """Whether a trial beats the current configuration beyond the noise, and the best point by a worthwhile gain."""
         known = self._journal.trials.get(key_of(than))
         best = known.ratio.value if known and known.ratio else 1.0
         return self._low(trial) > 0 and trial.ratio is not None and trial.ratio.value > best * (1 + LEAST_GAIN)
@@ -213,6 +218,6 @@ class Search:
 
 
 def describe(changes: Changes) -> str:
-    """Changes in a line."""
+    """The changes as one line of text."""
     texts = (f"{key.removeprefix('session.entries.')}: {json.dumps(value)}" for key, value in changes.items())
     return ", ".join(texts) or "the current configuration"

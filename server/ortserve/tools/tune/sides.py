@@ -1,4 +1,4 @@
-"""Two configurations that take turns under the same load."""
+"""Compares two configurations, which alternate under the same load."""
 
 import math
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from ortserve.tools.tune.space import Changes
 
 Objective: TypeAlias = Literal["throughput", "latency", "cost", "memory"]
 _SHIFT: Final = 2.5
-"""How far a ramp moves if the rate may lie outside."""
+"""Factor by which a ramp moves if the sustained rate may lie outside of it."""
 _MOST_SHIFTS: Final = 6
 _LEAST_RATE: Final = 0.2
-"""Requests per second: slower configurations are measured as this slow."""
+"""Lowest expected rate, in requests per second. Ramps of slower configurations are centred on it."""
 
 
 class Contender(Protocol):
     """A configuration of the model that is ready for loads, in a process of its own.
 
     Attributes:
-        probed_per_s: Answers per second to a few callers that wait for each, when it was opened.
+        probed_per_s: Answers per second to a few callers in a closed loop, measured when it was opened.
     """
 
     probed_per_s: float
@@ -33,7 +33,7 @@ class Contender(Protocol):
         ...
 
     def close(self) -> None:
-        """End the process; nothing if it was."""
+        """End the process. Further calls do nothing."""
         ...
 
 
@@ -44,25 +44,24 @@ class Lab(Protocol):
         """Open the model with changes of its configuration.
 
         Args:
-            changes: Against the current configuration.
-            version: Another version of the model, whose outputs may differ; None for the one that is tuned.
+            changes: Keys that differ from the current configuration, with their values.
+            version: Another version of the model, whose outputs may differ; None for the tuned one.
 
         Raises:
-            ServeError: The model cannot be opened so.
+            ServeError: The model cannot be opened with these changes, or its outputs are wrong.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is made better, under which load.
+    """The objective of a search, and its load.
 
     Attributes:
-        objective: ``throughput``: requests per second within the bound. The others are measured at a constant rate
-            within the bound: the percentile of the ``latency``; ``cost``, processor time for an answer; ``memory`` of
-            the process.
-        slo_s: The bound; None for none.
-        percentile: That the bound is for.
+        objective: ``throughput``: requests per second within the bound. The others are measured at a constant rate:
+            ``latency``, its percentile; ``cost``, processor time per answer; ``memory`` of the process.
+        slo_s: The latency bound; None without one.
+        percentile: The percentile of the bound.
         rate_per_s: The constant rate; None for ``throughput``.
     """
 
@@ -72,7 +71,7 @@ class Goal:
     rate_per_s: float | None = None
 
     def figure(self, reading: Reading) -> float:
-        """What is compared, the better the larger."""
+        """The figure that is compared. Larger is better."""
         match self.objective:
             case "throughput":
                 return reading.rate_per_s
@@ -84,9 +83,10 @@ class Goal:
                 return 1 / max(1, reading.memory_nbytes)
 
     def misses(self, candidate: Sequence[Reading], current: Sequence[Reading]) -> str:
-        """How a candidate misses the bound at the constant rate, more than the current configuration does; or empty.
+        """How a candidate misses the bound at the constant rate, if it does so more than the current configuration.
 
-        Half of the rounds decide: one stall of the machine says nothing against a candidate.
+        The median of the rounds decides, so that one stall of the machine does not fail a candidate. Returns an empty
+        text for a candidate within the bound.
         """
         if self.slo_s is None or self.rate_per_s is None:
             return ""
@@ -102,10 +102,10 @@ class Side:
     """A contender in a comparison.
 
     Attributes:
-        contender: Its process.
+        contender: The contender.
         guess: The rate that it is expected to sustain.
-        readings: Of its rounds.
-        has_failed: It is unusable.
+        readings: The figures of each round.
+        has_failed: Whether the contender is unusable.
     """
 
     contender: Contender
@@ -114,15 +114,15 @@ class Side:
     has_failed: bool = False
 
     def beside(self, other: Contender) -> "Side":
-        """A side for another contender. If it is much faster or slower for few callers, so is the expected rate."""
+        """A side for another contender. The expected rate is scaled if the probed rates of both differ much."""
         factor = other.probed_per_s / self.contender.probed_per_s
         return Side(other, self.guess * (1.0 if 1 / RAMP < factor < RAMP else factor))
 
     def measure(self, goal: Goal, seed: int, *, may_fall: bool = False) -> float:
-        """One round: the logarithm of the figure.
+        """Measure one round. Returns the logarithm of the figure.
 
-        A ramp is repeated at another rate if its result is at its end. Downwards this is only done with ``may_fall``:
-        that a candidate is much worse needs no figure.
+        A ramp is repeated at another rate if its result is near one of its ends. Only ``may_fall`` allows a lower rate:
+        a candidate that is much worse needs no exact figure.
 
         Raises:
             ServeError: The configuration is unusable.
@@ -147,7 +147,7 @@ class Side:
         return math.log(goal.figure(reading))
 
     def figures(self, goal: Goal) -> Figures:
-        """Medians of the rounds."""
+        """Medians of the rounds, and the largest error."""
         readings = self.readings
         return Figures(
             median(one.rate_per_s for one in readings) if goal.rate_per_s is None else None,
@@ -160,15 +160,15 @@ class Side:
 
 
 def take_pair(current: Side, candidate: Side, goal: Goal, *, is_swapped: bool) -> float:
-    """Measure both under one pattern of requests, the current one first unless ``is_swapped``.
+    """Measure both sides with the same pattern of requests, the current one first unless ``is_swapped``.
 
-    Pairs in turn, A B B A, have what drifts with time in both.
+    Callers swap every second pair (A B B A), so that drift over time affects both sides.
 
     Returns:
         The logarithm of the candidate's figure divided by the current one's.
 
     Raises:
-        ServeError: One of them is unusable.
+        ServeError: One of the sides is unusable.
     """
     seed, figures = len(current.readings), dict[bool, float]()
     for is_current in (not is_swapped, is_swapped):

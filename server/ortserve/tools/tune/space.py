@@ -1,4 +1,4 @@
-"""What a search may change: keys of ``model.yaml`` and the values that may help on this machine. Pure.
+"""The search space: keys of ``model.yaml`` and the values that may help on this machine. Pure.
 
 A parameter is one decision, with the keys that must change together.
 """
@@ -11,9 +11,9 @@ from typing import Any, Final, TypeAlias
 from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
 
 Value: TypeAlias = Any
-"""A value of ``model.yaml``, as JSON has it."""
+"""A value of ``model.yaml``, of a JSON type."""
 Changes: TypeAlias = Mapping[str, Value]
-"""Values by key; ``.`` is between a key and those within it."""
+"""Values by key. ``.`` separates the names in the path of a key."""
 
 _ENTRIES: Final = "session.entries."
 _SPIN_DURATION: Final = f"{_ENTRIES}session.intra_op.spin_duration_us"
@@ -33,20 +33,20 @@ _ORDERS: Final[Mapping[str, tuple[str, ...]]] = {
     "cost": ("providers", "threads", "spinning", "max_rows", "delay"),
     "": ("providers", "replay", "threads", "spinning", "instances", "max_rows", "delay", "execution", "graph"),
 }
-"""What usually matters first, by objective; the others follow."""
+"""The order of parameters, by objective: those that usually matter most first. Parameters that are not named follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the values depend on.
+    """Properties of the machine and the model that the choices depend on.
 
     Attributes:
-        processors: That the process may keep busy.
-        nodes: The processors that it may use of each NUMA node, by their numbers.
+        processors: The number of processors that the process may keep busy.
+        nodes: For each NUMA node, the numbers of the processors that the process may use.
         is_batched: Whether requests share batches.
-        has_convolutions: Whether the model has any.
-        offered: Execution providers that can be used here, by their short names, without the CPU.
-        slo_s: The bound of the latency; None without one.
+        has_convolutions: Whether the model has convolutions.
+        offered: Short names of the execution providers that can be used here, without the CPU's.
+        slo_s: The latency bound; None without one.
     """
 
     processors: int
@@ -62,8 +62,8 @@ class Parameter:
     """One decision.
 
     Attributes:
-        name: In words.
-        choices: The changes that each value makes; the first makes none.
+        name: Name of the parameter.
+        choices: The changes of each choice. The first choice changes nothing.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Parameter:
 
 
 Point: TypeAlias = Mapping[str, int]
-"""The number of the choice of each parameter that is not 0, by the parameter's name."""
+"""Indexes of choices, by the names of their parameters. Parameters that are not named have choice 0."""
 
 
 def make_space(options: ModelOptions, facts: Facts, objective: str) -> tuple[Parameter, ...]:
-    """The parameters that have a choice, those that usually matter first."""
+    """The parameters with more than one choice, those that usually matter most first."""
     bound_s = math.inf if facts.slo_s is None else facts.slo_s
     found: dict[str, Sequence[Changes]] = {
         "providers": _providers(facts),
@@ -109,7 +109,7 @@ def make_space(options: ModelOptions, facts: Facts, objective: str) -> tuple[Par
 
 
 def default_point(space: Sequence[Parameter]) -> Point:
-    """The point that sets all to the defaults; empty if all are. A bad value is often one that was set."""
+    """The point with the default of each parameter; empty if all have it. Bad values are often explicit ones."""
     defaults = ModelOptions()
     return {
         parameter.name: number
@@ -120,7 +120,7 @@ def default_point(space: Sequence[Parameter]) -> Point:
 
 
 def joint_points(space: Sequence[Parameter]) -> list[Point]:
-    """Points with two changes that help together and not alone: several instances of one thread."""
+    """Points with two changes that help together and not alone: several instances with one thread each."""
     numbers: dict[str, int] = {}
     for parameter in space:
         for number, choice in enumerate(parameter.choices):
@@ -140,10 +140,10 @@ def changes_of(space: Sequence[Parameter], point: Point) -> dict[str, Value]:
 
 
 def apply_changes(options: ModelOptions, changes: Changes) -> ModelOptions:
-    """The options with other values.
+    """The options with the changes.
 
     Raises:
-        ServeError: invalid_input: values that contradict each other.
+        ServeError: invalid_input: the values contradict each other.
     """
     given: dict[str, Any] = options.model_dump(mode="json", exclude_unset=True)
     for key, value in changes.items():
@@ -152,14 +152,14 @@ def apply_changes(options: ModelOptions, changes: Changes) -> ModelOptions:
 
 
 def key_path(key: str) -> tuple[str, ...]:
-    """The names from the outside inwards. Names of session entries contain dots."""
+    """The names in the path of a key, the outermost first. Names of session entries contain dots."""
     if key.startswith(_ENTRIES):
         return "session", "entries", key.removeprefix(_ENTRIES)
     return tuple(key.split("."))
 
 
 def value_of(options: ModelOptions, key: str) -> Value:
-    """The value of a key, as JSON has it."""
+    """The value of a key, of a JSON type."""
     value: Any = options.model_dump(mode="json", include={key_path(key)[0]})
     for name in key_path(key):
         value = value.get(name)
@@ -174,7 +174,7 @@ def _set(given: dict[str, Any], path: Sequence[str], value: Value) -> None:
 
 
 def _choices(options: ModelOptions, candidates: Sequence[Changes]) -> tuple[Changes, ...]:
-    """Each candidate without the keys that have its values already; nothing for those that change nothing."""
+    """An empty choice, and the candidates that change something, without keys that have their value already."""
     changed = ({key: value for key, value in one.items() if value != value_of(options, key)} for one in candidates)
     return {}, *(one for one in changed if one)
 
@@ -188,7 +188,7 @@ def _threads(facts: Facts) -> list[Changes]:
         places.append(tuple(sorted(number for node in facts.nodes for number in node)))
     for place in places:
         count = min(len(place), facts.processors)
-        # The calling thread is not pinned; numbers begin with 1.
+        # The list has no entry for the calling thread, which is not pinned. Its numbers begin with 1.
         groups = ";".join(str(number + 1) for number in place[1:count])
         found.append({"intra_op_threads": count, "session.thread_affinities": groups})
     return found

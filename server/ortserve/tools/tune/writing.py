@@ -1,4 +1,4 @@
-"""``model.yaml`` with other values: everything else in it stays, with comments and order."""
+"""Changes values in a ``model.yaml``. Everything else in the file stays, with comments and order."""
 
 import io
 import os
@@ -23,12 +23,12 @@ _OLD_COMMENT: Final = re.compile(r"(; |(?<=# ))ortserve tune: [^;]*")
 
 
 def edit_text(text: str, changes: Changes, comments: Mapping[str, str]) -> str:
-    """The text of a ``model.yaml`` with other values, each with a comment at the end of its line.
+    """The text of a ``model.yaml`` with changed values, each with a comment at the end of its line.
 
     Args:
-        text: Of the file; empty for none.
+        text: Text of the file; empty if there is no file.
         changes: Values by key. None becomes ``null``, which also overrides a default of the server.
-        comments: By key.
+        comments: Comments by key.
 
     Raises:
         ServeError: internal: the text cannot be edited.
@@ -66,20 +66,20 @@ def _set(root: CommentedMap, path: tuple[str, ...], value: Any, comment: str) ->
     place[last] = _styled(value)
     if not comment:
         return
-    if has_braces:  # no comment fits in them
+    if has_braces:  # a comment would end the line within the braces
         root.yaml_set_comment_before_after_key(path[0], before=f"{last}: {comment}")
         return
     token = (place.ca.items.get(last) or [None] * 4)[2]
     if token is None:
         place.yaml_add_eol_comment(comment, last)
         return
-    own, _, following = token.value.partition("\n")  # the comment of its line, and lines up to the next key
+    own, _, following = token.value.partition("\n")  # the comment of this line, and the lines up to the next key
     own = _OLD_COMMENT.sub("", own)
     token.value = f"{own + '; ' if own.strip(' #') else '# '}{comment}\n{following}"
 
 
 def _styled(value: Any) -> Any:
-    """A list as one line."""
+    """The value; a list is written in one line."""
     if not isinstance(value, list):
         return value
     styled = CommentedSeq(value)
@@ -88,16 +88,16 @@ def _styled(value: Any) -> Any:
 
 
 def write_options(file: Path, changes: Changes, comments: Mapping[str, str], expected: ModelOptions) -> None:
-    """Write values to a ``model.yaml``, which appears as a whole or stays as it was.
+    """Write values to a ``model.yaml`` atomically.
 
     Args:
-        file: Made if it does not exist. What a link leads to is replaced, not the link.
-        changes: As ``edit_text``.
-        comments: Likewise.
-        expected: The options that the file must have then.
+        file: The file; created if it does not exist. A link stays, and its target is replaced.
+        changes: As in ``edit_text``.
+        comments: As in ``edit_text``.
+        expected: The options that the edited file must have.
 
     Raises:
-        ServeError: internal: the file would not have them; nothing is written.
+        ServeError: internal: the edited file would have other options. Nothing is written.
         OSError: The folder cannot be written.
     """
     target = file.resolve()
