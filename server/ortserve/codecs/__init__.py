@@ -1,4 +1,4 @@
-"""Wire bytes to requests, and responses to wire bytes: pure functions, by format."""
+"""Decodes wire bytes to requests, and encodes responses to wire bytes. One module for each format."""
 
 __all__ = [
     "binary_tensor",

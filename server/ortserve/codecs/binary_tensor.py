@@ -1,7 +1,7 @@
-"""Tensors as raw bytes, in a body or in shared memory; the REST binary extension and gRPC share the layout.
+"""Tensors as raw bytes, in a body or in shared memory. The REST binary extension and gRPC share the layout.
 
-Little-endian, row-major, no padding. A BYTES element is a 4-byte little-endian length and that many bytes. ONNX Runtime
-holds strings as UTF-8 and returns them as ``str``, so elements that are not valid UTF-8 are rejected here.
+The layout is little-endian and row-major, without padding. A BYTES element is a 4-byte little-endian length and the
+bytes. ONNX Runtime holds strings as UTF-8 and returns them as ``str``, so elements that are not UTF-8 are rejected.
 """
 
 import struct
@@ -25,11 +25,11 @@ def decode_binary_tensor(
     """Decode a tensor of non-negative ``shape``, without a copy except for BYTES.
 
     Returns:
-        A read-only, possibly unaligned view on ``data``.
+        A possibly unaligned view on ``data``, which is read-only if ``data`` is; for BYTES a new array.
 
     Raises:
-        ServeError: invalid_input, if ``data`` does not have the exact length of the tensor, or if a BOOL is neither 0
-            nor 1, for which the behaviour of kernels is undefined.
+        ServeError: invalid_input if ``data`` does not have the exact length of the tensor, and for BOOL elements other
+            than 0 and 1, for which the behaviour of kernels is undefined. For BYTES as ``decode_bytes_elements``.
     """
     if datatype is DataType.BYTES:
         return decode_bytes_elements(data, shape, name)
@@ -55,16 +55,16 @@ def encode_binary_tensor(array: np.ndarray, datatype: DataType) -> bytes | memor
 _LENGTH: Final = struct.Struct("<I")
 
 _WINDOW_BYTES: Final = 256 * 1024
-"""Bytes that are copied at a time and then cut into elements: slices of a memoryview cost an object each."""
+"""Bytes that are copied at a time and then divided into elements: each slice of a memoryview would cost an object."""
 
 _STEP_BYTES: Final = 1024 * 1024
 _ELEMENT_BYTES: Final = 1024
-"""A thread releases the interpreter lock after elements of that many bytes, each counted as this many more: after about
-0.1 ms of short elements and 0.3 ms of long ones. Compiled code never releases it itself."""
+"""Bytes added to the size of each element. A thread releases the interpreter lock after each ``_STEP_BYTES`` counted in
+this way: after about 0.1 ms of short elements and 0.3 ms of long ones. Compiled code never releases it by itself."""
 
 
 class TextArray:
-    """An object array that is filled element by element. It releases the interpreter lock at intervals."""
+    """An object array that is filled element by element. Releases the interpreter lock at intervals."""
 
     def __init__(self, count: int) -> None:
         self._array = np.empty(count, dtype=object)
@@ -73,7 +73,7 @@ class TextArray:
         self.filled = 0
 
     def add(self, text: str) -> None:
-        """Append an element; at most ``count`` in total."""
+        """Append an element, up to ``count`` elements in total."""
         self._step.append(text)
         self.filled += 1
         self._step_bytes += _ELEMENT_BYTES + len(text)
@@ -83,7 +83,7 @@ class TextArray:
             time.sleep(0)
 
     def array(self) -> np.ndarray:
-        """The elements added so far, of shape ``(filled,)``."""
+        """Return the elements added so far, with shape ``(filled,)``."""
         self._put()
         return self._array[: self.filled]
 
@@ -99,8 +99,8 @@ def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name
         An object array of ``str`` with ``shape``.
 
     Raises:
-        ServeError: invalid_input, if the elements do not fill ``data`` exactly or are not UTF-8; too_large, for too
-            many or too long elements.
+        ServeError: invalid_input if the elements do not fill ``data`` exactly or are not UTF-8; too_large for too many
+            or too long elements.
     """
     count = prod(shape)
     end = len(data)
@@ -133,7 +133,7 @@ def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name
 
 
 def check_text_count(count: int, name: str) -> None:
-    """Raises ServeError: too_large, for more than ``MAX_TEXTS`` elements."""
+    """Check the number of texts. Raises ServeError: too_large for more than ``MAX_TEXTS`` elements."""
     if count > MAX_TEXTS:
         raise ServeError(
             ErrorKind.TOO_LARGE,
@@ -142,7 +142,7 @@ def check_text_count(count: int, name: str) -> None:
 
 
 def _fault(data: bytes | memoryview, offset: int, index: int, count: int, name: str) -> ServeError:
-    """The error for element ``index`` at ``offset``, or for a missing or additional element."""
+    """Return the error for element ``index`` at ``offset``, or for a missing or additional element."""
     left = len(data) - offset
     if left == 0:
         return invalid_input(f"expected {count} string elements for inference input '{name}', got {index}")
@@ -168,7 +168,7 @@ def _fault(data: bytes | memoryview, offset: int, index: int, count: int, name: 
 
 
 def decode_element(element: bytes | memoryview, index: int, name: str) -> str:
-    """Decode one element. Raises ServeError: invalid_input, if it is not UTF-8."""
+    """Decode one element. Raises ServeError: invalid_input if it is not UTF-8."""
     try:
         return str(element, "utf-8")
     except UnicodeDecodeError as error:
@@ -179,7 +179,7 @@ def decode_element(element: bytes | memoryview, index: int, name: str) -> str:
 
 
 def object_array(elements: list[str], shape: tuple[int, ...]) -> np.ndarray:
-    """An object array of ``shape`` with ``elements``, without conversion."""
+    """Create an object array of ``shape`` that holds ``elements`` without conversion."""
     array = np.empty(len(elements), dtype=object)
     array[:] = elements
     return array.reshape(shape)
@@ -211,10 +211,10 @@ BYTE_SIZE: Final = "shared_memory_byte_size"
 def read_span(parameters: Mapping[str, Parameter], what: str) -> RegionSpan:
     """Read the place of an input or output in shared memory from its parameters.
 
-    ``what``, for example ``input 'x'``, appears in errors.
+    ``what``, for example ``input 'x'``, names the tensor in errors.
 
     Raises:
-        ServeError: invalid_input, for a value of a wrong type, and for a missing size.
+        ServeError: invalid_input for a value of a wrong type, and for a missing size.
     """
     region = parameters.get(REGION)
     if type(region) is not str:

@@ -1,4 +1,4 @@
-"""Limits of one inference message, on both protocols. The codecs count while they scan, before they build objects."""
+"""Limits of one inference message, on both protocols. Codecs count while they scan, before they create objects."""
 
 from collections.abc import Sequence
 from math import prod
@@ -8,22 +8,23 @@ from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
 
 MAX_TENSORS: Final = 2048
-"""Inputs of a request, and outputs of a request."""
+"""Maximum number of inputs of a request, and of its outputs."""
 
 MAX_PARAMETERS: Final = 1024
-"""Parameters of a request, and of each of its inputs and outputs."""
+"""Maximum number of parameters of a request, and of each input and output."""
 
 MAX_ID_LENGTH: Final = 64 * 1024
-"""Characters of the id of a REST request, which its answer repeats. Those of gRPC are part of the head."""
+"""Maximum characters of the id of a REST request, which the answer repeats. In gRPC the id counts towards
+``MAX_HEAD_BYTES``."""
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Names, shapes and parameters of a gRPC request, without its tensors."""
+"""Maximum size of id, names, shapes and parameters of a gRPC request."""
 
 MAX_TEXTS: Final = 128 * 1024
-"""Elements of one BYTES tensor. Each becomes an object; freeing this many takes 4 ms of the event loop."""
+"""Maximum number of elements of a BYTES tensor. Each becomes an object; freeing them takes 4 ms of the event loop."""
 
 MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
-"""Bytes of one element of a BYTES tensor. Decoding it holds the interpreter lock for 3 ms."""
+"""Maximum size of one element of a BYTES tensor. Decoding it holds the interpreter lock for 3 ms."""
 
 INLINE_BYTES: Final = 64 * 1024
 """Maximum size of JSON, texts and typed contents that are decoded on the event loop, in at most about 1 ms."""
@@ -32,36 +33,37 @@ INLINE_ELEMENTS: Final = 16 * 1024
 """Maximum number of elements of an answer that are encoded on the event loop as JSON or texts, in about 1 ms."""
 
 INLINE_OUTPUTS: Final = 256
-"""Maximum number of outputs of an answer that is encoded on the event loop; each takes about 2 µs."""
+"""Maximum number of outputs of an answer that is encoded on the event loop. Each takes about 2 µs."""
 
 INLINE_BINARY_BYTES: Final = 1024 * 1024
 """Maximum size of binary outputs and of texts that are encoded and joined on the event loop, in 0.1 to 1 ms."""
 
 JSON_GROWTH: Final = 32
-"""Memory that parsing may take per byte of JSON: orjson reserves 12 bytes, and ``[],`` becomes 64."""
+"""Bytes of memory that parsing may take per byte of JSON: orjson reserves 12, and ``[],`` becomes 64."""
 
 TEXT_BYTES: Final = 96
-"""Memory of an element of a BYTES tensor besides its bytes: an object, a pointer, and ONNX Runtime's copy."""
+"""Bytes of memory of an element of a BYTES tensor besides its content: object, pointer, and copy in ONNX Runtime."""
 
 
 def too_many(what: str, most: int, got: int | str = "more") -> ServeError:
-    """The error for a request with too many parts of one kind."""
+    """Return the error for a request with too many parts of one kind."""
     return invalid_input(f"request: expected at most {most} {what}, got {got}")
 
 
 MAX_DIMS: Final = 64
-"""numpy's limit."""
+"""Maximum rank of a tensor in numpy."""
 
 _MAX_ELEMENTS: Final = (2**63 - 1) // 8
-"""Elements of the widest datatype, so that sizes fit in 63 bits."""
+"""Maximum number of elements of a tensor, so that sizes fit in 63 bits for 8-byte elements."""
 
 
 def shape_fault(shape: Sequence[int]) -> str | None:
-    """The end of an error message if ``shape``, without negative dimensions, exceeds a limit; otherwise None.
+    """Return the end of an error message if ``shape`` exceeds a limit; otherwise None.
 
-    Checked before an array is created. A zero does not help: numpy cannot represent the other dimensions either.
+    Dimensions are not negative. Call this before an array is created. Dimensions of 0 are ignored, because numpy limits
+    the product of the other ones.
     """
-    if len(shape) > MAX_DIMS:  # first, because the product of very many dimensions is slow
+    if len(shape) > MAX_DIMS:  # checked first, because the product of very many dimensions is slow
         return f"at most {MAX_DIMS} dimensions, got {len(shape)}"
     if prod(filter(None, shape) if 0 in shape else shape) > _MAX_ELEMENTS:
         return f"at most {_MAX_ELEMENTS} elements, got {format_shape(tuple(shape))}"

@@ -1,4 +1,4 @@
-"""Compressed bodies and messages: gzip and zlib, which REST inference and gRPC support. Independent of both."""
+"""Compression of bodies and messages with gzip and zlib, for REST inference and gRPC."""
 
 import zlib
 from enum import Enum
@@ -8,11 +8,11 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 
 class Encoding(Enum):
-    """A content encoding. The value is its name in HTTP; ``window_bits`` is zlib's parameter for it."""
+    """A content encoding. The value is its name in HTTP; ``window_bits`` is the parameter of zlib for it."""
 
     GZIP = "gzip"
     DEFLATE = "deflate"
-    """zlib's format (RFC 1950), as HTTP defines it; not the raw stream of RFC 1951."""
+    """The zlib format (RFC 1950), as HTTP defines it, not the raw stream of RFC 1951."""
 
     window_bits: int
 
@@ -21,17 +21,17 @@ class Encoding(Enum):
 
 
 _FEED_BYTES: Final = 64 * 1024
-"""Compressed bytes that zlib receives at a time; it copies the bytes that it cannot inflate yet."""
+"""Compressed bytes that zlib receives at a time. zlib copies the bytes that it cannot inflate yet."""
 
 _LEVEL: Final = 1
-"""zlib's fastest level. Higher levels save a few percent more for several times the work."""
+"""The fastest level of zlib. Higher levels save a few percent more, and take several times as long."""
 
 _SAMPLE_BYTES: Final = 4096
 _MIN_SAVING: Final = 0.2
 
 
 class Inflater:
-    """Inflates one body in parts, to at most one byte beyond its limit. One thread at a time, any thread.
+    """Inflates one body in parts, to at most one byte beyond its limit. Any thread, one at a time.
 
     A body is one gzip member or zlib stream without trailing data.
     """
@@ -46,7 +46,7 @@ class Inflater:
         header: str = "Content-Encoding",
         option: str = "max_body_bytes",
     ) -> None:
-        """``max_bytes`` is the limit that ``option`` sets. Errors contain ``option``, ``subject`` and ``header``."""
+        """``max_bytes`` is the limit that the option ``option`` sets. Errors contain all three texts."""
         self._view = memoryview(body)
         self._encoding = encoding
         self.max_bytes: Final = max_bytes
@@ -63,7 +63,7 @@ class Inflater:
         return self._stream.eof
 
     def read(self, size: int) -> bytes:
-        """Inflate the next ``size`` bytes, or fewer at the end of the body. Mostly without the interpreter lock.
+        """Inflate the next ``size`` bytes, or fewer at the end of the body. zlib releases the interpreter lock.
 
         Raises:
             ServeError: too_large beyond the limit; invalid_input if the body is malformed, truncated or has trailing
@@ -110,7 +110,7 @@ def compress(body: bytes | memoryview, encoding: Encoding) -> bytes:
 
 
 def is_worth_compressing(body: bytes | memoryview) -> bool:
-    """Compress a sample from the middle: tensors of measured floats and images hardly shrink. Takes about 50 us."""
+    """Whether a sample from the middle shrinks enough; measured floats and images hardly do. Takes about 50 us."""
     middle = max(0, (len(body) - _SAMPLE_BYTES) // 2)
     sample = body[middle : middle + _SAMPLE_BYTES]
     return len(zlib.compress(sample, _LEVEL)) <= len(sample) * (1 - _MIN_SAVING)

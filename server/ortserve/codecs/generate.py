@@ -1,7 +1,7 @@
-"""The generate extension: a JSON object with the inputs of a model as keys, answered by one with its outputs as keys.
+"""The generate extension. Keys of a request's JSON object are inputs of the model; keys of the answer are its outputs.
 
-Other keys are parameters, as in infer. Parameters of text sampling are rejected: an ONNX model cannot receive them, and
-ignoring them would give another answer than the caller requested.
+Other keys of a request are parameters, as in infer. Parameters of text sampling are rejected: an ONNX model cannot
+receive them, and without them the answer would differ from the one that the caller requested.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ _SAMPLING: Final = frozenset(
         *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty", "stream"),
     }
 )
-"""Sampling parameters of the protocol's draft and of language model servers, which are not supported."""
+"""Sampling parameters of the protocol's draft and of language model servers. They are rejected."""
 
 
 def decode_generate_request(
@@ -41,18 +41,19 @@ def decode_generate_request(
 ) -> InferRequest:
     """Decode a request.
 
-    A number, string or boolean is a tensor of one element; an array is a tensor of its nested shape. Leading dimensions
-    of 1 are added up to the rank of the model's input, so that a flat array is one row.
+    A number, string or boolean is a tensor of one element; a nested array is a tensor of the same shape. Leading
+    dimensions of 1 are added up to the rank of the model's input, so that a flat array is one row.
 
     Args:
-        body: A JSON object. Keys other than inputs are parameters, as are the keys of its object ``parameters``.
-        model_name: From the path.
-        model_version: From the path, ``""`` for none.
+        body: A JSON object. Keys other than inputs are parameters, as are the keys of the object ``parameters``.
+        model_name: Name of the model in the path.
+        model_version: Version or label in the path; ``""`` without one.
         inputs: Inputs of the model.
         is_stream: Whether the answer is a stream; the parameter ``stream`` must agree.
 
     Raises:
-        ServeError: invalid_input for a malformed request; unsupported for a sampling parameter.
+        ServeError: invalid_input for a malformed request; too_large for too many texts; unsupported for a sampling
+            parameter.
     """
     document = parse_json(body or b"{}")
     if type(document) is not dict:
@@ -72,7 +73,7 @@ def decode_generate_request(
 
 
 class GenerateRequest:
-    """An ``EncodedRequest``: a body, and the values from its path."""
+    """A generate request: the body, and values from the path. An ``EncodedRequest``."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class GenerateRequest:
         self.is_short = len(body) <= INLINE_BYTES
 
     def reading(self) -> Reading:
-        """JSON over ``INLINE_BYTES`` is decoded by another process."""
+        """Choose the place to decode: another process for more than ``INLINE_BYTES``."""
         return Reading.INLINE if self.is_short else Reading.PROCESS
 
     @property
@@ -104,7 +105,7 @@ class GenerateRequest:
         return JSON_GROWTH * len(self._body)
 
     def read(self) -> InferRequest:
-        """As ``decode_generate_request``."""
+        """Decode the request, as ``decode_generate_request``."""
         return decode_generate_request(
             self._body, self._model_name, self._model_version, self._inputs(), is_stream=self._is_stream
         )
@@ -115,7 +116,7 @@ class GenerateRequest:
 
 
 def encode_generate_response(response: InferResponse) -> bytes:
-    """Encode the answer: outputs of one element as that element, others as flat arrays."""
+    """Encode the answer. An output of one element is written as this element, others as flat arrays."""
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
     document["model_version"] = response.model_version
@@ -126,7 +127,7 @@ def encode_generate_response(response: InferResponse) -> bytes:
 
 
 class GenerateEncoder:
-    """An ``AnswerEncoder``; with ``is_stream`` answers are server-sent events."""
+    """Encodes answers; with ``is_stream`` as server-sent events. An ``AnswerEncoder``."""
 
     def __init__(self, *, is_stream: bool) -> None:
         self._is_stream = is_stream
@@ -140,7 +141,7 @@ class GenerateEncoder:
 
 
 def encode_generate_event(response: InferResponse) -> bytes:
-    """Encode the answer as a stream of server-sent events; an ONNX model gives one event."""
+    """Encode the answer as a stream of one server-sent event, because an ONNX model answers once."""
     return b"data: " + encode_generate_response(response) + b"\n\n"
 
 

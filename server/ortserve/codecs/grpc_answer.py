@@ -1,10 +1,10 @@
 """gRPC answers: core to serialized ``ModelInferResponse`` and, on streams, ``ModelStreamInferResponse``.
 
-The tensors are joined with the head once; protobuf, whose byte fields are copies, never holds them. The head is the
-same for many answers, so the latest ones are cached.
+Tensors are joined with the head once and never put into protobuf messages, whose byte fields are copies. Many answers
+have the same head, so the latest heads are cached.
 
-Every model answers a request once, so each message of a stream is the final one of its request and says so. A request
-for an empty final response needs none: its one answer is final already.
+Every model answers a request once. So each message of a stream is the final one of its request, and is marked as final.
+A request for an empty final response therefore gets no further message.
 """
 
 from functools import lru_cache
@@ -21,19 +21,19 @@ from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import invalid_input
 
 MAX_MESSAGE_BYTES: Final = 2**31 - 1
-"""No gRPC or protobuf message is longer."""
+"""Maximum size of a message in gRPC and protobuf."""
 
 _CACHED_HEADS: Final = 1024
-"""Heads of answers; the least recently used one is dropped first."""
+"""Maximum number of cached heads of answers. The least recently used one is evicted first."""
 
 
 def encode_response(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
-    """Serialize a ``ModelInferResponse``: one entry of raw contents per output, no typed contents.
+    """Serialize a ``ModelInferResponse`` with raw contents for each output and without typed contents.
 
-    The message is in ``memory``, if given.
+    The message is written to ``memory``, if given.
 
     Raises:
-        ServeError: invalid_input, if the answer is larger than a message can be.
+        ServeError: invalid_input if the answer exceeds ``MAX_MESSAGE_BYTES``.
     """
     placed = response.placed
     announced = []
@@ -54,7 +54,7 @@ def encode_response(response: InferResponse, memory: LargeMemory | None = None) 
 
 
 class GrpcEncoder:
-    """An ``AnswerEncoder``."""
+    """Encodes unary answers. An ``AnswerEncoder``."""
 
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
         texts = 0
@@ -73,7 +73,7 @@ class GrpcEncoder:
 def _answer_head(
     model: str, version: str, outputs: tuple[tuple[str, DataType, tuple[int, ...]], ...]
 ) -> tuple[bytes, bytes]:
-    """The parts of an answer's head before and after the id."""
+    """Serialize the parts of an answer's head before and after the id."""
     message = ModelInferResponse()
     for name, datatype, shape in outputs:
         message.outputs.add(name=name, datatype=datatype.value, shape=shape)
@@ -97,7 +97,7 @@ def encode_stream_answer(response: InferResponse, memory: LargeMemory | None = N
     """Serialize the answer of one request on a stream.
 
     Raises:
-        ServeError: invalid_input, if it is larger than a message can be.
+        ServeError: invalid_input if the answer exceeds ``MAX_MESSAGE_BYTES``.
     """
     answer = encode_response(response, memory)
     # Fields of a message may come in any order, so the parameter can follow the tensors.
@@ -112,7 +112,7 @@ def encode_stream_answer(response: InferResponse, memory: LargeMemory | None = N
 
 
 class StreamEncoder(GrpcEncoder):
-    """An ``AnswerEncoder`` for streams."""
+    """Encodes answers on streams. An ``AnswerEncoder``."""
 
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
@@ -121,9 +121,9 @@ class StreamEncoder(GrpcEncoder):
 
 
 def encode_stream_error(request: bytes | memoryview, text: str, version: str = "") -> bytes:
-    """Serialize the error of a request, with the id and model from its bytes.
+    """Serialize the error of a request on a stream, with the id and model in the bytes of the request.
 
-    ``version`` is the model's version; empty for the version that the request names, if any.
+    ``version`` is the version of the model; empty to use the version in the request.
     """
     names = read_names(request)
     message = ModelStreamInferResponse(error_message=text or "unknown error")  # an empty message means success

@@ -1,6 +1,6 @@
-"""Typed contents: the elements of a gRPC tensor in a field of their datatype, decoded from the bytes of the wire.
+"""Decodes typed contents of gRPC tensors, elements in a field of their datatype, from the bytes of the wire.
 
-numpy decodes numbers in steps of 64 KiB, so that the interpreter lock is never held for long
+numpy decodes integers in steps of 64 KiB, so that no step holds the interpreter lock for long
 (``loadtests/codec_cost.py``).
 """
 
@@ -27,7 +27,7 @@ _FIELD_DATATYPES: Final = {
     InferTensorContents.FP64_CONTENTS_FIELD_NUMBER: DataType.FP64,
     InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER: DataType.BYTES,
 }
-"""The datatype with the width of a field's elements, by field number."""
+"""Datatype of the elements of a field, by field number."""
 
 _FIELD_OF: Final = {
     **{datatype: datatype for datatype in _FIELD_DATATYPES.values()},
@@ -36,22 +36,22 @@ _FIELD_OF: Final = {
     DataType.UINT8: DataType.UINT32,
     DataType.UINT16: DataType.UINT32,
 }
-"""The datatype of the field for a datatype's elements; FP16 and BF16 have no field."""
+"""Datatype of the field that holds the elements of a datatype. FP16 and BF16 have no field."""
 
 _ELEMENT_WIRE: Final = {DataType.FP32: FIXED32, DataType.FP64: FIXED64, DataType.BYTES: LENGTH_DELIMITED}
-"""The wire type of unpacked elements; other datatypes use varints."""
+"""Wire type of unpacked elements. Other datatypes use varints."""
 
 _FLOATS: Final = (DataType.FP32, DataType.FP64)
 """Datatypes with the same width on the wire and in memory."""
 
 _MAX_PIECES: Final = 1024
-"""Maximum number of pieces of a packed field. Clients send one."""
+"""Maximum number of pieces of a packed field. Clients send one piece."""
 
 _SMALL_BYTES: Final = 2 * 1024
-"""Contents up to this size are decoded by protobuf, which takes a tenth of numpy's time for a few elements."""
+"""protobuf decodes contents up to this size. For a few elements it takes a tenth of the time of numpy."""
 
 _PARSED_BYTES: Final = 64 * 1024
-"""Contents up to this size in an unusual encoding are decoded by protobuf; larger ones are rejected."""
+"""protobuf decodes contents up to this size in an unusual encoding. Larger ones are rejected."""
 
 _STEP_BYTES: Final = 64 * 1024
 _MAX_VARINT_BYTES: Final = 10
@@ -65,14 +65,14 @@ _UNUSUAL: Final = IndexError("an unusual encoding")
 def decode_contents(
     contents: bytes | memoryview, datatype: DataType, shape: tuple[int, ...], name: str, model: str
 ) -> np.ndarray:
-    """Decode serialized ``InferTensorContents``. Empty contents are a tensor without elements, of any datatype.
+    """Decode serialized ``InferTensorContents``. Empty contents are a tensor of any datatype without elements.
 
     Returns:
         An array of ``shape`` and ``datatype.numpy``, possibly a read-only view on ``contents``.
 
     Raises:
-        ServeError: invalid_input, for the field of another datatype, for several fields, and for elements that do not
-            fill the shape or exceed the datatype's range; too_large, for too many texts.
+        ServeError: invalid_input for the field of another datatype, for several fields, and for elements that do not
+            fill the shape or exceed the range of the datatype; too_large for too many texts.
     """
     count = math.prod(shape)
     if datatype is DataType.BYTES:
@@ -106,10 +106,11 @@ def decode_contents(
 
 
 def _read(view: memoryview, count: int, name: str, model: str) -> tuple[DataType | None, np.ndarray]:
-    """Decode the one field with elements, of which ``count`` are expected.
+    """Decode the only field with elements. ``count`` elements are expected.
 
     Returns:
-        The datatype of the field, None if all are empty, and all elements; for texts at most ``count`` + 1.
+        The datatype of the field (None if all fields are empty), and all elements; from large contents at most
+        ``count`` + 1 texts.
     """
     if len(view) > _SMALL_BYTES:
         try:
@@ -156,15 +157,15 @@ def _read_pieces(pieces: list[memoryview], wide: DataType | None, count: int, na
 
 
 def _find_field(view: memoryview, name: str, model: str) -> tuple[DataType | None, list[memoryview], bool]:
-    """Find the one field with elements.
+    """Find the only field with elements.
 
     Returns:
-        The datatype of the field, None if all are empty; the pieces of its packed elements; and False. Or, for elements
-        with a tag each, which texts always have: the datatype, one piece, and True.
+        The datatype of the field (None if all fields are empty), the pieces of its packed elements, and False. Or, if
+        each element has a tag, as texts always have: the datatype, one piece, and True.
 
     Raises:
         IndexError: The encoding is unusual.
-        ServeError: invalid_input, for several fields.
+        ServeError: invalid_input for several fields.
     """
     found: DataType | None = None
     pieces: list[memoryview] = []
@@ -194,7 +195,7 @@ def _find_field(view: memoryview, name: str, model: str) -> tuple[DataType | Non
 
 
 def _is_run(view: memoryview, tag: int, datatype: DataType) -> bool:
-    """Whether ``view`` consists of elements with this tag each."""
+    """Whether ``view`` is a sequence of elements that each have the tag ``tag``."""
     if datatype in _FLOATS:
         record = _record(datatype)
         return len(view) % record.itemsize == 0 and bool((np.frombuffer(view, record)["tag"] == tag).all())
@@ -218,7 +219,7 @@ def _floats(pieces: list[memoryview], datatype: DataType, *, is_run: bool) -> np
 
 
 def _integers(pieces: list[memoryview], datatype: DataType, *, is_run: bool) -> np.ndarray:
-    """Decode varints as protobuf does: values that are too wide for the datatype lose their upper bits."""
+    """Decode varints as protobuf does: values that exceed the datatype lose their upper bits."""
     steps: list[np.ndarray] = []
     for piece in pieces:
         for step in _varints(piece, pairs=is_run):
@@ -228,7 +229,7 @@ def _integers(pieces: list[memoryview], datatype: DataType, *, is_run: bool) -> 
 
 
 def _varints(data: memoryview, *, pairs: bool) -> Iterator[np.ndarray]:
-    """Decode varints in steps; with ``pairs`` an even number per step.
+    """Decode varints in steps. With ``pairs``, each step has an even number of varints.
 
     Raises:
         IndexError: A varint is incomplete or longer than 10 bytes.
@@ -249,7 +250,7 @@ def _varints(data: memoryview, *, pairs: bool) -> Iterator[np.ndarray]:
 
 
 def _read_step(step: np.ndarray, lasts: np.ndarray) -> np.ndarray:
-    """The varints in ``step``, whose last bytes are at ``lasts``, as 64-bit integers."""
+    """Decode the varints in ``step`` as 64-bit integers. Their last bytes are at the positions ``lasts``."""
     if lasts.size == step.size:
         return step.astype(np.uint64)
     firsts = np.empty_like(lasts)
@@ -267,7 +268,7 @@ def _read_step(step: np.ndarray, lasts: np.ndarray) -> np.ndarray:
 
 
 def _texts(view: memoryview, count: int, name: str) -> np.ndarray:
-    """Decode elements with a tag and a length each, at most ``count`` + 1."""
+    """Decode up to ``count`` + 1 texts, each with a tag and a length."""
     texts = TextArray(count + 1)
     position, end = 0, len(view)
     while position < end and texts.filled <= count:

@@ -1,9 +1,9 @@
 """gRPC inference requests: serialized ``ModelInferRequest`` to core. ``grpc_answer`` encodes the answers.
 
-Both work on the bytes of the wire and keep raw tensors out of protobuf messages, whose byte fields are copies: a
-request's raw tensors are views on its bytes, and an answer's are joined with its head once. Measured for one FP32
-tensor of 600 kB: parsing 28 -> 1.3 us, serializing 1,200 -> 18 us. The rest of a message, its head, is the same for
-many calls, so parsed and encoded heads are cached, which saves a small call about 4 us.
+Both modules work on the bytes of the wire and keep raw tensors out of protobuf messages, whose byte fields are copies.
+Raw tensors of a request are views on its bytes. Raw tensors of an answer are joined with its head once. Measured for
+one FP32 tensor of 600 kB: parsing 28 -> 1.3 us, serializing 1,200 -> 18 us. The rest of a message, its head, is equal
+in many calls, so parsed and encoded heads are cached, which saves about 4 us in a small call.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,15 +42,15 @@ from ortserve.errors import ContentsError, ServeError, invalid_input
 M = TypeVar("M", bound=Message)
 
 _KEPT: Final = 1024
-"""Cached heads; the least recently used one is dropped first."""
+"""Maximum number of cached heads. The least recently used one is evicted first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """An input as a request's head declares it.
+    """An input as the head of a request declares it.
 
-    ``position`` is its index among all inputs of the request. ``has_contents`` means that the head contains its typed
-    contents, which happens only in a request that also has raw contents.
+    ``position`` is the index among all inputs of the request. ``has_contents``: whether the head contains the typed
+    contents of the input, which happens only in a request that also has raw contents.
     """
 
     name: str
@@ -64,7 +64,8 @@ class _Input:
 class _Head:
     """A request without its id and contents. Many requests share a head, so it is immutable.
 
-    ``inputs`` are the inputs with elements in the message; ``in_regions`` holds the names of the others by position.
+    ``inputs`` are the inputs whose elements are in the message. ``in_regions`` maps positions to the names of inputs in
+    shared memory.
     """
 
     model: str
@@ -77,7 +78,7 @@ class _Head:
 
 
 class GrpcRequest:
-    """An ``EncodedRequest``: a serialized ``ModelInferRequest``."""
+    """A serialized ``ModelInferRequest``. An ``EncodedRequest``."""
 
     __slots__ = ("_data", "is_short")
 
@@ -86,7 +87,7 @@ class GrpcRequest:
         self.is_short = len(data) <= INLINE_BYTES
 
     def reading(self) -> Reading:
-        """Large messages are decoded on a thread, unless their tensors are views on them."""
+        """Choose the place to decode a large message: a thread, unless its tensors become views on the message."""
         head = usual_head(self._data)
         return Reading.THREAD if head is None or b"BYTES" in head else Reading.INLINE
 
@@ -96,15 +97,14 @@ class GrpcRequest:
 
     @property
     def growth_bytes(self) -> int:
-        """Decoding widens integers, which may take one byte on the wire, to 8 bytes each."""
+        """Memory that decoding may take: integers have 1 byte or more on the wire, and up to 8 bytes in memory."""
         return 8 * len(self._data)
 
     def read(self) -> InferRequest:
-        """Decode the request. Tensors from raw contents are read-only views on its bytes.
+        """Decode the request. Tensors from raw contents are read-only views on the message.
 
         Raises:
-            ServeError: invalid_input for a malformed message and for too many parts; unsupported for extensions that
-                this server does not have.
+            ServeError: invalid_input for a malformed message and for too many parts; too_large for too many texts.
         """
         head_bytes, request_id, raw, contents = split_request(self._data)
         head = _cached_head(head_bytes) if len(head_bytes) <= USUAL_HEAD_BYTES else _parse_head(head_bytes)
@@ -122,7 +122,7 @@ class GrpcRequest:
 def read_names(data: bytes | memoryview) -> ModelInferRequest:
     """Read the id and names of a serialized ``ModelInferRequest``, for an error message.
 
-    Never fails; a malformed message has no names.
+    Never fails: for a malformed message the names are empty.
     """
     try:
         head, request_id, _, _ = split_request(data)
@@ -137,21 +137,21 @@ def parse_message(message_type: type[M], data: bytes | memoryview) -> M:
     """Parse a message of any type.
 
     Raises:
-        ServeError: invalid_input, if ``data`` is malformed, or has more fields than any message needs.
+        ServeError: invalid_input if ``data`` is malformed, or has more fields than any message needs.
     """
     if len(data) > USUAL_HEAD_BYTES:
         check_field_count(data, message_type.DESCRIPTOR.full_name)
     try:
         return message_type.FromString(data if isinstance(data, bytes) else bytes(data))
-    except (DecodeError, UnicodeDecodeError):  # the second one from protobuf's implementation in Python
+    except (DecodeError, UnicodeDecodeError):  # the Python implementation of protobuf raises the second one
         raise malformed(message_type.DESCRIPTOR.full_name) from None
 
 
 def require_version(version: str) -> None:
-    """Check a model version: decimal digits, a label, or empty for the server's choice.
+    """Check a model version: decimal digits, a label, or empty for the choice of the server.
 
     Raises:
-        ServeError: invalid_input otherwise. Its first words are Triton's.
+        ServeError: invalid_input for any other text. The message begins like the one of Triton.
     """
     if version and not is_version(version):
         raise invalid_input(
@@ -213,7 +213,7 @@ def _inputs(
 
 
 def _tensors(head: _Head, request_id: str, raw: Sequence[memoryview], contents: Contents) -> list[Tensor]:
-    """The inputs that ``head`` declares, with their elements."""
+    """Decode the elements of the inputs that ``head`` declares."""
     model = head.model
     tensors: list[Tensor] = []
     taken = 0
@@ -258,7 +258,7 @@ def _check_shape(shape: tuple[int, ...], name: str, model: str) -> None:
             f"All input dimensions should be specified for input '{name}' for model '{model}', "
             f"got {format_shape(shape)}"
         )
-    if 0 in shape or len(shape) > MAX_DIMS:  # other shapes are limited by the size of the data
+    if 0 in shape or len(shape) > MAX_DIMS:  # the size of the data limits all other shapes
         fault = shape_fault(shape)
         if fault is not None:
             raise invalid_input(f"input '{name}' for model '{model}' may have {fault}")
@@ -284,7 +284,7 @@ def _outputs(
 
 
 def _classes(entries: Mapping[str, InferParameter], output: str) -> int:
-    """Number of requested classes of an output; 0 for the tensor itself."""
+    """Return the number of requested classes of an output; 0 if the request asks for the tensor."""
     if "classification" not in entries:
         return 0
     entry = entries["classification"]
@@ -315,7 +315,7 @@ _PARAMETER_CHOICES: Final = {
 }
 """Types of the parameters that the protocol defines; other parameters may have any type."""
 _ALSO_ACCEPTED: Final = {"sequence_id": "uint64_param"}
-"""Not in the text of errors, which clients know."""
+"""Accepted types that error texts omit, because clients know these texts."""
 
 
 def _parameters(entries: Mapping[str, InferParameter]) -> dict[str, Parameter]:

@@ -1,7 +1,7 @@
-"""Splitting an inference message into its parts on the wire: head, id, raw contents and typed contents.
+"""Splits an inference message into its parts on the wire: head, id, raw contents and typed contents.
 
-The parts are counted while the bytes are scanned, so a message of millions of empty fields is rejected before any
-object is created for them.
+The scan of the bytes counts the parts, so a message of millions of empty fields is rejected before objects are created
+for them.
 """
 
 from typing import Final
@@ -10,8 +10,8 @@ from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
 from ortserve.codecs.bounds import MAX_HEAD_BYTES, MAX_PARAMETERS, MAX_TENSORS, too_many
 from ortserve.errors import ServeError, invalid_input
 
-# The wire format (protobuf.dev/programming-guides/encoding): a message is a run of fields, each a tag varint and, for
-# strings, bytes and messages, a length varint and that many bytes.
+# The wire format (protobuf.dev/programming-guides/encoding): a message is a sequence of fields. Each has a tag varint.
+# In strings, bytes and messages, a length varint and the content follow.
 VARINT: Final = 0
 FIXED64: Final = 1
 LENGTH_DELIMITED: Final = 2
@@ -30,10 +30,10 @@ RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMB
 _ANSWER_ID_TAG: Final = bytes([ModelInferResponse.ID_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
 
 USUAL_HEAD_BYTES: Final = 1024
-"""Heads up to this size, with fields in the usual order, are found by the fast scan."""
+"""The fast scan finds heads up to this size with fields in the usual order."""
 
 _MAX_FIELDS: Final = 16 * 1024
-"""Maximum number of fields of a message and its inputs. Scanning this many takes 4 ms when compiled."""
+"""Maximum number of fields of a message and its inputs. Scanning this number takes 4 ms when compiled."""
 
 _FEW_CONTENTS: Final = 64
 """Maximum number of raw contents that are scanned on the event loop, in 0.1 ms."""
@@ -51,11 +51,11 @@ def split_request(data: bytes | memoryview) -> tuple[bytes, str, list[memoryview
     """Split a serialized ``ModelInferRequest``.
 
     Returns:
-        The head, which is the message without its id, its raw contents and, unless there are raw contents, its typed
-        contents; the id; views on the raw contents; the typed contents, as serialized ``InferTensorContents``.
+        The head; the id; views on the raw contents; the typed contents, as serialized ``InferTensorContents``. The head
+        is the message without the other parts. With raw contents in the usual order it includes any typed contents.
 
     Raises:
-        ServeError: invalid_input, for a malformed message and for too many parts.
+        ServeError: invalid_input for a malformed message and for too many parts.
     """
     parts = _split_usual(data)
     if parts is not None:
@@ -67,7 +67,7 @@ def split_request(data: bytes | memoryview) -> tuple[bytes, str, list[memoryview
 
 
 def usual_head(data: bytes | memoryview) -> bytes | None:
-    """The head of a message with few raw contents in the usual order; None for any other message."""
+    """Return the head of a message with few raw contents in the usual order; None for any other message."""
     try:
         parts = _split_usual(data, _FEW_CONTENTS)
     except ServeError:  # too many raw contents for this scan
@@ -76,15 +76,15 @@ def usual_head(data: bytes | memoryview) -> bytes | None:
 
 
 def malformed(message_type: str) -> ServeError:
-    """The error for bytes that are not a message of that type."""
+    """Return the error for bytes that are not a message of ``message_type``."""
     return invalid_input(f"the request is not a valid message of type {message_type}")
 
 
 def check_field_count(data: bytes | memoryview, message_type: str) -> None:
-    """Reject a message with too many fields on its first level, before it is parsed.
+    """Check the number of fields on the first level of a message, before it is parsed.
 
     Raises:
-        ServeError: invalid_input, also for a malformed message.
+        ServeError: invalid_input for too many fields, and for a malformed message.
     """
     view = memoryview(data)
     position, end, left = 0, len(view), _MAX_FIELDS
@@ -101,10 +101,10 @@ def check_field_count(data: bytes | memoryview, message_type: str) -> None:
 def _split_usual(
     data: bytes | memoryview, max_contents: int = MAX_TENSORS
 ) -> tuple[bytes, str, list[memoryview], Contents] | None:
-    """Split a message with a short head and raw contents, and fields in the order of their numbers.
+    """Split a message with a short head, raw contents, and fields in the usual order.
 
     Returns:
-        None for any other message.
+        The parts as ``split_request`` returns them; None for any other message.
     """
     front = data if isinstance(data, bytes) else bytes(data[: USUAL_HEAD_BYTES + 1])
     position = 0
@@ -135,11 +135,11 @@ def _split_usual(
 
 
 def _raw_contents(data: bytes | memoryview, position: int, most: int) -> list[memoryview]:
-    """Views on the raw contents that fill ``data`` from ``position`` on, at most ``most``.
+    """Return views on the raw contents that fill ``data`` from ``position`` on.
 
     Raises:
-        IndexError: There is another field.
-        ServeError: invalid_input, for more than ``most``.
+        IndexError: ``data`` contains another field, or an incomplete one.
+        ServeError: invalid_input for more than ``most`` raw contents.
     """
     view = memoryview(data)
     end = len(data)
@@ -160,7 +160,7 @@ def _raw_contents(data: bytes | memoryview, position: int, most: int) -> list[me
 
 
 def _long_size(data: bytes, position: int) -> tuple[int, int]:
-    """The varint at ``position`` and its end. Raises IndexError if it is incomplete or longer than 5 bytes."""
+    """Return the varint at ``position`` and its end. Raises IndexError if it is incomplete or longer than 5 bytes."""
     value = 0
     for shift in range(0, 35, 7):
         byte = data[position]
@@ -183,7 +183,7 @@ class _Scan:
         self._counts = [0] * (_RAW_INPUTS + 1)
 
     def split(self) -> tuple[bytes, str, list[memoryview], Contents]:
-        """Raises IndexError for a malformed message, UnicodeDecodeError, and ServeError as ``split_request``."""
+        """Split. Raises IndexError or UnicodeDecodeError for a malformed message, and ServeError for too many parts."""
         view = self._view
         position, end = 0, len(view)
         request_id = ""
@@ -210,7 +210,7 @@ class _Scan:
         return b"".join(self._head), request_id, raw, self._contents
 
     def _take_input(self, start: int, stop: int) -> None:
-        """Store an input without its typed contents, and its typed contents separately."""
+        """Store the typed contents of an input separately, and the rest of the input in the head."""
         view = self._view
         kept: list[memoryview] = []
         contents: list[memoryview] = []
@@ -260,10 +260,10 @@ def read_field(view: memoryview, position: int, end: int) -> tuple[int, int, int
     """Find the field at ``position``.
 
     Returns:
-        Its tag, and the begin and end of its value.
+        The tag, and the positions where the value begins and ends.
 
     Raises:
-        IndexError: There is no complete field before ``end``, or it is a group, which these messages never contain.
+        IndexError: The field is incomplete, or is a group, which these messages never contain.
     """
     tag, position = read_varint(view, position)
     wire = tag & 7
@@ -285,7 +285,7 @@ def read_field(view: memoryview, position: int, end: int) -> tuple[int, int, int
 
 
 def read_varint(view: memoryview, position: int) -> tuple[int, int]:
-    """The varint at ``position`` and its end. Raises IndexError if it is incomplete or longer than 10 bytes."""
+    """Return the varint at ``position`` and its end. Raises IndexError if it is incomplete or longer than 10 bytes."""
     value = shift = 0
     for _ in range(_MAX_VARINT_BYTES):
         byte = view[position]
@@ -298,7 +298,7 @@ def read_varint(view: memoryview, position: int) -> tuple[int, int]:
 
 
 def answer_id(request_id: str) -> bytes:
-    """The field ``id`` of a ``ModelInferResponse``; empty for a request without an id."""
+    """Encode the field ``id`` of a ``ModelInferResponse``; empty for a request without an id."""
     if not request_id:
         return b""
     text = request_id.encode()

@@ -1,8 +1,8 @@
 """The helper process that parses large JSON: it receives bodies and returns their tensors.
 
 orjson holds the interpreter lock for a whole body, 20 ms per 1 MB, so neither the event loop nor a thread of the server
-may parse a large one. orjson also aborts the process if memory runs out; that ends this process instead of the server.
-``service/codec_threads`` starts this module.
+may parse a large body. orjson also aborts its process if memory runs out, which here ends the helper process instead of
+the server. ``service/codec_threads`` starts this module.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ _READERS: Final[dict[str, Callable[..., Parts]]] = {
 
 
 def pack_request(request: InferRequest) -> Parts:
-    """Encode a request as parts: a pickled header, then the elements of each input, BYTES in their binary form."""
+    """Encode a request as parts: a pickled header, then the elements of each input as raw bytes."""
     regions = request.regions
     small = (
         request.model_name,
@@ -59,13 +59,13 @@ def pack_request(request: InferRequest) -> Parts:
 
 
 def _pack_load(parameters: dict[str, LoadParameter]) -> Parts:
-    """Encode the parameters of a load as parts: a pickled header, then the content of each file."""
+    """Encode the parameters of a load call as parts: a pickled header, then the content of each file."""
     small = {name: None if isinstance(value, bytes) else value for name, value in parameters.items()}
     return [pack(small), *(value for value in parameters.values() if isinstance(value, bytes))]
 
 
 def unpack_request(parts: Sequence[memoryview]) -> InferRequest:
-    """Decode a request, with arrays as views on ``parts``. Raises the ServeError that was packed instead."""
+    """Decode a request. Its arrays are views on ``parts``, except BYTES. Raises a ServeError of the helper process."""
     model, version, request_id, inputs, outputs, parameters, binary_output, regions = unpack(parts[0])
     tensors = []
     for (name, datatype_name, shape), elements in zip(inputs, parts[1:], strict=True):
@@ -88,7 +88,7 @@ def unpack_request(parts: Sequence[memoryview]) -> InferRequest:
 
 
 def unpack_load(parts: Sequence[memoryview]) -> dict[str, LoadParameter]:
-    """Decode the parameters of a load. Raises the ServeError that was packed instead."""
+    """Decode the parameters of a load call. Raises a ServeError of the helper process."""
     files = iter(parts[1:])
     return {name: bytes(next(files)) if value is None else value for name, value in unpack(parts[0]).items()}
 
@@ -115,5 +115,5 @@ def _read(arguments: tuple[str, tuple[Any, ...]], body: memoryview) -> Parts:
 
 
 def main() -> None:
-    """Parse what the server sends."""
+    """Parse bodies from the server until it ends."""
     serve(_read, "parsing the JSON of a request")

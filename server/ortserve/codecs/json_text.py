@@ -1,10 +1,10 @@
 """JSON of REST: documents, the ``data`` arrays of tensors, and the parameters of control calls.
 
-Triton and its clients write the bare tokens ``NaN``, ``Infinity`` and ``-Infinity``. orjson reads and writes everything
-else, many times faster than the json module, which only reads documents with such tokens.
+Triton and its clients write the bare tokens ``NaN``, ``Infinity`` and ``-Infinity``. The json module reads documents
+with such tokens. orjson, which is many times faster, reads all others and writes all documents.
 
-No element of a tensor is cast silently: a fraction for an integer tensor, a number beyond the datatype's range, and a
-boolean, string or null in place of a number are rejected, although numpy would accept them.
+No element of a tensor is cast silently. Fractions for integers, numbers beyond the range of the datatype, and booleans,
+strings or nulls in place of numbers are rejected, although numpy would accept them.
 """
 
 import base64
@@ -31,20 +31,20 @@ from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import ServeError, invalid_input
 
 _TOKENS: Final = np.array([b"NaN", b"Infinity", b"-Infinity"], object)
-"""Indexed by the sign of the value; NaN is 0."""
+"""Tokens by the sign of the value: 0 for NaN, 1 for infinity, -1 for negative infinity."""
 
 _PLACE: Final = b"\1"
 _STEP: Final = 4096
-"""Elements that are encoded at a time, in about 0.2 ms."""
+"""Maximum number of elements that are encoded at a time, in about 0.2 ms."""
 _STEP_CHARACTERS: Final = 1024 * 1024
-"""Characters of texts after which a step ends; encoding them takes about 0.5 ms."""
+"""Number of characters after which a step of texts ends. Encoding them takes about 0.5 ms."""
 
 
 def parse_json(text: bytes | memoryview) -> Any:
     """Parse a document.
 
     Raises:
-        ServeError: invalid_input, with the reason and the position.
+        ServeError: invalid_input; the message contains the reason and the position.
     """
     try:
         return orjson.loads(text)
@@ -63,7 +63,7 @@ def parse_json(text: bytes | memoryview) -> Any:
 
 
 class LongArray:
-    """An encoded array, in pieces. Not a dataclass, because orjson would encode its fields."""
+    """An encoded array, in pieces. It is no dataclass, because orjson would encode the fields of a dataclass."""
 
     __slots__ = ("pieces",)
 
@@ -74,9 +74,9 @@ class LongArray:
 def write_json(
     document: dict[str, Any], outputs: Sequence[Tensor], memory: LargeMemory | None = None
 ) -> bytes | memoryview:
-    """Encode a document whose numpy arrays and numbers come from ``outputs``.
+    """Encode a document with the arrays and numbers of ``outputs``.
 
-    Long arrays are joined in ``memory``, if given.
+    A document with long arrays is written to ``memory``, if given.
     """
     long: list[LongArray] = []
     text = orjson.dumps(document, default=partial(_stand_in, long), option=orjson.OPT_SERIALIZE_NUMPY)
@@ -89,7 +89,7 @@ def write_json(
 
 
 def write_array(elements: np.ndarray | list[str]) -> LongArray:
-    """Encode a long array of numbers or texts in steps, and release the interpreter lock after each."""
+    """Encode a long array of numbers or texts in steps, and release the interpreter lock after each step."""
     pieces: list[bytes] = []
     begin = 0
     while begin < len(elements):
@@ -107,7 +107,7 @@ def write_array(elements: np.ndarray | list[str]) -> LongArray:
 
 
 def _stand_in(long: list[LongArray], value: object) -> orjson.Fragment:
-    """The encoding of values that orjson does not support; for a long array a byte that cannot occur in JSON."""
+    """Encode values that orjson does not support. A byte that cannot occur in JSON marks the place of a long array."""
     if isinstance(value, LongArray):
         long.append(value)
         return orjson.Fragment(_PLACE)
@@ -117,7 +117,7 @@ def _stand_in(long: list[LongArray], value: object) -> orjson.Fragment:
 
 
 def _with_long_arrays(text: bytes, long: list[LongArray], memory: LargeMemory | None) -> bytes | memoryview:
-    """Insert the arrays. Joining releases the interpreter lock, which orjson would hold while it copies."""
+    """Insert the long arrays. Joining releases the interpreter lock; orjson would hold it while copying."""
     around = text.split(_PLACE)
     pieces: list[bytes | memoryview] = [around[0]]
     for array, after in zip(long, around[1:], strict=True):
@@ -129,7 +129,7 @@ def _with_long_arrays(text: bytes, long: list[LongArray], memory: LargeMemory | 
 
 def _finite(literal: str) -> float:
     number = float(literal)
-    if math.isinf(number):  # 1e400 is not a token; orjson rejects it, too
+    if math.isinf(number):  # a number such as 1e400, which orjson rejects, too
         raise invalid_input(f"failed to parse the request JSON buffer: a number exceeds the range of FP64: {literal}")
     return number
 
@@ -145,15 +145,13 @@ def _with_tokens(numbers: np.ndarray | np.generic) -> orjson.Fragment:
 
 
 def _spell_with_tokens(numbers: np.ndarray | np.generic, text: bytes) -> bytes:
-    """``text``, orjson's encoding of ``numbers``, with a token in place of each null, which stands for a non-finite
-    value.
-    """
+    """Replace each null in ``text``, the encoding of ``numbers`` by orjson, by the token of the non-finite value."""
     if numbers.dtype.kind != "f":
         return text
     flat = numbers.reshape(-1)
     odd = flat[~np.isfinite(flat)]
     signs = np.where(np.isnan(odd), 0, np.sign(odd)).astype(np.intp)
-    if odd.size and (signs == signs[0]).all():  # all the same, for example in a mask
+    if odd.size and (signs == signs[0]).all():  # all values are equal, for example in a mask
         return text.replace(b"null", _TOKENS[signs[0]])
     pieces = [b""] * (2 * odd.size + 1)
     pieces[::2] = text.split(b"null")
@@ -166,13 +164,14 @@ _WANTED: Final = {"f": "numbers", "i": "integers", "u": "integers", "b": "boolea
 
 
 def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Create the tensor of ``shape`` from ``data``, whose elements are read in row-major order at any nesting.
+    """Create a tensor of ``shape`` from ``data``, whose elements are in row-major order, at any nesting.
 
     Returns:
-        A new, contiguous array of ``datatype.numpy``.
+        A new contiguous array of ``datatype.numpy``.
 
     Raises:
-        ServeError: invalid_input, with the input, the expected and the actual value.
+        ServeError: invalid_input; the message contains the input, the expected and the actual value. too_large for too
+            many texts.
     """
     elements, types = _flatten(data, shape, name)
     if len(elements) != prod(shape):
@@ -186,20 +185,20 @@ def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...]
 
 
 def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list[Any] | LongArray:
-    """A flat list or array that orjson and json can encode. Long arrays are encoded here, in steps."""
+    """Return a flat list or array for ``write_json``. Long arrays are encoded here, in steps."""
     flat = array.ravel()
     elements = flat.tolist() if datatype is DataType.BYTES else widen(flat) if datatype is DataType.BF16 else flat
     is_long = array.size > INLINE_ELEMENTS
-    if isinstance(elements, list) and array.size > 1:  # a single text cannot be divided
+    if isinstance(elements, list) and array.size > 1:  # a single text cannot be encoded in steps
         is_long = is_long or sum(map(len, elements)) > INLINE_BINARY_BYTES
     return write_array(elements) if is_long else elements
 
 
 def _flatten(data: list[Any], shape: tuple[int, ...], name: str) -> tuple[list[Any], set[type]]:
-    """The elements of nested lists, and their types.
+    """Return the elements of nested lists, and their types.
 
     numpy is not used, because it converts all elements to one type: booleans beside numbers to numbers, and numbers
-    beside a text to texts of its length, so that a body of 100 kB could take gigabytes.
+    beside a text to texts of the same length, so that a body of 100 kB could take gigabytes.
     """
     types = set(map(type, data))
     depth = 1
@@ -297,11 +296,11 @@ def _count_error(name: str, shape: tuple[int, ...], came: str) -> ServeError:
 
 
 LoadParameter: TypeAlias = bool | int | str | bytes
-"""A parameter of a load: the bytes of a file, or a JSON value."""
+"""A parameter of a load call: the bytes of a file, or a JSON value."""
 
 
 def parse_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """Parse a JSON object; an empty body counts as ``{}``. Raises ServeError: invalid_input."""
+    """Parse a JSON object. An empty body counts as ``{}``. Raises ServeError: invalid_input."""
     if not body:
         return {}
     try:
@@ -314,7 +313,7 @@ def parse_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def parameters_of(document: dict[str, Any]) -> dict[str, Any]:
-    """The object ``parameters``, empty if it is missing. Raises ServeError: invalid_input, if it is no object."""
+    """Return the object ``parameters``; empty if it is missing. Raises ServeError: invalid_input for another type."""
     parameters = document.get("parameters")
     if parameters is None:
         return {}
@@ -324,7 +323,7 @@ def parameters_of(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_load_body(body: bytes | memoryview) -> dict[str, LoadParameter]:
-    """Decode the parameters of a load; files are base64. Raises ServeError: invalid_input."""
+    """Decode the parameters of a load call, whose files are in base64. Raises ServeError: invalid_input."""
     decoded: dict[str, LoadParameter] = {}
     for name, value in parameters_of(parse_object(body)).items():
         if name.startswith("file:"):

@@ -1,4 +1,4 @@
-"""Triton's model configuration in its three forms: the message, proto3 JSON, and text (``config.pbtxt``)."""
+"""Triton's model configuration in three forms: the message, proto3 JSON, and text (``config.pbtxt``)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ _UNKNOWN_FIELD: Final = re.compile(r'Message type "(?P<message>[\w.]+)" has no f
 
 
 def config_json(message: Message) -> dict[str, Any]:
-    """The message as JSON values, with the field names of the proto, for ``GET .../config``.
+    """Convert a message to JSON values, with the field names of the proto, for ``GET .../config``.
 
-    protobuf's own printer writes 64-bit integers as texts, which breaks clients that compute with ``dims``. Here
-    integers of any size are numbers, enums are names, and keys of maps are texts. Scalars and lists appear with their
-    defaults. Unset messages and unset members of a ``oneof`` are omitted, because clients check whether a key exists.
+    The printer of protobuf writes 64-bit integers as texts, which breaks clients that compute with ``dims``. Here,
+    integers of any size are numbers, enums are names, and keys of maps are texts. Unset scalars and lists appear with
+    their defaults. Unset messages and members of a ``oneof`` are omitted, because clients check whether a key exists.
     """
     # The stubs have two descriptor classes for the same class.
     fields = cast("Sequence[FieldDescriptor]", message.DESCRIPTOR.fields)
@@ -35,11 +35,11 @@ def parse_config_json(text: str | bytes) -> ModelConfig:
     """Parse the proto3 JSON of a configuration. Integers may be texts; names may be ``snake_case`` or ``camelCase``.
 
     Raises:
-        ServeError: invalid_input, for malformed JSON, an unknown field, or an invalid value.
+        ServeError: invalid_input for malformed JSON, an unknown field, or an invalid value.
     """
     try:
         return json_format.Parse(text, ModelConfig())
-    # protobuf raises the last two for invalid UTF-8, and for nesting beyond the interpreter's stack.
+    # protobuf raises UnicodeDecodeError for invalid UTF-8, and RecursionError for too deep nesting.
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         reason, _, _ = str(error).partition(" Available Fields")
         raise invalid_input(f"config: {' '.join(_with_suggestion(reason).split())}") from None
@@ -66,18 +66,18 @@ def _single(field: FieldDescriptor, value: Any) -> Any:
 def parse_config_text(content: bytes) -> ModelConfig:
     """Parse a ``config.pbtxt``.
 
-    ``{}`` of a map is an entry without key and value in this format. Files contain it where their authors copied an
-    empty map from the JSON of a configuration, so such entries are left out.
+    In this format, ``{}`` of a map is an entry without key and value. Some authors copy an empty map from the JSON of a
+    configuration, so such entries are removed.
 
     Raises:
-        ServeError: invalid_input, with line and column of the error.
+        ServeError: invalid_input; the message contains line and column of the error.
     """
     try:
         config = text_format.Parse(content.decode("utf-8-sig"), ModelConfig())
     except UnicodeDecodeError:
         raise invalid_input("is not valid UTF-8") from None
     except text_format.ParseError as error:
-        # The package name of the messages means nothing to the author of the file.
+        # The author of the file does not know the package name of the messages.
         raise invalid_input(" ".join(_with_suggestion(str(error)).replace("inference.", "").split())) from None
     _remove_empty_entries(config)
     return config
@@ -94,7 +94,7 @@ def _remove_empty_entries(message: Message) -> None:
 
 
 def _with_suggestion(problem: str) -> str:
-    """A problem that protobuf found; behind an unknown field, a similar one of its message."""
+    """Return the problem that protobuf found. For an unknown field, a similar field of the message is appended."""
     unknown = _UNKNOWN_FIELD.search(problem)
     if unknown is None:
         return problem
@@ -117,7 +117,7 @@ def set_fields(message: Message, prefix: str = "") -> Iterator[str]:
 
 
 def _parts(field: FieldDescriptor, value: Any) -> list[Message]:
-    """The messages that a field holds: itself, the items of a list, or the values of a map."""
+    """Return the messages in a field: the value itself, the items of a list, or the values of a map."""
     of_values = _map_values(field)
     if (field if of_values is None else of_values).message_type is None:
         return []

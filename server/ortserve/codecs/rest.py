@@ -33,7 +33,7 @@ from ortserve.errors import ContentsError, ServeError, invalid_input
 
 @dataclass(slots=True, init=False)
 class EncodedResponse:
-    """A response body. ``json_size`` is the size of its JSON part in bytes if binary tensors follow, else None."""
+    """A response body. ``json_size`` is the size of the JSON part in bytes if binary tensors follow; otherwise None."""
 
     body: Final[bytes | memoryview]
     json_size: Final[int | None]
@@ -44,19 +44,19 @@ class EncodedResponse:
 
 
 class RestRequest:
-    """An ``EncodedRequest``: a body, and the values from its path and headers."""
+    """An infer request over REST: the body, and values from path and headers. An ``EncodedRequest``."""
 
     __slots__ = ("_body", "_json_size", "_model_name", "_model_version", "is_short")
 
     def __init__(self, body: bytes | memoryview, json_size: int | None, model_name: str, model_version: str) -> None:
-        """Keep what ``read`` decodes.
+        """Store the values, which ``read`` decodes.
 
         Args:
-            body: The whole (uncompressed) body; the tensors of the request may be views on it.
-            json_size: Value of ``Inference-Header-Content-Length``, None if the header is absent. 0 makes the whole
-                body the raw tensor of the model's only input.
-            model_name: From the path.
-            model_version: From the path, ``""`` for none.
+            body: The whole uncompressed body. The tensors of the request may be views on it.
+            json_size: Value of ``Inference-Header-Content-Length``; None without this header. If it is 0, the whole
+                body is the raw tensor of the model's only input.
+            model_name: Name of the model in the path.
+            model_version: Version or label in the path; ``""`` without one.
         """
         self._body = body
         self._json_size = json_size
@@ -65,7 +65,7 @@ class RestRequest:
         self.is_short = len(body) <= INLINE_BYTES
 
     def reading(self) -> Reading:
-        """Large JSON is decoded by another process; large binary tensors that may be texts are decoded on a thread."""
+        """Choose the place to decode: another process for large JSON, a thread for large tensors that may be BYTES."""
         json_bytes = self.json_bytes
         if json_bytes > INLINE_BYTES:
             return Reading.PROCESS
@@ -85,8 +85,7 @@ class RestRequest:
         """Decode the request.
 
         Raises:
-            ServeError: invalid_input for a malformed request; unsupported for extensions that this server does not
-                have.
+            ServeError: invalid_input for a malformed request; too_large for too many texts.
         """
         body, json_size = self._body, self._json_size
         model_name, model_version = self._model_name, self._model_version
@@ -130,7 +129,7 @@ class RestRequest:
 
 
 class RestEncoder:
-    """An ``AnswerEncoder``."""
+    """Encodes responses of REST. An ``AnswerEncoder``."""
 
     def is_long(self, request: InferRequest, response: InferResponse) -> bool:
         elements = 0
@@ -143,7 +142,7 @@ class RestEncoder:
     def encode(
         self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
     ) -> EncodedResponse:
-        """Encode each output in JSON or binary as requested."""
+        """Encode each output as JSON or binary, as the request asks."""
         placed = response.placed
         outputs: list[dict[str, Any]] = []
         tail: list[bytes | memoryview] = []
@@ -171,7 +170,7 @@ class RestEncoder:
         if response.id:
             document["id"] = response.id
         head = write_json(document, response.outputs, memory)
-        if not any(map(len, tail)):  # all binary outputs are empty: Triton answers with plain JSON
+        if not any(map(len, tail)):  # all binary outputs are empty; Triton answers with plain JSON then
             return EncodedResponse(head, None)
         parts = [head, *tail]
         head_size = len(head)
@@ -191,10 +190,10 @@ A_PARAMETER: Final = "a string, number or boolean parameter"
 
 
 def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> dict[str, Parameter]:
-    """Validate a JSON object of parameters; ``expected`` describes a valid one in errors.
+    """Validate a JSON object of parameters. ``expected`` describes a valid parameter in errors.
 
     Raises:
-        ServeError: invalid_input, with ``where`` or the name of the parameter.
+        ServeError: invalid_input; the message contains ``where`` or the name of the parameter.
     """
     if type(value) is not dict:
         raise _parse_error(where, "an object", value)

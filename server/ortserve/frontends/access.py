@@ -1,6 +1,6 @@
-"""The group of each call on both protocols, and the groups that a server leaves open. Pure.
+"""The access group of each call on both protocols, and the groups that a server serves without keys. Pure.
 
-Calls without a group need no key: the probes, and the files of the console page, which hold nothing about the server.
+Calls without a group need no key: probes, and the files of the console page, which hold no data of the server.
 """
 
 import ipaddress
@@ -40,22 +40,23 @@ GRPC_GROUPS: Final[Mapping[str, Group | None]] = {
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Group.METADATA,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Group.METADATA,
 }
-"""All calls. The router does not start with a call that is missing here."""
+"""The groups of all gRPC calls. The router rejects a handler whose path is missing here."""
 
 
 def is_unambiguous(path: str) -> bool:
-    """Whether ``http_group`` knows the route of a decoded path.
+    """Whether ``http_group`` and the router agree on the route of a decoded path.
 
-    The pattern of a route ends with ``$``, which ignores a line feed at the end, so another route might match.
+    The pattern of a route ends with ``$``, which ignores a line feed at the end of the path, so the router could match
+    a route that ``http_group`` does not.
     """
     return not path.endswith("\n")
 
 
 def http_group(method: str, path: str) -> Group | None:
-    """The group of a request, by the path that routes it: decoded, and without a slash at its end.
+    """Return the group of a request by the path that routes it: decoded, and without a slash at its end.
 
-    Paths without a route belong to ``metadata`` for reading methods, else to ``control``, so that only callers with a
-    key learn that they do not exist.
+    Paths without a route belong to ``metadata`` for GET and HEAD, and to ``control`` for other methods. So only callers
+    with a key learn that such a path does not exist.
     """
     match path.split("/")[1:]:
         case (
@@ -93,10 +94,10 @@ def http_group(method: str, path: str) -> Group | None:
 def unguarded_groups(
     host: str, guarded: Container[Group], *, loads_models: bool, shares_memory: bool, profiles: bool = False
 ) -> tuple[str, ...]:
-    """The groups that need no key on an address that other machines can reach, for the log; none on loopback.
+    """Return the groups that need no key, for the log, if other machines can reach the address; empty on loopback.
 
     Args:
-        host: The option. Names other than ``localhost`` count as reachable.
+        host: Address that the server listens on. Names other than ``localhost`` count as reachable.
         guarded: Groups with keys.
         loads_models: Whether callers may load and unload models.
         shares_memory: Whether callers may register shared memory.
@@ -116,7 +117,7 @@ def unguarded_groups(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether only this machine can reach the address ``host``."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

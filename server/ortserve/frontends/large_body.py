@@ -1,7 +1,7 @@
-"""Large bodies and messages of both protocols: received into their final memory, or inflated into it.
+"""Receives or inflates large bodies and messages of both protocols directly into their final memory.
 
-Tensors are views of this memory until they are staged. A body that is received in parts is an object for each part and
-a copy at the end, which costs several times as much (``loadtests/large_requests.py``).
+Tensors are views of this memory until they are staged. A body received in parts needs an object for each part and a
+copy at the end, which costs several times as much (``loadtests/large_requests.py``).
 """
 
 import asyncio
@@ -13,47 +13,47 @@ from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import out_of_memory
 
 LARGE_BYTES: Final = 64 * 1024
-"""Shorter bodies are kept in parts."""
+"""Minimum size of the missing rest of a large body. Shorter bodies are received in parts."""
 
 _HUGE_BYTES: Final = 4 * 1024 * 1024
-"""From this size on numpy asks the kernel for pages of 2 MiB, and the first byte of a page allocates all of it."""
+"""Size from which numpy asks the kernel for pages of 2 MiB. The first byte of such a page allocates all of it."""
 
 EARNEST_BYTES: Final = 1024 * 1024
-"""Received bytes of a body of that size before its memory is allocated: an announcement and one byte must not cost a
-page."""
+"""Bytes of a body of at least ``_HUGE_BYTES`` that must arrive before its memory is allocated: an announcement and one
+byte must not cost a huge page."""
 
 _DROPPED_BYTES: Final = 16 * 1024
 
 _READ_BYTES: Final = 32 * 1024
-"""Received at a time. libuv reads up to 32 times in a loop turn while the buffer is filled, and a socket may hold
-32 MB: with the whole body as buffer, one turn took 40 ms."""
+"""Maximum size of a read. libuv makes up to 32 reads in a loop turn while each read fills the buffer, and a socket may
+hold 32 MB: with the whole body as buffer, one turn took 40 ms."""
 
 _FRESH_READ_BYTES: Final = 8 * 1024
-"""The same for memory that was never written: the kernel clears each page first, which takes 4 µs, and up to 20 µs if
-the host of a virtual machine has to find the memory."""
+"""Maximum size of a read into memory that was never written. The kernel clears each page first, which takes 4 µs, and
+up to 20 µs if the host of a virtual machine must allocate the memory."""
 
 _INLINE_INFLATE_BYTES: Final = 64 * 1024
-"""Compressed and inflated bytes that the event loop inflates itself, in about 0.2 ms."""
+"""Maximum size of compressed and inflated bytes that the event loop inflates itself, in about 0.2 ms."""
 
 _INFLATE_STEP_BYTES: Final = 4 * 1024 * 1024
-"""Inflated in a thread before the memory limit is checked again."""
+"""Bytes that a thread inflates before the memory limit is checked again."""
 
 _INFLATE_PIECE_BYTES: Final = 32 * 1024
-"""Inflated in one call: the size of zlib's first block of output. It joins several under the interpreter lock."""
+"""Bytes inflated in one call: the first output block of zlib, which joins further blocks under the interpreter lock."""
 
 
 class LargeBody:
-    """Memory for a body, filled from its begin. Pages that were never written are not allocated yet.
+    """Memory for a body, which is filled from the beginning. The system allocates each page at its first write.
 
     Attributes:
-        size: Bytes of the whole body, or their limit.
-        came: Received bytes.
+        size: Size of the whole body, or its limit, in bytes.
+        came: Number of received bytes.
     """
 
     __slots__ = ("_block", "_content", "_is_dropped", "came", "size")
 
     def __init__(self, size: int, memory: LargeMemory) -> None:
-        """Raises MemoryError: The address space has no room."""
+        """Borrow ``size`` bytes of memory. Raises MemoryError: The address space has no room."""
         self._block, self._content = memory.lend(size)
         self._is_dropped = False
         self.size: Final = size
@@ -64,7 +64,7 @@ class LargeBody:
         return self.came == self.size
 
     def room(self) -> memoryview:
-        """The buffer for the next bytes. The caller reports the written bytes with ``add``."""
+        """Return the buffer for the next bytes. The caller reports written bytes with ``add``."""
         if self._is_dropped:
             return self._content[: self.size - self.came]
         step = _READ_BYTES if self.came < self._block.touched_bytes else _FRESH_READ_BYTES
@@ -77,7 +77,7 @@ class LargeBody:
             self._block.touched_bytes = self.came
 
     def put(self, part: bytes | memoryview) -> None:
-        """Copy the next bytes. They are at most the missing ones."""
+        """Copy the next bytes, at most as many as are missing."""
         if not self._is_dropped:
             self._content[self.came : self.came + len(part)] = part
         self.add(len(part))
@@ -88,21 +88,24 @@ class LargeBody:
         self._is_dropped = True
 
     def content(self) -> memoryview:
-        """The received bytes, read-only."""
+        """Return a read-only view of the received bytes."""
         return self._content[: self.came].toreadonly()
 
 
 def begin_large(size: int, came: Sequence[bytes], came_bytes: int, memory: LargeMemory) -> LargeBody | None:
-    """Memory for ``size`` bytes that holds the received parts; None if the rest should arrive in parts, too.
+    """Allocate memory for ``size`` bytes and copy the received parts ``came`` into it.
 
-    ``came_bytes`` is the total length of the parts.
+    ``came_bytes`` is the total size of these parts.
+
+    Returns:
+        The memory; None if the rest should be received in parts, too.
     """
     is_earnest = size < _HUGE_BYTES or came_bytes >= EARNEST_BYTES
     if size - came_bytes < LARGE_BYTES or not is_earnest:
         return None
     try:
         large = LargeBody(size, memory)
-    except MemoryError:  # memory may be free when the body is complete
+    except MemoryError:  # memory may be free again when the body is complete
         return None
     for part in came:
         large.put(part)
@@ -110,10 +113,9 @@ def begin_large(size: int, came: Sequence[bytes], came_bytes: int, memory: Large
 
 
 class Receiver(asyncio.BufferedProtocol):
-    """Replaces a protocol at its transport, which then writes received bytes into a given buffer.
+    """Replaces a protocol at its transport, which then reads into a buffer that a subclass provides.
 
-    Subclasses provide the buffer (``get_buffer``) and the count (``buffer_updated``). All other events go to the
-    replaced protocol.
+    Subclasses implement ``get_buffer`` and ``buffer_updated``. The replaced protocol receives all other events.
     """
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
@@ -137,10 +139,10 @@ async def inflate_all(
 ) -> bytes | memoryview:
     """Inflate ``came_bytes`` compressed bytes: short data on the event loop, long data in a thread.
 
-    ``hold`` reserves the bytes of each inflated part.
+    ``hold`` reserves memory for each inflated part; its argument is the size of the part.
 
     Raises:
-        ServeError: As ``Inflater.read`` and ``hold``; overloaded if there is not enough memory.
+        ServeError: As from ``Inflater.read`` and ``hold``; overloaded if memory is too short.
     """
     try:
         begin = b""
@@ -163,7 +165,7 @@ async def inflate_all(
 
 
 def _inflate_step(inflater: Inflater, room: memoryview) -> int:
-    """Inflate up to ``_INFLATE_STEP_BYTES`` into ``room``; returns their number."""
+    """Inflate about ``_INFLATE_STEP_BYTES`` into ``room``. Returns the number of written bytes."""
     size = 0
     while size < _INFLATE_STEP_BYTES and not inflater.is_done:
         piece = inflater.read(_INFLATE_PIECE_BYTES)

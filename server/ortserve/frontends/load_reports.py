@@ -1,7 +1,7 @@
-"""Load reports with responses: a header in HTTP, trailing metadata in gRPC.
+"""Load reports in responses: a header in HTTP, trailing metadata in gRPC.
 
-Names and formats are those of ORCA, as Envoy and Triton use them over HTTP, and gRPC in its trailing metadata
-(github.com/grpc/proposal, A51). gRPC has the binary format only, so this is the default without a request.
+Names and formats are those of ORCA. Envoy and Triton use them over HTTP, and gRPC in its trailing metadata
+(github.com/grpc/proposal, A51). gRPC knows the binary format only, so it is the default format.
 """
 
 import base64
@@ -17,26 +17,26 @@ from ortserve.codecs.load_report import (
 from ortserve.service.load import LoadMeter
 
 LOAD_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
-"""With this header a caller requests a report, in the format that is its value."""
+"""Header that requests a report. The value names the format."""
 
 _TEXT_NAME: Final = "endpoint-load-metrics"
 _BINARY_NAME: Final = "endpoint-load-metrics-bin"
 
 
 class LoadReports:
-    """Encodes each report once for all responses while it is valid. Loop thread only."""
+    """Encodes each report once for all responses that carry it. Loop thread only."""
 
     def __init__(self, meter: LoadMeter, *, is_always: bool) -> None:
-        """``is_always`` says whether responses carry a report, in binary, without a request for it."""
+        """``is_always``: whether all responses carry a report, in binary unless the caller requests another format."""
         self._meter = meter
         self.default: Final = LoadFormat.BIN if is_always else None
-        """The format of a report without a request for it; None if there is none then."""
+        """Format of reports that callers did not request; None if only requested reports are sent."""
         self._encoded_report: LoadReport | None = None
         self._headers: dict[LoadFormat, tuple[bytes, bytes]] = {}
         self._metadata: dict[LoadFormat, tuple[str, str | bytes]] = {}
 
     def header(self, chosen: LoadFormat) -> tuple[bytes, bytes]:
-        """The header of an HTTP response."""
+        """Return the header with the report for an HTTP response."""
         report = self._renew()
         header = self._headers.get(chosen)
         if header is None:
@@ -46,7 +46,7 @@ class LoadReports:
         return header
 
     def metadata(self, chosen: LoadFormat) -> tuple[str, str | bytes]:
-        """The same for the trailing metadata of a gRPC call."""
+        """Return the report as an entry of the trailing metadata of a gRPC call."""
         return self._entry(self._renew(), chosen)
 
     def _entry(self, report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:

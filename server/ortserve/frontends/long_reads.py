@@ -1,7 +1,7 @@
-"""Long reads of a socket are processed in parts, so that other connections have their turns of the event loop.
+"""Processes long reads of a socket in parts, so that the event loop serves other connections between them.
 
-A read of 256 KB may hold thousands of requests, frames or chunks, which take tens of milliseconds together, and libuv
-makes up to 32 reads, 8 MB, before it serves others.
+A read of 256 KB may hold thousands of requests, frames or chunks, which take tens of milliseconds together. libuv makes
+up to 32 such reads (8 MB) of one socket before it serves others.
 """
 
 import asyncio
@@ -16,20 +16,21 @@ SHORT_READ_BYTES: Final = 8 * 1024
 
 _FIRST_PART_BYTES: Final = 4 * 1024
 _MAX_PART_BYTES: Final = 16 * 1024
-"""Parts double up to this size while a turn lasts: few bytes show whether more of them are costly."""
+"""Parts of a read double up to this size within a turn. A small first part shows whether the bytes are costly."""
 
 _TURN_NS: Final = 1_000_000
-"""After this time the rest of a read waits for later turns."""
+"""Processing time after which the rest of a read waits for later turns."""
 
 _CHEAP_NS: Final = 100_000
-"""Of a read of ``SHORT_READ_BYTES``: at this rate the longest read is processed in two or three turns."""
+"""Processing time up to which a read of ``SHORT_READ_BYTES`` is cheap. At this rate two or three turns suffice for the
+longest read."""
 
 LONG_READ_BYTES: Final = 128 * 1024
-"""After a read of this size the next one waits for the next turn of the loop."""
+"""Size from which a read is the last one of its connection in a turn of the loop."""
 
 
 class Readable(Protocol):
-    """The methods of ``asyncio.Transport`` that are used here. They may be those of a TLS session."""
+    """The methods of ``asyncio.Transport`` that this module uses. ``TlsTransport`` provides them, too."""
 
     def get_protocol(self) -> asyncio.BaseProtocol: ...
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None: ...
@@ -47,21 +48,21 @@ class PartReader(asyncio.Protocol):
         raise NotImplementedError
 
     def on_read(self, data: bytes) -> None:
-        """All parts of the read ``data`` are processed."""
+        """Handle the end of a read: all parts of ``data`` are processed."""
         raise NotImplementedError
 
     def may_read(self) -> bool:
-        """Whether the transport may read on: the protocol has not paused it."""
+        """Whether the transport may continue to read: the protocol has not paused it."""
         raise NotImplementedError
 
 
 def read_long(reader: PartReader, transport: Readable, data: bytes) -> None:
-    """Process a read of more than ``SHORT_READ_BYTES``, or its begin now and the rest in later turns.
+    """Process a read of more than ``SHORT_READ_BYTES``: as much as a turn allows now, and the rest in later turns.
 
     Args:
         reader: The protocol of ``transport``.
-        transport: Paused until the rest is processed.
-        data: What the transport received.
+        transport: Transport of ``reader``, paused until the rest is processed.
+        data: The received bytes.
     """
     end = _process(reader, transport, data, 0)
     if transport.is_closing():
@@ -73,7 +74,7 @@ def read_long(reader: PartReader, transport: Readable, data: bytes) -> None:
 
 
 def pause_for_turn(transport: Readable, may_read: Callable[[], bool]) -> None:
-    """Read on in the next turn, if ``may_read`` then says that nothing else has paused the transport."""
+    """Pause reading until the next turn. It stays paused if ``may_read`` then returns False."""
     if not transport.is_closing():
         transport.pause_reading()
         asyncio.get_running_loop().call_soon(_read_on, transport, may_read)
@@ -85,7 +86,7 @@ def _read_on(transport: Readable, may_read: Callable[[], bool]) -> None:
 
 
 def _process(reader: PartReader, transport: Readable, data: bytes, begin: int) -> int:
-    """Process ``data`` from ``begin`` on, for about ``_TURN_NS``; returns where the rest begins."""
+    """Process ``data`` from ``begin`` on, for about ``_TURN_NS``. Returns the position of the rest."""
     part_bytes = _FIRST_PART_BYTES
     began_ns = monotonic_ns()
     while begin < len(data) and not transport.is_closing():
@@ -100,10 +101,10 @@ def _process(reader: PartReader, transport: Readable, data: bytes, begin: int) -
 
 
 class _ShortReads(Receiver):
-    """Processes the rest of a costly read in later turns, and then receives short reads, until they are cheap again."""
+    """Processes the rest of a costly read in later turns, then makes short reads until they are cheap again."""
 
     def __init__(self, reader: PartReader, transport: Readable, data: bytes, end: int) -> None:
-        """``data`` is the read, processed up to ``end``."""
+        """``data`` is the whole read, which was processed up to ``end``."""
         super().__init__(reader)
         self._reader = reader
         self._transport = transport
@@ -119,7 +120,7 @@ class _ShortReads(Receiver):
     def buffer_updated(self, nbytes: int) -> None:
         data = bytes(self._buffer[:nbytes])
         transport = self._transport
-        if self._is_waiting:  # the reader has resumed the transport, or a TLS session had decrypted more
+        if self._is_waiting:  # the reader resumed the transport, or a TLS session had already decrypted these bytes
             self._data += data
             transport.pause_reading()
             return

@@ -19,13 +19,13 @@ Refusal: TypeAlias = tuple[int, bytes | memoryview, Sequence[tuple[bytes, bytes]
 """Status, body and headers of an answer without metrics."""
 
 _MAX_S: Final = 30.0
-"""Limit of one connection, from its start to the end of the answer. Each connection has a thread."""
+"""Time limit of one connection, from its start to the end of the answer. Each connection has a thread."""
 
 _MAX_CONNECTIONS: Final = 32
-"""Open connections. A few scrapers connect from time to time."""
+"""Maximum number of open connections. A few scrapers connect from time to time."""
 
 _FAREWELL_S: Final = 1.0
-"""Limit of the TLS close handshake, after the answer was sent."""
+"""Time limit of the TLS close handshake, after the answer was sent."""
 
 _JSON: Final = ((b"content-type", b"application/json"),)
 _TAKES_GZIP: Final = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
@@ -42,9 +42,9 @@ class MetricsServer:
         refuse: Receives the values of the Authorization header and returns the error answer, or None to accept the
             caller; called on the port's threads. Health probes need no key.
         tls: Returns the context of the next connection; None for plain text.
-        handshake_timeout_s: Limit of a TLS handshake.
-        max_s: Limit of one connection.
-        max_connections: Open connections; further ones are closed at once.
+        handshake_timeout_s: Time limit of a TLS handshake.
+        max_s: Time limit of one connection.
+        max_connections: Maximum number of open connections; further ones are closed at once.
 
     Raises:
         ServeError: ``CONFLICT``, if the address cannot be listened on; the message names the option.
@@ -112,7 +112,7 @@ class _Server(ThreadingHTTPServer):
         self._max_s = max_s
         self._max_connections = max_connections
         self._ends_s: dict[Any, float] = {}
-        """When each open connection reaches its time limit, by its socket."""
+        """Monotonic time at which each open connection, by its socket, reaches its time limit."""
         # Use our own socket: the base class supports one address family and looks up the host name.
         self.address_family = listener.family
         super().__init__(("", 0), handler, bind_and_activate=False)
@@ -129,7 +129,7 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Runs on the connection's own thread, so only that thread waits for the handshake."""
+        """Run the handshake and answer. Each connection has a thread, so only that thread waits for the handshake."""
         if self._tls is None:
             super().finish_request(request, client_address)
             return
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.read()
         headers = [(b"content-type", CONTENT_TYPE.encode())]
         if _TAKES_GZIP.search(self.headers.get("Accept-Encoding", "")):
-            # The fastest level suffices for repeated names.
+            # The fastest level compresses repeated names well enough.
             body = gzip.compress(body, compresslevel=1)
             headers.append((b"content-encoding", b"gzip"))
         self._answer(200, body, headers)

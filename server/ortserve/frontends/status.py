@@ -1,4 +1,4 @@
-"""The table of status codes: error kinds on both protocols."""
+"""The table of status codes: each error kind on both protocols."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -32,7 +32,8 @@ STATUSES: Final = {
     ErrorKind.REJECTED_BY_MODEL: Status(400, grpc.StatusCode.INVALID_ARGUMENT),
     ErrorKind.INTERNAL: Status(500, grpc.StatusCode.INTERNAL),
 }
-"""499 is sent only to callers of a sequence or an ensemble of which another request was cancelled; others have left."""
+"""Status codes by error kind. A caller sees 499 only if another request of its sequence or ensemble was cancelled; any
+other cancelled caller has left."""
 
 HTTP_VERSION_STATUS: Final = 505
-"""Of ``unsupported`` for the HTTP version."""
+"""Status of requests with an unsupported HTTP version, instead of the one of ``unsupported``."""

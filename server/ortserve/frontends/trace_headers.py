@@ -19,15 +19,15 @@ _HTTP_CALLS: Final = ("infer", "generate", "generate_stream")
 
 
 def grpc_method(method: str) -> Operation:
-    """The operation of a call ``service/Method``."""
+    """Return the operation of the gRPC method ``service/Method``."""
     return grpc_operation(method, _GRPC_STATUSES)
 
 
 class HttpTraces:
-    """Begins the traces of HTTP requests, all of one scheme. Loop thread only."""
+    """Begins the traces of HTTP requests. Loop thread only."""
 
     def __init__(self, tracing: Tracing, scheme: Literal["http", "https"]) -> None:
-        """``scheme`` is that of the connections to this server; a proxy may serve another one to its clients."""
+        """``scheme`` describes the connections to this server. Clients of a proxy may use another one."""
         self._tracing = tracing
         self._operations = {
             (call, has_version): http_operation(
@@ -42,12 +42,12 @@ class HttpTraces:
 
         Args:
             call: ``infer``, ``generate`` or ``generate_stream``.
-            version: From the path, ``""`` for none.
-            path: As it was sent, without its query.
-            headers: Names are in lower case.
+            version: Version in the path; ``""`` without one.
+            path: Path as the client sent it, without its query.
+            headers: Headers of the request; names are in lower case.
 
         Returns:
-            None for a request that is not sampled.
+            The trace; None for a request that is not sampled.
         """
         operation = self._operations[call, bool(version)]
         return _begin(self._tracing, operation, headers, b"traceparent", b"tracestate", path)
@@ -56,7 +56,7 @@ class HttpTraces:
 def begin_grpc_trace(
     tracing: Tracing, operation: Operation, metadata: Iterable[tuple[str, str | bytes]] | None
 ) -> Trace | None:
-    """The trace of a call by its metadata; None for one that is not sampled."""
+    """Begin the trace of a gRPC call; None for a call that is not sampled."""
     return _begin(tracing, operation, metadata or (), "traceparent", "tracestate")
 
 
@@ -68,7 +68,7 @@ def _begin(
     state_name: AnyStr,
     path: bytes = b"",
 ) -> Trace | None:
-    """Both names have the type of the names in ``headers``. Several parents are ambiguous and are ignored."""
+    """Begin a trace from ``headers``, whose names have the type of both given names. Several parents are ignored."""
     parents = []
     states = []
     for name, value in headers:

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over gRPC: handlers of its RPCs (``*_calls``), and the two servers that serve them."""
+"""The Open Inference Protocol over gRPC: handlers of RPCs (``*_calls``), and two servers for them."""
 
 __all__ = [
     "calls",

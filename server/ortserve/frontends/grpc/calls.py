@@ -1,7 +1,7 @@
-"""The seam between the handlers of RPCs and the servers that call them.
+"""The interface between the handlers of RPCs and the servers that call them.
 
-A group of handlers is a class with a ``service`` and its ``handlers()``. ``app/frontends`` makes one object of each
-group and passes all of them to the ``Router``; a new group needs nothing else.
+A group of handlers is a class with the attribute ``service`` and the method ``handlers()``. ``app/frontends`` creates
+one object of each group and passes all of them to the ``Router``; a new group needs nothing else.
 
     class GreetingCalls:
         service = SERVICE_NAME
@@ -37,15 +37,15 @@ from ortserve.service.access import Guard
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME: Final = "inference.GRPCInferenceService"
-"""The service of the Open Inference Protocol; several groups implement it together."""
+"""The service of the Open Inference Protocol. Several groups implement it together."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]"
-"""Method names, without their service, to handlers: those that the functions of this module make."""
+"""Handlers by method name without the service. ``answering``, ``awaiting``, ``unary`` and ``streaming`` create them."""
 
 MetadataEntry: TypeAlias = tuple[str, str | bytes]
-"""A name in lower case and its value: bytes for names that end with ``-bin``."""
+"""A name in lower case and its value, which is bytes if the name ends with ``-bin``."""
 Metadata: TypeAlias = tuple[MetadataEntry, ...]
 
 
@@ -54,7 +54,7 @@ class CallHead(Protocol):
 
     Attributes:
         metadata: All metadata of the call.
-        load_format: Format of the requested load report; None without a request for one.
+        load_format: Format of the load report that the caller requests; None without a request.
     """
 
     @property
@@ -64,7 +64,7 @@ class CallHead(Protocol):
 
 
 OnAnswer: TypeAlias = Callable[[bytes | memoryview, bytes, MetadataEntry | None], None]
-"""Receives the answer, its ``server-timing``, and one more entry of trailing metadata or None."""
+"""Receives the answer, the value of ``server-timing``, and another entry of trailing metadata or None."""
 
 OnFailure: TypeAlias = Callable[[ServeError], None]
 """Receives the error of a call that failed."""
@@ -72,13 +72,13 @@ OnFailure: TypeAlias = Callable[[ServeError], None]
 QuickCall: TypeAlias = Callable[
     [bytes | memoryview, int | None, CallHead, OnAnswer, OnFailure], Callable[[], object] | None
 ]
-"""Starts a unary call that needs no task. Takes the message, the time until the deadline (ns), the headers, and two
-callbacks, of which exactly one is called, once, on the loop. Returns the function that cancels the call, or None if the
-call has ended."""
+"""Starts a unary call that needs no task. The arguments are the message, the time until the deadline (ns), the headers,
+and two callbacks: one of them is called, once, on the loop, unless the call is cancelled. Returns the function that
+cancels the call, or None if the call has ended."""
 
 
 INTERNAL_ERROR: Final = ServeError(ErrorKind.INTERNAL, "internal error")
-"""Sent for faults of the server: grpc would send the text of the exception, which may hold private data."""
+"""The error for faults of the server. grpc would send the text of the exception, which may contain private data."""
 
 
 class Calls(Protocol):
@@ -86,16 +86,16 @@ class Calls(Protocol):
 
     @property
     def service(self) -> str:
-        """Full name of the service, as it stands in the path of a method."""
+        """Full name of the service, as in the path of a method."""
         ...
 
     def handlers(self) -> Handlers: ...
 
 
 def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A unary handler from a function that returns within 1 ms.
+    """Create a unary handler from a function that returns within 1 ms.
 
-    ``answer`` takes the serialized request and raises ServeError for any failure.
+    ``answer`` receives the serialized request and raises ServeError for any failure.
     """
 
     async def call(data: bytes | memoryview, context: Context) -> bytes:
@@ -110,7 +110,7 @@ def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[byte
 
 
 def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A unary handler from a coroutine function; otherwise as ``answering``."""
+    """Create a unary handler from a coroutine function; otherwise as ``answering``."""
 
     async def call(data: bytes | memoryview, context: Context) -> bytes:
         try:
@@ -124,7 +124,7 @@ def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHa
 
 
 def seen(error: Exception) -> ServeError:
-    """The error that the caller sees for an exception. Logs exceptions that are faults of the server."""
+    """Return the error that the caller sees for an exception. Logs exceptions that are faults of the server."""
     if isinstance(error, ServeError):
         return error
     logger.error("call failed", exc_info=error)
@@ -134,12 +134,12 @@ def seen(error: Exception) -> ServeError:
 def unary(
     call: Callable[[bytes | memoryview, Context], Awaitable[bytes | memoryview]],
 ) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A unary handler from a coroutine function that takes the context. ``call`` ends a failed call with ``abort``."""
-    return grpc.unary_unary_rpc_method_handler(call, response_serializer=bytes)  # grpcio does not take memoryviews
+    """Create a unary handler from a coroutine function with a context. ``call`` ends failed calls with ``abort``."""
+    return grpc.unary_unary_rpc_method_handler(call, response_serializer=bytes)  # grpcio accepts no memoryviews
 
 
 def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A handler of any number of messages in both directions; ``call`` uses ``read`` and ``write``.
+    """Create a handler for any number of messages in both directions. ``call`` uses ``read`` and ``write``.
 
     On the wire a unary message is a stream of one message, so this handler can answer any method.
     """
@@ -159,7 +159,7 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
 
 
 def check_key(guard: Guard, metadata: Iterable[MetadataEntry] | None) -> ServeError | None:
-    """The error of a call whose metadata shows no valid key; None if the guard accepts the call."""
+    """Return the error of a call whose metadata contains no valid key; None if the guard accepts the call."""
     try:
         guard.check([value for key, value in metadata or () if key == "authorization"])
     except ServeError as error:
@@ -168,7 +168,7 @@ def check_key(guard: Guard, metadata: Iterable[MetadataEntry] | None) -> ServeEr
 
 
 async def read(context: Context) -> bytes | memoryview | None:
-    """The next message of a stream; None after the last one."""
+    """Return the next message of a stream; None after the last one."""
     data: object = await context.read()  # grpc's stubs declare bytes only
     return data if isinstance(data, bytes | memoryview) else None
 
@@ -186,10 +186,10 @@ async def write(context: Any, data: bytes | memoryview) -> None:
 
 
 async def read_one(context: Context) -> bytes:
-    """The message of a call that takes one.
+    """Return the message of a call that expects one message.
 
     Raises:
-        ServeError: invalid_input, if the caller sent none.
+        ServeError: invalid_input if the caller sent no message.
     """
     data = await read(context)
     if data is None:
@@ -198,8 +198,8 @@ async def read_one(context: Context) -> bytes:
 
 
 _MAX_DETAILS_BYTES: Final = 2000
-"""Limit of a status message. Percent-encoding makes it at most three times as long. Peers reject trailing metadata from
-8 KiB on; the caller would then see that rejection instead of the error."""
+"""Maximum size of a status message. Percent-encoding makes it at most three times as long. Peers reject trailing
+metadata of more than 8 KiB, and the caller would see this rejection instead of the error."""
 
 
 Status: TypeAlias = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
@@ -209,13 +209,13 @@ Status: TypeAlias = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 async def abort(context: Context, status: Status) -> NoReturn:
     """End a call with a status.
 
-    The caller of this function must drop its references to the request and to the error first: the frames of the error
-    hold the request. grpc keeps the exception raised here, and with it the waiting frames, in a reference cycle that
-    only the garbage collector frees.
+    Drop all references to the request and to the error before this call: the frames of the error refer to the request.
+    grpc holds the exception raised here, and with it the waiting frames, in a reference cycle that only the garbage
+    collector frees.
 
     Raises:
         grpc.aio.AbortError: The call has ended.
-        asyncio.CancelledError: As ``write``.
+        asyncio.CancelledError: As from ``write``.
     """
     try:
         await context.abort(*status)
@@ -225,7 +225,7 @@ async def abort(context: Context, status: Status) -> NoReturn:
 
 
 def status_of(error: ServeError) -> Status:
-    """The status of a failed call, with the time after which to retry if the error has one."""
+    """Return the status of a failed call, with the time after which to retry if the error contains one."""
     details = error.message.encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
     metadata: tuple[tuple[str, str], ...] = ()
     if error.retry_after_s is not None:

@@ -1,9 +1,9 @@
 """The gRPC port served by grpcio (``grpc_transport=grpcio``).
 
-grpc.aio accepts calls and decodes their paths in one loop, and shuts its server down if that loop raises, so one call
-whose ``:path`` is not UTF-8 would end the port. Here two grpc.aio servers share that work. A ``_Listener`` owns the
-port and accepts calls. A ``_Dispatcher``, which listens nowhere, decodes their paths and starts their handlers. If its
-loop raises, the current call is cancelled and a new dispatcher continues with the next one; running calls go on.
+grpc.aio accepts calls and decodes their paths in one loop, and shuts its server down if this loop raises. So one call
+whose ``:path`` is not UTF-8 would close the port. Here two grpc.aio servers divide the work. A ``_Listener`` owns the
+port and accepts calls. A ``_Dispatcher``, which has no port, decodes their paths and starts their handlers. If its loop
+raises, the current call is cancelled, and a new dispatcher continues with the next call; running calls continue.
 
 The two classes use names of ``grpc._cython`` that are not public; ``tests/integration/test_grpc_paths.py`` fails if a
 release of grpcio changes them.
@@ -34,13 +34,13 @@ _COMPRESSIONS: Final = {
     "deflate": grpc.Compression.Deflate,
     "gzip": grpc.Compression.Gzip,
 }
-"""By the value of ``grpc_response_compression``."""
+"""Compression by the value of ``grpc_response_compression``."""
 
 _MAX_METADATA_BYTES: Final = 16 * 1024
-"""Limit per call, with 32 bytes added for each entry; the native transport has the same limit."""
+"""Maximum size of the metadata of a call, counting 32 bytes more for each entry, as in the native transport."""
 
 _MAX_PENDING: Final = 100_000
-"""Calls that were received and not started, some kilobytes each. At most so many arrive within a second."""
+"""Maximum number of calls that were received and not started, some kilobytes each. No more arrive within a second."""
 
 _MAX_MS: Final = 2**31 - 2
 """grpc stores an int, whose highest value means "never"."""
@@ -68,10 +68,10 @@ class GrpcioServer:
             streams: The open streams of those handlers; ``stop`` drains them.
             options: Limits of connections, and the compression of answers.
             host: Name or address to bind; an IPv6 address without brackets.
-            port: 0 lets the system choose.
-            max_body_bytes: Limit of a request message; grpc ends a call over it with RESOURCE_EXHAUSTED.
-            credentials: For TLS; None for plain text.
-            handshake_timeout_s: Until a connection has sent the HTTP/2 preface; None for grpc's own bound.
+            port: Port to bind; 0 lets the system choose.
+            max_body_bytes: Maximum size of a request message; grpc ends calls over it with RESOURCE_EXHAUSTED.
+            credentials: TLS credentials; None for plain text.
+            handshake_timeout_s: Time in which a connection must send the HTTP/2 preface; None for the bound of grpc.
         """
         self._router = router
         self._streams = streams
@@ -90,7 +90,7 @@ class GrpcioServer:
             The bound port.
 
         Raises:
-            ServeError: conflict, naming the option, if the address cannot be bound.
+            ServeError: conflict if the address cannot be bound; the message names the option.
         """
         arguments = channel_arguments(
             self._options, max_body_bytes=self._max_body_bytes, handshake_timeout_s=self._handshake_timeout_s
@@ -110,9 +110,9 @@ class GrpcioServer:
         return port
 
     async def stop(self, grace_s: float) -> None:
-        """Reject new calls (GOAWAY) and finish running ones; streams stop reading.
+        """Reject new calls (GOAWAY), finish running calls, and stop reading requests of streams.
 
-        Returns when every call has ended; calls that run longer than ``grace_s`` are cancelled. Does nothing before
+        Returns when every call has ended. Calls that run longer than ``grace_s`` are cancelled. Does nothing before
         ``start`` or after the first ``stop``.
         """
         server, self._server = self._server, None
@@ -124,7 +124,7 @@ class GrpcioServer:
 def channel_arguments(
     options: GrpcOptions, *, max_body_bytes: int, handshake_timeout_s: float | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """The options of the port under grpc's names, in its milliseconds. Bounds that are not set are not passed."""
+    """Return the options of the port under grpc's names, with times in milliseconds. Omits bounds that are None."""
     bounds = {
         "grpc.max_concurrent_streams": options.grpc_max_connection_calls,
         "grpc.max_connection_age_ms": _ms_or_none(options.grpc_max_connection_age_s),
@@ -133,15 +133,15 @@ def channel_arguments(
         "grpc.server_handshake_timeout_ms": _ms_or_none(handshake_timeout_s),
     }
     return (
-        # Enforced while a message is read: grpc rejects a longer one, also one that grows by decompression, with
-        # RESOURCE_EXHAUSTED before it is kept.
+        # grpc rejects a longer message while it reads or decompresses it, with RESOURCE_EXHAUSTED, before it stores the
+        # whole message.
         ("grpc.max_receive_message_length", max_body_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         # Above the soft limit, 8 KiB by default, grpc rejects some calls at random.
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-        # Received calls that were not started, of all connections: from 1,000 on grpc would cancel some at random. The
-        # loop starts all of them in its next turn, and the queues of the models bound them from then on.
+        # Calls of all connections that were received and not started. By default grpc cancels some at random above
+        # 1,000. The loop starts all of them in its next turn, and then the queues of the models limit them.
         ("grpc.server.max_pending_requests", _MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
         # Otherwise two servers can share a port by accident, and each gets some of the connections.
@@ -169,7 +169,7 @@ def _ms_or_none(seconds: float | None) -> int | None:
 
 
 def _bind_failure(host: str, port: int) -> ServeError:
-    """Bind once more to learn the reason: grpc writes it to its own log only."""
+    """Bind once more to find the reason, which grpc writes to its own log only."""
     reason = "grpc could not bind it"
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
@@ -181,7 +181,7 @@ def _bind_failure(host: str, port: int) -> ServeError:
 
 _AioServer: Final[Any] = cygrpc.AioServer
 _RequestCallError: Final[Any] = cygrpc._RequestCallError
-"""Ends the wait for a call of a server that shuts down."""
+"""Exception that ends the wait for a call in a server that shuts down."""
 
 
 class _Listener(_AioServer):  # type: ignore[misc]  # Any: it has no stubs
@@ -191,7 +191,7 @@ class _Listener(_AioServer):  # type: ignore[misc]  # Any: it has no stubs
         self._calls = calls
 
     def _make_request_call_future(self, *_: object) -> "asyncio.Task[None]":
-        """Instead of the next call, return a task that enqueues all calls. The task ends with the server."""
+        """Return a task that enqueues all calls, instead of a task for the next call. It ends with the server."""
         return self._events.create_task(self._enqueue_calls())
 
     async def _enqueue_calls(self) -> None:
@@ -229,7 +229,7 @@ class _Dispatcher(_AioServer):  # type: ignore[misc]  # as above
             self._on_crash(error)
 
     async def close(self) -> None:
-        """Free the resources, also after the loop has raised: the first ``shutdown`` raises that error again."""
+        """Free the resources. If the loop has raised, the first ``shutdown`` raises that error again."""
         if not self._stopping.done():
             self._stopping.set_result(None)
         with suppress(Exception):
@@ -238,7 +238,7 @@ class _Dispatcher(_AioServer):  # type: ignore[misc]  # as above
 
 
 class _Server:
-    """The listener and its current dispatcher. Loop thread only."""
+    """The listener and the current dispatcher. Loop thread only."""
 
     def __init__(
         self, handler: grpc.GenericRpcHandler, options: Sequence[tuple[str, Any]], compression: grpc.Compression
@@ -263,7 +263,7 @@ class _Server:
         await self._listener.start()
 
     async def stop(self, grace_s: float | None) -> None:
-        """As ``grpc.aio.Server.stop``."""
+        """Stop, as ``grpc.aio.Server.stop``."""
         await self._listener.shutdown(grace_s)
         while self._replacing:
             await asyncio.wait(self._replacing)

@@ -51,7 +51,7 @@ class Inference(Protocol):
         ...
 
     async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[T]) -> T:
-        """Answer a call, and count and time it. Raises ServeError and nothing else."""
+        """Answer a call, and count and time it. Raises ServeError only."""
         ...
 
     def start(
@@ -62,7 +62,7 @@ class Inference(Protocol):
         on_answer: Callable[[T], object],
         on_error: Callable[[ServeError], object],
     ) -> None:
-        """Start a call; one of the callbacks gets its outcome, unless the call is cancelled before."""
+        """Start a call. One of the callbacks receives the outcome, unless the call is cancelled before."""
         ...
 
 
@@ -97,7 +97,7 @@ class InferCalls:
         on_answer: OnAnswer,
         on_failure: OnFailure,
     ) -> Callable[[], object] | None:
-        """ModelInfer as a ``QuickCall``."""
+        """Start ModelInfer, as a ``QuickCall``."""
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
@@ -111,7 +111,7 @@ class InferCalls:
         fail = partial(_fail, hold, on_failure)
         try:
             self._inference.start(call, GrpcRequest(data), _ENCODER, answer, fail)
-        except Exception as error:  # noqa: BLE001 - a fault; the caller gets an error nonetheless
+        except Exception as error:  # noqa: BLE001 - for the caller, a fault is an error like others
             fail(seen(error))
             return None
         return partial(_cancel, call, hold)
@@ -167,13 +167,13 @@ def _cancel(call: Call, hold: Hold) -> None:
 
 
 def asked_load_format(context: Context) -> LoadFormat | None:
-    """The format in which the caller asks for a load report; None if it does not ask."""
+    """Return the format of the load report that the caller requests; None without a request."""
     metadata = context.invocation_metadata() or ()
     return next((read_load_format(str(value)) for name, value in metadata if name == LOAD_FORMAT_HEADER), None)
 
 
 def time_left_ns(context: Context) -> int | None:
-    """Time until the deadline of the call, None without one."""
+    """Return the time until the deadline of the call; None without a deadline."""
     any_context: Any = context  # the stubs declare that it never returns None
     left_s: float | None = any_context.time_remaining()
     return None if left_s is None else int(left_s * 1e9)

@@ -1,8 +1,8 @@
 """ModelStreamInfer: many requests on one stream, run concurrently, answered in order.
 
-The protocol demands the order: models with one answer per request answer in the order of the requests of their stream.
-The next request is read before the previous one is answered, so that requests of one stream can share a batch. A stream
-whose quota is used up is not read, so the flow control of HTTP/2 stops its client.
+The protocol demands the order: models with one answer per request answer in the order of the requests of a stream. The
+server reads the next request before it answers the previous one, so that requests of one stream can share a batch. It
+does not read a stream whose quota is used up, so the flow control of HTTP/2 stops the client.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _MODEL_STREAM_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelStreamInfer")
 
 
 class StreamQuota:
-    """Bounds the unanswered requests of one stream, and the bytes of its requests and answers. Loop thread only."""
+    """Limits the unanswered requests of one stream, and the bytes of its requests and answers. Loop thread only."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
@@ -46,7 +46,7 @@ class StreamQuota:
         self.held_bytes = 0
 
     async def wait(self) -> None:
-        """Wait until one more request may be read. Its size is unknown until then, so any size is admitted."""
+        """Wait until one more request may be read. Any size is admitted, because it is unknown before."""
         await self._may_read.wait()
 
     def reserve(self, size: int) -> None:
@@ -55,11 +55,11 @@ class StreamQuota:
         self._change_bytes(size)
 
     def exchange(self, request_size: int, answer_size: int) -> None:
-        """Count the bytes of an answer instead of those of its request."""
+        """Replace the bytes of a request by the bytes of its answer."""
         self._change_bytes(answer_size - request_size)
 
     def release(self, answer_size: int) -> None:
-        """Count an answer out, after it was sent."""
+        """Release the request and bytes of an answer that was sent."""
         self.requests -= 1
         self._change_bytes(-answer_size)
 
@@ -96,7 +96,7 @@ class InferStreamCalls:
             max_requests: Unanswered requests of one stream at which reading stops.
             max_bytes: Bytes of unanswered requests and unsent answers of one stream at which reading stops.
             tracing: Starts a trace for each request of a stream; None without tracing.
-            load_reports: Added to the trailing metadata of streams that end without an error; None to add nothing.
+            load_reports: Load reports for the trailing metadata of streams that end without an error; None to add none.
         """
         self._inference = inference
         self._admission = admission
@@ -122,7 +122,7 @@ class InferStreamCalls:
 
 
 class InferStream:
-    """One stream. Its unanswered requests are cancelled when its caller disconnects or its deadline passes."""
+    """Serves one stream. Unanswered requests are cancelled when the caller disconnects or the deadline passes."""
 
     def __init__(
         self,
@@ -143,16 +143,16 @@ class InferStream:
         self._running: deque[asyncio.Task[bytes | memoryview | Status]] = deque()
         self._has_news = asyncio.Event()
         self._submitted: asyncio.Event | None = None
-        """See ``Call.submitted``, of the last request that was read."""
+        """Event ``Call.submitted`` of the last request that was read."""
 
     async def serve(self) -> Status | None:
-        """Answer until the caller has sent its last request, or the server drains; every request read is answered.
+        """Answer every request that is read, until the caller has sent its last request or the server drains.
 
         Returns:
-            The status of the first failed request if the caller asked for the stream to end with it; else None.
+            The status of the first failed request if the caller asked for the stream to end with it; otherwise None.
 
         Raises:
-            ServeError: not_ready, if a drain ended the stream before the caller sent its last request.
+            ServeError: not_ready if a drain ended the stream before the caller sent its last request.
         """
         reading = asyncio.create_task(self._streams.until_drain(self._read()))
         reading.add_done_callback(self._on_read)
@@ -185,7 +185,7 @@ class InferStream:
             reading.exception()  # marks it as retrieved: ``serve`` may return before it reads the result
 
     async def _read(self) -> None:
-        """Start a task for each request, until the last one was read."""
+        """Read requests until the last one, and start a task for each."""
         while True:
             await self._quota.wait()
             data = await read(self._context)
@@ -214,12 +214,12 @@ class InferStream:
                 return status_of(error)
             answer = encode_stream_error(data, error.message, error.version)
         finally:
-            submitted.set()  # also if it was never submitted
+            submitted.set()  # also if the request was not submitted
         self._quota.exchange(len(data), len(answer))
         return answer
 
 
 def _ends_at_error(context: Context) -> bool:
-    """Whether the caller asked for the first error as the status of the stream, instead of a message of the stream."""
+    """Whether the caller wants the first error as the status of the stream, not as a message of the stream."""
     metadata = context.invocation_metadata() or ()
     return any(key == "triton_grpc_error" and str(value).strip() == "true" for key, value in metadata)

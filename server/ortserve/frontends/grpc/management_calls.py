@@ -23,7 +23,7 @@ class ManagementCalls:
     service = SERVICE_NAME
 
     def __init__(self, management: Management, load_admission: BodyAdmission) -> None:
-        """``load_admission`` admits the messages of loads."""
+        """``load_admission`` admits the messages of load calls."""
         self._repository = management.repository
         self._statistics = management.statistics
         self._logs = management.logs
@@ -108,7 +108,7 @@ class SharedMemoryCalls:
 
     async def _system_status(self, data: bytes) -> Message:
         request = parse_message(memory_pb.SystemSharedMemoryStatusRequest, data)
-        # On a thread: there may be thousands.
+        # On a thread, because there may be thousands of regions.
         return await asyncio.to_thread(_system_regions, self._regions.status(request.name))
 
     def _register_system(self, data: bytes) -> Message:
@@ -152,7 +152,7 @@ def _require_no_repository(name: str) -> None:
 
 
 def _parameters(given: Mapping[str, pb.ModelRepositoryParameter]) -> dict[str, LoadParameter]:
-    """Raises ServeError: invalid_input, for a parameter without a value."""
+    """Return the values by name. Raises ServeError: invalid_input for a parameter without a value."""
     parameters: dict[str, LoadParameter] = {}
     for name, parameter in given.items():
         kind = parameter.WhichOneof("parameter_choice")
@@ -198,7 +198,7 @@ def _duration(duration: Duration) -> pb.StatisticDuration:
 
 
 def _requested(setting: pb.LogSettingsRequest.SettingValue) -> object:
-    """The new value of a setting; None leaves it as it is."""
+    """Return the new value of a setting; None leaves the setting unchanged."""
     kind = setting.WhichOneof("parameter_choice")
     return None if kind is None else getattr(setting, kind)
 

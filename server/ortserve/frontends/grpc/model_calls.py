@@ -19,11 +19,11 @@ class Models(Protocol):
     def is_live(self) -> bool: ...
     def is_ready(self) -> bool: ...
     def is_model_ready(self, name: str, version: str) -> bool:
-        """Whether a model accepts requests now; False for an unknown one. ``version`` is ``""`` for any."""
+        """Whether a model accepts requests; False for an unknown model. ``version`` is ``""`` for any version."""
         ...
 
     async def prepare(self, name: str, version: str) -> None:
-        """Load a model that is not in memory. Raises ServeError: not_ready."""
+        """Load the model if it is not in memory. Raises ServeError: not_ready."""
 
     def server_metadata(self) -> ServerMetadata: ...
     def model_metadata(self, name: str, version: str) -> ModelMetadata:

@@ -1,9 +1,9 @@
-"""The path of a call determines its handler, the key it needs, and how large its messages may be.
+"""The router: the path of a call selects its handler, its key guard, and the maximum size of its messages.
 
-Calls that carry tensors or models take messages of up to ``max_body_bytes``. All others take 64 KiB: a call that needs
-no key, or that carries only names, must not make the server keep and parse as much as an inference request. The
-native transport applies ``max_message_bytes`` before it keeps any part of a message. grpcio has one limit for the whole
-server, so its small calls go through ``_limited``, which rejects a message after it came and before it is parsed.
+Calls that carry tensors or models accept messages of up to ``max_body_bytes``. All others accept 64 KiB: a call that
+needs no key, or carries only names, must not make the server store and parse as much as an inference request. The
+native transport applies ``max_message_bytes`` before it stores any part of a message. grpcio has one limit for the
+whole server, so ``_limited`` wraps its small calls and rejects a message after it has arrived and before it is parsed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ from ortserve.frontends.grpc.calls import (
 from ortserve.service.access import Group, Guard
 
 SMALL_MESSAGE_BYTES: Final = 64 * 1024
-"""Limit for calls that carry names, versions, settings or handles of memory; real ones have some hundred bytes."""
+"""Limit for messages with names, versions, settings or memory handles only. Real ones have some hundred bytes."""
 
 _LARGE: Final = frozenset(
     f"/{SERVICE_NAME}/{name}" for name in ("ModelInfer", "ModelStreamInfer", "RepositoryModelLoad")
@@ -35,7 +35,7 @@ _LARGE: Final = frozenset(
 
 
 class Router(grpc.GenericRpcHandler):
-    """Finds the handler of every call. An unknown path has a handler, too, which ends the call with an error."""
+    """Finds the handler of every call. The handler of an unknown path ends the call with an error."""
 
     def __init__(self, all_calls: Iterable[Calls], guards: Mapping[Group, Guard] | None = None) -> None:
         """Register every handler; ``guards`` check the keys of the calls of their groups.
@@ -46,7 +46,7 @@ class Router(grpc.GenericRpcHandler):
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
         self._limited: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
         self.guards: dict[str, Guard] = {}
-        """By path, for the calls that need a key."""
+        """Guards by path, for the calls that need a key."""
         for calls in all_calls:
             for method, handler in calls.handlers().items():
                 path = f"/{calls.service}/{method}"
@@ -62,11 +62,11 @@ class Router(grpc.GenericRpcHandler):
                     self.guards[path] = guards[group]
 
     def find(self, path: str) -> Handler:
-        """The handler of a call; the transport has enforced ``max_message_bytes``."""
+        """Return the handler of a call on a transport that enforces ``max_message_bytes``."""
         return self._handlers.get(path) or _unknown(path)
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
-        """The entry point of grpcio, which calls it after the headers and before it reads any message."""
+        """Return the handler of a call on grpcio, which asks after the headers and before it reads any message."""
         guard = self.guards.get(details.method)
         if guard is not None and (error := check_key(guard, details.invocation_metadata)) is not None:
             return _rejecting(error)
@@ -74,17 +74,17 @@ class Router(grpc.GenericRpcHandler):
 
 
 def is_small(path: str) -> bool:
-    """Whether a call takes small messages only; true for unknown paths."""
+    """Whether a call accepts small messages only. True for unknown paths."""
     return path not in _LARGE
 
 
 def max_message_bytes(path: str, max_body_bytes: int) -> int:
-    """Limit of one message of a call, before and after decompression."""
+    """Return the maximum size of one message of a call, before and after decompression."""
     return min(max_body_bytes, SMALL_MESSAGE_BYTES) if is_small(path) else max_body_bytes
 
 
 def too_large(max_bytes: int, got: int | None, kind: str = "message") -> ServeError:
-    """The error for a message over its limit; ``got`` is None if the full size is unknown."""
+    """Return the error for a message over its limit. ``got`` is None if the full size is unknown."""
     limit = "such a call takes" if max_bytes == SMALL_MESSAGE_BYTES else "max_body_bytes"
     text = f"{kind} larger than {limit}: expected at most {max_bytes} bytes, got {'more' if got is None else got}"
     return ServeError(ErrorKind.TOO_LARGE, text)
@@ -100,7 +100,7 @@ def _unknown(path: str) -> Handler:
 
 
 def _rejecting(error: ServeError) -> Handler:
-    """Ends a call without reading any of its messages."""
+    """Create a handler that ends a call without reading its messages."""
     status = status_of(error)
 
     async def reject(context: Context) -> None:
@@ -110,7 +110,7 @@ def _rejecting(error: ServeError) -> Handler:
 
 
 def _limited(handler: Handler) -> Handler:
-    """The same handler, which rejects messages over ``SMALL_MESSAGE_BYTES`` before it parses them."""
+    """Wrap a handler so that messages over ``SMALL_MESSAGE_BYTES`` are rejected before they are parsed."""
     any_handler: Any = handler
     if handler.unary_unary is None:
 
@@ -141,7 +141,7 @@ class _LimitedContext:
         return getattr(self._context, name)
 
     async def read(self) -> Any:
-        """Raises ServeError: too_large."""
+        """Return the next message. Raises ServeError: too_large."""
         data = await self._context.read()
         if isinstance(data, bytes) and len(data) > SMALL_MESSAGE_BYTES:
             raise too_large(SMALL_MESSAGE_BYTES, len(data))

@@ -8,8 +8,8 @@ import grpc
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import Message
 
-# The older reflection version differs in its package only, so the messages of v1 serve both. The import of v1alpha
-# registers its descriptors, which clients ask for.
+# v1alpha differs from v1 in the package only, so the messages of v1 serve both. Its import registers the descriptors of
+# v1alpha, which clients request.
 from ortserve._pb import health_v1_pb2, private_pool, reflection_v1_pb2, reflection_v1alpha_pb2  # noqa: F401
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.frontends.grpc.calls import Context, Handlers, answering, read, read_one, streaming, write
@@ -24,7 +24,7 @@ class Readiness(Protocol):
     def is_ready(self) -> bool: ...
 
     def readiness_news(self) -> asyncio.Event:
-        """An event that is set when readiness may have changed since this call."""
+        """Return an event that is set when readiness may have changed since this call."""
         ...
 
 
@@ -34,7 +34,7 @@ class HealthCalls:
     service = "grpc.health.v1.Health"
 
     def __init__(self, readiness: Readiness, streams: Streams, services: Iterable[str]) -> None:
-        """``streams`` counts the watching callers; ``services`` are the names that ``List`` returns."""
+        """``streams`` counts the ``Watch`` calls. ``services`` are the names that ``List`` returns."""
         self._readiness = readiness
         self._streams = streams
         self._services = ("", *services)
@@ -68,7 +68,7 @@ class HealthCalls:
 
 
 class ReflectionCalls:
-    """Handlers of one version of the reflection service, from the descriptors of the package's own messages."""
+    """Handlers of one version of the reflection service. They answer with the descriptors in ``ortserve._pb``."""
 
     def __init__(self, service: str, streams: Streams, services: Iterable[str]) -> None:
         """``service`` is one of ``REFLECTION_SERVICES``; ``services`` are the names of all services of the server."""
@@ -120,11 +120,11 @@ def _error(code: grpc.StatusCode, text: str) -> reflection_v1_pb2.ServerReflecti
 
 
 def _file_declaring(symbol: str) -> FileDescriptor:
-    """Raises KeyError."""
+    """Return the file that declares a symbol. Raises KeyError."""
     pool = private_pool.Default()
     try:
         return pool.FindFileContainingSymbol(symbol)
-    except KeyError:  # that function does not find methods
+    except KeyError:  # the function above does not find methods
         return pool.FindMethodByName(symbol).containing_service.file
 
 
@@ -135,7 +135,7 @@ def _files(file: FileDescriptor) -> reflection_v1_pb2.ServerReflectionResponse:
 
 
 def _with_imports(file: FileDescriptor, seen: set[str]) -> Iterator[FileDescriptor]:
-    """The file, then every file that it imports, each once."""
+    """Yield the file and every file that it imports, each once."""
     if file.name not in seen:
         seen.add(file.name)
         yield file

@@ -1,6 +1,6 @@
-"""The open streams: their number, and their end when the server drains.
+"""Counts the open streams, and ends them when the server drains.
 
-A unary call ends by itself. A stream may wait for its caller without a bound, and would block a drain.
+A unary call ends by itself. A stream may wait for its caller without a bound, which would block a drain.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Streams:
-    """Limits the number of open streams and ends those that wait for their callers in a drain. Loop thread only."""
+    """Limits the number of open streams. A drain ends the streams that wait for their callers. Loop thread only."""
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
@@ -31,7 +31,7 @@ class Streams:
         """Admit a stream for the duration of a ``with`` block.
 
         Raises:
-            ServeError: overloaded, if the limit is reached.
+            ServeError: overloaded if the limit is reached.
         """
         if self._open >= self._max_open:
             raise ServeError(
@@ -46,12 +46,12 @@ class Streams:
             self._open -= 1
 
     async def until_drain(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await ``work``, which waits for a caller, until it ends or the server drains; a drain cancels it.
+        """Await ``work``, which waits for a caller. A drain cancels it.
 
         ``work`` must not write: grpcio cannot end a call within a write, and would wait for the caller.
 
         Raises:
-            ServeError: not_ready, if the server drains.
+            ServeError: not_ready if the server drains.
             asyncio.CancelledError: The caller disconnected.
         """
         task = asyncio.ensure_future(work)
@@ -74,7 +74,7 @@ class Streams:
             del task
 
     def begin_drain(self) -> None:
-        """End all waits for callers, now and in future."""
+        """End all current and later waits for callers."""
         self._is_draining = True
         for task in self._waiting:
             task.cancel()

@@ -1,6 +1,6 @@
-"""The page ``/docs``: Swagger UI from an installed package, so that it needs no network.
+"""The page ``/docs``: Swagger UI from an installed package, so that the page needs no network.
 
-FastAPI's own page loads Swagger UI from a CDN and starts it by an inline script.
+The page of FastAPI loads Swagger UI from a CDN and starts it with an inline script.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.static_files import StaticFile
 
-# React sets styles of elements, which the policy counts as inline; scripts come from this server only.
+# React sets styles of elements, which the policy counts as inline. Scripts may come from this server only.
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -38,7 +38,7 @@ _START: Final = b"""SwaggerUIBundle({ url: "/openapi.json", dom_id: "#swagger-ui
 
 
 def docs_routes() -> APIRouter:
-    """The page and its files, which are read at their first request."""
+    """Create the routes of the page and its files. The files of the package are read at their first request."""
     router = APIRouter(include_in_schema=False)
     page = StaticFile("docs.html", _PAGE, _POLICY)
     start = StaticFile("start.js", _START, _POLICY)

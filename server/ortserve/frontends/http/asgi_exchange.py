@@ -1,7 +1,7 @@
-"""One request that the ASGI application answers: everything except inference, generation included.
+"""One request to the ASGI application, which answers all calls except inference; ``generate`` is one of them.
 
-``protocol`` creates an ``AsgiExchange`` for each such request. It is the ASGI server of that request: it builds the
-scope, and provides ``receive`` and ``send`` (ASGI 3.0, HTTP protocol 2.3).
+``protocol`` creates an ``AsgiExchange`` for each such request. The exchange is the ASGI server of the request: it
+builds the scope, and provides ``receive`` and ``send`` (ASGI 3.0, HTTP protocol 2.3).
 """
 
 import asyncio
@@ -24,28 +24,32 @@ from ortserve.telemetry.logs import log_fault
 logger: Final = logging.getLogger(__name__)
 
 _EXCHANGE: Final = "ortserve.exchange"
-"""Key of a scope for its exchange."""
+"""Key of the exchange in an ASGI scope."""
 
 _PAUSE_BYTES: Final = 64 * 1024
-"""Received bytes of a body after which the connection pauses reading until the application reads them."""
+"""The connection pauses reading while more bytes of a body wait for the application."""
 
 _MOST_QUERY_BYTES: Final = 2 * 1024
-"""A longer query is ignored. FastAPI splits the query of each request, 30 KB in 16 ms; only the console's stream uses
-one."""
+"""Maximum size of a query; a longer one is ignored. FastAPI parses the query of each request, 30 KB in 16 ms. Only the
+stream of the console uses a query."""
 
 _INVALID_NAME: Final = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _INVALID_VALUE: Final = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class AsgiEndpoint:
-    """The application, and the guards of its groups of calls."""
+    """The application, and the guards of the groups of calls. All exchanges of a server share it."""
 
     def __init__(self, app: ASGIApp, guards: Mapping[Group, Guard]) -> None:
         self.app: Final = app
         self._guards: Final = guards
 
     def check(self, method: str, path: str, headers: list[Header], *, is_infer: bool) -> ServeError | None:
-        """Why a request is rejected, decided by the path that routes it; None if it is admitted."""
+        """Check the key of a request by the decoded path that routes it.
+
+        Returns:
+            The error if the request is rejected; None if it is admitted.
+        """
         if not (is_infer or is_unambiguous(path)):
             return ServeError(ErrorKind.NOT_FOUND, "Not Found")
         group = Group.INFER if is_infer else http_group(method, path)
@@ -152,12 +156,12 @@ class AsgiExchange(Exchange):
             self._cancel_if_left()
 
     def cancel_with_caller(self) -> None:
-        """Cancel the application's task when the caller leaves; at once if it has left already."""
+        """Cancel the application's task when the caller leaves; at once if it has already left."""
         self._cancels_with_caller = True
         self._cancel_if_left()
 
     async def receive(self) -> Message:
-        """The next part of the body, as ASGI defines it."""
+        """Return the next part of the body, as ASGI defines ``receive``."""
         connection = self.connection
         if self._awaits_continue and not connection.transport.is_closing():
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -172,7 +176,7 @@ class AsgiExchange(Exchange):
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
-        """Write the head or the next part of the response, as ASGI defines it."""
+        """Write the head or the next part of the response, as ASGI defines ``send``."""
         while self.connection.is_write_paused and not self._is_disconnected:
             self._writable.clear()
             await self._writable.wait()
@@ -190,9 +194,9 @@ class AsgiExchange(Exchange):
         try:
             await self._endpoint.app(scope, self.receive, self.send)
         except asyncio.CancelledError:
-            if not self.connection.has_left:  # else the lost connection is the cause, and no fault
+            if not self.connection.has_left:  # a lost connection is the expected cause
                 raise
-        except Exception as fault:  # noqa: BLE001 - the application has answered it
+        except Exception as fault:  # noqa: BLE001 - the application has answered with an error
             log_fault(logger, "a call failed unexpectedly", fault)
         if self.response_complete or self._is_disconnected:
             return
@@ -215,7 +219,7 @@ class AsgiExchange(Exchange):
             "server": _address(info("sockname")),
             "client": _address(info("peername")),
             "scheme": "https" if info("sslcontext") else "http",
-            # The application has no HEAD routes: a response to HEAD is that to GET without its body.
+            # The application has no HEAD routes. HEAD runs as GET, and the body of the response is dropped.
             "method": "GET" if self._method == "HEAD" else self._method,
             "root_path": "",
             "path": path,
@@ -282,11 +286,11 @@ class AsgiExchange(Exchange):
 
 
 def exchange_of(scope: Scope) -> AsgiExchange:
-    """The exchange of a request."""
+    """Return the exchange of a request by its scope."""
     exchange: AsgiExchange = scope[_EXCHANGE]
     return exchange
 
 
 def _address(info: object) -> tuple[str, int] | None:
-    """Host and port of a socket address, of IPv6 also; None if the transport does not know it."""
+    """Return host and port of a socket address of IPv4 or IPv6; None if the transport does not know the address."""
     return (str(info[0]), int(info[1])) if isinstance(info, tuple) else None

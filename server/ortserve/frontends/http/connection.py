@@ -19,20 +19,20 @@ from ortserve.frontends.large_body import LargeBody
 from ortserve.listening import draw_age_s
 
 _JOINED_BYTES: Final = 64 * 1024
-"""Bodies up to this size are joined with their head: a copy is cheaper than a second part of the system call."""
+"""Bodies up to this size are copied behind their head: a copy is cheaper than a second buffer in the system call."""
 
 _MAX_REJECTED_CONNECTIONS: Final = 64
-"""Connections over the limit that are answered before they are closed; those over this number are closed at once."""
+"""Number of connections over the limit that get an error response; further ones are closed without an answer."""
 
 
 class ConnectionContext:
     """State that all connections of a server share. Loop thread only.
 
     Attributes:
-        limits: Of each connection.
+        limits: Limits of connections and requests.
         max_age_s: Age from which a connection closes with its next response; None for no limit.
-        on_rejected: Counts what is rejected before it is a complete request.
-        is_draining: Whether responses ask their callers to open new connections, to another server.
+        on_rejected: Counts rejections of connections and of incomplete requests.
+        is_draining: Whether each response closes its connection, so that callers connect to another server.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class ConnectionContext:
         self._change = asyncio.Event()
 
     def default_lines(self, headers: list[Header]) -> bytes:
-        """The encoded headers that uvicorn adds to all responses. It replaces the list each second."""
+        """Encode the default headers of all responses. uvicorn replaces the list each second."""
         if headers is not self._default_headers:
             self._default_headers = headers
             self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
         return self._default_lines
 
     def on_ended(self, _: object = None) -> None:
-        """A connection or a task ended."""
+        """Wake ``wait_until_idle``: a connection or a task has ended."""
         self._change.set()
 
     async def wait_until_idle(self, state: ServerState) -> None:
@@ -71,8 +71,8 @@ class Exchange:
         keep_alive: Whether the connection stays open after the response.
         more_body: Whether a part of the body is still to arrive.
         has_response_body: False for HEAD.
-        response_started: Whether the head of the response is written.
-        response_complete: Whether the whole response is written and the next exchange may start.
+        response_started: Whether the head of the response was written.
+        response_complete: Whether the whole response was written, so that the next exchange may start.
     """
 
     __slots__ = (
@@ -93,39 +93,39 @@ class Exchange:
         self.response_complete = False
 
     def start(self) -> None:
-        """Begin to answer: all exchanges before this one are complete."""
+        """Begin to answer. All earlier exchanges are complete."""
         raise NotImplementedError
 
     def on_body(self, data: bytes) -> None:
-        """The next bytes of the body."""
+        """Receive the next bytes of the body."""
         raise NotImplementedError
 
     def on_end(self) -> None:
-        """The body is complete."""
+        """Handle the end of the body."""
         raise NotImplementedError
 
     def on_unfinished(self) -> LargeBody | None:
-        """All received bytes were passed on, and the body is incomplete.
+        """Handle the end of a read within the body: all received bytes were passed on.
 
         Returns:
-            Memory for the rest of the body; None if the rest should be passed to ``on_body``.
+            Memory for the rest of the body; None to receive the rest through ``on_body``.
         """
         return None
 
     def on_placed(self, nbytes: int) -> None:
-        """The next bytes of the body were received into the memory from ``on_unfinished``."""
+        """Account for bytes of the body that were received into the memory from ``on_unfinished``."""
         raise NotImplementedError
 
     def on_writable(self) -> None:
-        """The caller has read enough of the responses for more to be written."""
+        """Continue to write: the caller has read enough of the earlier output."""
         raise NotImplementedError
 
     def reject_body(self, error: ServeError) -> None:
-        """Answer with an error in turn, because the body is too large or too slow. Keep nothing of the body."""
+        """Answer with an error, in the order of requests, because the body is too large or too slow. Drop the body."""
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """No response can be sent any more: release everything."""
+        """Release all resources: no response can be sent any more."""
         raise NotImplementedError
 
     def write(self, response: HttpResponse) -> None:
@@ -154,7 +154,10 @@ class Exchange:
             connection.transport.write_out(b"".join(parts), body)
 
     def write_rejection(self, error: ServeError) -> None:
-        """Answer before the body is complete. The connection closes when the rest has arrived, or after a while."""
+        """Answer before the body is complete.
+
+        The connection closes when the rest of the body has arrived, after ``LINGER_S`` at the latest.
+        """
         self.keep_alive = False
         self.write(failure(error))
         if not self.more_body:
@@ -163,7 +166,7 @@ class Exchange:
             self.connection.loop.call_later(LINGER_S, self.connection.transport.close)
 
     def complete(self) -> None:
-        """The whole response is written: the next exchange may start."""
+        """Mark the response as written. The connection closes or starts the next exchange."""
         self.response_complete = True
         connection = self.connection
         if not self.keep_alive:
@@ -173,18 +176,18 @@ class Exchange:
 
 
 class Connection:
-    """Starts exchanges in the order of their requests, and rejects and closes. Loop thread only.
+    """Runs exchanges in the order of their requests, rejects invalid input, and closes. Loop thread only.
 
     Attributes:
         exchange: The exchange that is being answered.
         newest: The exchange that began last. Its body may still arrive.
-        has_left: Whether the connection is lost.
-        has_ended: Whether a FIN arrived: the caller sends nothing more, and may still read.
-        is_old: Whether the next response closes the connection. An old connection without a request stays open, because
-            a request may be on its way.
-        is_closing: Whether the last response is written and no exchange may start any more.
-        is_lingering: Whether the last response is sent, and received bytes are dropped until the caller closes.
-        ignores_input: Whether received bytes are ignored, because an error is sent or waits for its turn.
+        has_left: Whether the connection was lost.
+        has_ended: Whether a FIN arrived. The caller sends no more, but may still read.
+        is_old: Whether the next response closes the connection because of its age. An idle connection stays open,
+            because a request may be on its way.
+        is_closing: Whether the last response was written, so that no further exchange starts.
+        is_lingering: Whether the sending side has ended, and received bytes are dropped until the caller closes.
+        ignores_input: Whether received bytes are dropped, because an error was sent or waits for its turn.
         is_read_paused: Whether the transport does not read.
         is_write_paused: Whether the caller reads its responses too slowly.
     """
@@ -219,7 +222,7 @@ class Connection:
             self._ageing = loop.call_later(draw_age_s(context.max_age_s), self._on_age)
 
     def begin(self, exchange: Exchange) -> None:
-        """Start the exchange of the next request, now or when all before it are complete."""
+        """Start the exchange of the next request, now or when all earlier exchanges are complete."""
         self.newest = exchange
         if self.exchange is not None:
             self.pause_reading()
@@ -231,7 +234,7 @@ class Connection:
             exchange.start()
 
     def on_complete(self) -> None:
-        """The current exchange is complete."""
+        """Start the next exchange, or send the error that waits for its turn."""
         self.server_state.total_requests += 1
         self.exchange = None
         if self.transport.is_closing():
@@ -240,7 +243,7 @@ class Connection:
             self.resume_reading()
         if self._waiting:
             self.exchange = self._waiting.popleft()
-            # Not at once: a pipeline of rejected requests would recurse as deep as it is long.
+            # A direct call would recurse once for each request of a pipeline of rejected requests.
             self.loop.call_soon(self.exchange.start)
         elif self._rejection is not None:
             self.reject(self._rejection)
@@ -248,7 +251,7 @@ class Connection:
     def reject_in_turn(self, error: ServeError, *, in_body: bool) -> None:
         """Answer the request that is being read with an error, after the responses before it, and read no more.
 
-        ``in_body`` says whether its head is complete, so that it is the newest exchange.
+        ``in_body`` says whether the head of this request is complete, so that it is the newest exchange.
         """
         newest = self.newest
         self.ignores_input = True
@@ -265,7 +268,7 @@ class Connection:
             self._rejection = error
 
     def reject(self, error: ServeError) -> None:
-        """Answer what is not a complete request with an error, and linger."""
+        """Answer an incomplete request, or a connection, with an error, and linger."""
         self.context.on_rejected(error.kind)
         if self.newest is not None:
             self.newest.abandon()
@@ -284,7 +287,7 @@ class Connection:
             self.reject(too_many_connections(self.context.limits))
 
     def linger(self) -> None:
-        """End the sending side, and drop received bytes until the caller ends its own side, or for a while."""
+        """End the sending side, and drop received bytes until the caller closes, or for ``LINGER_S``."""
         self.is_lingering = self.ignores_input = True
         if self.has_ended:
             self.transport.close()
@@ -298,24 +301,24 @@ class Connection:
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)  # the caller does not read
 
     def drop(self, nbytes: int) -> None:
-        """Ignore received bytes. They are read because a close with unread bytes would reset the connection."""
+        """Drop received bytes. They were read because a close with unread bytes would reset the connection."""
         if self.is_lingering:
             self._dropped_bytes += nbytes
             if self._dropped_bytes > LINGER_BYTES:
                 self.transport.abort()
 
     def end_requests(self) -> None:
-        """The caller sends no more requests: close, after the response to the newest one."""
+        """Close after the response to the newest request: the caller sends no more requests."""
         newest = self.newest
         if self._rejection is not None:
             return
         if newest is None or newest.response_complete:
-            self.transport.close()  # behind a response that is still corked
+            self.transport.close()  # after writing a response that is still corked
         else:
             newest.keep_alive = False  # the responses before it are sent first
 
     def shutdown(self) -> None:
-        """Begin to drain. A connection that is idle or lingers closes now."""
+        """Begin to drain. An idle or lingering connection closes now, any other with its newest response."""
         newest = self.newest
         if self.is_lingering or newest is None or newest.response_complete:
             self.transport.close()
@@ -323,7 +326,7 @@ class Connection:
             newest.keep_alive = False
 
     def on_lost(self) -> None:
-        """The connection is closed or reset."""
+        """Release all exchanges and timers: the connection was closed or reset."""
         self.has_left = True
         for timer in (self._ageing, self._linger_timer):
             if timer is not None:
@@ -340,7 +343,7 @@ class Connection:
         self.is_old = True
 
     def is_reset(self) -> bool:
-        """Whether a reset arrived. The event loop notices one only while it reads."""
+        """Whether a reset arrived. The event loop notices a reset only while it reads."""
         connected: socket.socket | None = self.transport.get_extra_info("socket")
         return connected is not None and connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 

@@ -1,7 +1,7 @@
 """The console: its page and files, and the data for its scripts.
 
-The files are the same for every server and hold nothing about it, so they need no key; a browser could not send one
-with the address of a page. All data need one of the group ``metadata``, like ``/v2``.
+The files are the same on every server and hold no data of the server, so they need no key; a browser could not send a
+key with the address of a page. All data need a key of the group ``metadata``, as ``/v2`` does.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ _PAGE: Final = "index.html"
 
 
 def encode_event(name: str, document: Mapping[str, Any]) -> bytes:
-    """A server-sent event (HTML, section 9.2). JSON has no line breaks."""
+    """Encode a server-sent event (HTML, section 9.2). orjson writes no line breaks."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS))
 
 
 class EventStream(Response):
-    """The events of one viewer. The task ends when the viewer is closed or its caller leaves."""
+    """The response that sends the events of one viewer, until the viewer is closed or the caller leaves."""
 
     def __init__(self, observation: Observation, viewer: Viewer) -> None:
         super().__init__(
@@ -55,7 +55,7 @@ class EventStream(Response):
         self._viewer = viewer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as ASGI defines it."""
+        """Send the response, as ASGI defines it."""
         exchange_of(scope).cancel_with_caller()
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -67,7 +67,7 @@ class EventStream(Response):
 
 
 def console_routes(observation: Observation, models: ModelDetails, server: ServerDetails) -> APIRouter:
-    """The page, its files, and its data."""
+    """Create the routes of the page, its files, and its data."""
     router = APIRouter(include_in_schema=False)
     router.include_router(_page_routes())
     data = APIRouter(prefix="/v2/console")
@@ -75,7 +75,7 @@ def console_routes(observation: Observation, models: ModelDetails, server: Serve
     @data.get("/stream")
     async def stream(request: Request, model: str = "", version: str = "") -> Response:
         watched = (model, version) if model else None
-        # The application answers HEAD like GET, and a stream would never end.
+        # HEAD runs as GET, and its stream would never end.
         exchange = exchange_of(request.scope)
         viewer = await observation.view(watched)
         if not exchange.has_response_body:

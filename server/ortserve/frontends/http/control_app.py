@@ -52,7 +52,7 @@ def make_control_app(
     version: str,
     guarded: Container[Group | None] = (),
 ) -> FastAPI:
-    """The application. Its OpenAPI document also describes the infer routes, which ``InferExchange`` answers.
+    """Create the application. Its OpenAPI document also describes the infer routes, which ``InferExchange`` answers.
 
     Args:
         models: Answers questions about models.
@@ -60,9 +60,9 @@ def make_control_app(
         shared_memory: Registers regions.
         load_admission: Admits the bodies of load calls.
         read_load: Decodes the body of a load call.
-        title: Of the document.
-        version: Of the document.
-        guarded: Groups whose operations need a key, for the document; ``AsgiEndpoint`` checks the key.
+        title: Title of the OpenAPI document.
+        version: Version of the OpenAPI document.
+        guarded: Groups whose operations the document marks as needing a key; ``AsgiEndpoint`` checks the key.
     """
     app = FastAPI(
         title=title,
@@ -105,7 +105,7 @@ def make_control_app(
 
 
 def _without_422(document: dict[str, Any]) -> dict[str, Any]:
-    """Remove FastAPI's own validation error, which this server never sends."""
+    """Remove the validation error of FastAPI, which this server never sends."""
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
@@ -127,7 +127,7 @@ def _with_keys(document: dict[str, Any], guarded: Container[Group | None]) -> di
 
 
 def _documented_infer_routes() -> APIRouter:
-    """Routes for the OpenAPI document only."""
+    """Create the infer routes for the OpenAPI document; no request reaches them."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
     request_body = Body(
         description="JSON, or JSON followed by binary tensors; then the header Inference-Header-Content-Length holds "
@@ -183,5 +183,5 @@ async def _answer_fault(_: Request, __: Exception) -> Response:
 
 
 async def _answer_malformed_path(_: Request, __: Exception) -> JSONResponse:
-    # Only versions are validated, and no resource has a version that is not a number.
+    # FastAPI validates only versions, and no resource has a malformed version.
     return JSONResponse({"error": "Not Found"}, status_code=404)

@@ -1,6 +1,6 @@
 """The JSON documents of the protocol as pydantic models, and the parameters of its paths.
 
-They exist for the OpenAPI document only: no request or response is validated by them, except versions in paths.
+They describe the OpenAPI document only. They validate no request or response, except the versions in paths.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias
@@ -271,9 +271,9 @@ class CudaRegionDocument(BaseModel):
 
 
 def request_body(document: type[BaseModel], *, is_partial: bool = False) -> dict[str, Any]:
-    """The ``openapi_extra`` of a route that reads its body itself.
+    """Return the ``openapi_extra`` of a route that reads its body itself.
 
-    With ``is_partial`` any key of the document may be missing or null.
+    With ``is_partial``, any key of the document may be missing or null.
     """
     schema = document.model_json_schema()
     if is_partial:
@@ -286,7 +286,7 @@ def request_body(document: type[BaseModel], *, is_partial: bool = False) -> dict
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """The schema with definitions instead of references, which cannot be resolved inside an operation."""
+    """Replace the references in a schema by their definitions: an operation cannot resolve references."""
     if isinstance(schema, dict):
         if "$ref" in schema:
             return _inlined(definitions[schema["$ref"].removeprefix("#/$defs/")], definitions)

@@ -40,7 +40,7 @@ def generate_routes(
     traces: HttpTraces | None = None,
     load_reports: LoadReports | None = None,
 ) -> APIRouter:
-    """The four routes. The body is read as bytes; its Content-Type is ignored."""
+    """Create the four routes. They read the body as bytes and ignore its Content-Type."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
     generation = _Generation(
         inference, models, max_body_bytes=max_body_bytes, clock=clock, traces=traces, load_reports=load_reports
@@ -48,7 +48,7 @@ def generate_routes(
 
     @router.post("/generate", openapi_extra=_REQUEST)
     async def generate(model: ModelName, request: Request) -> Response:
-        """Run the version that answers requests without one like a function: one JSON object in, one out."""
+        """Run the default version of the model like a function: one JSON object in, one out."""
         return await generation.answer(request, model, "", is_stream=False)
 
     @router.post("/versions/{version}/generate", openapi_extra=_REQUEST)
@@ -58,19 +58,19 @@ def generate_routes(
 
     @router.post("/generate_stream", openapi_extra=_REQUEST)
     async def generate_stream(model: ModelName, request: Request) -> Response:
-        """The same, answered as server-sent events: one, because an ONNX model answers once."""
+        """As `generate`, but the answer is a stream of one server-sent event, because an ONNX model answers once."""
         return await generation.answer(request, model, "", is_stream=True)
 
     @router.post("/versions/{version}/generate_stream", openapi_extra=_REQUEST)
     async def generate_stream_version(model: ModelName, version: ModelVersion, request: Request) -> Response:
-        """The same, answered as server-sent events: one, because an ONNX model answers once."""
+        """As `generate`, but the answer is a stream of one server-sent event, because an ONNX model answers once."""
         return await generation.answer(request, model, version, is_stream=True)
 
     return router
 
 
 class _GenerateHead:
-    """The head of a generate request, for admission. ``AsgiEndpoint`` has checked the key."""
+    """The head of a generate request, as ``BodyAdmission`` needs it. ``AsgiEndpoint`` has checked the key."""
 
     def __init__(self, headers: list[Header]) -> None:
         self._headers = headers
@@ -80,7 +80,7 @@ class _GenerateHead:
         return []
 
     def body_bytes(self) -> int:
-        """Raises ServeError: invalid_input, also for a compressed body, which only infer takes."""
+        """Return the announced length of the body. Raises ServeError: invalid_input, also for a compressed body."""
         try:
             self.read = read_infer_headers(self._headers)
         except UnknownEncodingError as error:
@@ -93,7 +93,7 @@ class _GenerateHead:
 
 
 class _Generation:
-    """Receives a request, runs it and makes the response. Loop thread only."""
+    """Receives requests, runs them and creates the responses. Loop thread only."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class _Generation:
         self._load_reports = load_reports
 
     async def answer(self, request: Request, model: str, version: str, *, is_stream: bool) -> Response:
-        """Answer one request. Its task is cancelled if the caller leaves.
+        """Answer one request. The current task is cancelled if the caller leaves.
 
         Raises:
-            ServeError: The request failed before the response began.
+            ServeError: The request failed.
         """
         received_ns = self._clock()
         exchange_of(request.scope).cancel_with_caller()
@@ -131,9 +131,9 @@ class _Generation:
         with admission.admit(head, received_ns, trace) as hold:
             try:
                 body = await read_body(request.receive, hold, max_bytes=admission.max_body_bytes)
-                await self._models.prepare(model, version)  # its inputs decide how the body is read
+                await self._models.prepare(model, version)  # the inputs of the model decide how the body is decoded
             except ServeError as error:
-                if error.kind is not ErrorKind.CANCELLED:  # the caller left before there was a request
+                if error.kind is not ErrorKind.CANCELLED:  # the caller left before its request was complete
                     admission.count(error, received_ns, trace)
                 raise
             call = inference.receive("http", head.read.timeout_ns, trace, received_ns, request.scope["headers"])

@@ -1,4 +1,4 @@
-"""One infer request: from its head to the codec, to the batcher, and back to the socket, without a task.
+"""One infer request over HTTP: it calls the codec and the service, and writes the response, without a task.
 
 ``protocol`` creates an ``InferExchange`` for each ``POST /v2/models/…/infer``.
 """
@@ -52,7 +52,7 @@ class InferEndpoint:
         traces: HttpTraces | None = None,
         load_reports: LoadReports | None = None,
     ) -> None:
-        """``guard`` checks the keys of callers; None if they need none."""
+        """``guard`` checks the keys of callers; None if callers need no key."""
         self.service: Final = service
         self.admission: Final = BodyAdmission(
             "http", service.gate.hold, service.count_refused_body, max_body_bytes=max_body_bytes, guard=guard
@@ -65,7 +65,7 @@ class InferEndpoint:
 
 
 class InferExchange(Exchange):
-    """One infer request and its response. Until ``start`` it only keeps the bytes of the body."""
+    """One infer request and its response. Until ``start`` it only holds the bytes of the body."""
 
     __slots__ = (
         "_call",
@@ -86,11 +86,15 @@ class InferExchange(Exchange):
     def __init__(
         self, connection: Connection, endpoint: InferEndpoint, head: InferHead, body: bytes | None = None
     ) -> None:
-        """``body`` is the body of a request that arrived whole; its length in ``head`` may be another. Else None."""
+        """Admit the request.
+
+        ``body`` is the body of a request that arrived whole, and None for any other. Its length counts, because a
+        cached ``head`` may announce the length of another body.
+        """
         super().__init__(connection, keep_alive=head.keep_alive, more_body=body is None)
         self.head: Final = head
         self.rejection: ServeError | None = None
-        """Why the request is answered before its body is used."""
+        """The error that answers the request before its body is used."""
         self._endpoint: Final = endpoint
         self._whole = body
         self._incoming: IncomingBody | None = None
@@ -206,7 +210,7 @@ class InferExchange(Exchange):
             self._fail()
 
     def _fail(self) -> None:
-        """An unforeseen fault of the server. The connection is reset, so that the caller does not wait."""
+        """Log an unforeseen fault of the server, and reset the connection, so that the caller does not wait."""
         logger.exception("a request could not be answered")
         self.abandon()
         self.connection.transport.abort()
@@ -229,7 +233,7 @@ class InferExchange(Exchange):
             self._fail()
 
     def _take_body(self) -> bytes | memoryview | None:
-        """The body that arrived in parts; None if there is no memory for it, and the caller has its error."""
+        """Return the body that arrived in parts; None if memory is too short, after answering with the error."""
         incoming, self._incoming = self._incoming, None
         assert incoming is not None
         try:
@@ -259,7 +263,7 @@ class InferExchange(Exchange):
             self._fail()
             return
         endpoint.service.count_refused_body("http", kind, self._received_ns, self._trace)
-        hold.release()  # it may have grown since the caller left
+        hold.release()  # again after ``abandon``: the hold may have grown since
 
     def _submit(self, body: bytes | memoryview) -> None:
         assert self._call is not None
@@ -288,4 +292,4 @@ class InferExchange(Exchange):
         self.write(response)
         self._is_written = True
         if not self.connection.is_write_paused:
-            self.complete()  # else when the caller has read enough, so that responses do not accumulate
+            self.complete()  # otherwise ``on_writable`` completes it, so that responses do not accumulate

@@ -26,7 +26,7 @@ _ROLLOUT_BODY: Final = request_body(RolloutOptions)
 
 
 def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
-    """Routes that read and change labels and rollouts."""
+    """Create the routes that read and change labels and rollouts."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["versions"])
 
     @router.get("/labels", response_model=LabelsDocument)
@@ -36,16 +36,16 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
 
     @router.put("/labels", response_model=LabelsDocument, openapi_extra=_LABELS_BODY)
     async def change(model: ModelName, request: Request) -> JSONResponse:
-        """Change labels, all in one step; others stay. null removes a label that a call set: then that of the
-        model's configuration holds again, if there is one. The change survives a restart.
+        """Change the given labels in one step; other labels stay. null removes a label that a call set, and a label
+        with this name in the model's configuration holds again. The change survives a restart.
         """
         return _answer(model, await labels.change(model, _changes(await read_json_object(request.receive))))
 
     @router.post("/promote", response_model=LabelsDocument, openapi_extra=_PROMOTE_BODY)
     async def promote(model: ModelName, request: Request) -> JSONResponse:
-        """Make a version `stable`: it answers requests without a version from now on. The one before serves on.
+        """Make a version `stable`, so that it answers requests without a version. The previous one continues to serve.
 
-        Without a version, the candidate of the model's rollout is promoted, which ends the rollout.
+        A call without a version promotes the candidate of the model's rollout, which ends the rollout.
         """
         version = (await read_json_object(request.receive)).get("version")
         given = None if version is None else _number("version", version)
@@ -53,17 +53,17 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
 
     @router.post("/rollback", response_model=LabelsDocument)
     async def rollback(model: ModelName) -> JSONResponse:
-        """End the rollout of the model; without one, make the version `stable` again that was before."""
+        """End the rollout of the model. Without a rollout, make the previous version `stable` again."""
         return _answer(model, await rollouts.rollback(model))
 
     @router.get("/rollout", response_model=RolloutDocument)
     async def rollout(model: ModelName) -> Response:
-        """The rollout of the model, what was seen of its candidate, and how the last one ended."""
+        """The rollout of the model, the figures of its candidate, and the end of the last rollout."""
         return _describe(model, rollouts.read(model))
 
     @router.put("/rollout", response_model=RolloutDocument, openapi_extra=_ROLLOUT_BODY)
     async def start(model: ModelName, request: Request) -> Response:
-        """Start a rollout, or change the one that runs; its figures begin anew. It survives a restart."""
+        """Start a rollout, or change the current one, which resets its figures. A rollout survives a restart."""
         return _describe(model, await rollouts.start(model, await read_json_object(request.receive)))
 
     @router.delete("/rollout", response_model=RolloutDocument)
@@ -76,11 +76,11 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
 
 def _describe(model: str, status: RolloutStatus) -> Response:
     document = {"model": model, **status.describe()}
-    return Response(orjson.dumps(document), media_type="application/json")  # writes infinite errors as null
+    return Response(orjson.dumps(document), media_type="application/json")  # orjson writes infinite errors as null
 
 
 def _changes(document: dict[str, Any]) -> dict[str, int | None]:
-    """Raises ServeError: invalid_input."""
+    """Return versions by label. Raises ServeError: invalid_input."""
     given = document.get("labels")
     if not isinstance(given, dict) or document.keys() != {"labels"}:
         raise invalid_input("expected an object with one key, 'labels': an object of versions by label")

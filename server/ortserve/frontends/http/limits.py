@@ -15,20 +15,20 @@ from ortserve.config.option_groups import HttpOptions
 from ortserve.errors import ErrorKind, ServeError, invalid_input, out_of_memory
 
 LINGER_S: Final = 5.0
-"""How long the rest of a rejected body is dropped before the connection is closed (nginx: ``lingering_close``).
+"""Time for which the rest of a rejected body is dropped before the connection closes (nginx: ``lingering_close``).
 Closing a socket with unread bytes resets the connection, and a caller that still sends would not see the response."""
 
 ARRIVAL_S: Final = 0.2
-"""How long a draining server waits for a request that is on its way: on a connection that had none yet, or whose head
-has arrived in part."""
+"""Time for which a draining server waits for a request, on a connection without any request so far, or for the rest of
+an incomplete head."""
 
 LINGER_BYTES: Final = 8 * 2**20
-"""How much of the rest is dropped at most. A caller that sends more gets a reset."""
+"""Maximum number of bytes that are dropped. A caller that sends more gets a reset."""
 
 _VERSIONS: Final = ("1.1", "1.0")
 
 _FRAMING_FACTOR: Final = 16
-"""Bytes of a chunked body for each byte of its content, at most. A chunk of one byte takes six."""
+"""Maximum bytes of framing of a chunked body for each byte of its content. A chunk of one byte has five."""
 
 _OTHER_VERSIONS: Final = ("Invalid HTTP version", "Pause on PRI/Upgrade")
 """The parser's messages for an unknown version and for the preface of HTTP/2."""
@@ -41,18 +41,20 @@ _HOST: Final = re.compile(rb"[!$%&'()*+,\-.0-9:;=A-Z\[\]_a-z~]*")
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits of each connection, except ``max_connections``. Times are seconds.
+    """Limits of connections and requests. Times are seconds.
 
     Attributes:
-        max_connections: Of the port.
-        max_headers: Of one request, including trailers.
-        max_header_bytes: Of the request line and headers, and of the framing of a chunked body.
-        max_chunk_bytes: Of one chunk of a body.
-        header_timeout_s: From the first byte of a request to the last byte of its headers.
-        body_timeout_s: A body must be complete in this time, or arrive at the rate below in each such period.
-        min_body_bytes_per_s: That rate.
-        send_timeout_s: While the caller reads nothing of a response.
-        idle_timeout_s: Without a request.
+        max_connections: Open connections of the port.
+        max_headers: Headers of one request, including trailers.
+        max_header_bytes: Size of the request line and headers; also, of the framing of a chunked body beyond an
+            allowance for its content.
+        max_chunk_bytes: Size of one chunk of a body.
+        header_timeout_s: Time from the first byte of a request to the last byte of its headers.
+        body_timeout_s: Time in which a body must be complete, or arrive at ``min_body_bytes_per_s``; checked again
+            after each such period.
+        min_body_bytes_per_s: Minimum rate of a body that takes longer.
+        send_timeout_s: Time for which the caller may read nothing of a response.
+        idle_timeout_s: Time for which a connection may have no request.
         answers_half_closed: Whether requests that were complete before a FIN are answered.
     """
 
@@ -69,8 +71,10 @@ class HttpLimits:
 
     @property
     def tick_s(self) -> float:
-        """Time between checks of a connection. One check notices a wait and another ends it, both up to a tick late:
-        short limits are extended by up to half, longer ones by two seconds.
+        """Time between checks of a connection.
+
+        One check notices a wait and a later one ends it, each up to a tick late. So short timeouts take up to half
+        longer, and long ones up to two seconds longer.
         """
         bounds = (self.header_timeout_s, self.body_timeout_s, self.send_timeout_s, self.idle_timeout_s)
         return max(0.01, min(1.0, *(bound / 4 for bound in bounds)))
@@ -93,7 +97,7 @@ def http_limits(options: HttpOptions, *, idle_timeout_s: float, max_body_bytes: 
 
 
 def header_bytes(url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Size of a URL and headers on the wire."""
+    """Return the size of a URL and headers on the wire."""
     return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
@@ -104,7 +108,7 @@ class Stage(Enum):
     HEADERS = auto()
     BODY = auto()
     RESPONSE = auto()
-    """The server, or the caller that reads a response."""
+    """Waits for the server, or for the caller to read a response."""
 
 
 class Due(Enum):
@@ -113,13 +117,13 @@ class Due(Enum):
     NOTHING = auto()
     CLOSE = auto()
     REJECT = auto()
-    """Answer that the request took too long, then close."""
+    """Answer with the error of a slow request, then close."""
     ABORT = auto()
-    """The caller reads nothing of the response."""
+    """Reset the connection: the caller reads nothing of the response."""
 
 
 class StageTimer:
-    """Measures how long the caller of one connection has kept it in a stage. Pure; checked once a tick."""
+    """Measures how long one connection waits for its caller in a stage. Pure; checked once a tick."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
@@ -129,18 +133,18 @@ class StageTimer:
         self._since_bytes = 0
 
     def check(self, now_ns: int, stage: Stage, subject: object, received_bytes: int, unsent_bytes: int) -> Due:
-        """Decide what is due.
+        """Decide the next action.
 
         Args:
-            now_ns: Monotonic.
-            stage: What the connection waits for.
-            subject: The request in question, by identity; another one restarts the timer.
-            received_bytes: All bytes ever received.
-            unsent_bytes: Of responses, the bytes that the caller has not read.
+            now_ns: Monotonic time.
+            stage: The event that the connection waits for.
+            subject: The current request, by identity; another one restarts the timer.
+            received_bytes: Received bytes of the stage, as ``UnfinishedInput`` counts them.
+            unsent_bytes: Bytes of responses that the caller has not read.
         """
         limits = self._limits
         if stage is Stage.RESPONSE:
-            # Nothing unsent: the server is still working. Less than before: the caller is reading.
+            # Without unsent bytes the server is still working. With fewer than before, the caller is reading.
             continues = 0 < self._since_bytes <= unsent_bytes
             n_bytes = unsent_bytes
         else:
@@ -168,10 +172,10 @@ class StageTimer:
 
 
 class UnfinishedInput:
-    """Limits the bytes that the parser keeps of an incomplete request: its head, or the framing of its body. Pure.
+    """Limits the bytes of an incomplete request that the parser holds: its head, or the framing of its body. Pure.
 
     Attributes:
-        received_bytes: Bytes of the current stage that arrived so far, without those of the first read in a body.
+        received_bytes: Received bytes of the current stage; in a body, without those of the first read.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -182,7 +186,7 @@ class UnfinishedInput:
         self.received_bytes = 0
 
     def includes(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Whether a part of the request with these headers, by identity, was incomplete before."""
+        """Whether ``check`` saw the request with these headers, compared by identity, while it was incomplete."""
         return self._headers is headers
 
     def check(
@@ -192,17 +196,17 @@ class UnfinishedInput:
 
         Args:
             stage: ``HEADERS`` or ``BODY``.
-            url: The received part.
-            headers: The received ones of the request, which they identify.
-            read_bytes: Of the last read.
-            content_bytes: Of all bodies on the connection so far, without framing.
+            url: Received part of the URL.
+            headers: Received headers; the list object identifies the request.
+            read_bytes: Size of the last read.
+            content_bytes: Content of all bodies on the connection so far, without framing.
 
         Returns:
-            The error for a request that exceeds a limit.
+            The error if the request exceeds a limit.
         """
         limits = self._limits
         if headers is not self._headers or stage is not self._stage:
-            # The received bytes may hold other requests before it, so only its visible part counts.
+            # The read may begin with other requests, so only the parsed part of this one counts.
             self._headers, self._stage = headers, stage
             self.received_bytes = 0 if stage is Stage.BODY else header_bytes(url, headers)
             self._content_begin = content_bytes
@@ -217,7 +221,7 @@ class UnfinishedInput:
 
 
 class InvalidHeadError(Exception):
-    """Stops the parser. ``error`` is the response to the request."""
+    """Stops the parser. ``error`` becomes the response to the request."""
 
     def __init__(self, error: ServeError) -> None:
         super().__init__(error.message)
@@ -232,7 +236,7 @@ class HttpVersionError(ServeError):
 
 
 def parse_error(fault: httptools.HttpParserError, data: bytes | memoryview) -> ServeError:
-    """The error for a request that the parser or one of its callbacks rejected; ``data`` was parsed last."""
+    """Return the error for a request that the parser or one of its callbacks rejected while parsing ``data``."""
     cause = fault.__context__
     if isinstance(cause, InvalidHeadError):
         return cause.error
@@ -246,7 +250,7 @@ def parse_error(fault: httptools.HttpParserError, data: bytes | memoryview) -> S
 
 
 def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Check the version and the Host; the names of headers are in lower case.
+    """Check the HTTP version and the ``Host`` header. The names of headers are in lower case.
 
     Raises:
         InvalidHeadError: The request must be rejected (RFC 9112, sections 2.5 and 3.2).
@@ -290,9 +294,9 @@ def too_many_connections(limits: HttpLimits) -> ServeError:
 
 
 def announced_chunk_bytes(data: bytes, content_bytes: int) -> int:
-    """The size in the header line of an unfinished chunk, or the number that the part of this line in ``data`` spells.
+    """Return the size that the header line of an unfinished chunk announces.
 
-    The parser reads that line but does not report its number. ``data`` ends with the first ``content_bytes`` bytes of
+    The parser reads this line but does not report the number. ``data`` ends with the first ``content_bytes`` bytes of
     the chunk. If the line began before ``data``, the result is smaller than the size of the chunk.
     """
     end = len(data) - content_bytes - len(b"\r\n")

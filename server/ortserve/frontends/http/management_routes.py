@@ -1,7 +1,7 @@
 """REST calls that manage the server: the model repository, log and trace settings, and shared memory.
 
-Bodies are read as bytes, because clients send any content type, or none. Success without a document is status 200 with
-an empty body: clients accept no other status.
+Bodies are read as bytes, because clients send any content type, or no content type. A successful call without a
+document returns status 200 and an empty body, because clients accept no other status.
 """
 
 from base64 import b64decode
@@ -69,12 +69,12 @@ def repository_routes(
     admission: BodyAdmission,
     read_load: Callable[[bytes | memoryview], Awaitable[dict[str, LoadParameter]]],
 ) -> APIRouter:
-    """Routes for the models in the repositories.
+    """Create the routes for the models in the repositories.
 
     Args:
-        repository: Carries out the calls.
-        admission: Admits the bodies of loads.
-        read_load: Decodes that body off the event loop; raises ServeError: invalid_input, overloaded.
+        repository: Executes the calls.
+        admission: Admits the bodies of load calls.
+        read_load: Decodes the body of a load call off the event loop. Raises ServeError: invalid_input, overloaded.
     """
     router = APIRouter(prefix="/v2/repository", tags=["repository"])
 
@@ -89,11 +89,12 @@ def repository_routes(
 
     @router.post("/models/{model}/load")
     async def load(model: ModelName, request: Request) -> Response:
-        """Load a model, or reload it if it has changed. The response follows when the model serves.
+        """Load a model, or reload it if it has changed. The response is sent when the model serves.
 
-        The body may be empty, or have `parameters`: `config`, a Triton model configuration as JSON in a text, which
-        takes the place of the model's own until the next load; and files in base64 by `file:` and their path in the
-        model's folder, such as `file:1/model.onnx`, which need a `config`, if only `{}`.
+        The body may be empty, or have `parameters`. `config` is a Triton model configuration, as a text of JSON, which
+        replaces the configuration of the model until the next load. Other parameters are files in base64; their name
+        is `file:` and a path in the model's folder, such as `file:1/model.onnx`. Files need a `config`, which may be
+        `{}`.
         """
         # The HTTP parser has checked that the length is a number.
         announced_bytes = int(request.headers.get("content-length", 0))
@@ -104,7 +105,7 @@ def repository_routes(
 
     @router.post("/models/{model}/unload", openapi_extra=request_body(UnloadRequestDocument))
     async def unload(model: ModelName, request: Request) -> Response:
-        """Unload a model. The response follows the response to the last request of the model."""
+        """Unload a model. The response is sent after the response to the last request of the model."""
         await repository.unload(model, parameters_of(await read_json_object(request.receive)))
         return _nothing()
 
@@ -118,7 +119,7 @@ def repository_routes(
 
 
 def settings_routes(logs: LogSettings, traces: TraceSettings) -> APIRouter:
-    """Routes for settings that clients may change while the server runs."""
+    """Create the routes for settings that clients may change while the server runs."""
     router = APIRouter(prefix="/v2", tags=["settings"])
 
     @router.get("/logging", response_model=LogSettingsDocument)
@@ -157,7 +158,7 @@ def settings_routes(logs: LogSettings, traces: TraceSettings) -> APIRouter:
 
 
 def profile_routes(profiling: ProfilingService) -> APIRouter:
-    """Routes for profiles of models that serve."""
+    """Create the routes that profile serving models."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["operation"])
 
     async def answer(model: str, version: str, request: Request) -> Response:
@@ -175,7 +176,7 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
     async def profile(model: ModelName, request: Request) -> Response:
         """Profile copies of the next batches of the model, if the operator allows it. The response follows their runs.
 
-        `trace` is ONNX Runtime's, for Perfetto; `ortserve profile` reads it.
+        `trace` is a trace of ONNX Runtime for Perfetto and `ortserve profile`.
         """
         return await answer(model, "", request)
 
@@ -188,7 +189,7 @@ def profile_routes(profiling: ProfilingService) -> APIRouter:
 
 
 def shared_memory_routes(regions: SharedMemory) -> APIRouter:
-    """Routes for both kinds of shared memory."""
+    """Create the routes for shared memory of the system and of GPUs."""
     router = APIRouter(prefix="/v2", tags=["shared memory"])
     router.include_router(_system_routes(regions), prefix="/systemsharedmemory")
     router.include_router(_cuda_routes(regions), prefix="/cudasharedmemory")

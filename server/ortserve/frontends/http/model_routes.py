@@ -1,7 +1,7 @@
 """REST calls about the server and its models: health, metadata, configuration, batching and statistics.
 
-Health is also answered on the metrics port, for probes that cannot use the HTTP port because it expects a client
-certificate, or because callers have all its connections.
+The metrics port also answers health probes that cannot use the HTTP port, because it expects a client certificate, or
+because callers occupy all of its connections.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from ortserve.telemetry.statistics import Duration
 _JSON: Final[tuple[Header, ...]] = ((b"content-type", b"application/json"),)
 
 _LOOP_TIMEOUT_S: Final = 10.0
-"""How long another thread waits for the event loop; probes wait less."""
+"""Time for which another thread waits for the event loop. Probes wait less."""
 
 Probe = Literal["live", "ready"]
 
@@ -61,14 +61,14 @@ def answer_health(models: Readiness, probe: Probe) -> HttpResponse:
 
 
 class HealthFromThreads:
-    """Answers probes from other threads by asking the event loop, so that a blocked loop is not live."""
+    """Answers probes on other threads. It asks the event loop, so a server with a blocked loop is not live."""
 
     def __init__(self, models: Readiness, loop: asyncio.AbstractEventLoop) -> None:
         self._models = models
         self._loop = loop
 
     def answer(self, path: str) -> tuple[int, bytes] | None:
-        """Status and JSON for the paths of both probes, with any query; None for any other path.
+        """Return status and JSON for the path of a probe, with any query; None for any other path.
 
         Any thread except that of the event loop.
         """
@@ -91,13 +91,13 @@ class HealthFromThreads:
 
 
 def as_response(response: HttpResponse) -> Response:
-    """A response of ours as one of FastAPI."""
+    """Convert a response into one of FastAPI."""
     headers = {name.decode(): value.decode() for name, value in response.headers}
     return Response(response.body, response.status, headers)
 
 
 def health_routes(models: ModelService) -> APIRouter:
-    """Routes for probes."""
+    """Create the routes for probes."""
     router = APIRouter(prefix="/v2", tags=["health"])
 
     @router.get("/health/live")
@@ -124,7 +124,7 @@ def health_routes(models: ModelService) -> APIRouter:
 
 
 def model_routes(models: ModelService) -> APIRouter:
-    """Routes for metadata, configuration and batching."""
+    """Create the routes for metadata, configuration and batching."""
     router = APIRouter(prefix="/v2")
 
     @router.get("/models/{model}/config", tags=["configuration"])
@@ -175,7 +175,7 @@ def model_routes(models: ModelService) -> APIRouter:
 
 
 def statistics_routes(statistics: StatisticsService) -> APIRouter:
-    """Routes for statistics. Include them before those with the name of a model alone, which match ``stats``."""
+    """Create the routes for statistics. Include them before ``/models/{model}``, which also matches ``stats``."""
     router = APIRouter(prefix="/v2/models", tags=["statistics"])
 
     @router.get("/stats", response_model=StatisticsDocument)
@@ -207,7 +207,7 @@ def _model_ready(models: ModelService, name: str, version: str) -> JSONResponse:
 async def _config(models: ModelService, name: str, version: str) -> Response:
     await models.prepare(name, version)
     config = await models.model_config(name, version)
-    # On a thread: with thousands of tensors it takes 50 ms.
+    # On a thread, because encoding thousands of tensors takes 50 ms.
     content = await asyncio.to_thread(lambda: orjson.dumps(config_json(config)))
     return Response(content, media_type="application/json")
 

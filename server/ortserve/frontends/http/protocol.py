@@ -1,7 +1,8 @@
 """The reading half of an HTTP/1.1 connection: an ``asyncio.Protocol`` over httptools that uvicorn serves.
 
-It finds requests in the received bytes, applies the limits on them, and creates the exchange of each. ``connection`` is
-the writing half. uvicorn listens and shuts down. It knows a protocol by ``ServerState.connections`` and ``shutdown``.
+It finds requests in the received bytes, applies the limits, and creates an exchange for each request. ``connection`` is
+the writing half. uvicorn listens and shuts down. It uses only ``ServerState.connections`` and ``shutdown`` of a
+protocol.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ from ortserve.frontends.long_reads import SHORT_READ_BYTES, PartReader, read_lon
 from ortserve.service.gate import body_too_large
 
 _MAX_UNKNOWN_HEADS: Final = 16
-"""After so many consecutive requests with unknown heads, a connection stops looking in the cache: all may differ."""
+"""A connection stops using the cache after more than this number of consecutive requests with unknown heads."""
 
 # Read once, because each request uses them several times.
 _REQUEST: Final = Stage.REQUEST
@@ -53,7 +54,7 @@ _HEADERS: Final = Stage.HEADERS
 _BODY: Final = Stage.BODY
 
 _CLOSED_PARSER: Final = httptools.HttpRequestParser(object())
-"""Replaces the parser of a lost connection, which otherwise forms a reference cycle with its protocol."""
+"""Replaces the parser of a lost connection: the parser and its protocol would form a reference cycle."""
 
 
 class HttpProtocol(PartReader):
@@ -73,7 +74,7 @@ class HttpProtocol(PartReader):
         server_state: ServerState,
         app_state: dict[str, Any],
     ) -> None:
-        """Wait for ``connection_made``. The last two arguments come from uvicorn."""
+        """Create the protocol of one connection. The last two arguments come from uvicorn."""
         self._context = context
         self._limits = context.limits
         self._infer = infer
@@ -84,7 +85,7 @@ class HttpProtocol(PartReader):
         self._url = b""
         self._headers: list[Header] = []
         self._n_headers = 0
-        """Of the request, including trailers."""
+        """Number of headers of the request, including trailers."""
         self._expects_continue = False
         self._offers_upgrade = False
         """Whether the request offers another protocol. Its head is parsed a second time without the offer."""
@@ -126,12 +127,12 @@ class HttpProtocol(PartReader):
             if connection.newest is not newest:
                 self._remember_head(found)
         else:
-            # The parser is between two requests, and would be there again after this one.
+            # The parser is between two requests. It may skip this one, because it would return to the same state.
             self._n_unknown_heads = 0
             connection.begin(InferExchange(connection, self._infer, head, found[1]))
 
     def eof_received(self) -> bool:
-        """Treat a FIN as "no more requests": answer the complete ones in order, then close.
+        """Treat a FIN as "no more requests": answer complete requests in order, then close.
 
         A caller that has given up and closed its socket sends the same FIN as one that waits for its responses. The
         server cannot tell them apart without sending something, and HTTP/1.1 has nothing that all clients ignore: many
@@ -167,7 +168,11 @@ class HttpProtocol(PartReader):
         self.connection.resume_writing()
 
     def shutdown(self) -> None:
-        """Begin to drain. A request that is on its way has a moment to arrive, and the response to it closes."""
+        """Begin to drain.
+
+        A new connection, or a request with an incomplete head, gets ``ARRIVAL_S`` more. Then the connection closes with
+        the response to its newest request.
+        """
         if self.connection.newest is None or self._stage is _HEADERS:
             self._loop.call_later(ARRIVAL_S, self.connection.shutdown)
         else:
@@ -187,9 +192,9 @@ class HttpProtocol(PartReader):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._n_headers += 1
-        if self._n_headers > self._limits.max_headers:  # not after the head: one read may hold 40,000
+        if self._n_headers > self._limits.max_headers:  # check each: one read may hold 40,000 headers
             raise InvalidHeadError(too_many_headers(self._limits))
-        if self._stage is _BODY:  # a trailer, which changes nothing (RFC 9110, section 6.5.1)
+        if self._stage is _BODY:  # a trailer, which is ignored (RFC 9110, section 6.5.1)
             return
         name = name.lower()
         self._headers.append((name, value))
@@ -261,7 +266,7 @@ class HttpProtocol(PartReader):
             try:
                 self._parser.feed_data(piece)
             except httptools.HttpParserUpgrade as offer:
-                # The parser takes the bytes behind the head for the other protocol, so it parses the head again.
+                # The parser leaves the bytes behind the head to the other protocol, so a new one reads the head again.
                 old = self._parser
                 head = head_without_upgrade(old.get_method(), self._url, old.get_http_version(), self._headers)
                 pieces += memoryview(piece)[offer.args[0] :], head
@@ -301,23 +306,26 @@ class HttpProtocol(PartReader):
         return InferExchange(self.connection, self._infer, head)
 
     def _remember_head(self, found: tuple[bytes, bytes] | None) -> None:
-        """Store the head of a request, if the received bytes were this one whole request."""
+        """Store the head of a request in the cache, if the received bytes were exactly this one request."""
         exchange = self.connection.newest
         if self._stage is not _REQUEST or not isinstance(exchange, InferExchange) or exchange.rejection is not None:
             return
         self._n_unknown_heads += 1
-        # With a body of this size the parser also found the end of the head there, and no second request.
+        # If the body has this size, the parser found the same end of the head, and no second request.
         if found is not None and 0 < len(found[1]) == exchange.head.body_bytes():
             self._infer.heads.keep(found[0], exchange.head)
 
     def _renew_parser(self) -> None:
-        """Parse the next bytes as the begin of a request."""
+        """Create a parser that expects the beginning of a request."""
         self._parser = httptools.HttpRequestParser(self)
         # Requests behind one with "Connection: close" are ignored, not malformed.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_placed(self, nbytes: int, *, is_whole: bool) -> None:
-        """The next bytes of the body were received into their memory, past the parser, which still waits for them."""
+        """Account for bytes of the body that were received into their final memory.
+
+        The parser has not seen these bytes and still waits for them, so a new one replaces it at the end of the body.
+        """
         exchange = self.connection.newest
         assert exchange is not None
         self._data_bytes = nbytes
@@ -338,21 +346,21 @@ class HttpProtocol(PartReader):
         """Check the complete head.
 
         Raises:
-            InvalidHeadError: It exceeds a limit, or is not a request to this server.
+            InvalidHeadError: The head exceeds a limit, or is not a request that this server supports.
         """
         parser, limits = self._parser, self._limits
         check_head(parser.get_http_version(), self._headers)
         self._offers_upgrade = parser.should_upgrade()
         if self._offers_upgrade and parser.get_method() == b"CONNECT":
             raise InvalidHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is no proxy"))
-        # A head that arrived at once is no larger than the received bytes.
+        # Compute the size only if it may exceed the limit: a head within one read is no larger than that read.
         if self._data_bytes > limits.max_header_bytes or self._unfinished.includes(self._headers):
             size = header_bytes(self._url, self._headers)
             if size > limits.max_header_bytes:
                 raise InvalidHeadError(too_large_headers(size, limits))
 
     def _on_unfinished(self) -> None:
-        """Limit the bytes that the parser keeps, and offer to receive the rest of a large body into its memory."""
+        """Limit the bytes that the parser holds, and receive the rest of a large body into its final memory."""
         connection = self.connection
         if connection.ignores_input:
             return
@@ -365,7 +373,7 @@ class HttpProtocol(PartReader):
                 self.transport.set_protocol(_BodyReceiver(self, large))
 
     def _check_chunk(self, data: bytes) -> None:
-        """Reject a body for the announced size of its last chunk, which began in ``data``, before the chunk arrives."""
+        """Reject a body if its last chunk, which began in ``data``, announces too many bytes."""
         size = announced_chunk_bytes(data, self._body_bytes - self._chunk_begin)
         self._chunk_begin = -1
         if size > self._limits.max_chunk_bytes and not self.connection.ignores_input:
@@ -375,7 +383,7 @@ class HttpProtocol(PartReader):
         self.connection.reject_in_turn(error, in_body=self._stage is _BODY)
 
     def _on_tick(self) -> None:
-        """Check whether the caller delays the connection, or has reset it while nothing is read."""
+        """Apply the timeouts, and detect a reset of a connection that is not read."""
         connection = self.connection
         if connection.is_lingering:
             return
@@ -401,7 +409,7 @@ class HttpProtocol(PartReader):
 
 
 class _BodyReceiver(Receiver):
-    """Receives the rest of a large body for a connection."""
+    """Receives the rest of a large body of a connection into its final memory."""
 
     def __init__(self, protocol: HttpProtocol, body: LargeBody) -> None:
         super().__init__(protocol)

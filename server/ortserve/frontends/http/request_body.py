@@ -1,4 +1,4 @@
-"""Request bodies: received in parts, accounted, inflated, and never kept beyond their limit."""
+"""Request bodies: receives them in parts, reserves their memory, enforces their limits, and inflates them."""
 
 import contextlib
 from typing import Any, Final
@@ -12,7 +12,7 @@ from ortserve.frontends.large_body import EARNEST_BYTES, LargeBody, begin_large,
 from ortserve.service.gate import Hold, body_too_large
 
 SMALL_BYTES: Final = 64 * 1024
-"""Limit of the body of a control call, except one that brings a model."""
+"""Maximum size of the body of a control call, except calls that load a model."""
 
 
 class IncomingBody:
@@ -21,12 +21,13 @@ class IncomingBody:
     __slots__ = ("_announced_bytes", "_hold", "_large", "_max_bytes", "_parts", "_size")
 
     def __init__(self, hold: Hold, *, max_bytes: int, announced_bytes: int = 0) -> None:
-        """Keep nothing yet.
+        """Begin with an empty body.
 
         Args:
-            hold: Reserves the announced bytes.
-            max_bytes: The option ``max_body_bytes``.
-            announced_bytes: 0 if unknown, as for a chunked body, and if ``place_rest`` is never called.
+            hold: Reservation of the announced bytes.
+            max_bytes: Maximum size of the body.
+            announced_bytes: Announced size of the body; 0 if it is unknown (a chunked body) or ``place_rest`` is never
+                called.
         """
         self._hold = hold
         self._max_bytes = max_bytes
@@ -36,10 +37,10 @@ class IncomingBody:
         self._large: LargeBody | None = None
 
     def keep(self, part: bytes) -> None:
-        """Keep the next bytes.
+        """Store the next bytes.
 
         Raises:
-            ServeError: too_large, before more than the limit is kept; overloaded.
+            ServeError: too_large, before more than the limit is stored; overloaded if the memory limit is reached.
         """
         self.count(len(part))
         if self._large is not None:
@@ -50,10 +51,10 @@ class IncomingBody:
             self._join_parts()
 
     def count(self, nbytes: int) -> None:
-        """Account for the next bytes, which were received into the memory from ``place_rest``.
+        """Account for the next bytes without storing them. The memory from ``place_rest`` holds them already.
 
         Raises:
-            ServeError: As ``keep``.
+            ServeError: As from ``keep``.
         """
         size = self._size + nbytes
         if size > self._max_bytes:
@@ -63,12 +64,12 @@ class IncomingBody:
         self._size = size
 
     def settle(self) -> None:
-        """Reserve only the received bytes: a caller that announces a large body and sends little blocks no others."""
+        """Shrink the reservation to the received bytes, so that announcements alone do not block other callers."""
         if self._hold.size > self._size:
             self._hold.count(self._size)
 
     def place_rest(self) -> LargeBody | None:
-        """Memory into which the rest is received; None if the rest arrives in parts, or is placed already."""
+        """Return memory for the rest of the body; None if the rest arrives in parts, or has its memory already."""
         if self._large is not None:
             return None
         self._large = begin_large(self._announced_bytes, self._parts, self._size, self._hold.memory)
@@ -77,9 +78,10 @@ class IncomingBody:
         return self._large
 
     def _join_parts(self) -> None:
-        """Copy the parts of a body of unknown length into one block now; joining all at its end blocks the loop.
+        """Copy the parts of a body of unknown length into one block.
 
-        There may be a million of them, which only ``join`` copies quickly.
+        Copying all parts at the end of a large body would block the event loop. There may be a million parts, which
+        only ``join`` copies quickly.
         """
         with contextlib.suppress(MemoryError):
             joined = b"".join(self._parts)
@@ -88,7 +90,7 @@ class IncomingBody:
             self._parts = []
 
     def take(self) -> bytes | memoryview:
-        """The whole body, now that it is complete. Raises ServeError: overloaded, if no memory can hold it."""
+        """Return the complete body. Raises ServeError: overloaded if memory is too short."""
         if self._large is not None:
             return self._large.content()
         try:
@@ -97,7 +99,7 @@ class IncomingBody:
             raise out_of_memory("receiving a request") from None
 
     def drop(self) -> None:
-        """Keep nothing of the body, including its rest."""
+        """Release the received bytes, and drop the rest when it arrives."""
         self._parts = []
         if self._large is not None:
             self._large.drop()
@@ -106,12 +108,18 @@ class IncomingBody:
 async def inflate(
     body: bytes | memoryview, encoding: Encoding, hold: Hold, *, max_bytes: int, max_json_bytes: int | None = None
 ) -> bytes | memoryview:
-    """Inflate the body of a request. ``hold`` has reserved the compressed bytes, and grows by the inflated ones.
+    """Inflate the body of a request.
 
-    ``max_json_bytes`` is the limit of a body that is only JSON, None for another.
+    Args:
+        body: The compressed body.
+        encoding: Compression of the body.
+        hold: Reservation of the compressed bytes, which grows by the inflated ones.
+        max_bytes: Maximum size of the inflated body.
+        max_json_bytes: Maximum size of an inflated body that is only JSON; None for any other body.
 
     Raises:
-        ServeError: too_large, as soon as the limit is reached; overloaded; invalid_input for malformed data.
+        ServeError: too_large, as soon as a limit is reached; overloaded if memory is too short; invalid_input for
+            malformed data.
     """
     option = "max_body_bytes"
     if max_json_bytes is not None and max_json_bytes < max_bytes:
@@ -123,10 +131,11 @@ async def inflate(
 async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | memoryview:
     """Read a whole body from ASGI.
 
-    ``hold`` has reserved the announced bytes. While the body arrives it reserves only the received ones.
+    ``hold`` is the reservation of the announced bytes. It shrinks to the received bytes while the body arrives.
 
     Raises:
-        ServeError: too_large, before more than ``max_bytes`` are kept; overloaded; cancelled if the caller left.
+        ServeError: too_large, before more than ``max_bytes`` are stored; overloaded if memory is too short; cancelled
+            if the caller left.
     """
     body = IncomingBody(hold, max_bytes=max_bytes)
     while True:
@@ -138,10 +147,10 @@ async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | 
 
 
 async def read_json_object(receive: Receive) -> dict[str, Any]:
-    """Read a small JSON object from ASGI; its content type is ignored, and an empty body counts as ``{}``.
+    """Read a small JSON object from ASGI. The content type is ignored, and an empty body counts as ``{}``.
 
     Raises:
-        ServeError: too_large, cancelled, or invalid_input if the body is not a JSON object.
+        ServeError: too_large; cancelled if the caller left; invalid_input if the body is not a JSON object.
     """
     body = bytearray()
     is_last = False
@@ -156,7 +165,7 @@ async def read_json_object(receive: Receive) -> dict[str, Any]:
 
 
 async def _next_part(receive: Receive) -> tuple[bytes, bool]:
-    """The next bytes of a body, and whether they are the last. Raises ServeError: cancelled if the caller left."""
+    """Return the next bytes, and whether they are the last. Raises ServeError: cancelled if the caller left."""
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ServeError(ErrorKind.CANCELLED, "the caller left before its body was complete")

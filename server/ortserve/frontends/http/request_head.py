@@ -1,9 +1,9 @@
 """Heads of requests: the path of inference, the headers that inference reads, and a cache of parsed heads.
 
-The requests of one client seldom differ in more than their bodies. ``HeadCache`` stores the result of parsing a head
-under the bytes of the head, without the length of the body and without the values of headers that a client or a proxy
-may change with each request. Any of these values may be a credential, so the cache stores values of a few known headers
-only. Two heads with equal remaining bytes have the same meaning except for the removed values.
+The requests of one client seldom differ in more than their bodies. ``HeadCache`` maps the bytes of a head to the parsed
+head. The key lacks the length of the body, and the values of headers that a client or a proxy may change with each
+request. These values may be credentials, so the cache stores the values of a few known headers only. Two heads with
+equal keys have the same meaning, except for the removed values.
 """
 
 import re
@@ -22,20 +22,20 @@ from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER
 Header = tuple[bytes, bytes]
 
 MAX_CACHED_BYTES: Final = 1024
-"""Of one head. Longer heads are parsed each time."""
+"""Maximum size of a cached head. Longer heads are parsed each time."""
 
 MAX_CACHED_HEADS: Final = 1024
-"""Of a server. The oldest head is evicted first."""
+"""Maximum number of cached heads of a server. The oldest head is evicted first."""
 
 _MAX_CACHED_URL_BYTES: Final = 512
-"""Callers choose URLs freely and the results of short ones are cached, so longer ones are matched each time."""
+"""Maximum size of a URL whose parsed path is cached. Callers choose URLs freely; longer ones are parsed each time."""
 
 _MAX_DIGITS: Final = 18
-"""Of a number of bytes or milliseconds: int() rejects some thousands, and 64 bits hold 19."""
+"""Maximum digits of a number of bytes or milliseconds: 64 bits hold 19, and ``int()`` rejects some thousands."""
 
 _EMPTY_LINE: Final = b"\r\n\r\n"
 _LENGTHS: Final = (b"\r\nContent-Length: ", b"\r\ncontent-length: ")
-"""The two spellings of common clients. A head with another spelling is parsed each time."""
+"""The two spellings that common clients use. A head with another spelling is parsed each time."""
 
 _TIMEOUTS: Final = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
 """Our header, and the one that Envoy sends to its upstream servers by default."""
@@ -68,14 +68,15 @@ _KEPT: Final = _INFER_HEADERS | frozenset(
         b"user-agent",
     )
 )
-"""Headers whose values the cache stores: those that decide the meaning of a request, and those that clients send
-unchanged. The values of all others are removed."""
+"""Headers whose values are part of a cache key: they decide the meaning of a request, or clients send them unchanged.
+The values of all other headers are removed."""
 
 _VARYING_LINE: Final = re.compile(
     rb"\r\n(?!(?i:%b): )([!#$%%&'*+.^_`|~0-9A-Za-z-]+): ([!-~]+(?: [!-~]+)*)(?=\r\n)"
     % b"|".join(map(re.escape, sorted(_KEPT)))
 )
-"""Only the spelling of common clients, and values that every parser reads without change."""
+"""A header line whose value is removed. Matches only the spelling of common clients, and values that every parser reads
+without change."""
 
 _UPGRADE_HEADERS: Final = (b"upgrade", b"http2-settings")
 """Headers with which a client offers another protocol; its ``Connection`` names them, too."""
@@ -87,7 +88,7 @@ _ENCODING_BY_NAME: Final = {encoding.value.encode(): encoding for encoding in En
 _IDENTITY: Final = (b"identity", b"")
 
 _MAX_ACCEPT_BYTES: Final = 200
-"""Of an Accept-Encoding. Longer values are ignored: no client needs them."""
+"""Maximum size of an ``Accept-Encoding``. Longer values are ignored: no client needs them."""
 
 
 class UnknownEncodingError(ServeError):
@@ -101,16 +102,16 @@ class UnknownEncodingError(ServeError):
 
 
 def infer_target(url: bytes) -> tuple[str, str] | None:
-    """Model and version (``""`` for none) of the URL of an infer request; None for any other URL.
+    """Return model and version (``""`` without one) of the URL of an infer request; None for any other URL.
 
-    ``url`` is a path with an optional query, as it was sent.
+    ``url`` is a path with an optional query, as the client sent it.
     """
     path = url.partition(b"?")[0]
     return _cached_infer_path(path) if len(url) <= _MAX_CACHED_URL_BYTES else match_infer_path(path)
 
 
 def match_infer_path(raw_path: bytes) -> tuple[str, str] | None:
-    """Model and version (``""`` for none) of an infer path that is still percent-encoded; None for other paths."""
+    """Return model and version (``""`` without one) of a percent-encoded infer path; None for any other path."""
     if not raw_path.startswith(b"/v2/models/") or not raw_path.isascii():
         return None
     parts = raw_path.decode("ascii").rstrip("/").split("/")
@@ -132,15 +133,15 @@ def _cached_infer_path(path: bytes) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class InferHeaders:
-    """The content of the headers of an inference request: about its body, and about the expected response.
+    """Parsed headers of an inference request, about its body and about the expected response.
 
     Attributes:
-        body_bytes: Announced length, 0 for a chunked body.
+        body_bytes: Announced length of the body; 0 if it is chunked.
         json_bytes: Length of the JSON part; None if the whole body is JSON.
-        timeout_ns: Time that the caller waits for the response.
-        encoding: Compression of the body.
-        accepted: Compression that the caller prefers for the response.
-        load_format: Format of the requested load report.
+        timeout_ns: Time that the caller waits for the response; None for no limit.
+        encoding: Compression of the body; None without compression.
+        accepted: Compression that the caller prefers for the response; None without compression.
+        load_format: Format of the load report that the caller requests; None without a request.
     """
 
     body_bytes: int = 0
@@ -152,15 +153,15 @@ class InferHeaders:
 
 
 def credentials(headers: Iterable[Header]) -> list[bytes]:
-    """All values of ``authorization``; the names of ``headers`` are in lower case."""
+    """Return all values of ``authorization``. The names of ``headers`` are in lower case."""
     return [value for name, value in headers if name == b"authorization"]
 
 
 def read_infer_headers(headers: Iterable[Header]) -> InferHeaders:
-    """Read the headers of an inference request; their names are in lower case.
+    """Parse the headers of an inference request. Their names are in lower case.
 
     Raises:
-        ServeError: invalid_input for a size or timeout that is not a number, unsupported for an encoding.
+        ServeError: invalid_input for a malformed size, timeout or report format; unsupported for an unknown encoding.
     """
     body_bytes = 0
     json_bytes: int | None = None
@@ -209,10 +210,10 @@ def read_infer_headers(headers: Iterable[Header]) -> InferHeaders:
 
 
 def body_encoding(value: bytes) -> Encoding | None:
-    """Read a Content-Encoding; None for a body without compression.
+    """Parse a ``Content-Encoding``; None for a body without compression.
 
     Raises:
-        UnknownEncodingError: For any other encoding, and for several at once.
+        UnknownEncodingError: The encoding is unknown, or the body has several encodings.
     """
     name = value.strip().lower()
     if name in _IDENTITY:
@@ -224,9 +225,10 @@ def body_encoding(value: bytes) -> Encoding | None:
 
 
 def response_encoding(value: bytes) -> Encoding | None:
-    """Read an Accept-Encoding: the encoding with the highest weight, the first of equals; None for no compression.
+    """Choose from an ``Accept-Encoding`` the encoding with the highest weight; None for no compression.
 
-    Unknown encodings, ``*`` and malformed entries are ignored. A response without compression is always allowed.
+    The first of equal weights wins. Unknown encodings, ``*`` and malformed entries are ignored. A response without
+    compression is always allowed.
     """
     return _preferred_encoding(value) if len(value) <= _MAX_ACCEPT_BYTES else None
 
@@ -259,13 +261,13 @@ def _weight(parameters: list[bytes]) -> float:
 
 @dataclass(slots=True)
 class InferHead:
-    """The head of an infer request. It never changes; it is not frozen because that makes construction slower.
+    """The head of an infer request. It never changes; it is not a frozen class because that slows construction.
 
     Attributes:
-        url: As it was sent.
-        model: From the path.
-        version: From the path; empty if the path has none.
-        headers: Names are in lower case.
+        url: Path and query, as the client sent them.
+        model: Name of the model in the path.
+        version: Version or label in the path; empty if the path has no version.
+        headers: All headers; names are in lower case.
         keep_alive: Whether the connection stays open after the response.
         expects_continue: Whether the caller waits for ``100 Continue`` before it sends the body.
     """
@@ -280,10 +282,10 @@ class InferHead:
     _varying: tuple[int, ...] = ()
 
     def read(self) -> InferHeaders:
-        """The headers that inference reads.
+        """Return the parsed headers, which are parsed once.
 
         Raises:
-            ServeError: As ``read_infer_headers``.
+            ServeError: As from ``read_infer_headers``.
         """
         read = self._read
         if read is None:
@@ -295,17 +297,17 @@ class InferHead:
         return credentials(self.headers)
 
     def body_bytes(self) -> int:
-        """The announced length of the body. Raises ServeError: As ``read_infer_headers``."""
+        """Return the announced length of the body. Raises ServeError: As from ``read_infer_headers``."""
         return (self._read or self.read()).body_bytes
 
     def without_values(self) -> "InferHead":
-        """This head without the values of headers that vary, for the cache."""
+        """Return a copy for the cache, without the values of varying headers."""
         varying = tuple(index for index, (name, _) in enumerate(self.headers) if name not in _KEPT)
         headers = [(name, value if name in _KEPT else b"") for name, value in self.headers]
         return replace(self, headers=headers, _varying=varying)
 
     def with_values(self, values: list[bytes]) -> "InferHead":
-        """This cached head with the values of the headers that vary, in their order."""
+        """Return a copy of this cached head with ``values`` of the varying headers, in order."""
         headers = self.headers.copy()
         for index, value in zip(self._varying, values, strict=True):
             headers[index] = (headers[index][0], value)
@@ -315,10 +317,13 @@ class InferHead:
 
 
 class HeadCache(dict[bytes | tuple[bytes, ...], InferHead]):
-    """Parsed heads by their bytes; a head with varying values by the bytes around them. Loop thread only."""
+    """Cache of parsed heads by their bytes, or by the bytes around their varying values. Loop thread only."""
 
     def find(self, key: bytes, max_bytes: int) -> InferHead | None:
-        """The head with this key from ``split_head``; None for an unknown head and for one over ``max_bytes``."""
+        """Return the head with this key from ``split_head``.
+
+        None for an unknown head, and for a head of more than ``max_bytes`` with varying values.
+        """
         head = self.get(key)
         if head is None and len(key) <= max_bytes:
             around, values = _cut(key)
@@ -328,13 +333,13 @@ class HeadCache(dict[bytes | tuple[bytes, ...], InferHead]):
         return head
 
     def keep(self, key: bytes, head: InferHead) -> None:
-        """Store a head, unless it is unusual or long, or may hold a credential that was not removed."""
+        """Store a head, unless it is unusual or long, or a varying value, perhaps a credential, was not removed."""
         around, values = _cut(key)
         if values != [value for name, value in head.headers if name not in _KEPT]:
             return
         if b"?" in head.url or sum(map(len, around)) > MAX_CACHED_BYTES:
             return
-        if head.expects_continue:  # its body arrives later, except from callers that do not wait
+        if head.expects_continue:  # such a body seldom arrives with its head
             return
         if len(self) >= MAX_CACHED_HEADS:
             del self[next(iter(self))]
@@ -345,7 +350,7 @@ class HeadCache(dict[bytes | tuple[bytes, ...], InferHead]):
 
 
 def _cut(key: bytes) -> tuple[tuple[bytes, ...], list[bytes]]:
-    """Split a key into the bytes around the varying values (with the names of their headers), and those values."""
+    """Split a key into the bytes around the varying values, with the names of their headers, and the values."""
     parts = _VARYING_LINE.split(key)
     values = parts[2::3]
     del parts[2::3]
@@ -353,10 +358,10 @@ def _cut(key: bytes) -> tuple[tuple[bytes, ...], list[bytes]]:
 
 
 def split_head(data: bytes) -> tuple[bytes, bytes] | None:
-    """Split one whole request into the key of its head and its body; None if ``data`` does not look like one.
+    """Split one whole request into the key of its head and its body; None if ``data`` looks like anything else.
 
-    The key lacks the digits of the first content length. Nothing else is checked: the parser may find no head in
-    ``data`` at all, or several.
+    The key is the head without the digits of the first content length. Only this length is checked: the parser may
+    find no head in ``data`` at all, or several.
     """
     body_at = data.find(_EMPTY_LINE) + len(_EMPTY_LINE)
     for name in _LENGTHS:
@@ -372,7 +377,7 @@ def split_head(data: bytes) -> tuple[bytes, bytes] | None:
 
 
 def head_without_upgrade(method: bytes, url: bytes, version: str, headers: Iterable[Header]) -> bytes:
-    """A head without its offer of another protocol, which a server may ignore (RFC 9110, section 7.8)."""
+    """Encode a head without its offer of another protocol, which a server may ignore (RFC 9110, section 7.8)."""
     lines = [b"%s %s HTTP/%s" % (method, url, version.encode())]
     for name, value in headers:
         if name == b"connection":

@@ -1,4 +1,4 @@
-"""HTTP responses: their content, their compression, and the transport that writes those of one loop turn together."""
+"""HTTP responses: content, compression, and a transport that joins the writes of one turn of the event loop."""
 
 import asyncio
 import json
@@ -25,11 +25,11 @@ _JSON: Final = (b"content-type", b"application/json")
 _BINARY: Final = (b"content-type", b"application/octet-stream")
 
 _INLINE_COMPRESSION_BYTES: Final = 64 * 1024
-"""The event loop compresses bodies up to this size, in about 0.6 ms."""
+"""The event loop compresses bodies up to this size itself, in about 0.6 ms."""
 
 
 class HttpResponse(NamedTuple):
-    """``headers`` describe the content; ``content-length`` and ``connection`` are not among them."""
+    """A whole response. ``headers`` lack ``content-length`` and ``connection``, which ``Exchange.write`` adds."""
 
     status: int
     body: bytes | memoryview
@@ -40,11 +40,11 @@ class HttpResponse(NamedTuple):
 
 
 WRONG_METHOD: Final = HttpResponse(405, b'{"error":"Method Not Allowed"}', (_JSON, (b"allow", b"POST")))
-"""For another method than POST on an infer path."""
+"""Response to a method other than POST on an infer path."""
 
 
 def success(encoded: EncodedResponse, timing: Timing) -> HttpResponse:
-    """The response that carries outputs."""
+    """Return the response that carries the outputs."""
     server_timing = (b"server-timing", timing.server_timing())
     if encoded.json_size is None:
         return HttpResponse(200, encoded.body, (server_timing, _JSON))
@@ -53,7 +53,7 @@ def success(encoded: EncodedResponse, timing: Timing) -> HttpResponse:
 
 
 def failure(error: ServeError) -> HttpResponse:
-    """The JSON document of an error, with the status and headers of its kind."""
+    """Return the JSON document of an error, with the status and headers of its kind."""
     headers: tuple[Header, ...] = (_JSON,)
     if error.retry_after_s is not None:
         headers = (_JSON, (b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
@@ -66,7 +66,7 @@ def failure(error: ServeError) -> HttpResponse:
 
 
 def key_rejection(guard: Guard | None, authorizations: Sequence[str | bytes]) -> HttpResponse | None:
-    """The response to a caller without the key that ``guard`` expects; None if the caller may proceed."""
+    """Return the response to a caller without the key that ``guard`` expects; None if the caller may proceed."""
     try:
         if guard is not None:
             guard.check(authorizations)
@@ -76,7 +76,7 @@ def key_rejection(guard: Guard | None, authorizations: Sequence[str | bytes]) ->
 
 
 def _challenge(error: RefusedKeyError) -> str:
-    """The expected credentials (RFC 6750, section 3): the group is the realm, and the scope that a key lacks."""
+    """Describe the expected credentials (RFC 6750, section 3). The group is the realm, and the scope a key lacks."""
     challenge = f'Bearer realm="{error.group}"'
     if error.kind is ErrorKind.FORBIDDEN:
         return f'{challenge}, error="insufficient_scope", scope="{error.group}"'
@@ -91,7 +91,7 @@ def _document(message: str) -> bytes:
 
 
 def should_compress(response: HttpResponse, encoding: Encoding | None, *, min_bytes: int) -> bool:
-    """Whether to compress a response: it is a success, the caller asks for it, it is large enough and would shrink."""
+    """Whether to compress a response: it is successful, requested in ``encoding``, large enough, and would shrink."""
     return (
         response.status == 200
         and encoding is not None
@@ -101,22 +101,22 @@ def should_compress(response: HttpResponse, encoding: Encoding | None, *, min_by
 
 
 def compressed(response: HttpResponse, encoding: Encoding) -> HttpResponse:
-    """The response with a compressed body. Any thread."""
+    """Return the response with a compressed body. Any thread."""
     header = (b"content-encoding", encoding.value.encode())
     return HttpResponse(response.status, compress(response.body, encoding), (*response.headers, header))
 
 
 def compresses_inline(response: HttpResponse) -> bool:
-    """Whether the event loop may run ``compressed``."""
+    """Whether the response is small enough to run ``compressed`` on the event loop."""
     return len(response.body) <= _INLINE_COMPRESSION_BYTES
 
 
 class CorkedTransport:
     """Collects the writes of one loop turn and passes them on together, without a copy. Loop thread only.
 
-    It has those methods of ``asyncio.Transport`` that the server uses, under their names.
+    It provides the methods of ``asyncio.Transport`` that the server uses.
 
-    uvloop makes a system call for each write. For a small response a second call costs as much as decoding the
+    uvloop makes a system call for each write. For a small response, a second call costs as much as decoding the
     request.
     """
 
@@ -134,7 +134,7 @@ class CorkedTransport:
         self._pending.append(data)
 
     def write_out(self, *data: bytes | memoryview) -> None:
-        """Write at once, behind the collected data: for exchanges that write once in a loop turn."""
+        """Write at once, after the collected data. For exchanges that write once in a loop turn."""
         if self._pending:
             self._pending += data
             self._flush()
@@ -144,7 +144,7 @@ class CorkedTransport:
             self._transport.writelines(data)
 
     def write_eof(self) -> None:
-        """Send a FIN behind the collected data. Later writes are dropped."""
+        """Send a FIN after the collected data. Later writes are dropped."""
         self._flush()
         self._has_ended = True
         if not self._transport.is_closing():

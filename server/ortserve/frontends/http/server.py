@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on our event loop, socket and protocol. The composition root starts and stops it."""
+"""The HTTP server: uvicorn with our event loop, socket and protocol. The composition root starts and stops it."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,11 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 _CLOSE_S: Final = ARRIVAL_S + 0.1
-"""Added to the grace time: idle connections close in the next turns of the event loop, unused ones after a moment."""
+"""Time beyond the grace time in which idle connections close. Those without any request so far take ``ARRIVAL_S``."""
 
 
 class HttpServer:
-    """Listens from ``start`` to ``stop``."""
+    """Listens and answers from ``start`` to ``stop``."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class HttpServer:
         port: int,
         tls: TlsPort | None = None,
     ) -> None:
-        """Open nothing yet.
+        """Create the server, which opens no socket before ``start``.
 
         Args:
             infer: Answers inference.
             asgi: Answers all other requests.
-            context: Of the connections.
+            context: Shared state of the connections.
             host: Address to listen on.
-            port: 0 for any free one.
-            tls: None for plain text.
+            port: Port to listen on; 0 for any free port.
+            tls: Shared state of the TLS sessions; None for plain text.
         """
         self._infer = infer
         self._asgi = asgi
@@ -61,17 +61,17 @@ class HttpServer:
 
     @property
     def connection_count(self) -> int:
-        """Open connections."""
+        """Number of open connections."""
         return len(self._server.server_state.connections) if self._server is not None else 0
 
     async def start(self) -> int:
         """Listen.
 
         Returns:
-            The port that was bound.
+            The bound port.
 
         Raises:
-            ServeError: conflict, naming the option, if the server cannot listen on the address.
+            ServeError: conflict if the server cannot listen on the address; the message names the option.
         """
         listener = open_listener("http_port", self._host, self._port)
         make_protocol = self._tls.wrap(self._make_protocol) if self._tls else self._make_protocol
@@ -91,7 +91,7 @@ class HttpServer:
         return int(listener.getsockname()[1])
 
     def _make_protocol(self, *, server_state: ServerState, app_state: dict[str, Any], **_: object) -> HttpProtocol:
-        """Called by uvicorn for each connection, with these arguments by name and some that are not used."""
+        """Create the protocol of a connection. uvicorn passes these arguments by name, and others that are not used."""
         return HttpProtocol(self._context, self._infer, self._asgi, server_state, app_state)
 
     def begin_drain(self) -> None:
@@ -113,7 +113,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, and with our drain: it cuts off what takes longer than ``grace_s``."""
+    """uvicorn without signal handlers, and with a drain that cuts off requests after ``grace_s``."""
 
     grace_s = 0.0
 
@@ -158,7 +158,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _connect(self, connected: socket.socket) -> None:
-        """Serve a connection as uvicorn does."""
+        """Serve an accepted connection with the protocol that uvicorn would create."""
         make = partial(self._make_protocol, server_state=self.server_state, app_state=self.lifespan.state)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(make, connected)
@@ -182,9 +182,9 @@ class _Server(uvicorn.Server):
 
 
 def _accept_waiting(listeners: Iterable[socket.socket]) -> Iterator[socket.socket]:
-    """Accept the connections that wait for that, which a closed listener would reset."""
+    """Accept the connections in the backlog, which closing the listener would reset."""
     for listener in listeners:
-        with contextlib.suppress(OSError):  # BlockingIOError: no more wait
+        with contextlib.suppress(OSError):  # BlockingIOError: the backlog is empty
             while True:
                 connected, _ = listener.accept()
                 connected.setblocking(False)

@@ -1,4 +1,4 @@
-"""Files of pages, with headers that restrict a browser to them and make it revalidate its copies."""
+"""Files of pages, with headers that restrict what browsers load and make them revalidate cached copies."""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -17,15 +17,15 @@ _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"
 
 
 class StaticFile:
-    """A file and its headers."""
+    """A file with the headers of its responses."""
 
     def __init__(self, name: str, body: bytes, policy: str) -> None:
-        """Keep a file.
+        """Store the content and compute the headers.
 
         Args:
-            name: Its suffix decides its type.
-            body: Its content.
-            policy: Content-Security-Policy of a page.
+            name: Name of the file; the suffix selects the content type.
+            body: Content of the file.
+            policy: Value of the header ``Content-Security-Policy``.
         """
         self._body = body
         self._headers = {
@@ -33,11 +33,11 @@ class StaticFile:
             "content-security-policy": policy,
             "content-type": f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8",
             "etag": f'"{sha256(body).hexdigest()[:32]}"',
-            "cache-control": "no-cache",  # browsers revalidate each time, and get 304 while the file is the same
+            "cache-control": "no-cache",  # browsers revalidate each time, and get 304 for an unchanged file
         }
 
     def answer(self, request: Request) -> Response:
-        """The file, or 304 to a browser that has it."""
+        """Return the file, or 304 to a browser with the same copy."""
         known = request.headers.get("if-none-match", "")
         if self._headers["etag"] in (tag.strip().removeprefix("W/") for tag in known.split(",")):
             return Response(status_code=304, headers=self._headers)

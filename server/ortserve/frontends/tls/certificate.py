@@ -1,8 +1,8 @@
-"""The certificate, its key and the authorities of clients: read from files, checked, and followed while they change.
+"""Reads and checks the files of the certificate, its key and the authorities of clients, and follows their changes.
 
-``cryptography`` checks them, because it gives reasons for users, and reads the expiry date for the metrics. OpenSSL (by
-``ssl``) and grpc load the same files after the check. The composition root imports this module only for TLS, because
-``cryptography`` is large.
+``cryptography`` checks the files, because it reports understandable reasons, and reads the expiry date for the metrics.
+OpenSSL (through ``ssl``) and grpc load the same contents after the check. The composition root imports this module only
+for TLS, because ``cryptography`` is large.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ LOOK_S: Final = 1.0
 _MAX_BYTES: Final = 1024 * 1024
 
 _CURVES: Final = {"secp256r1": "P-256", "secp384r1": "P-384", "secp521r1": "P-521"}
-"""Curves of OpenSSL that the BoringSSL in grpc supports, too."""
+"""Curves that both OpenSSL and the BoringSSL in grpc support, with the names for error texts."""
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""Of TLS 1.2; all ciphers of 1.3 are allowed. HTTP/2 forbids others (RFC 9113, section 9.2.2)."""
+"""Allowed ciphers of TLS 1.2: HTTP/2 forbids others (RFC 9113, section 9.2.2). All ciphers of TLS 1.3 are allowed."""
 
 _VERSIONS: Final = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 
@@ -51,7 +51,7 @@ Port = Literal["http", "grpc", "metrics"]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The paths from the options."""
+    """Paths of the files, from the options."""
 
     cert: Path
     key: Path
@@ -60,7 +60,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class FileContents:
-    """The contents of the files, in PEM; compared to find changes."""
+    """The contents of the files, in PEM. Comparing them finds changes."""
 
     cert: bytes
     key: bytes = field(repr=False)
@@ -72,8 +72,8 @@ class Certificate:
     """A checked certificate.
 
     Attributes:
-        contents: Of its files.
-        client_ca_der: The authorities of clients; None if clients need no certificate.
+        contents: Contents of the files.
+        client_ca_der: Certificates of the client authorities, in DER; None if clients need no certificate.
         begins_s: Start of the time in which the whole chain is valid, in seconds since 1970.
         expires_s: End of that time.
     """
@@ -89,7 +89,7 @@ class Certificate:
 
 
 class CertificateMetrics(Protocol):
-    """Counts renewals of the certificate, and shows its expiry date."""
+    """Metrics of the certificate: renewals by outcome, and the expiry date."""
 
     def certificate_serves(self, expires_s: float) -> None: ...
     def certificate_reloaded(self, *, is_ok: bool) -> None: ...
@@ -102,7 +102,7 @@ class _Serving:
 
 
 class ServerCertificate:
-    """The current certificate. ``watch`` runs on the event loop; contexts are created for any thread."""
+    """The current certificate. ``watch`` runs on the event loop. Any thread may use the contexts."""
 
     def __init__(
         self,
@@ -111,13 +111,13 @@ class ServerCertificate:
         metrics: CertificateMetrics,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """Read the files. Their certificate is used with any dates, because there is no other.
+        """Read the files. The first certificate is used whatever its dates, because there is no other.
 
         Args:
-            files: Their paths.
+            files: Paths of the files.
             min_version: Oldest supported version of TLS.
-            metrics: Of the certificate.
-            now_s: Seconds since 1970, to compare the dates of certificates with.
+            metrics: Metrics of the certificate.
+            now_s: Returns the current time, in seconds since 1970, for comparisons with dates of certificates.
 
         Raises:
             ServeError: invalid_input, naming the option of a file that cannot be used.
@@ -142,15 +142,15 @@ class ServerCertificate:
         return self._files.client_ca is not None
 
     def context_of(self, port: Port) -> Callable[[], ssl.SSLContext]:
-        """A function that returns the context of the next connection of a port.
+        """Return a function that returns the context of the next connection of a port.
 
-        A renewal creates a new context instead of changing the old one: a changed context would still resume sessions
-        of clients whose certificates the new authorities do not accept.
+        A renewal creates a new context. A changed context would still resume sessions of clients whose certificates
+        the new authorities reject.
         """
         return lambda: self._serving.contexts[port]
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials for one server of grpcio, which calls ``fetch`` before each handshake."""
+        """Return credentials for one grpcio server, which calls ``fetch`` before each handshake."""
         current = self._serving.certificate
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -176,7 +176,7 @@ class ServerCertificate:
         await self._followed.check()
 
     async def _accept(self, contents: FileContents) -> None:
-        if self._built.certificate.contents != contents:  # else it is built already and not valid yet
+        if self._built.certificate.contents != contents:  # otherwise it was built before and was not valid yet
             self._built = await asyncio.to_thread(self._build, contents)
         reason = _reason_to_wait(self._serving.certificate, self._built.certificate, self._now_s())
         if reason is not None:
@@ -228,14 +228,14 @@ class ServerCertificate:
             ) from None
         if client_ca_der is not None:
             context.verify_mode = ssl.CERT_REQUIRED
-            # As in grpc, every certificate in the file is trusted, even if it is no root.
+            # As in grpc, every certificate in the file is trusted, including intermediate ones.
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             context.load_verify_locations(cadata=client_ca_der)
         return context
 
 
 def read_files(files: TlsFiles) -> FileContents:
-    """Read all files, in any thread.
+    """Read all files. Any thread.
 
     Raises:
         ServeError: invalid_input, naming the option of a file that cannot be read.
@@ -296,7 +296,7 @@ def _certificates(option: str, path: Path, content: bytes) -> list[x509.Certific
 
 @contextmanager
 def _path_of(content: bytes) -> Iterator[str]:
-    """A path at which only this process can read the content: an anonymous file, in memory if the system has them."""
+    """Yield a path at which only this process can read the content: an anonymous file, in memory if possible."""
     in_memory = hasattr(os, "memfd_create")
     with os.fdopen(os.memfd_create("tls"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
         file.write(content)
@@ -305,7 +305,7 @@ def _path_of(content: bytes) -> Iterator[str]:
 
 
 def _reason_to_wait(old: Certificate, new: Certificate, now_s: float) -> str | None:
-    """Why the old certificate stays in use: clients accept its dates, and would not accept those of the new one."""
+    """Return the reason to keep the old certificate in use: it is valid, and the new one is not; otherwise None."""
     if new.is_valid(now_s) or not old.is_valid(now_s):
         return None
     dates = f"{_date(new.begins_s)} to {_date(new.expires_s)}"

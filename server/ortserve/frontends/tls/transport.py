@@ -1,14 +1,14 @@
-"""TLS between a socket and the protocol that is served over it.
+"""TLS between a socket and the protocol served over it (HTTP or gRPC).
 
-``TlsTransport`` is the protocol of the socket and the transport of that protocol, without a buffer of its own: it
-decrypts received bytes and passes them on at once, and encrypts written bytes and passes them to the transport of the
-socket, which has the only write buffer, limits and pauses. So a protocol behaves the same with and without TLS: a slow
-reader gets the whole last response before the connection closes, and a connection closes at once whether or not its
-peer sends close_notify. The TLS transports of asyncio and uvloop wait ``ssl_shutdown_timeout`` for close_notify, and
-drop unsent bytes at the same timeout: either idle clients delay a drain, or slow ones lose the end of their responses.
+``TlsTransport`` is the protocol of the socket and the transport of the served protocol. It has no buffer of its own: it
+decrypts received bytes and passes them on at once. It encrypts written bytes and passes them to the transport of the
+socket, which has the only write buffer, limits and pauses. So a protocol behaves the same with and without TLS. A slow
+reader gets the whole last response before the connection closes. A connection closes at once whether or not its peer
+sends close_notify. The TLS transports of asyncio and uvloop wait ``ssl_shutdown_timeout`` for close_notify, and drop
+unsent bytes at the same timeout: either idle clients delay a drain, or slow ones lose the end of their responses.
 
-This module also bounds how much of one peer is decrypted in a loop turn, and ``RecordBudget`` how many bytes without
-data a peer may send. No limit of a protocol covers these.
+This module also limits the bytes of one peer that are decrypted in a loop turn. ``RecordBudget`` limits the bytes
+without data that a peer sends. No limit of a protocol covers these.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 _PLAINTEXT_BYTES: Final = 16 * 1024
-"""Maximum plaintext of a record (RFC 8446, section 5.1), so that a read takes a whole record."""
+"""Maximum plaintext of a record (RFC 8446, section 5.1), so that one ``SSLObject.read`` returns a whole record."""
 
 _JOINED_BYTES: Final = 64 * 1024
-"""Parts up to this total size are encrypted together: a copy is cheaper than a record for each part."""
+"""Parts up to this total size are joined and encrypted together: a copy is cheaper than a record for each part."""
 
 _PIECE_BYTES: Final = 256 * 1024
-"""Encrypted at a time, so that a large response is not kept twice."""
+"""Bytes that are encrypted at a time, so that a large response is not held twice."""
 
 _SLICE_BYTES: Final = 32 * 1024
-"""Decrypted between two checks of the record budget. Smaller slices would slow uploads."""
+"""Bytes that are decrypted between two checks of the record budget. Smaller slices would slow uploads."""
 
 _UNREAD_BYTES: Final = 64 * 1024
-"""A peer with more unsent bytes than this does not read."""
+"""Size of the write buffer above which the peer counts as not reading."""
 
 
 class TlsPort:
@@ -54,15 +54,15 @@ class TlsPort:
         alpn: str | None = None,
         clock: Clock = monotonic_ns,
     ) -> None:
-        """Accept nothing yet.
+        """Store the parameters.
 
         Args:
             context: Returns the context of the next session.
-            port: Name, for the log.
-            handshake_timeout_s: From the begin of a connection to the end of its handshake.
-            max_handshakes: At one time; further connections are closed.
+            port: Name of the port, for the log.
+            handshake_timeout_s: Time from the beginning of a connection to the end of its handshake.
+            max_handshakes: Number of concurrent handshakes; further connections are closed.
             alpn: Protocol that a client must negotiate; None for any.
-            clock: Of the record budgets.
+            clock: Clock of the record budgets.
         """
         self.context: Final = context
         self.port: Final = port
@@ -74,11 +74,11 @@ class TlsPort:
         self.handshakes: Final[set[TlsTransport]] = set()
 
     def wrap(self, make: Callable[..., asyncio.Protocol]) -> Callable[..., asyncio.Protocol]:
-        """A factory of protocols for a listener; it calls ``make`` with the same arguments after the handshake."""
+        """Return a protocol factory for a listener. It calls ``make`` with the same arguments after the handshake."""
         return lambda *args, **kwargs: TlsTransport(self, lambda: make(*args, **kwargs))
 
     def close(self) -> None:
-        """Accept no more connections, and abort handshakes: their clients have not sent requests yet."""
+        """Accept no more connections, and abort unfinished handshakes: their clients have sent no requests."""
         self.is_closed = True
         for session in list(self.handshakes):
             session.abort()
@@ -133,7 +133,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             pause_for_turn(self._socket, self.is_reading)
 
     def eof_received(self) -> bool | None:
-        """Whether the socket stays open for responses, as the protocol decides once."""
+        """Return whether the socket stays open for responses. The protocol decides this once."""
         if self._protocol is None or self._is_closing or self._has_ended:
             return self._has_ended and not self._is_closing
         self._has_ended = True
@@ -184,14 +184,14 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
                 self.write(part)
 
     def write_eof(self) -> None:
-        """Send close_notify behind the written data, and drop received bytes until the socket closes."""
+        """Send close_notify after the written data, and drop received bytes until the socket closes."""
         if not self._is_closing:
             self._is_dropping = True
             self._send_close_notify()
             self._socket.write_eof()
 
     def close(self) -> None:
-        """Send close_notify behind the written data, and close when the socket has sent all."""
+        """Send close_notify after the written data, and close when the socket has sent all bytes."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -246,10 +246,10 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
     # Internals
 
     def _continue_handshake(self) -> bool:
-        """Continue the handshake; True if it is complete and the protocol exists."""
+        """Continue the handshake. Returns whether it is complete and the protocol may receive bytes."""
         port = self._port
         try:
-            if self._session is None:  # a session needs memory, so not before the first bytes
+            if self._session is None:  # not before the first bytes, because a session needs memory
                 self._session = port.context().wrap_bio(self._incoming, self._outgoing, server_side=True)
             self._session.do_handshake()
         except ssl.SSLWantReadError:
@@ -270,7 +270,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         return not self._is_closing
 
     def _refuse(self, reason: str) -> None:
-        """Send the alert, and let the peer close until the handshake timeout: a reset could discard the alert."""
+        """Send the alert and wait for the peer to close, up to the handshake timeout: a reset could drop the alert."""
         log_event(logger, logging.DEBUG, "TLS handshake failed", port=self._port.port, reason=reason)
         self._is_closing = True
         self._flush()
@@ -283,7 +283,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self._deadline = None
 
     def _take(self, data: bytes | memoryview, parts: list[bytes]) -> None:
-        """Decrypt received bytes into ``parts`` or the buffer of the protocol; the session may close in it."""
+        """Decrypt received bytes into ``parts`` or the buffer of the protocol. This may close the session."""
         session, incoming = self._session, self._incoming
         incoming.write(data)
         if self._protocol is None:
@@ -294,7 +294,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         assert self._budget is not None
         came, data_bytes, records = incoming.pending, 0, 0
         try:
-            while incoming.pending or session.pending():  # for a record that did not fit into the buffer
+            while incoming.pending or session.pending():  # pending: the rest of a record that exceeded the buffer
                 count = self._read_record(session, parts)
                 if not count:
                     self._has_ended = True
@@ -317,14 +317,14 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self.abort()
 
     def _read_record(self, session: ssl.SSLObject, parts: list[bytes]) -> int:
-        """Decrypt one record, or the part that fits; its bytes, 0 if the peer has sent close_notify."""
+        """Decrypt one record, or the part that fits. Returns the number of bytes; 0 after close_notify of the peer."""
         receiver = self._receiver
         if receiver is None:
             part = session.read(_PLAINTEXT_BYTES)
             if part:
                 parts.append(part)
             return len(part)
-        read: Any = session.read  # its stub lacks buffers other than bytearray, and the returned number
+        read: Any = session.read  # its stub declares neither memoryview buffers nor the returned number
         count: int = read(_PLAINTEXT_BYTES, receiver.get_buffer(_PLAINTEXT_BYTES))
         if count:
             receiver.buffer_updated(count)

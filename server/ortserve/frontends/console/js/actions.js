@@ -1,11 +1,11 @@
-// Actions of operators: loads, labels, rollouts and the log level. Each asks once and says what came of it.
+// Actions of operators: loads, labels, rollouts and the log level. Each asks for confirmation and reports its result.
 
 import { call, read } from "./api.js";
 import { el, section, setText } from "./dom.js";
 
 const LEVELS = ["debug", "info", "warning", "error"];
 
-/** Ask a person. Resolves to whether the action may go on. */
+/** Ask the user to confirm an action. Resolves to true if the user confirms it. */
 function confirmed(question, action) {
   return new Promise((resolve) => {
     const dialog = el(
@@ -27,7 +27,7 @@ function confirmed(question, action) {
   });
 }
 
-/** A button for an action, which asks `question()` first, maybe a promise, and reports to `status`. */
+/** Create a button that asks `question()` (a text or its promise), runs `act`, and reports to `status`. */
 function actionButton(title, question, status, act) {
   const button = el("button", { type: "button" }, title);
   button.addEventListener("click", async () => {
@@ -63,7 +63,7 @@ async function unload(name) {
   await change(name, "unload");
 }
 
-/** The loads of one model. All of its versions change. */
+/** Create the buttons that reload and unload one model, with all its versions. */
 export function modelActions(name, status) {
   const buttons = [
     actionButton("Reload", () => `Read the files of ${name} anew and load what has changed? The present load serves until then.`, status, () => load(name)),
@@ -72,7 +72,7 @@ export function modelActions(name, status) {
   return el("p", { class: "row" }, buttons);
 }
 
-/** The actions on labels and rollouts with one version. `rolloutOf()` are the options of the rollout that runs, or null. */
+/** Create the actions on labels and rollouts with one version. `rolloutOf()` returns the options of the rollout or null. */
 export function versionActions(name, version, rolloutOf, status) {
   const path = (last) => `/v2/models/${encodeURIComponent(name)}/${last}`;
   const post = async (last, document) => stableOf(await read("control", path(last), { method: "POST", body: JSON.stringify(document) }));
@@ -121,7 +121,7 @@ function stableOf({ labels }) {
   return stable ? `Stable is version ${stable.version}.` : "No version is labelled stable.";
 }
 
-/** A field to load any model of the repositories. */
+/** Create the form that loads any model of the repositories. */
 export function loadForm() {
   const status = el("p", { role: "status" });
   const names = el("datalist", { id: "repository-models" });
@@ -144,7 +144,7 @@ export function loadForm() {
   return el("div", {}, el("p", { class: "row" }, el("label", { for: "load-name" }, "Load a model"), input, names, button), status);
 }
 
-/** The choice of the log level. */
+/** Create the field that selects the log level. */
 export function logLevel() {
   const status = el("p", { role: "status" });
   const choice = el("select", { id: "log-level" }, LEVELS.map((level) => el("option", { value: level }, level)));

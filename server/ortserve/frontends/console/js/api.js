@@ -1,4 +1,4 @@
-// Calls to the server this page came from. Keys are kept in this module's memory: closing the page forgets them.
+// Calls to the server of this page. Only the memory of this module holds keys, so closing the page discards them.
 
 const keys = new Map();
 let askForKey = async () => null;
@@ -11,26 +11,26 @@ export class CallError extends Error {
   }
 }
 
-/** Set what asks a person for a key of a group. It resolves to the key, or to null if there is none. */
+/** Set the function that asks the user for a key of a group. It resolves to the key, or to null without one. */
 export function setKeyDialog(ask) {
   askForKey = ask;
 }
 
-/** The key of a group that was given before. */
+/** Return the stored key of a group; empty without one. */
 export function keyOf(group) {
   return keys.get(group) ?? "";
 }
 
-/** Keep a key for a group; an empty one is forgotten. */
+/** Store the key of a group; an empty key removes it. */
 export function setKey(group, key) {
   if (key) keys.set(group, key);
   else keys.delete(group);
 }
 
 /**
- * Call the server. If the call needs a key, the keys of the other groups are tried first, then a person is asked.
+ * Call the server. If it rejects the key of the group, try the keys of the other groups, then ask the user.
  *
- * Returns the response. Throws CallError for one that is no success, and TypeError if the server cannot be reached.
+ * Returns the response. Throws CallError for an error response, and TypeError if the server cannot be reached.
  */
 export async function call(group, path, options = {}) {
   const tried = new Set();
@@ -52,7 +52,7 @@ export async function call(group, path, options = {}) {
   }
 }
 
-/** The document of a call. */
+/** Call the server and return the JSON document of the response. */
 export async function read(group, path, options) {
   return (await call(group, path, options)).json();
 }
@@ -67,9 +67,9 @@ async function errorOf(response) {
 }
 
 /**
- * Follow a stream of server-sent events until it ends. EventSource cannot send a key, so the events are read here.
+ * Follow a stream of server-sent events until it ends. EventSource cannot send a key, so this function reads the events.
  *
- * `onEvent` gets the name and the document of each event.
+ * `onEvent` receives the name and the document of each event.
  */
 export async function follow(path, signal, onEvent) {
   const response = await call("metadata", path, { signal });

@@ -83,7 +83,7 @@ export class TimeChart extends Chart {
   }
 }
 
-/** Bars with a label below each, at most 24 of them. */
+/** A chart of at most 24 bars, with a label below each. */
 export class BarChart extends Chart {
   constructor(title, unit) {
     super(title, unit, []);
@@ -106,7 +106,7 @@ export class BarChart extends Chart {
   }
 }
 
-/** A curve over the rows of a batch, on a logarithmic axis, and what was observed as dots. */
+/** A curve over the rows of a batch, on a logarithmic axis, with observations as dots. */
 export class CurveChart extends Chart {
   constructor(title, unit) {
     super(title, unit, ["predicted", "observed mean"]);
@@ -136,7 +136,7 @@ function yOf(value, most) {
   return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / most);
 }
 
-/** The next 1, 2 or 5 times a power of ten. */
+/** Round up to 1, 2 or 5 times a power of ten. */
 function roundUp(value) {
   if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

@@ -15,13 +15,13 @@ function numpyType(datatype) {
   return NUMPY[datatype] ?? `np.${datatype.toLowerCase()}`;
 }
 
-/** The infer path of a version. */
+/** Return the infer path of a version. */
 export function inferPath(name, version) {
   const model = `/v2/models/${encodeURIComponent(name)}`;
   return version ? `${model}/versions/${version}/infer` : `${model}/infer`;
 }
 
-/** The request as a command of curl. A long body is read from a file. */
+/** Return the request as a curl command, which reads a long body from a file. */
 export function curlCommand(origin, path, body, needsKey) {
   const lines = [`curl -s ${origin}${path}`];
   if (needsKey) lines.push(`-H "Authorization: Bearer $KEY"`);
@@ -29,7 +29,7 @@ export function curlCommand(origin, path, body, needsKey) {
   return lines.join(" \\\n  ");
 }
 
-/** A text as Python spells it. JSON's escapes are Python's, too. */
+/** Return a text as a Python literal. The escapes of JSON are valid in Python. */
 function pythonText(text) {
   return JSON.stringify(text);
 }
@@ -38,7 +38,7 @@ function pythonToken(token) {
   return { true: "True", false: "False" }[token] ?? token;
 }
 
-/** The request as a program for tritonclient. */
+/** Return the request as a Python program that uses tritonclient. */
 export function pythonProgram(location, name, version, inputs, outputs, parameters, needsKey) {
   const isSecure = location.protocol === "https:";
   const lines = ["import numpy as np", "import tritonclient.http as triton", ""];

@@ -1,7 +1,7 @@
 // Elements and their text. Text from the server or a caller becomes a text node, never markup.
 
 /**
- * Make an element.
+ * Create an element.
  *
  * Attributes whose names begin with "on" are listeners; true and false set and leave out an attribute.
  */
@@ -9,7 +9,7 @@ export function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** Make an element of a drawing. */
+/** Create an SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
@@ -24,7 +24,7 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Set the text of an element if it differs: unchanged text costs no layout and is not announced again. */
+/** Set the text of an element if it differs, so that unchanged text causes no layout and is not announced again. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -1,30 +1,30 @@
-// Numbers in words, short enough for a table.
+// Numbers as texts that are short enough for a table.
 
-/** A number with three digits, without an exponent. */
+/** Format a number with three digits, without an exponent. */
 export function number(value) {
   if (value === 0) return "0";
   if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(3)));
 }
 
-/** A number, or nothing for 0, so that busy models stand out. */
+/** Format a number; 0 becomes an empty text, so that busy models stand out. */
 export function orNothing(value) {
   return value ? number(value) : "";
 }
 
-/** A share as percent. */
+/** Format a share as percent. */
 export function percent(share) {
   return `${number(100 * share)} %`;
 }
 
-/** A duration of so many milliseconds. */
+/** Format a duration in milliseconds. */
 export function milliseconds(value) {
   if (!value) return "";
   if (value < 1) return `${number(value * 1000)} µs`;
   return value < 1000 ? `${number(value)} ms` : `${number(value / 1000)} s`;
 }
 
-/** A size in memory or on disk. */
+/** Format a size in bytes. */
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
@@ -35,7 +35,7 @@ export function bytes(value) {
   return `${number(value)} ${units[unit]}`;
 }
 
-/** A duration of so many seconds, by its two largest units. */
+/** Format a duration in seconds by its two largest units. */
 export function duration(seconds) {
   const parts = [
     [Math.floor(seconds / 86400), "d"],
@@ -48,7 +48,7 @@ export function duration(seconds) {
   return parts.slice(first, first + 2).map(([count, unit]) => `${count} ${unit}`).join(" ");
 }
 
-/** A shape as the protocol's errors show it. */
+/** Format a shape as in the errors of the server. */
 export function shape(dimensions) {
   return `[${dimensions.join(",")}]`;
 }

@@ -7,7 +7,7 @@ const LARGEST_DRAWING = 64;
 const PAD = 192;
 const PEN = 24;
 
-// How a value of 0 to 1 becomes one of the model, by channel.
+// Scalings: each converts a value from 0 to 1, with its channel, into a value for the model.
 const SCALINGS = {
   "0 to 1": (value) => value,
   "-1 to 1": (value) => 2 * value - 1,
@@ -17,12 +17,12 @@ const SCALINGS = {
     (value - [0.485, 0.456, 0.406][channel]) / [0.229, 0.224, 0.225][channel],
 };
 
-/** Whether images can be put into an input. */
+/** Whether an input accepts images. */
 export function takesImages({ shape, datatype }) {
   return shape.length === 4 && [1, 3].includes(shape[1]) && DATATYPES.includes(datatype);
 }
 
-/** The fields for an image. `onTokens` gets the values whenever they change; `shapeOf` returns the wanted shape. */
+/** Create the fields for an image. `onTokens` receives the values whenever they change; `shapeOf` returns their shape. */
 export function imageInput(tensor, shapeOf, onTokens) {
   const channels = tensor.shape[1];
   const isSmall = tensor.shape[3] > 0 && tensor.shape[3] <= LARGEST_DRAWING;
@@ -39,7 +39,7 @@ export function imageInput(tensor, shapeOf, onTokens) {
   const file = el("input", { type: "file", accept: "image/*", "aria-label": label });
   const preview = el("canvas", { class: "preview", role: "img", "aria-label": `Preview of ${tensor.name}` });
   const status = el("span", { role: "status" });
-  let source = null; // what was chosen: an image, or the drawing
+  let source = null; // the chosen image, or the drawing
 
   const update = () => {
     if (source === null) return;
@@ -91,7 +91,7 @@ export function imageInput(tensor, shapeOf, onTokens) {
   );
 }
 
-/** A pad to draw on with a mouse, a pen or a finger. `onDrawn` gets it with the area of the ink after each stroke. */
+/** Create a pad for drawing. `onDrawn` receives the pad and the area of the ink after each stroke. */
 function drawingPad(name, onDrawn) {
   const pad = el("canvas", { class: "pad", width: PAD, height: PAD, "aria-label": `Drawing for ${name}`, role: "img" });
   const context = pad.getContext("2d", { willReadFrequently: true });
@@ -131,7 +131,7 @@ function drawingPad(name, onDrawn) {
   return el("div", {}, el("p", {}, "Or draw here:"), pad, el("p", {}, button));
 }
 
-/** The square around the ink, as scanned digits fill their picture; null without ink. */
+/** Return the square around the ink, because scanned digits fill their image; null without ink. */
 function inkOf(context) {
   const { data } = context.getImageData(0, 0, PAD, PAD);
   let [left, top, right, bottom] = [PAD, PAD, -1, -1];
@@ -145,14 +145,14 @@ function inkOf(context) {
   return [(left + right + 1 - side) / 2, (top + bottom + 1 - side) / 2, side, side];
 }
 
-/** The middle of an image with the proportions of the wanted shape. */
+/** Return the middle of an image, with the proportions of the given shape. */
 function squareOf(width, height, [, , tall, wide]) {
   const scale = Math.min(width / wide, height / tall);
   return [(width - wide * scale) / 2, (height - tall * scale) / 2, wide * scale, tall * scale];
 }
 
 function pixelsOf({ image, area }, width, height, preview) {
-  // Halved step by step: drawing a large area into a few pixels at once would skip most of it.
+  // Halve the size step by step: drawing a large area into a few pixels at once would skip most pixels.
   let [canvas, box] = [image, area];
   for (let scale = 2 ** Math.floor(Math.log2(Math.max(1, area[2] / width))); scale >= 1; scale /= 2) {
     const next = scale === 1 ? preview : document.createElement("canvas");
@@ -167,7 +167,7 @@ function pixelsOf({ image, area }, width, height, preview) {
   return preview.getContext("2d").getImageData(0, 0, width, height).data;
 }
 
-/** The tokens of all rows in the order N×C×H×W; all rows hold the same image. */
+/** Return the tokens of all rows in the order N×C×H×W. All rows hold the same image. */
 function valuesOf(pixels, rows, channels, area, scale, isInverted, datatype) {
   const row = [];
   for (let channel = 0; channel < channels; channel += 1) {

@@ -11,9 +11,9 @@ const GROUPS = {
 let open = null;
 
 /**
- * Ask for the key of a group. Resolves to it, or to null if the dialog was cancelled.
+ * Ask for the key of a group. Resolves to the key, or to null if the dialog was cancelled.
  *
- * Two calls at a time share one dialog: several requests may miss the same key.
+ * Concurrent calls share one dialog, because several requests may need the same key.
  */
 export function showKeys(group, why) {
   open ??= ask(group, why).finally(() => {

@@ -1,4 +1,4 @@
-// The live state of all versions, from the server's stream. Reconnects when the server restarts.
+// The live state of all versions, from the event stream of the server. Reconnects when the stream ends.
 
 import { CallError, follow } from "./api.js";
 
@@ -10,7 +10,7 @@ export function keyOfVersion(name, version) {
   return JSON.stringify([name, version]);
 }
 
-/** Follows the stream and tells its listeners. One object lives as long as the page. */
+/** Follows the stream and notifies listeners. The page has one object. */
 export class Live extends EventTarget {
   /** Rows of the versions by `keyOfVersion`. */
   models = new Map();
@@ -21,7 +21,7 @@ export class Live extends EventTarget {
   #watched = null;
   #stop = null;
 
-  /** Follow the stream for ever; also with the details of one version if `watched` is its name and version. */
+  /** Follow the stream from now on. If `watched` has a model and a version, the stream includes details of that version. */
   watch(watched) {
     const same = JSON.stringify(watched) === JSON.stringify(this.#watched);
     if (same && this.#stop !== null) return;
@@ -31,7 +31,7 @@ export class Live extends EventTarget {
     this.#run(this.#stop.signal);
   }
 
-  /** Connect again at once. */
+  /** Reconnect at once. */
   restart() {
     this.#stop?.abort();
     this.#stop = null;

@@ -1,13 +1,13 @@
-// A table whose rows change while a person reads it: sorted by any column, and changed in place.
+// A table whose rows change while the user reads it. Any column sorts it, and changes happen in place.
 
 import { el, setText } from "./dom.js";
 
 /**
  * A table of rows with links in their first column.
  *
- * Each column has a title, `text(row)` of its cells, `value(row)` to sort by, and maybe `isNumber` or `className`.
- * `addressOf(row)` is where the link of a row leads, and `classOf(row)` the class of its element. A row is
- * drawn again if it is another object than before, or `dependsOn(row)` is.
+ * Each column has a title, `text(row)` for its cells, `value(row)` for sorting, and optionally `isNumber` or `className`.
+ * `addressOf(row)` returns the target of the link of a row, and `classOf(row)` the class of its element. A row is drawn
+ * again if the row or the result of `dependsOn(row)` is another object than before.
  */
 export class LiveTable {
   #columns;
@@ -40,7 +40,7 @@ export class LiveTable {
     );
   }
 
-  /** Show these rows, pairs of a key and a row, in the order that was chosen. */
+  /** Show `entries`, pairs of a key and a row, in the selected order. */
   draw(entries) {
     const found = [...entries].sort(([, one], [, other]) => this.#compare(one, other));
     const drawn = new Map();
@@ -79,7 +79,7 @@ export class LiveTable {
     return { row: null, other: null, cells, element: el("tr", {}, el("th", { scope: "row" }, link), cells.slice(1)) };
   }
 
-  /** Bring the rows into this order and touch only those that move. */
+  /** Put the rows into the order of `elements`, and touch only rows that move. */
   #place(elements) {
     let next = this.#body.firstChild;
     for (const element of elements) {

@@ -18,7 +18,7 @@ const MEMORY = {
 };
 const PHASES = ["decode", "queue", "stage", "compute", "encode"];
 
-/** The path of a version's documents. */
+/** Return the path of the documents of a version. */
 function pathOf(name, version) {
   const model = `/v2/console/models/${encodeURIComponent(name)}`;
   return version ? `${model}/versions/${encodeURIComponent(version)}` : model;
@@ -80,7 +80,7 @@ export class ModelView {
           [this.#throughput, this.#latency, this.#phases, this.#sizes, this.#curve].map((chart) => chart.element),
         ),
       ),
-      // What grows while a person types or draws is below the form, so that the form stays in its place.
+      // Parts that may grow are below the form, so that it does not move while the user types or draws.
       this.#try,
       this.#actions,
       section("Versions and labels", this.#versions.element),
@@ -107,7 +107,7 @@ export class ModelView {
     this.#live.addEventListener(name, listener);
   }
 
-  /** The version's row changed: show its state, and read the rest anew after a load. */
+  /** Show the state in the row of the version. After a load, read the other documents again. */
   #drawState() {
     const row = this.#live.models.get(keyOfVersion(this.#name, this.#version));
     const text = row ? stateOf(row) : this.#live.models.size ? "not known to the server" : "";
@@ -120,7 +120,7 @@ export class ModelView {
     this.#versions.draw(known);
     this.#drawRollout();
     if (row && !this.#actions.firstChild) this.#drawActions();
-    // The reason of a load changes each second.
+    // `why` is included for failures only, because it changes each second during a load.
     const load = row ? `${row.state} ${row.load_s} ${row.state === "FAILED" ? row.why : ""}` : "";
     if (row && load !== this.#loaded) {
       this.#loaded = load;

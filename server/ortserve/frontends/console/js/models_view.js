@@ -1,4 +1,4 @@
-// The list of all versions, and of the rollouts: filtered, sorted, and updated once per frame of the browser.
+// The lists of all versions and of all rollouts. They are filtered, sorted, and updated once per frame of the browser.
 
 import { loadForm } from "./actions.js";
 import { el, section, setText } from "./dom.js";
@@ -6,7 +6,7 @@ import { bytes, milliseconds, number, orNothing, percent } from "./format.js";
 import { LiveTable } from "./live_table.js";
 import { addressOf, classOf, decisionOf, labelsOf, progressOf, stateOf, tailsOf } from "./versions.js";
 
-// Each column: its title, the value to sort by, and the text of its cell.
+// Columns: title, value for sorting, and text of the cell.
 const NUMBERS = [
   ["Requests/s", "rate", orNothing],
   ["p50", "p50", milliseconds],
@@ -18,7 +18,7 @@ const NUMBERS = [
   ["Memory", "memory", (size) => (size ? bytes(size) : "")],
 ].map(([title, name, inWords]) => ({ title, value: (row) => row[name], text: (row) => inWords(row[name]), isNumber: true }));
 
-/** The columns of the list of versions; `rolloutOf` finds the rollout of a model. */
+/** Return the columns of the list of versions. `rolloutOf` finds the rollout of a model. */
 function versionColumns(rolloutOf) {
   const labels = (row) => labelsOf(row, rolloutOf(row.name));
   const columns = [

@@ -1,4 +1,4 @@
-// Tensors of a request as texts: values that a person typed become tokens of JSON, so that no digit of INT64 is lost.
+// Tensors of a request as texts: typed values become tokens of JSON, so that INT64 values lose no digits.
 
 const INTEGERS = {
   UINT8: [0n, 255n],
@@ -13,18 +13,18 @@ const INTEGERS = {
 const FREE_SIDE = 224;
 const MAX_ELEMENTS = 4_000_000;
 
-/** The product of the dimensions. */
+/** Return the product of the dimensions. */
 export function countOf(dimensions) {
   return dimensions.reduce((product, size) => product * size, 1);
 }
 
-/** A shape for one row: 1 for free dimensions, or 224 for the sides of an image. */
+/** Return a shape for one row. Free dimensions become 1, or 224 for the sides of an image. */
 export function defaultShape({ shape }) {
   const isImage = shape.length === 4 && [1, 3].includes(shape[1]);
   return shape.map((size, axis) => (size >= 0 ? size : isImage && axis > 1 ? FREE_SIDE : 1));
 }
 
-/** Read a shape such as `1,3,224,224` that must fit the declared one. Throws Error with what was expected. */
+/** Parse a shape such as `1,3,224,224`, which must fit the declared one. Throws Error with the expected shape. */
 export function parseShape(text, tensor) {
   const parts = text.trim() === "" ? [] : text.split(",").map((part) => part.trim());
   const dimensions = parts.map(Number);
@@ -42,9 +42,9 @@ export function parseShape(text, tensor) {
 }
 
 /**
- * Read the values of a tensor: numbers and booleans between spaces, commas or brackets, and one text a line for BYTES.
+ * Parse the values of a tensor: numbers or booleans separated by spaces, commas or brackets; for BYTES one text a line.
  *
- * Returns one token of JSON for each element. A single value fills the whole tensor. Throws Error with what was expected.
+ * Returns one token of JSON for each element. A single value fills the whole tensor. Throws Error with the expected value.
  */
 export function parseValues(text, { name, datatype }, dimensions) {
   const count = countOf(dimensions);
@@ -77,14 +77,14 @@ function tokenOf(value, name, datatype) {
   return JSON.stringify(number);
 }
 
-/** A value at random, as a person could have typed it. */
+/** Return a random value as the user could type it. */
 export function randomValue(datatype) {
   if (datatype === "BOOL") return String(Math.random() < 0.5);
   if (datatype in INTEGERS) return String(Math.floor(Math.random() * 10));
   return datatype === "BYTES" ? Math.random().toString(36).slice(2, 8) : Math.random().toFixed(4);
 }
 
-/** The body of an infer request. `inputs` have a name, datatype, shape and tokens. */
+/** Return the body of an infer request. Each of `inputs` has a tensor (name and datatype), a shape and tokens. */
 export function requestText(inputs, parameters) {
   const entries = inputs.map(
     ({ tensor, shape, tokens }) =>
@@ -94,7 +94,7 @@ export function requestText(inputs, parameters) {
   return `{${more}"inputs":[${entries}]}`;
 }
 
-/** Parse an answer and keep integers beyond 2^53 as texts of all their digits, where the browser can. */
+/** Parse an answer. Integers beyond 2^53 become texts with all digits, if the browser supports this. */
 export function parseAnswer(text) {
   return JSON.parse(text, (key, value, context) =>
     typeof value === "number" && Number.isInteger(value) && !Number.isSafeInteger(value) && context?.source

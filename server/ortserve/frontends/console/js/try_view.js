@@ -1,4 +1,4 @@
-// A form made from a version's inputs, its answer with labels and bars, and the request as code.
+// A form for the inputs of a version, the answer with labels and bars, and the request as code.
 
 import { call, keyOf } from "./api.js";
 import { curlCommand, inferPath, pythonProgram } from "./code.js";
@@ -12,7 +12,7 @@ const MOST_TYPED = 1024;
 const MOST_BARS = 10;
 const MOST_ROWS = 4;
 
-/** Makes requests to one version. */
+/** The form that sends requests to one version. */
 export class TryForm {
   #name;
   #version;
@@ -107,7 +107,7 @@ class InputField {
   #shape = el("input", { type: "text", spellcheck: "false", autocomplete: "off" });
   #values;
   #sent = el("input", { type: "checkbox", checked: true });
-  #tokens = null; // from an image, instead of typed values
+  #tokens = null; // values from an image, or random ones, in place of typed ones
 
   constructor(tensor) {
     this.#tensor = tensor;
@@ -133,7 +133,7 @@ class InputField {
     return this.#sent.checked;
   }
 
-  /** The input for a request. Throws Error for values that it cannot take. */
+  /** Return the input for a request. Throws Error for invalid values. */
   read() {
     const dimensions = this.#readShape();
     if (this.#tokens !== null && this.#tokens.length !== countOf(dimensions)) this.#tokens = null;
@@ -179,7 +179,7 @@ class InputField {
   }
 }
 
-/** The part of a request in its sequence. */
+/** The fields for the sequence of a request. */
 class SequenceFields {
   #id = el("input", { type: "number", min: "1", value: "1" });
   #start = el("input", { type: "checkbox", checked: true });
@@ -205,7 +205,7 @@ class SequenceFields {
   }
 }
 
-/** An output: bars for a row of few numbers, and the values as text. */
+/** Draw an output: the largest scores of the first rows as bars, and the values as text. */
 function drawOutput({ name, datatype, shape, data }, labels) {
   const isScores = datatype.startsWith("FP") || datatype === "BF16";
   const width = countOf(shape.slice(1));
@@ -227,7 +227,7 @@ function drawOutput({ name, datatype, shape, data }, labels) {
   );
 }
 
-/** The largest values of a row as bars. */
+/** Draw the largest values of a row as bars. */
 function drawBars(title, values, labels) {
   const order = values.map((_, index) => index).sort((one, other) => values[other] - values[one]);
   const shown = order.slice(0, MOST_BARS);

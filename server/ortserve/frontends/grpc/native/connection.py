@@ -1,7 +1,7 @@
-"""One HTTP/2 connection of gRPC callers (RFC 9113; gRPC over HTTP/2): its begin, its ticks, its drain and its end.
+"""One HTTP/2 connection of gRPC callers (RFC 9113; gRPC over HTTP/2): start, periodic checks, drain and end.
 
-``FrameReader`` finds the frames, ``Receiving`` turns them into calls, ``Sending`` sends the answers
-through a ``FrameWriter``.
+``FrameReader`` finds the frames, ``Receiving`` turns them into calls, and ``Sending`` sends the answers through a
+``FrameWriter``.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ logger: Final = logging.getLogger(__name__)
 _WRITE_BUFFER_BYTES: Final = 1024 * 1024
 
 _BETWEEN_BYTES: Final = 4 * 1024
-"""Read at once between two frames of a large message; DATA in it is copied."""
+"""Size of a read between two DATA frames of a large message. Bytes of DATA in it are copied."""
 
 _PROBE_S: Final = 0.05
-"""Between the first two PINGs to a peer that has closed its side. If the first one causes a reset, the second one finds
-it; later ones are sent at each tick."""
+"""Time between the first two PINGs to a peer that has closed its side. If the first one causes a reset, writing the
+second one detects it. Later ones are sent at each tick."""
 
 _LAST_CALLS_S: Final = 1.0
-"""For which a draining connection accepts calls, if the peer does not answer a PING: they were perhaps on their way."""
+"""Time for which a draining connection accepts calls that may be on their way, if the peer does not answer the PING."""
 
 
 class Connection(PartReader):
-    """Made for each socket; ``connections`` contains the open ones."""
+    """The connection of one socket. Loop thread only."""
 
     def __init__(
         self,
@@ -55,10 +55,18 @@ class Connection(PartReader):
         *,
         on_cut_answer: Callable[[str], None],
     ) -> None:
-        """``dispatcher``, ``budget`` and ``errors`` are those of the port.
+        """Create the connection. All connections of the port share the arguments except ``max_age_s``.
 
-        ``max_age_s`` is drawn for each connection, so that connections opened together do not end together.
-        ``on_cut_answer`` as in ``Sending``.
+        Args:
+            dispatcher: Runs the handlers.
+            limits: Limits of the port and each connection.
+            connections: The open connections of the port.
+            budget: Budget for the unsent answers of all connections.
+            errors: Counts connections that end with an error.
+            clock: Monotonic nanoseconds.
+            max_age_s: Age at which the connection drains; None for no limit. It is drawn for each connection, so that
+                connections opened together do not end together.
+            on_cut_answer: As in ``Sending``.
         """
         self._dispatcher = dispatcher
         self._limits = limits
@@ -97,8 +105,8 @@ class Connection(PartReader):
         )
         self._reader = FrameReader(self._receiving)
         if len(self._connections) >= self._limits.max_connections:
-            # Without SETTINGS and GOAWAY, as grpc does it: clients that have received SETTINGS connect again at once,
-            # others back off.
+            # Without SETTINGS and GOAWAY, as in grpc: clients that have received SETTINGS reconnect at once, others
+            # back off.
             self._transport.abort()
             return
         self._connections.add(self)
@@ -131,10 +139,10 @@ class Connection(PartReader):
         return self._writer.may_read()
 
     def eof_received(self) -> bool:
-        """The peer sends nothing more. Complete requests are answered, then the connection closes.
+        """Answer the complete requests, then close: the peer sends nothing more.
 
         A process that has exited sends the same FIN as a caller that still reads. A PING distinguishes them: the system
-        of the former answers with a reset.
+        of an exited process answers with a reset.
         """
         if self._is_failed or not self._sending.streams:
             return False
@@ -168,23 +176,23 @@ class Connection(PartReader):
     # Called by the receiver of large messages
 
     def next_buffer(self) -> memoryview | None:
-        """The memory for the next bytes; None if the next bytes are not part of a large message."""
+        """Return the memory for the next bytes; None if the next bytes are not part of a large message."""
         large = self._receiving.placing()
         if large is None or not self._reader.data_left:
             return None
         return large.room()[: self._reader.data_left]
 
     def on_placed(self, count: int) -> None:
-        """Count bytes that were written to ``next_buffer``."""
+        """Account for ``count`` bytes that were written to ``next_buffer``."""
         self.on_bytes(None, placed=count)
 
     def go_on(self) -> None:
-        """Receive the bytes in ``data_received`` again, unless they are still part of a large message."""
+        """Receive the next bytes in ``data_received`` again, unless the large message is still incomplete."""
         if self._receiving.placing() is None and not self._transport.is_closing():
             self._transport.set_protocol(self)
 
     def on_bytes(self, data: bytes | None, *, placed: int = 0) -> None:
-        """Process the next bytes; None for ``placed`` bytes that were written to ``next_buffer``."""
+        """Process the next bytes. ``data`` is None for ``placed`` bytes that were written to ``next_buffer``."""
         if self._is_failed:
             return
         now_ns = self._clock()
@@ -203,7 +211,7 @@ class Connection(PartReader):
     # Called by the server
 
     def begin_drain(self, grace_s: float | None = None) -> None:
-        """Send GOAWAY, finish the running calls, then close; after ``grace_s`` at the latest."""
+        """Send GOAWAY, finish the running calls, then close; after ``grace_s`` at the latest (None for no bound)."""
         if self._life.is_draining:
             return
         self._life.begin_drain(self._clock(), grace_s)
@@ -232,7 +240,7 @@ class Connection(PartReader):
             self._transport.abort()
 
     def _look(self, now_ns: int) -> Due:
-        if self._is_half_closed:  # the peer cannot send anything that could be late
+        if self._is_half_closed:  # the peer sends nothing more, so the limits on its input do not apply
             self._probe()
             self._timeouts.end_unsendable()
             return Due.ABORT if self._life.is_over(now_ns) else Due.NOTHING
@@ -244,7 +252,7 @@ class Connection(PartReader):
         )
 
     def _probe(self) -> None:
-        """Write a PING, which a peer that has exited answers with a reset; bytes in the write buffer do the same."""
+        """Write a PING unless bytes are buffered, which have the same effect: an exited peer answers with a reset."""
         if not self._transport.is_closing() and not self._writer.buffered_bytes:
             self._writer.control(frames.frame(frames.PING, 0, 0, bytes(8)))
 
@@ -270,14 +278,14 @@ class Connection(PartReader):
         self._close()
 
     def _close(self) -> None:
-        """Close after the unsent bytes were sent, or after ``STALL_S``."""
+        """Close when all written bytes are sent, after ``STALL_S`` at the latest."""
         self._writer.flush()
         self._life.abort_by(self._clock(), STALL_S)
         self._transport.close()
 
 
 class MessageReceiver(Receiver):
-    """Receives the rest of a large message: DATA into its place, the bytes between two frames into a small buffer."""
+    """Receives the rest of a large message: DATA into its final memory, bytes between frames into a small buffer."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)

@@ -33,7 +33,7 @@ class CallDispatcher:
     """Starts the handlers for the calls of all connections. Loop thread only.
 
     Attributes:
-        memory: For large messages.
+        memory: Provides the memory of large messages.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class CallDispatcher:
         """Store the parameters.
 
         Args:
-            find: The handler for a path; there is one for every path.
-            quick: By path, unary calls that need no task.
-            hold: Reserves memory for a request, in bytes. Raises ServeError: overloaded.
-            max_message_bytes: Limit of a message by path, before and after decompression. The connection's limit
-                applies to quick calls.
-            encoding: Of answers to callers that accept it; empty for uncompressed answers.
-            guards: By path, check the keys of callers.
+            find: Returns the handler of a path; every path has a handler.
+            quick: Unary calls that need no task, by path.
+            hold: Reserves a number of bytes for a request. Raises ServeError: overloaded.
+            max_message_bytes: Returns the limit of a message by path, before and after decompression. Quick calls use
+                the limit of the connection.
+            encoding: Compression of answers to callers that accept it; empty for uncompressed answers.
+            guards: Checks of the keys of callers, by path.
         """
         self._guards = guards or None
         self._find = find
@@ -68,7 +68,7 @@ class CallDispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open_hold(self) -> Hold:
-        """An empty reservation for a request."""
+        """Return an empty reservation for a request."""
         return self._hold(0)
 
     def begin(self, stream: Stream, sending: Sending) -> None:
@@ -85,7 +85,7 @@ class CallDispatcher:
             self._start_handler(stream, sending)
 
     def on_message(self, stream: Stream, sending: Sending) -> None:
-        """Continue a call that has new messages, or whose caller has ended its side."""
+        """Continue a call after new messages, or after the end of the caller's side."""
         if stream.takes_messages:
             stream.wake_reader()
             return
@@ -95,7 +95,7 @@ class CallDispatcher:
             sending.end(stream, grpc.StatusCode.UNIMPLEMENTED, text, is_prompt=True)
             return
         if has_begun:
-            return  # only the end of the caller's side is new
+            return  # the call runs already, and the caller has ended its side
         if stream.messages[0][1]:  # compressed
             self._start_handler(stream, sending)
             return
@@ -134,7 +134,7 @@ class CallDispatcher:
             self._start(stream, _answer_compressed(stream, sending, answer, metadata))
 
     async def until_done(self) -> None:
-        """Wait for tasks that still run after their stream was reset."""
+        """Wait for the tasks that still run after the end of their stream."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
@@ -151,21 +151,21 @@ class CallDispatcher:
 
 
 class NativeContext:
-    """The part of ``grpc.aio.ServicerContext`` that the handlers use. Loop thread only, from within the call's task.
+    """The part of ``grpc.aio.ServicerContext`` that handlers use. Only for the task of the call, on the loop thread.
 
     Attributes:
         trailing: Trailing metadata of the answer.
     """
 
     def __init__(self, stream: Stream, sending: Sending, open_hold: Callable[[], Hold]) -> None:
-        """``open_hold`` makes a reservation for the decompressed form of a message."""
+        """``open_hold`` returns a reservation for the decompressed form of a message."""
         self._stream = stream
         self._sending = sending
         self._open_hold = open_hold
         self.trailing: tuple[tuple[str, str | bytes], ...] = ()
 
     def time_remaining(self) -> float | None:
-        """Seconds until the deadline, None without one."""
+        """Return the seconds until the deadline; None without a deadline."""
         by_ns = self._stream.deadline_ns
         return None if by_ns is None else max(0.0, (by_ns - self._sending.clock()) / 1e9)
 
@@ -176,7 +176,7 @@ class NativeContext:
         self.trailing = tuple(metadata)
 
     async def read(self) -> Any:
-        """The next message; ``grpc.aio.EOF`` after the last one, or if the call has ended."""
+        """Return the next message; ``grpc.aio.EOF`` after the last message, or if the call has ended."""
         stream = self._stream
         while not stream.messages:
             if stream.is_half_closed or stream.is_over:
@@ -192,18 +192,18 @@ class NativeContext:
         if not is_compressed:
             return message
         try:
-            # The handler reserves memory for the message itself, in the same turn in which this reservation ends.
+            # The handler makes its own reservation for the message, in the turn in which this one ends.
             with self._open_hold() as hold:
                 hold.count(len(message))
                 return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
         except RejectedMessageError as rejection:
             self._sending.end(stream, rejection.code, rejection.text, is_prompt=True)
-        except ServeError as error:  # another name: in a coroutine mypyc gives a name one type
+        except ServeError as error:  # another name than above: mypyc gives a name one type in a coroutine
             self._sending.end(stream, *status_of(error), is_prompt=True)
         return grpc.aio.EOF
 
     async def write(self, message: bytes | memoryview) -> None:
-        """Send a message; returns when the transport has accepted it."""
+        """Send a message. Returns when the transport has accepted it."""
         await self.send(message)
         stream = self._stream
         while stream.unsent:
@@ -211,7 +211,7 @@ class NativeContext:
             await stream.writing
 
     async def send(self, message: bytes | memoryview) -> None:
-        """Queue a message, compressed if the caller accepts that."""
+        """Queue a message, compressed if the answer has an encoding."""
         stream = self._stream
         is_compressed = False
         if stream.encoding:
@@ -227,11 +227,11 @@ class NativeContext:
 
 def _on_failure(stream: Stream, sending: Sending, error: ServeError) -> None:
     stream.cancel = None
-    sending.end(stream, *status_of(error), is_prompt=True)  # drops the rest of an answer that failed in its middle
+    sending.end(stream, *status_of(error), is_prompt=True)  # drops the rest of an answer that failed in the middle
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
-    if task is not asyncio.current_task():  # a handler that ends its own call goes on to its end
+    if task is not asyncio.current_task():  # a handler that ends its own call is not cancelled
         task.cancel()
 
 

@@ -1,6 +1,6 @@
 """Limits on frames that cost the server time and carry little or no part of a request: resets, pings, small DATA.
 
-A connection that exceeds one of them is closed with ENHANCE_YOUR_CALM.
+A connection that exceeds a limit is closed with ENHANCE_YOUR_CALM.
 """
 
 import logging
@@ -16,33 +16,35 @@ logger: Final = logging.getLogger(__name__)
 
 _BURST: Final = 2_000
 _PER_S: Final = 1_000
-"""A client that measures its bandwidth sends some hundreds of such frames in a second, an attack (CVE-2023-44487 and
-similar ones) a hundred thousand. One costs up to about 50 µs, so a connection can use 5 % of a processor with them."""
+"""Tokens of a full bucket, and tokens gained per second. A client that measures its bandwidth sends some hundreds of
+such frames in a second, an attack (CVE-2023-44487 and similar ones) a hundred thousand. A frame costs up to about
+50 µs, so a connection can use 5 % of a processor for them."""
 
 WINDOW_UPDATE_BYTES: Final = 1024
-"""DATA that pays for one WINDOW_UPDATE. Smaller updates cost more time than the data is worth.
+"""Bytes of sent DATA that earn a token for one WINDOW_UPDATE. Smaller updates cost more time than the data is worth.
 
-WINDOW_UPDATEs are bounded by the bytes of DATA that the peer receives, not by their number or size. Uneven updates are
+The bytes of DATA that the peer receives limit its WINDOW_UPDATEs; their own number or size does not. Uneven updates are
 common: HAProxy returns 16,320 bytes, then the 64 that did not fit into its buffer.
 """
 
 PART_CREDIT: Final = 2 * WINDOW_UPDATE_BYTES
-"""Added for each part of a message that is sent whole, of any size: some peers answer every DATA frame with two
-WINDOW_UPDATEs, for the stream and for the connection. A frame that the window cuts counts its bytes alone."""
+"""Credit for each part of a message that is sent whole, of any size: some peers answer every DATA frame with two
+WINDOW_UPDATEs, for the stream and for the connection. A frame that the window cuts counts only its bytes."""
 
 SMALL_FRAME_BYTES: Final = 256
-"""A smaller DATA frame that does not complete its message costs a token: one read of the socket holds 25,000 frames of
-one byte, which take 80 ms. Larger frames earn a token for so many bytes, because proxies divide messages unevenly."""
+"""A smaller DATA frame that does not complete its message costs a token: one read of the socket may hold 25,000 frames
+of one byte, which take 80 ms. Larger frames earn a token per this number of bytes, because proxies divide messages
+unevenly."""
 
 _RAPID_NS: Final = 1_000_000
-"""A call that is reset sooner is a rapid reset (CVE-2023-44487): both frames are mostly in one read of the socket, and
-no answer can be ready by then. Calls that live longer are bounded by the number of open streams."""
+"""Minimum age of a call whose reset costs no token. An earlier reset is a rapid reset (CVE-2023-44487): both frames are
+mostly in one read of the socket, and no answer can be ready. The number of open streams limits older calls."""
 
 _IDLE_PING_INTERVAL_S: Final = 7200.0
-"""Between pings on a connection without calls, where clients should not send pings."""
+"""Minimum time between pings on a connection without calls, where clients should not send pings."""
 
 _LOG_INTERVAL_NS: Final = 1_000_000_000
-"""Between two warnings, so that a peer that opens one connection after the other cannot fill the log."""
+"""Minimum time between two warnings, so that a peer that opens many connections cannot fill the log."""
 
 
 class TokenBucket:
@@ -79,8 +81,8 @@ class ResetLimit:
         """Count a reset. Returns False if the limit is exceeded.
 
         Args:
-            begun_ns: Start of its call; None if the call has ended.
-            open_calls: Calls that have not ended, including this one.
+            begun_ns: Start of the reset call; None if the call has ended.
+            open_calls: Number of open calls, including the reset one.
             now_ns: Time of the frame.
         """
         if begun_ns is None:
@@ -89,8 +91,8 @@ class ResetLimit:
             return self._of_ended <= self.begun or self._bucket.take(now_ns)
         if now_ns - begun_ns >= _RAPID_NS:
             return True
-        # While the server is late, resets of calls that waited long look rapid, too. Each call that ended otherwise
-        # earns a token.
+        # While the server is late, resets of calls that waited long look rapid, too. Each call that ended without a
+        # rapid reset earns a token.
         ended = self.begun - open_calls
         earned = ended - self._paid_back
         self._paid_back = ended + 1
@@ -120,7 +122,7 @@ class PingLimit:
         return self._strikes <= limits.max_ping_strikes or limits.max_ping_strikes <= 0
 
     def reset(self) -> None:
-        """Forget all strikes, because part of an answer was sent: clients ping while they read answers."""
+        """Clear all strikes, because part of an answer was sent: clients ping while they read answers."""
         self._heard_ns = None
         self._strikes = 0
 
@@ -129,7 +131,7 @@ class ConnectionErrors:
     """Counts the connections of one port that the server closes with an error, and logs floods. Loop thread only."""
 
     def __init__(self, clock: Clock, on_error: Callable[[str], None]) -> None:
-        """``on_error`` counts; its argument is the name of the error code in lower case."""
+        """``on_error`` counts an error by the name of its code in lower case."""
         self._clock = clock
         self._on_error = on_error
         self._logged_ns: int | None = None

@@ -7,13 +7,13 @@ STREAM_WINDOW: Final = 1024 * 1024
 """Bytes that a peer may send on one stream before it gets a WINDOW_UPDATE."""
 
 CONNECTION_WINDOW: Final = 16 * 1024 * 1024
-"""The same for a whole connection: more than fits a network's delay, and little enough to be kept in memory."""
+"""The same for a whole connection: enough for networks with a long delay, and little enough to hold in memory."""
 
 
 class ReceiveWindow:
-    """Bytes that the peer may still send, on a stream or a connection (RFC 9113, section 5.2).
+    """Counts the bytes that the peer may still send, on a stream or a connection (RFC 9113, section 5.2).
 
-    Half of the window is returned to the peer at a time, so that few WINDOW_UPDATEs are sent.
+    At least half of the window is returned to the peer at a time, so that few WINDOW_UPDATEs are sent.
     """
 
     __slots__ = ("_half", "_left", "_taken")
@@ -30,7 +30,7 @@ class ReceiveWindow:
         return self._left >= 0
 
     def credit(self) -> int:
-        """Bytes to return to the peer now that all received ones were consumed; 0 below half of the window."""
+        """Return the window to give back to the peer, after all received bytes were consumed; 0 below half of it."""
         taken = self._taken
         if taken < self._half:
             return 0
@@ -40,7 +40,8 @@ class ReceiveWindow:
 
 
 _SHARES: Final = 4
-"""A connection with more than this part of the budget gets no new calls once half of the budget is used."""
+"""Number of shares of the budget. A connection that uses more than one share gets no new calls while more than half of
+the budget is used."""
 
 
 class AnswerHolder(Protocol):
@@ -50,7 +51,7 @@ class AnswerHolder(Protocol):
     def unsent_bytes(self) -> int: ...
 
     def end_oldest_unsent(self, text: str, *, is_alone: bool) -> bool:
-        """End the oldest call with unsent bytes. With ``is_alone`` a single such call is spared.
+        """End the oldest call with unsent bytes. With ``is_alone``, the only such call is not ended.
 
         Returns:
             Whether a call was ended.
@@ -59,15 +60,15 @@ class AnswerHolder(Protocol):
 
 
 class UnsentBudget:
-    """Bounds the bytes of answers that callers of all connections have not read. Loop thread only.
+    """Limits the bytes of answers that callers of all connections have not read. Loop thread only.
 
     Answers are counted apart from requests (``service/gate``), so that unread answers do not use up the memory of
-    requests. The answers exist already, so the budget cannot reject them: it ends the oldest calls of the connection
-    with the most unsent bytes. Calls whose answers are read are seldom affected.
+    requests. The answers exist already, so the budget cannot reject them. It ends the oldest calls of the connection
+    with the most unsent bytes, which seldom affects calls whose answers are read.
 
     Attributes:
-        max_bytes: Above this calls are ended.
-        held_bytes: Bytes of messages that neither a window nor a transport has accepted; connections add theirs here.
+        max_bytes: Bytes above which calls are ended.
+        held_bytes: Bytes of messages that neither a window nor a transport has accepted. Connections update it.
     """
 
     __slots__ = ("_holders", "_is_due", "held_bytes", "max_bytes")
@@ -82,18 +83,18 @@ class UnsentBudget:
         self._holders.add(holder)
 
     def remove(self, holder: AnswerHolder) -> None:
-        """Forget a connection that has no unsent bytes any more."""
+        """Remove a connection, which has no unsent bytes any more."""
         self._holders.discard(holder)
 
     def is_exceeded_by(self, unsent_bytes: int) -> bool:
-        """Whether a connection with so many unsent bytes has more than its share, and half of the budget is used.
+        """Whether a connection with ``unsent_bytes`` has more than its share, and more than half of the budget is used.
 
-        Below that half a share is no bound: behind a proxy one connection carries the answers of many callers.
+        While less is used, shares do not apply: behind a proxy, one connection carries the answers of many callers.
         """
         return unsent_bytes * _SHARES > self.max_bytes and self.held_bytes * 2 > self.max_bytes
 
     def enforce_soon(self) -> None:
-        """End calls in the next turn of the loop if the budget is exceeded; to be called after ``held_bytes`` grew."""
+        """End calls in the next turn of the loop if the budget is exceeded. Call this after ``held_bytes`` grew."""
         if self.held_bytes > self.max_bytes and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._enforce)

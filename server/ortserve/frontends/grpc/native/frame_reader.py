@@ -1,7 +1,7 @@
 """Finds the frames in the bytes of a connection, and joins header blocks. Pure.
 
-DATA is passed on as it arrives, because one frame may be all that a slow network transfers in a second. All other
-frames are passed on when they are complete. ``receiving`` interprets them.
+DATA is passed on as it arrives, because a slow network may transfer only one frame in a second. All other frames are
+passed on when they are complete. ``receiving`` interprets the frames.
 """
 
 from typing import Final, Protocol
@@ -10,40 +10,42 @@ from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 
 MAX_DATA_BYTES: Final = 1024 * 1024
-"""Limit of a DATA frame: each frame has a fixed cost. All other frames are kept until they are complete."""
+"""Maximum size of a DATA frame; large, because each frame has a fixed cost. Other frames, which are stored until they
+are complete, have lower limits."""
 
 MAX_BLOCK_BYTES: Final = 64 * 1024
-"""Limit of a header block, in one frame or several; proxies have similar limits (Envoy 60 KiB). A block is decoded even
-if its call is rejected, because later blocks depend on the table that it changes; a larger one ends its connection."""
+"""Maximum size of a header block, in one frame or several; proxies have similar limits (Envoy 60 KiB). A larger block
+ends its connection: even the block of a rejected call must be decoded, because later blocks depend on the table."""
 
 _MAX_CONTINUATIONS: Final = 8
-"""Of one header block (CVE-2024-27316 and similar attacks never end a block)."""
+"""Maximum number of CONTINUATION frames of a header block: CVE-2024-27316 and similar attacks never end a block."""
 
 
 class FrameTaker(Protocol):
-    """Receives the frames in order. Its methods may raise Http2ConnectionError, which ends the connection."""
+    """Receives the frames in order. The methods may raise Http2ConnectionError, which ends the connection."""
 
     def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
-        """A DATA frame begins; ``length`` includes its padding."""
+        """Handle the beginning of a DATA frame; ``length`` includes the padding."""
         ...
 
     def on_data_part(self, data: bytes | None, begin: int, end: int, *, is_last: bool) -> None:
-        """The next bytes of the current DATA frame: ``data`` from ``begin`` to ``end``; an empty range for no payload.
+        """Handle the next bytes of the current DATA frame: ``data`` from ``begin`` to ``end``.
 
-        ``data`` is None for bytes that were received directly into their place.
+        The range is empty if the frame has no payload. ``data`` is None for bytes that were received directly into
+        their final memory.
         """
         ...
 
     def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
-        """A complete header block; ``is_end`` if it ends its stream."""
+        """Handle a complete header block; ``is_end`` if it ends its stream."""
         ...
 
     def on_window_update(self, stream_id: int, payload: bytes) -> None:
-        """The most frequent frame beside HEADERS and DATA."""
+        """Handle a WINDOW_UPDATE, the most frequent frame besides HEADERS and DATA."""
         ...
 
     def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """Any other frame."""
+        """Handle any other frame."""
         ...
 
 
@@ -52,8 +54,8 @@ class FrameReader:
 
     Attributes:
         has_settings: Whether the preface and the first frame, which must be SETTINGS, have arrived.
-        data_left: Bytes of the current DATA frame that are still to come.
-        unfinished_since_ns: When the incomplete frame or header block began; None without one.
+        data_left: Missing bytes of the current DATA frame.
+        unfinished_since_ns: Start of the incomplete frame or header block; None without one.
     """
 
     def __init__(self, taker: FrameTaker) -> None:
@@ -73,7 +75,7 @@ class FrameReader:
         """Read the next bytes.
 
         Raises:
-            Http2ConnectionError: The connection must end.
+            Http2ConnectionError: The peer violates the protocol or a limit, so the connection must end.
         """
         if self._rest:
             data = self._rest + data
@@ -89,7 +91,7 @@ class FrameReader:
             self.unfinished_since_ns = now_ns
 
     def skip(self, count: int) -> None:
-        """Count bytes, at most ``data_left``, that were received directly into their place."""
+        """Account for ``count`` bytes, at most ``data_left``, that were received directly into their final memory."""
         self.data_left -= count
         self._taker.on_data_part(None, 0, count, is_last=not self.data_left)
 

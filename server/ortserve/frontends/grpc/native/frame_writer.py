@@ -1,17 +1,17 @@
-"""Writes the frames of one connection to its transport, those of one turn of the loop together."""
+"""Writes the frames of one connection to its transport, and joins the frames of one turn of the event loop."""
 
 import asyncio
 from typing import Final
 
 _MAX_PIECES: Final = 256
-"""Passed to the transport at once."""
+"""Number of pending pieces above which they are passed to the transport within the turn."""
 
 _MAX_PAUSED_BYTES: Final = 256 * 1024
-"""Bytes of frames outside flow control that are queued while the peer reads nothing; then reading stops, too."""
+"""Bytes of frames outside flow control that may be queued while the peer reads nothing. Above this, reading pauses."""
 
 
 class FrameWriter:
-    """Loop thread only.
+    """The write queue of one connection. Loop thread only.
 
     Attributes:
         is_paused: Whether the transport accepts no more, because the peer reads too slowly.
@@ -27,16 +27,16 @@ class FrameWriter:
         self._written_bytes = 0
 
     def control(self, frame: bytes) -> None:
-        """Write a frame that no window limits, at the end of this turn of the loop."""
+        """Write a frame at the end of this turn of the loop. No window limits the frame."""
         self._pending.append(frame)
         self.flush_soon()
         if self.is_paused:
             self._paused_bytes += len(frame)
             if not self.may_read():
-                self._transport.pause_reading()  # a peer that reads no answers must not cause more of them
+                self._transport.pause_reading()  # a peer that does not read must not cause more answers
 
     def put(self, part: bytes | memoryview) -> None:
-        """Add bytes that the next flush writes; the caller flushes."""
+        """Add bytes that the next flush writes. The caller must flush."""
         self._pending.append(part)
 
     def flush_soon(self) -> None:
@@ -60,15 +60,15 @@ class FrameWriter:
                 self._transport.writelines(pending)
 
     def may_read(self) -> bool:
-        """Whether the peer may send more: it has not left too many answers to its frames unread."""
+        """Whether the connection may be read: the peer has not left too many answers to its frames unread."""
         return self._paused_bytes <= _MAX_PAUSED_BYTES
 
     def pause(self) -> None:
-        """The transport accepts no more."""
+        """Note that the transport accepts no more."""
         self.is_paused = True
 
     def resume(self) -> None:
-        """The transport accepts more."""
+        """Note that the transport accepts more, and resume reading."""
         self.is_paused = False
         if not self.may_read():
             self._transport.resume_reading()
@@ -81,5 +81,5 @@ class FrameWriter:
 
     @property
     def sent_bytes(self) -> int:
-        """All bytes that the transport has sent."""
+        """Total of the bytes that the transport has sent."""
         return self._written_bytes - self._transport.get_write_buffer_size()

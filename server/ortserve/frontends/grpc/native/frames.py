@@ -1,4 +1,4 @@
-"""HTTP/2 frames: constants (RFC 9113, sections 6, 7), frames that a server sends, and the peer's SETTINGS. Pure."""
+"""HTTP/2 frames: constants (RFC 9113, sections 6, 7), encodings of sent frames, and the peer's SETTINGS. Pure."""
 
 import struct
 from collections.abc import Mapping
@@ -37,13 +37,13 @@ DEFAULT_WINDOW: Final = 65_535
 DEFAULT_TABLE_SIZE: Final = 4_096
 MAX_WINDOW: Final = 2**31 - 1
 MIN_FRAME_SIZE: Final = 16_384
-"""The largest frame that either side may send until the other allows more."""
+"""Largest frame that either side may send until the other side allows more."""
 LARGEST_FRAME_SIZE: Final = 2**24 - 1
 MAX_STREAM_ID: Final = 2**31 - 1
 
 
 class ErrorCode(IntEnum):
-    """Why a stream or a connection ends."""
+    """Reasons for which a stream or a connection ends."""
 
     NO_ERROR = 0x0
     PROTOCOL_ERROR = 0x1
@@ -83,7 +83,7 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 
 
 def frame_header(kind: int, flags: int, stream_id: int, length: int) -> bytes:
-    """The header alone, for payloads that are sent without a copy."""
+    """Encode the header alone, for payloads that are sent without a copy."""
     return pack_header(length << 8 | kind, flags, stream_id)
 
 
@@ -92,12 +92,12 @@ def settings(values: Mapping[int, int]) -> bytes:
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """Pairs of number and value, in the order in which they take effect."""
+    """Return pairs of number and value, in the order in which they take effect."""
     return list(_SETTING.iter_unpack(payload))
 
 
 def header_block(stream_id: int, block: bytes, max_frame_size: int, *, is_end: bool) -> bytes:
-    """A HEADERS frame, followed by CONTINUATION frames if the block is larger than one frame."""
+    """Encode a HEADERS frame, followed by CONTINUATION frames if the block is larger than one frame."""
     flags = END_STREAM if is_end else 0
     if len(block) <= max_frame_size:
         return frame(HEADERS, flags | END_HEADERS, stream_id, block)
@@ -125,7 +125,7 @@ def goaway(last_stream_id: int, code: ErrorCode, text: bytes = b"") -> bytes:
 
 
 def without_padding(payload: bytes) -> bytes:
-    """The payload of a padded HEADERS frame.
+    """Remove the padding from the payload of a padded HEADERS frame.
 
     Raises:
         Http2ConnectionError: The frame has more padding than payload.
@@ -136,7 +136,7 @@ def without_padding(payload: bytes) -> bytes:
 
 
 _MAX_SETTINGS: Final = 64
-"""Values per frame; fewer than ten settings are defined."""
+"""Maximum number of values in a frame. Fewer than ten settings are defined."""
 
 _HIGHEST: Final = {
     ENABLE_PUSH: (1, ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH"),
@@ -147,12 +147,12 @@ _HIGHEST: Final = {
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """The settings that change what this side sends; None for those that a frame does not contain.
+    """The values of a SETTINGS frame that affect sending; None for values that the frame does not contain.
 
     Attributes:
         initial_window: Bytes that the peer accepts on a new stream.
-        max_frame_size: Of frames to the peer.
-        lowest_table: The smallest size of the dynamic table for header blocks to the peer that the frame contains.
+        max_frame_size: Maximum size of frames to the peer.
+        lowest_table: Smallest value of HEADER_TABLE_SIZE: the dynamic table for header blocks to the peer.
     """
 
     initial_window: int | None = None
@@ -161,7 +161,7 @@ class PeerSettings:
 
 
 def read_peer_settings(payload: bytes) -> PeerSettings:
-    """Read a SETTINGS frame without ACK; of repeated values the last one counts.
+    """Parse a SETTINGS frame without ACK. The last one of repeated values counts, except for ``lowest_table``.
 
     Raises:
         Http2ConnectionError: A value is out of range, or the payload is not a list of settings.

@@ -1,11 +1,12 @@
-"""Header blocks (HPACK, RFC 7541): decoded once per distinct block, and the blocks of answers.
+"""Header blocks (HPACK, RFC 7541): cached decoding of requests, and encoding of answers.
 
-The dynamic table and Huffman's code are the ``hpack`` library's. The fields of a block are decoded here. The library's
-decoder stops in the middle of a list that is too large, which loses the table and with it the connection, and it copies
-the rest of a block for each field, so its time is quadratic in their number.
+The ``hpack`` library provides the dynamic table and the Huffman code; this module decodes the fields of a block. The
+decoder of the library stops in the middle of a list that is too large, which loses the table and with it the
+connection. It also copies the rest of a block for each field, so its time is quadratic in the number of fields.
 
-Equal blocks mean the same as long as the table is the same. So decoded blocks are cached by their bytes, for one
-generation of the table, which changes with each insertion and resize; a block that inserts or resizes is not cached.
+Equal blocks have the same meaning as long as the table does not change. So decoded blocks are cached by their bytes for
+one generation of the table. Each insertion and resize begins a new generation; a block that inserts or resizes is not
+cached.
 """
 
 from base64 import b64encode
@@ -24,38 +25,38 @@ from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionErro
 from ortserve.frontends.grpc.native.messages import ACCEPTED_ENCODINGS
 
 _KEPT_BLOCKS: Final = 64
-"""Cached blocks per connection; a client has a few, one for each method and set of metadata."""
+"""Maximum number of cached blocks per connection. A client sends a few, one for each method and set of metadata."""
 
 _MAX_KEPT_BYTES: Final = 2048
-"""Limit of a cached block."""
+"""Maximum size of a cached block."""
 
 MAX_LIST_BYTES: Final = 16 * 1024
-"""Limit of a header list as RFC 9113, section 10.5.1, counts it; grpc has the same. Larger lists are decoded to their
-end, which keeps the table correct, and discarded."""
+"""Maximum size of a header list, as RFC 9113, section 10.5.1, counts it; grpc has the same limit. Larger lists are
+decoded to their end, which keeps the table correct, and discarded."""
 
 _MOST_LIST_BYTES: Final = 2 * MAX_BLOCK_BYTES
-"""Limit of a list that is decoded. Literals decode to at most 8/5 of their bytes (Huffman's code, RFC 7541, appendix
-B), plus 32 per header; a larger list repeats entries of the table in few bytes."""
+"""Maximum size of a list that is decoded. Literals decode to at most 8/5 of their bytes (Huffman code, RFC 7541,
+appendix B), plus 32 per header. A larger list repeats entries of the table in few bytes."""
 
 _ENTRY_BYTES: Final = 32
-"""Added to the name and value of each header (RFC 9113, section 10.5.1)."""
+"""Size added to the name and value of each header (RFC 9113, section 10.5.1)."""
 
 _MOST_INTEGER_BITS: Final = 28
-"""Limit of encoded lengths, indexes and sizes; a block has at most 64 KiB."""
+"""Maximum bits of encoded lengths, indexes and sizes. A block has at most 64 KiB."""
 
 _MOST_RESIZES_BYTES: Final = 64
-"""Position up to which a block may resize the table; two resizes suffice for all purposes (RFC 7541, section 4.2)."""
+"""Position up to which a block may resize the table. Two resizes suffice for all purposes (RFC 7541, section 4.2)."""
 
 _set_maxsize: Final[Any] = HeaderTable.__dict__["maxsize"].fset
 
 RESIZED_TO_NOTHING: Final = b"\x20"
-"""Resizes the table to 0 at the begin of a block (RFC 7541, section 6.3)."""
+"""Beginning of a block that resizes the table to 0 (RFC 7541, section 6.3)."""
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class _CountedTable(HeaderTable):
-    """A dynamic table whose ``generation`` changes whenever its content may change."""
+    """A dynamic table. Its ``generation`` changes whenever its content may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class _CountedTable(HeaderTable):
 
 
 class HeaderReader:
-    """Decodes the header blocks of one connection; ``read`` must be called once for each block, in order."""
+    """Decodes the header blocks of one connection. Call ``read`` once for each block, in order."""
 
     def __init__(self) -> None:
         self._table = _CountedTable()
@@ -84,7 +85,11 @@ class HeaderReader:
         self._kept_generation = 0
 
     def read(self, block: bytes) -> Headers | None:
-        """Names and values, in order; None if the list exceeds ``MAX_LIST_BYTES``. Later blocks can be read then.
+        """Decode a block.
+
+        Returns:
+            Names and values, in order; None if the list exceeds ``MAX_LIST_BYTES``. Later blocks can still be read. The
+            same object is returned for a cached block.
 
         Raises:
             Http2ConnectionError: The block is malformed or far too large; later blocks cannot be read.
@@ -109,7 +114,7 @@ class HeaderReader:
         return headers
 
     def _decode(self, block: bytes) -> Headers | None:
-        """Decode a block to its end (RFC 7541, section 6). Raises various exceptions for a malformed one."""
+        """Decode a block to its end (RFC 7541, section 6). A malformed block raises various exceptions."""
         table = self._table
         headers: list[tuple[bytes, bytes]] = []
         list_bytes = position = 0
@@ -148,7 +153,7 @@ class HeaderReader:
 
 
 def _read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
-    """An integer that begins in the bits of ``mask`` (RFC 7541, section 5.1), and the position after it."""
+    """Decode an integer whose prefix has the bits of ``mask`` (RFC 7541, section 5.1). Also return the end position."""
     number = block[position] & mask
     position += 1
     if number < mask:
@@ -166,7 +171,7 @@ def _read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
 
 
 def _read_string(block: bytes, position: int) -> tuple[bytes, int]:
-    """A string (RFC 7541, section 5.2), and the position after it."""
+    """Decode a string (RFC 7541, section 5.2). Also return the end position."""
     is_huffman = block[position] & 0x80
     length, begin = _read_integer(block, position, 0x7F)
     end = begin + length
@@ -180,7 +185,7 @@ def _read_string(block: bytes, position: int) -> tuple[bytes, int]:
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header that neither uses nor changes a table (RFC 7541, section 6.2.2)."""
+    """Encode a header without using or changing a table (RFC 7541, section 6.2.2)."""
     if len(name) < 0x7F and len(value) < 0x7F:
         return b"".join((b"\x00", bytes((len(name),)), name, bytes((len(value),)), value))
     return b"\x00" + _string(name) + _string(value)
@@ -206,16 +211,16 @@ _ACCEPTED: Final = literal(b"grpc-accept-encoding", ACCEPTED_ENCODINGS)
 _SAFE: Final = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 _MAX_DETAILS: Final = 6_000
-"""Characters of an encoded status message: peers reject trailers of more than 8 KiB."""
+"""Maximum characters of an encoded status message: peers reject trailers of more than 8 KiB."""
 
 
 def http_status_block(status: int) -> bytes:
-    """The headers of an answer to a request that is not gRPC."""
+    """Encode the headers of an answer to a request that is not gRPC."""
     return b"\x08\x03%d" % status  # a literal value for entry 8 of the static table, ":status"
 
 
 def status_block(code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
-    """The trailers of a call."""
+    """Encode the trailers of a call."""
     block = literal(b"grpc-status", b"%d" % code.value[0])
     if details:
         block += literal(b"grpc-message", _percent_encoded(details))
@@ -226,7 +231,7 @@ def status_block(code: grpc.StatusCode, details: str, metadata: Iterable[tuple[s
 
 
 def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
-    """Metadata as a header block."""
+    """Encode metadata as a header block."""
     block = b""
     for name, value in metadata:
         if isinstance(value, bytes):
@@ -237,7 +242,7 @@ def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
 
 
 def _percent_encoded(details: str) -> bytes:
-    """A ``grpc-message``, truncated between characters if it is too long."""
+    """Encode a ``grpc-message``, truncated between characters if it is too long."""
     encoded = quote(details[:_MAX_DETAILS], safe=_SAFE, errors="replace")
     while len(encoded) > _MAX_DETAILS:
         details = details[: min(len(details) - 1, len(details) * _MAX_DETAILS // len(encoded))]

@@ -1,4 +1,4 @@
-"""The limits of connections, and the decisions that follow from their age, silence and idleness. Pure."""
+"""The limits of connections, and the decisions about old, silent and idle connections. Pure."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -7,18 +7,19 @@ from typing import Final
 from ortserve.config.option_groups import GrpcOptions
 
 _UNARY_CALLS: Final = 1000
-"""Concurrent calls per connection beside ``grpc_max_streams``, if no option sets the number. A client that has opened
-all streams can still make unary calls, and the rejection of one more stream shows it the limit. A call that has started
-and sent no message takes some kilobytes."""
+"""Default number of concurrent calls per connection beyond ``grpc_max_streams``. So a client with all its streams open
+can still make unary calls, and the rejection of one more stream names the limit. A call that has started and sent no
+message takes some kilobytes."""
 
 HANDSHAKE_S: Final = 10.0
-"""Until a connection has sent the preface and its SETTINGS."""
+"""Time in which the peer must send the preface and its SETTINGS."""
 
 FRAME_S: Final = 20.0
-"""For a frame other than DATA, at most 16 KiB, or a header block, at most 64 KiB: 26 kbit/s are enough."""
+"""Time in which a frame other than DATA (at most 16 KiB) or a header block (at most 64 KiB) must be complete: 26 kbit/s
+are enough."""
 
 STALL_S: Final = 60.0
-"""For which a closed connection may keep unsent bytes."""
+"""Time in which a closed connection must have sent its remaining bytes."""
 
 RESPONSE_ENCODINGS: Final = {"none": b"", "deflate": b"deflate", "gzip": b"gzip"}
 """``grpc-encoding`` of answers by the value of ``grpc_response_compression``."""
@@ -26,25 +27,25 @@ RESPONSE_ENCODINGS: Final = {"none": b"", "deflate": b"deflate", "gzip": b"gzip"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Per connection unless stated otherwise. Times are seconds, None for no bound.
+    """Limits of each connection unless stated otherwise. Times are seconds; None means no bound.
 
     Attributes:
-        max_connections: Of the port.
+        max_connections: Open connections of the port.
         max_streams: Concurrent calls.
-        max_message_bytes: Of a message, before and after decompression.
-        message_timeout_s: In which a message must be complete, or arrive at the rate below.
-        min_message_bytes_per_s: That rate.
-        send_timeout_s: In which a caller must read some bytes of an answer.
-        max_unsent_bytes: Of unsent answers, of all connections.
-        keepalive_s: Silence after which the server sends a PING.
-        keepalive_timeout_s: For the answer to that PING.
+        max_message_bytes: Size of a message, before and after decompression.
+        message_timeout_s: Time in which a message must be complete, or arrive at ``min_message_bytes_per_s``.
+        min_message_bytes_per_s: Minimum rate of a message that takes longer.
+        send_timeout_s: Time in which a caller must read some bytes of an answer.
+        max_unsent_bytes: Size of the unsent answers of all connections together.
+        keepalive_s: Silence of the peer after which the server sends a PING.
+        keepalive_timeout_s: Time in which the peer must react to this PING.
         pings_without_calls: Whether both sides may send PINGs while no call is open.
-        max_useless_pings: PINGs of the server without a call between them; 0 for any number.
-        min_ping_interval_s: Between PINGs of the peer.
-        max_ping_strikes: PINGs of the peer that arrive sooner; 0 for any number.
-        max_idle_s: Without calls, after which the connection drains.
-        max_age_s: After which the connection drains.
-        max_age_grace_s: For the calls of a connection that drains for its age.
+        max_useless_pings: Number of PINGs that the server sends without a call between them; 0 for any number.
+        min_ping_interval_s: Minimum time between PINGs of the peer.
+        max_ping_strikes: Number of PINGs that the peer may send too soon; 0 for any number.
+        max_idle_s: Time without calls after which the connection drains.
+        max_age_s: Age at which the connection drains.
+        max_age_grace_s: Time that the calls of a connection have after it began to drain for its age.
     """
 
     max_connections: int = 4096
@@ -66,7 +67,7 @@ class Limits:
 
     @property
     def tick_s(self) -> float:
-        """Interval of the checks, so that each bound is kept within a quarter of it."""
+        """Interval of the checks. Each bound of 0.04 s or more is exceeded by at most a quarter, and by at most 1 s."""
         bounds = (
             self.message_timeout_s,
             self.send_timeout_s,
@@ -80,7 +81,7 @@ class Limits:
 
 
 def connection_limits(options: GrpcOptions, *, max_message_bytes: int) -> Limits:
-    """The limits that the options set."""
+    """Return the limits that the options set."""
     return Limits(
         max_connections=options.grpc_max_connections,
         max_streams=options.grpc_max_connection_calls or options.grpc_max_streams + _UNARY_CALLS,
@@ -114,17 +115,17 @@ class Due(Enum):
 
 
 class Lifetime:
-    """Decides when one connection is pinged, drained or aborted; ``look`` is called at each tick.
+    """Decides when to ping, drain or abort one connection. The connection calls ``look`` at each tick.
 
     Attributes:
-        heard_ns: When the last bytes arrived.
-        useful_ns: When a call last began or ended.
-        abort_ns: When the connection ends at the latest; None for no bound.
-        is_draining: Whether the connection takes no new calls.
+        heard_ns: Time at which the last bytes arrived.
+        useful_ns: Time at which a call last began or ended.
+        abort_ns: Time at which the connection ends at the latest; None for no bound.
+        is_draining: Whether the connection accepts no new calls.
     """
 
     def __init__(self, limits: Limits, now_ns: int, max_age_s: float | None) -> None:
-        """``max_age_s`` is drawn for each connection, so that connections opened together do not end together."""
+        """``max_age_s`` is the age at which this connection drains; None for no bound."""
         self._limits = limits
         self._made_ns = self.heard_ns = self.useful_ns = now_ns
         self._max_age_s = max_age_s
@@ -135,7 +136,7 @@ class Lifetime:
         self._useful_at_ping_ns = now_ns
 
     def begin_drain(self, now_ns: int, grace_s: float | None) -> None:
-        """No new calls begin from now on. The connection ends after ``grace_s`` at the latest; None for no bound."""
+        """Accept no new calls from now on. The connection ends after ``grace_s`` at the latest; None for no bound."""
         self.is_draining = True
         if grace_s is not None:
             self.abort_by(now_ns, grace_s)
@@ -150,13 +151,13 @@ class Lifetime:
         return self.abort_ns is not None and now_ns >= self.abort_ns
 
     def look(self, now_ns: int, *, has_settings: bool, has_calls: bool, unfinished_since_ns: int | None) -> Due:
-        """The next action; the caller performs it.
+        """Return the next action, which the connection performs.
 
         Args:
-            now_ns: Monotonic.
+            now_ns: Monotonic time.
             has_settings: Whether the peer has sent the preface and its SETTINGS.
             has_calls: Whether calls are open.
-            unfinished_since_ns: When the frame or header block began that is incomplete; None without one.
+            unfinished_since_ns: Start of the incomplete frame or header block; None without one.
         """
         limits = self._limits
         if self.is_over(now_ns):

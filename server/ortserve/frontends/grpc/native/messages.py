@@ -1,7 +1,7 @@
-"""gRPC messages: a flag, a length of four bytes, and the message ("Length-Prefixed-Message"), and their compression.
+"""gRPC messages and their compression. A flag and a length of four bytes precede each ("Length-Prefixed-Message").
 
-``MessageReader`` finds the messages in the bytes of DATA, however these were cut into frames. ``inflate`` and
-``compress`` work on the loop for short messages and on a thread for long ones.
+``MessageReader`` finds the messages in the bytes of DATA, for any division into frames. ``inflate`` and ``compress``
+run on the loop for short messages and on a thread for long ones.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from ortserve.service.gate import Hold
 PREFIX_BYTES: Final = 5
 
 _SMALL_BYTES: Final = 4096
-"""Parts up to this size are joined as they arrive: an object of its own costs some 50 bytes more."""
+"""Parts up to this size are joined as they arrive, because a separate object costs about 50 bytes more."""
 
 _ENCODINGS: Final = {b"gzip": Encoding.GZIP, b"deflate": Encoding.DEFLATE}
 
@@ -29,13 +29,13 @@ ACCEPTED_ENCODINGS: Final = b"identity,deflate,gzip"
 """The value of ``grpc-accept-encoding`` in answers."""
 
 _LEVEL: Final = 1
-"""Of tensors: higher levels take three times as long and save some percent."""
+"""Level of compression. For tensors, higher levels take three times as long and save a few percent."""
 
 _COMPRESSED_INLINE_BYTES: Final = 32 * 1024
 """Messages up to this size are compressed on the loop, in less than 1 ms."""
 
 Message = tuple[bytes | memoryview, bool]
-"""A message, and whether it is compressed. A large one is a view on the memory that it was received into."""
+"""A message, and whether it is compressed. A large message is a view on the memory into which it was received."""
 
 
 class RejectedMessageError(Exception):
@@ -51,17 +51,17 @@ class MessageReader:
     """Reads the messages of one stream. Pure.
 
     Attributes:
-        max_bytes: Limit of a message; applies to messages that begin after a change.
-        length: Of the incomplete message, -1 between messages.
+        max_bytes: Maximum size of a message; a change applies to messages that begin later.
+        length: Size of the incomplete message; -1 between messages.
         kept_bytes: Received bytes of the incomplete message.
-        prefix: The received part of an incomplete prefix.
-        large: The memory of the incomplete message if it is a large one; else None.
+        prefix: Received part of an incomplete prefix.
+        large: Memory of the incomplete message if it is large; otherwise None.
     """
 
     __slots__ = ("_is_compressed", "_memory", "_parts", "kept_bytes", "large", "length", "max_bytes", "prefix")
 
     def __init__(self, max_bytes: int, memory: LargeMemory) -> None:
-        """``memory`` is for large messages."""
+        """``memory`` provides the memory of large messages."""
         self.max_bytes = max_bytes
         self._memory = memory
         self.prefix = b""
@@ -72,10 +72,10 @@ class MessageReader:
         self.kept_bytes = 0
 
     def feed(self, data: bytes, begin: int, end: int) -> list[Message]:
-        """Read the bytes of ``data`` from ``begin`` to ``end``. Returns the messages that they complete.
+        """Read the bytes of ``data`` from ``begin`` to ``end``. Returns the messages that these bytes complete.
 
         Raises:
-            RejectedMessageError: The message is malformed or too large; nothing after it can be read.
+            RejectedMessageError: The message is malformed or too large. The stream cannot be read any further.
         """
         messages: list[Message] = []
         position = begin
@@ -120,7 +120,7 @@ class MessageReader:
         return messages
 
     def add(self, count: int) -> list[Message]:
-        """Count bytes that were written to ``large``. Returns the message if they complete it."""
+        """Account for ``count`` bytes that were written to ``large``. Returns the message if it is complete."""
         assert self.large is not None
         self.large.add(count)
         self.kept_bytes = self.large.came
@@ -141,7 +141,7 @@ class MessageReader:
         return [message]
 
     def _place(self, large: LargeBody, data: bytes, begin: int, end: int) -> int:
-        """Copy the next bytes into ``large``. Returns the position behind them."""
+        """Copy the next bytes into ``large``. Returns the position after them."""
         stop = min(end, begin + large.size - large.came)
         large.put(memoryview(data)[begin:stop])
         self.kept_bytes = large.came
@@ -171,7 +171,7 @@ class _InflatedBytes:
         self._size = 0
 
     def reserve(self, part_bytes: int) -> None:
-        """Raises ServeError: overloaded, above the size of a window."""
+        """Count inflated bytes. Raises ServeError: overloaded, only beyond the size of a window."""
         self._size += part_bytes
         if self._size <= STREAM_WINDOW:
             self._hold.count(self._compressed_bytes + self._size)
@@ -180,15 +180,15 @@ class _InflatedBytes:
 
 
 async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, max_bytes: int) -> bytes | memoryview:
-    """Decompress a message; ``hold`` reserves memory for the growth.
+    """Decompress a message; ``hold`` reserves memory for the inflated bytes.
 
-    Up to the size of a stream's window the memory is counted without a limit: the handler that takes the message
-    applies the limit and rejects one request, while a rejection here ends the whole stream.
+    Up to the size of a stream's window, memory is counted without a limit. The handler that reads the message applies
+    the limit and rejects one request; a rejection here would end the whole stream.
 
     Raises:
-        RejectedMessageError: The encoding is unknown or not announced, the bytes do not fit it, or the result exceeds
-            ``max_bytes``; it is never inflated beyond that.
-        ServeError: overloaded.
+        RejectedMessageError: The encoding is unknown or not announced, the bytes are malformed, or the result exceeds
+            ``max_bytes``. At most one byte more is inflated.
+        ServeError: overloaded if memory is too short.
     """
     if encoding == b"identity":
         text = "a message is compressed, and grpc-encoding names no encoding"
@@ -211,7 +211,7 @@ async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, m
 
 
 async def compress(message: bytes | memoryview, encoding: bytes) -> Message:
-    """The compressed message, or the message itself if compression does not make it smaller."""
+    """Return the compressed message, or the message itself if compression does not shrink it."""
     if len(message) <= _COMPRESSED_INLINE_BYTES:
         smaller = deflate(message, encoding)
     else:
@@ -220,5 +220,5 @@ async def compress(message: bytes | memoryview, encoding: bytes) -> Message:
 
 
 def deflate(message: bytes | memoryview, encoding: bytes) -> bytes:
-    """Compress; 1 MB takes about 20 ms. Any thread."""
+    """Compress a message; 1 MB takes about 20 ms. Any thread."""
     return zlib.compress(message, _LEVEL, _ENCODINGS[encoding].window_bits)

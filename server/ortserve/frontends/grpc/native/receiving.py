@@ -1,7 +1,7 @@
 """The receiving half of a connection: turns frames into streams, messages and windows.
 
-The cost that a peer can cause is bounded: the number of streams, the memory of requests and of unsent answers, and by
-``flood_limits`` all frames that carry no request. ``frame_reader`` bounds header blocks and frames.
+It limits the cost that a peer can cause: the number of streams, and the memory of requests and of unsent answers.
+``flood_limits`` limits the frames that carry no request, and ``frame_reader`` header blocks and frames.
 """
 
 from collections import deque
@@ -35,20 +35,20 @@ from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LargeBody
 
 _KEPT_GAPS: Final = 64
-"""Gaps that are remembered between the ids of consecutive streams. Clients leave one at most, at the beginning."""
+"""Maximum number of stored gaps between the ids of consecutive streams. Clients leave at most one, at the beginning."""
 
 _FLOOD: Final = "too many frames without a request"
 
 DRAIN_PING: Final = b"draining"
-"""Payload of the PING after a first GOAWAY; its answer shows that the peer has read the GOAWAY."""
+"""Payload of the PING after the first GOAWAY. The answer shows that the peer has read the GOAWAY."""
 
 
 class Receiving:
-    """A ``FrameTaker``. Loop thread only.
+    """Handles the frames of one connection, as a ``FrameTaker``. Loop thread only.
 
     Attributes:
-        last_id: The highest stream that was begun or rejected.
-        goaway_id: The highest stream that may still begin.
+        last_id: Highest id of a stream that was begun or rejected.
+        goaway_id: Highest id of a stream that may still begin.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Receiving:
         life: Lifetime,
         on_drain_answer: Callable[[], None],
     ) -> None:
-        """``on_drain_answer`` is called when the answer to ``DRAIN_PING`` arrives."""
+        """``on_drain_answer`` handles the answer to ``DRAIN_PING``."""
         self._dispatcher = dispatcher
         self._limits = limits
         self._sending = sending
@@ -72,8 +72,8 @@ class Receiving:
         self._streams: Final = sending.streams
         self._headers = HeaderReader()
         self._last_headers: Headers | None = None
-        """Of the latest request, and what ``read_head`` returned for them: most calls of a client repeat them. They may
-        hold a key, as the HPACK table of the connection does; both end with the connection."""
+        """Headers of the latest request; ``_last_head`` holds the result of ``read_head`` for them. Most calls of a
+        client repeat their headers. They may contain a key, as the HPACK table may; both end with the connection."""
         self._last_head = TOO_LARGE
         self._flood = TokenBucket(life.heard_ns)
         self._resets = ResetLimit(self._flood)
@@ -118,7 +118,7 @@ class Receiving:
                 raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many small DATA frames within messages")
 
     def placing(self) -> LargeBody | None:
-        """The memory for the next bytes of DATA if they are part of a large message; else None."""
+        """Return the memory for the next bytes of DATA; None if they are not part of a large message."""
         stream = self._data_stream
         if stream is None or stream.is_over or stream.trailers is not None:
             return None
@@ -160,14 +160,15 @@ class Receiving:
         elif messages:
             self._dispatcher.on_message(stream, self._sending)
         elif not stream.messages:
-            self._sending.credit(stream)  # for an incomplete message; the handler gives the credit for complete ones
+            self._sending.credit(stream)  # incomplete message; the handler of complete messages returns their credit
 
     def _reserve(self, stream: Stream, *, announced: int) -> bool:
-        """Reserve memory for the received part of a request. Returns False if there is none; the call has ended then.
+        """Reserve memory for the received part of a request. Returns False if memory is short; the call has then ended.
 
-        A message that cannot fit is rejected at its begin, but only its received bytes are reserved: otherwise a caller
-        could block others by announcing a message. A stream of many requests does not end for one of them: memory up to
-        its window is counted without a limit, and the handler that takes the message rejects that request.
+        ``announced`` is the size of a message that begins, else 0. A message that cannot fit is rejected at its
+        beginning, but only received bytes stay reserved: otherwise a caller could block others by announcing a message.
+        A stream of many requests does not end for one of them: memory up to its window is counted without a limit, and
+        the handler that reads the message rejects this request.
         """
         hold = stream.hold
         if hold is None:
@@ -190,7 +191,7 @@ class Receiving:
     # HEADERS
 
     def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
-        headers = self._headers.read(block)  # in all cases: later blocks depend on the table
+        headers = self._headers.read(block)  # always decode: later blocks depend on the table
         stream = self._streams.get(stream_id)
         if stream is not None:
             self._on_trailers(stream, headers, is_end=is_end)
@@ -209,7 +210,7 @@ class Receiving:
         if len(self._streams) >= self._limits.max_streams or (sending.unsent_bytes and sending.has_too_much_unsent()):
             self._reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
-        if headers is not self._last_headers:  # the reader returns the same object for a block that it has cached
+        if headers is not self._last_headers:  # the reader returns the same object for a cached block
             try:
                 self._last_head = TOO_LARGE if headers is None else read_head(headers)
             except MalformedRequestError:
@@ -228,7 +229,7 @@ class Receiving:
             memory=self._dispatcher.memory,
         )
         self._streams[stream_id] = stream
-        sending.window_credit += PART_CREDIT  # some peers enlarge a stream's window when they begin it
+        sending.window_credit += PART_CREDIT  # some peers enlarge the window of each new stream
         self._life.useful_ns = heard_ns
         stream.is_half_closed = is_end
         if head.http_status != 200:
@@ -245,9 +246,9 @@ class Receiving:
                 self._half_close(stream)
 
     def _check_begun(self, stream_id: int, frame: str) -> None:
-        """End the connection for a frame of a stream that the peer never began.
+        """End the connection if the peer never began the stream of a frame.
 
-        A stream is idle until its HEADERS, and closed unused once those of a higher one came (RFC 9113, section 5.1.1).
+        A stream is idle until its HEADERS. HEADERS of a higher stream close it unused (RFC 9113, section 5.1.1).
         """
         if (
             stream_id % 2 == 0
@@ -335,7 +336,7 @@ class Receiving:
             elif kind == frames.GOAWAY:
                 _check(stream_id == 0, ErrorCode.PROTOCOL_ERROR, "GOAWAY of a stream")
                 _check(len(payload) >= 8, ErrorCode.FRAME_SIZE_ERROR, "GOAWAY: expected at least 8 bytes")
-            self._charge()  # these need no reaction, and unknown types are to be ignored
+            self._charge()  # these frames need no reaction, and unknown types are ignored
 
     def _on_ping(self, stream_id: int, flags: int, payload: bytes) -> None:
         _check(stream_id == 0, ErrorCode.PROTOCOL_ERROR, "PING of a stream")
@@ -366,7 +367,7 @@ class Receiving:
     # The end of streams
 
     def end_input(self) -> None:
-        """The peer has closed its side: complete requests go on, incomplete ones end."""
+        """Continue the complete requests and end the incomplete ones: the peer has closed its side."""
         for stream in list(self._streams.values()):
             if stream.is_half_closed:
                 continue
@@ -377,7 +378,7 @@ class Receiving:
                 self._half_close(stream)
 
     def close(self, cause: str) -> None:
-        """End all streams of a connection that has ended."""
+        """End all streams, because the connection has ended."""
         self._timeouts.close()
         for stream in list(self._streams.values()):
             self._sending.drop(stream, cause)
@@ -390,7 +391,7 @@ class Receiving:
             self._sending.drop(stream, "stream_error")
 
     def _charge(self) -> None:
-        """Count a frame that carries no request."""
+        """Count a frame that carries no request. Raises Http2ConnectionError: The frame exceeds the limit."""
         if not self._flood.take(self._life.heard_ns):
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, _FLOOD)
 

@@ -43,8 +43,8 @@ _SHARED: Final = _PSEUDO | {
     b"user-agent",
     _LOAD_FORMAT,
 }
-"""Headers that many calls have in common and that hold no credentials. Their values are cached. Of all other headers
-only the names are cached: their values may be keys, or differ in each call as of ``grpc-timeout``, ``traceparent``."""
+"""Headers that many calls share and that hold no credentials; their values are cached. For all other headers only the
+names are cached: their values may be keys, or differ in each call (``grpc-timeout``, ``traceparent``)."""
 
 _TEXT: Final = 0
 _BINARY: Final = 1
@@ -53,19 +53,19 @@ _LENGTH: Final = 3
 
 
 class MalformedRequestError(Exception):
-    """The headers violate RFC 9113; the stream is reset."""
+    """The headers violate RFC 9113, so the stream is reset."""
 
 
 @dataclass(slots=True, init=False)
 class RequestHead:
-    """Headers that are valid in HTTP/2. Immutable by convention: a frozen dataclass costs more time to create.
+    """Parsed headers of a call. Immutable by convention: creating a frozen dataclass takes longer.
 
     Attributes:
         path: ``/service/method``.
-        timeout_ns: Until the deadline, None without one.
-        encoding: ``grpc-encoding``, of messages that are marked as compressed.
-        accepts: The values of ``grpc-accept-encoding``.
-        content_length: Announced bytes of DATA; None without that header.
+        timeout_ns: Time until the deadline; None without a deadline.
+        encoding: Value of ``grpc-encoding``, the encoding of messages with the compressed flag.
+        accepts: The encodings in ``grpc-accept-encoding``.
+        content_length: Announced bytes of DATA; None without ``content-length``.
         metadata: All headers but pseudo-headers, in order; values of ``-bin`` names are bytes.
         load_format: Format of the requested load report; None without a request for one.
         http_status: 200, or the status that answers a request that is not gRPC.
@@ -114,14 +114,14 @@ TOO_LARGE: Final = RequestHead(
         )
     )[:2],
 )
-"""The head of a request whose headers were discarded."""
+"""The head of a request whose headers were discarded, because they exceed the limit."""
 
 
 def read_head(headers: Headers) -> RequestHead:
-    """Read the headers of a request. Headers that most calls of a client have in common are cached, see ``_SHARED``.
+    """Parse the headers of a request. The result for headers in ``_SHARED`` is cached.
 
     Raises:
-        MalformedRequestError: The text names the header.
+        MalformedRequestError: The headers violate RFC 9113.
     """
     shared: list[tuple[bytes, bytes]] = []
     own: list[tuple[bytes, bytes]] = []
@@ -175,10 +175,10 @@ def read_head(headers: Headers) -> RequestHead:
 
 
 def check_trailers(headers: Headers) -> None:
-    """Check the trailers of a request; their values are not used.
+    """Check the trailers of a request. Their values are not used.
 
     Raises:
-        MalformedRequestError: RFC 9113, sections 8.1 and 8.2, forbids one of them.
+        MalformedRequestError: A trailer violates RFC 9113, sections 8.1 and 8.2.
     """
     for name, value in headers:
         if name == b"te" or not _is_allowed(name):
@@ -189,7 +189,7 @@ def check_trailers(headers: Headers) -> None:
 
 @lru_cache(maxsize=256)
 def _read_shared(headers: Headers) -> tuple[RequestHead, int]:
-    """The head by the ``_SHARED`` headers of a request alone, and the number of pseudo-headers.
+    """Parse the ``_SHARED`` headers of a request. Returns a head, and the number of pseudo-headers.
 
     Raises MalformedRequestError.
     """
@@ -241,7 +241,7 @@ def _read_shared(headers: Headers) -> tuple[RequestHead, int]:
 
 @lru_cache(maxsize=1024)
 def _key(name: bytes) -> tuple[str, int]:
-    """The name of a header in the metadata, and the kind of its value. Raises MalformedRequestError."""
+    """Return the name of a header in the metadata, and the kind of its value. Raises MalformedRequestError."""
     if not _is_allowed(name):
         raise MalformedRequestError(f"header {name!r}")
     key = name.decode("latin-1")
@@ -258,9 +258,10 @@ def _is_allowed(name: bytes) -> bool:
 
 
 def _stripped(name: bytes, value: bytes) -> bytes:
-    """A value without the spaces at its ends, which HTTP/2 forbids.
+    """Strip spaces and tabs from the ends of a value, where HTTP/2 forbids them.
 
-    gRPC clients send them, and servers may strip them ("ASCII-Value"). Raises MalformedRequestError for other values.
+    gRPC clients send them, and servers may strip them ("ASCII-Value"). Raises MalformedRequestError for values that
+    stay invalid.
     """
     value = value.strip(b" \t")
     if name[:1] == b":" or not _IS_VALUE(value):

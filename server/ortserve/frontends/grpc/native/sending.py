@@ -1,7 +1,7 @@
-"""The sending half of a connection: sends answers as far as both windows and the transport allow, and ends streams.
+"""The sending half of a connection: sends answers as far as windows and transport allow, and ends streams.
 
-A stream whose own window is full waits for that window only. All other streams with unsent bytes are in one queue and
-get their turns.
+A stream whose own window is used up waits for that window only. All other streams with unsent bytes are in one queue
+and send in turns.
 """
 
 import asyncio
@@ -30,23 +30,23 @@ from ortserve.frontends.grpc.native.limits import Lifetime
 from ortserve.frontends.grpc.native.stream import Stream
 
 _TURN_BYTES: Final = 256 * 1024
-"""Bytes of one stream's message that are sent before other streams get their turn."""
+"""Bytes that one stream sends before other streams get their turn."""
 
 _MAX_FRAME_BYTES: Final = 64 * 1024
-"""Limit of a DATA frame, if the peer accepts larger ones, so that other streams do not wait long for its end."""
+"""Maximum size of a DATA frame, even if the peer accepts larger ones: other streams wait for the end of a frame."""
 
 _ENDS: Final = frames.END_HEADERS | frames.END_STREAM
 _HEADERS_BEFORE_DATA: Final = len(RESPONSE_HEADERS) << 8 | frames.HEADERS
 
 
 class Sending:
-    """An ``AnswerHolder``. Loop thread only.
+    """Sends the answers of one connection. An ``AnswerHolder``. Loop thread only.
 
     Attributes:
         clock: Monotonic nanoseconds.
-        streams: The open streams by id, oldest first. ``receiving`` adds to it.
+        streams: The open streams by id, oldest first. ``receiving`` adds streams.
         window: Bytes that the peer accepts on the whole connection.
-        initial_window: Bytes that it accepts on a new stream.
+        initial_window: Bytes that the peer accepts on a new stream.
         unsent_bytes: Bytes of messages that neither a window nor the transport has accepted.
         has_answered: Whether part of a call was sent since the attribute was last set to False.
         window_credit: Bytes of DATA sent, plus ``PART_CREDIT`` per whole part, since the last WINDOW_UPDATE.
@@ -63,10 +63,17 @@ class Sending:
         on_cut_answer: Callable[[str], None],
         on_stream_drained: Callable[[], None],
     ) -> None:
-        """``budget`` is shared by all connections.
+        """Store the parameters.
 
-        ``on_cut_answer`` counts an answer that ends before the transport has accepted all of it, by its cause.
-        ``on_stream_drained`` is called after a stream has ended while the connection drains.
+        Args:
+            loop: The event loop of the connection.
+            clock: Monotonic nanoseconds.
+            writer: Writes the frames.
+            life: Lifetime of the connection.
+            budget: Budget for unsent answers, which all connections share.
+            on_cut_answer: Counts an answer that ends before the transport has accepted all of it; its argument is the
+                cause.
+            on_stream_drained: Called after the end of each stream while the connection drains.
         """
         self.clock = clock
         self.streams: Final[dict[int, Stream]] = {}
@@ -75,7 +82,7 @@ class Sending:
         self.unsent_bytes = 0
         self.window_credit = 0
         self.has_answered = False
-        self._sent_bytes = 0  # of messages that had to wait, of all streams
+        self._sent_bytes = 0  # counted like ``Stream.sent_bytes``, but for all streams
         self._max_frame_size = frames.MIN_FRAME_SIZE
         self._resize = b""
         self._has_resized = False
@@ -99,7 +106,7 @@ class Sending:
     # Answers
 
     def answer(self, stream: Stream, message: bytes | memoryview, trailing: bytes) -> None:
-        """Send a complete answer of one uncompressed message; ``trailing`` is a header block."""
+        """Send a complete answer: one uncompressed message. ``trailing`` is the header block of trailing metadata."""
         size = len(message) + 5
         if (
             size > frames.MIN_FRAME_SIZE
@@ -139,10 +146,10 @@ class Sending:
         if self.streams:
             self._writer.flush_soon()
         else:
-            self._writer.flush()  # no other answer can be sent with it
+            self._writer.flush()  # no other call is open whose answer could share the write
 
     def send_message(self, stream: Stream, message: bytes | memoryview, *, is_compressed: bool = False) -> None:
-        """Queue a message, and the headers before the first one."""
+        """Queue a message; before the first one also the response headers."""
         if stream.is_over or stream.trailers is not None:
             return
         if not stream.has_headers:
@@ -171,7 +178,7 @@ class Sending:
         *,
         is_prompt: bool = False,
     ) -> None:
-        """End a call with a status; later calls do nothing. ``is_prompt`` drops unsent messages."""
+        """End a call with a status, unless it has ended already. ``is_prompt`` drops unsent messages."""
         if stream.is_over or (stream.trailers is not None and not is_prompt):
             return
         block = status_block(code, details, metadata)
@@ -185,12 +192,12 @@ class Sending:
         self._close(stream)
 
     def drop(self, stream: Stream, cause: str) -> None:
-        """End a stream without a frame: it was reset, or its connection has ended."""
+        """End a stream without sending a frame: the stream was reset, or its connection has ended."""
         self._forget_unsent(stream, cause)
         self._end_stream(stream)
 
     def end_oldest_unsent(self, text: str, *, is_alone: bool) -> bool:
-        """As ``AnswerHolder``."""
+        """End the oldest call with unsent bytes, as ``AnswerHolder`` defines."""
         unsent = (stream for stream in self.streams.values() if stream.unsent)
         oldest = next(unsent, None)
         if oldest is None or (is_alone and next(unsent, None) is None):
@@ -201,21 +208,21 @@ class Sending:
     # The peer's windows and settings
 
     def on_window(self) -> None:
-        """The window of the connection has grown, or the transport accepts more."""
+        """Continue to send: the window of the connection has grown, or the transport accepts more."""
         if self._waiting and not self._writer.is_paused:
             self._pump_soon()
 
     def on_stream_window(self, stream: Stream) -> None:
-        """The window of a stream has grown.
+        """Continue to send a stream whose window has grown.
 
-        Frames are cut after all received bytes were read: several WINDOW_UPDATEs of some bytes each make one frame.
+        Frames are cut after all received bytes were read, so that several small WINDOW_UPDATEs lead to one frame.
         """
         if stream.unsent and stream.send_window > 0:
             self._waiting[stream.id] = stream
             self._pump_soon()
 
     def apply(self, settings: PeerSettings) -> None:
-        """Confirm the settings of the peer and use them from now on.
+        """Acknowledge the settings of the peer and apply them.
 
         Raises:
             Http2ConnectionError: A window exceeds its limit.
@@ -231,7 +238,7 @@ class Sending:
         self._writer.control(frames.frame(frames.SETTINGS, frames.ACK, 0))
         if settings.initial_window is None:
             return
-        # The windows of open streams change by the same amount, also below 0 (RFC 9113, section 6.9.2).
+        # The windows of open streams change by the same amount and may become negative (RFC 9113, section 6.9.2).
         change = settings.initial_window - self.initial_window
         self.initial_window = settings.initial_window
         for stream in list(self.streams.values()):
@@ -242,18 +249,18 @@ class Sending:
                 self.on_stream_window(stream)
 
     def has_too_much_unsent(self) -> bool:
-        """Whether the connection should begin no more calls."""
+        """Whether the connection must reject new calls, because of its unsent answers."""
         return self._budget.is_exceeded_by(self.unsent_bytes)
 
     def waits_for_window(self, stream: Stream) -> bool:
-        """Whether only a WINDOW_UPDATE can make a stream continue."""
+        """Whether a stream has unsent bytes and no window to send them."""
         return bool(stream.unsent) and (stream.send_window <= 0 or self.window <= 0)
 
     def sent_by_stream(self) -> dict[int, int]:
-        """For ``SendProgress``: a number per stream with unsent bytes, and under 0 for the transport if it has some.
+        """Return the input of ``SendProgress``: a growing number for each stream with unsent bytes.
 
-        A stream that waits for the connection, not for its own window, makes progress as the connection does: while the
-        transport is full, as that empties.
+        Key 0 is the transport, if it has unsent bytes. A stream that waits for the connection, not for its own window,
+        makes progress whenever the connection sends bytes, or, while the transport is full, the transport.
         """
         writer = self._writer
         of_connection = writer.sent_bytes if writer.is_paused else self._sent_bytes
@@ -286,7 +293,7 @@ class Sending:
             self._send_trailers(stream)
 
     def _send_data(self, stream: Stream) -> None:
-        """Send the part of a stream that the windows allow; the stream waits in the queue with the rest."""
+        """Send as much of a stream as windows, transport and turn allow. The rest waits for its turn or its window."""
         unsent = stream.unsent
         budget = _TURN_BYTES
         while unsent:
@@ -330,7 +337,7 @@ class Sending:
         for stream in list(self._waiting.values()):
             if self._writer.is_paused or self.window <= 0:
                 return
-            if self._waiting.pop(stream.id, None) is not None:  # it re-enters at the end of the queue
+            if self._waiting.pop(stream.id, None) is not None:  # a stream with a rest re-enters at the end
                 self._send_data(stream)
         self._writer.flush()
 
@@ -345,7 +352,7 @@ class Sending:
         self._end_stream(stream)
 
     def _end_stream(self, stream: Stream) -> None:
-        """Forget a stream, free its request, and cancel the work for it."""
+        """Remove a stream, free its request, and cancel its work."""
         stream.is_over = True
         self.streams.pop(stream.id, None)
         stream.forget_request()

@@ -20,7 +20,7 @@ from ortserve.service.access import Guard
 from ortserve.service.gate import Hold
 
 _BACKLOG: Final = 4096
-"""Connections that may wait to be accepted; the system has its own bound."""
+"""Number of connections that may wait to be accepted. The system has a bound of its own."""
 
 
 class NativeGrpcServer:
@@ -46,19 +46,19 @@ class NativeGrpcServer:
         """Store the parameters; ``start`` opens the port.
 
         Args:
-            find: As in ``CallDispatcher``, like ``quick``, ``hold``, ``encoding`` and ``guards``.
-            quick: See ``find``.
+            find: As in ``CallDispatcher``.
+            quick: As in ``CallDispatcher``.
             streams: The open streams of the handlers; ``stop`` drains them.
-            hold: See ``find``.
-            limits: Of the port and each connection.
+            hold: As in ``CallDispatcher``.
+            limits: Limits of the port and each connection.
             host: Name or address to bind.
-            port: 0 lets the system choose.
+            port: Port to bind; 0 lets the system choose.
             clock: Monotonic nanoseconds.
             on_cut_answer: As in ``Sending``.
-            on_connection_error: As in ``ConnectionErrors``.
-            encoding: See ``find``.
-            guards: See ``find``.
-            tls: None for plain text.
+            on_connection_error: As ``on_error`` in ``ConnectionErrors``.
+            encoding: As in ``CallDispatcher``.
+            guards: As in ``CallDispatcher``.
+            tls: Shared state of the TLS sessions; None for plain text.
         """
         self._guards = guards
         self._find = find
@@ -80,7 +80,7 @@ class NativeGrpcServer:
 
     @property
     def connection_count(self) -> int:
-        """Open connections."""
+        """Number of open connections."""
         return len(self._connections)
 
     async def start(self) -> int:
@@ -90,7 +90,7 @@ class NativeGrpcServer:
             The bound port.
 
         Raises:
-            ServeError: conflict, naming the option, if the address cannot be bound.
+            ServeError: conflict if the address cannot be bound; the message names the option.
         """
         self._dispatcher = CallDispatcher(
             self._find,
@@ -121,9 +121,9 @@ class NativeGrpcServer:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Reject new calls (GOAWAY) and finish running ones; streams stop reading.
+        """Reject new calls (GOAWAY), finish running calls, and stop reading requests of streams.
 
-        Returns when every call has ended; calls that run longer than ``grace_s`` are cancelled. Does nothing before
+        Returns when every call has ended. Calls that run longer than ``grace_s`` are cancelled. Does nothing before
         ``start`` or after the first ``stop``.
         """
         server, self._server = self._server, None

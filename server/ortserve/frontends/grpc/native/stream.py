@@ -15,36 +15,36 @@ from ortserve.frontends.grpc.native.request_head import RequestHead
 from ortserve.service.gate import Hold
 
 _MESSAGE_OVERHEAD: Final = 128
-"""Bytes that a message costs beside its content, so that empty messages are not free."""
+"""Bytes counted for a message besides its content, so that empty messages are not free."""
 
 
 class Stream:
-    """Loop thread only.
+    """The state of one stream. Loop thread only.
 
     Attributes:
-        id: Of HTTP/2.
-        head: The request's headers.
-        begun_ns: When they arrived.
+        id: Stream id of HTTP/2.
+        head: Parsed headers of the request.
+        begun_ns: Time at which the headers arrived.
         reader: Reads the messages of the request.
         messages: Complete messages that no handler has taken.
         window: Bytes that the caller may still send.
-        hold: Memory that is reserved for the request; None if none ever was.
+        hold: Reservation for the request; None if no memory was reserved.
         since_ns: Start of the current measurement of the rate at which the incomplete message arrives.
-        since_bytes: Received bytes of that message at that time.
-        announced_left: Bytes of DATA that are still to come by its content-length; None without that header.
+        since_bytes: Received bytes of the incomplete message at ``since_ns``.
+        announced_left: Bytes of DATA that ``content-length`` announced and that are missing; None without this header.
         is_half_closed: Whether the caller has ended its side.
         takes_messages: Whether a handler reads the messages; otherwise the request is a single message.
-        reading: Done when there is something new to read; None if no handler waits.
-        send_window: Bytes that the caller accepts; negative after its settings lowered the window.
-        unsent: Parts of messages, in order.
-        sent_bytes: Of messages that had to wait.
-        trailers: The header block that ends the stream, to be sent after ``unsent``; None before the call has ended.
+        reading: Done when a message or the end of the request has arrived; None if no handler waits.
+        send_window: Bytes that the caller accepts; negative if its settings have lowered the window.
+        unsent: Unsent parts of messages, in order.
+        sent_bytes: Sent bytes of messages, without answers that were sent at once.
+        trailers: Header block that ends the stream, sent after ``unsent``; None before the call has ended.
         writing: Done when ``unsent`` is empty; None if no handler waits.
-        has_headers: Whether the answer's headers were sent.
-        encoding: Of messages to the caller; empty for uncompressed ones.
-        is_over: Whether the last frame was sent or none will be.
-        deadline_ns: Of the call, monotonic; None without one.
-        cancel: Cancels the work for the call; None without work.
+        has_headers: Whether the headers of the answer were sent.
+        encoding: Compression of messages to the caller; empty for uncompressed messages.
+        is_over: Whether no further frame will be sent.
+        deadline_ns: Monotonic time of the deadline of the call; None without a deadline.
+        cancel: Cancels the work of the call; None without work.
     """
 
     __slots__ = (
@@ -111,12 +111,12 @@ class Stream:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the request that are in memory and that no handler has taken."""
+        """Bytes of the request in memory that no handler has taken."""
         return self.reader.kept_bytes + self._waiting_bytes
 
     @property
     def waits_for_caller(self) -> bool:
-        """Whether part of a message is in memory that is of no use before the caller sends the rest."""
+        """Whether memory holds part of a message whose rest the caller has not sent."""
         return not self.is_half_closed and self.reader.kept_bytes > 0
 
     def put(self, messages: list[Message]) -> None:
@@ -135,7 +135,7 @@ class Stream:
         return message
 
     def forget_request(self) -> None:
-        """Free what is kept of the request, and release the memory reserved for it."""
+        """Free the received part of the request, and release its reservation."""
         if self.reader.length >= 0:
             self.reader.clear()
         self.messages.clear()

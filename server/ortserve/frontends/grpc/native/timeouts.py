@@ -22,13 +22,13 @@ class CallTimeouts:
     deadline, so a call with a deadline seldom costs a timer.
 
     Attributes:
-        next_deadline_ns: When the timer is due; a call with an earlier deadline needs ``wake_at``.
+        next_deadline_ns: Time at which the timer is due. A call with an earlier deadline needs ``wake_at``.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, streams: Mapping[int, Stream], sending: Sending, limits: Limits
     ) -> None:
-        """``streams`` are the open ones by id."""
+        """``streams`` are the open streams by id."""
         self._loop = loop
         self._streams = streams
         self._sending = sending
@@ -71,7 +71,7 @@ class CallTimeouts:
         """End the calls whose request or answer stalls.
 
         Returns:
-            Whether the peer reads nothing from the connection at all, so that the connection is to be aborted.
+            Whether the peer reads nothing from the whole connection, so that the connection must be aborted.
         """
         self._end_stalled_requests(now_ns)
         stalled = self._progress.stalled(now_ns, self._sending.sent_by_stream())
@@ -84,21 +84,21 @@ class CallTimeouts:
         return False
 
     def end_unsendable(self) -> None:
-        """End calls whose answers exceed the windows of a peer that sends nothing more, so no WINDOW_UPDATE either."""
+        """End the calls whose answers wait for window: the peer has closed its side, so no WINDOW_UPDATE can arrive."""
         text = "the caller has closed its side of the connection, and its window has no room for the rest of the answer"
         for stream in list(self._streams.values()):
             if self._sending.waits_for_window(stream):
                 self._sending.end(stream, grpc.StatusCode.UNAVAILABLE, text, is_prompt=True)
 
     def _end_stalled_requests(self, now_ns: int) -> None:
-        """End calls whose message began and arrives too slowly: its first part takes memory from other calls."""
+        """End the calls whose incomplete message arrives too slowly: its first part uses memory of other calls."""
         limits = self._limits
         for stream in list(self._streams.values()):
             if not stream.waits_for_caller:
                 continue
             kept = stream.reader.kept_bytes
             waited_s = (now_ns - stream.since_ns) / 1e9
-            if stream.messages:  # complete messages wait for their handler, and the caller perhaps for window
+            if stream.messages:  # the handler is behind, so the caller may wait for window
                 stream.since_ns, stream.since_bytes = now_ns, kept
             elif waited_s < limits.message_timeout_s:
                 continue
@@ -113,19 +113,19 @@ class CallTimeouts:
 
 
 class SendProgress:
-    """Since when each stream of a connection has sent nothing, by stream id; 0 is the connection. Pure."""
+    """Tracks how long each stream of a connection has sent nothing, by stream id; 0 is the connection. Pure."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_ns = int(timeout_s * 1e9)
         self._last: dict[int, tuple[int, int]] = {}
 
     def stalled(self, now_ns: int, sent: Mapping[int, int]) -> list[int]:
-        """The ids that have sent nothing for the whole timeout.
+        """Return the ids that have sent nothing for the whole timeout.
 
         Args:
-            now_ns: Monotonic.
-            sent: For each id with unsent bytes, a number that grows when some are sent. A smaller number than before
-                counts as no progress, and is the new base.
+            now_ns: Monotonic time.
+            sent: A number for each id with unsent bytes, which grows when bytes are sent. A smaller number than before
+                counts as no progress, and becomes the new base.
         """
         before, self._last = self._last, {}
         stalled: list[int] = []
