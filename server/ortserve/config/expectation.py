@@ -1,4 +1,4 @@
-"""A declaration in words: the values of a field, its unit, its default; and the validation of values against it.
+"""Describes declarations in words (values of a field, unit, default), and validates values against them.
 
 ``--help``, error messages and the reference page all use these functions, so they cannot disagree.
 """
@@ -27,9 +27,9 @@ _TYPE_WORDS: Final = {
     Path: "path",
 }
 _LONGEST_VALUE: Final = 200
-"""Maximum number of characters of a value in an error, which logs and answers contain."""
+"""Maximum number of characters of a value in an error, because logs and answers contain errors."""
 _MOST_KEYS: Final = 8
-"""Maximum number of known keys in an error about an unknown one that none is similar to."""
+"""Maximum number of known keys that an error lists if an unknown key is similar to none of them."""
 _UNITS: Final = {"_s": "seconds", "_bytes": "bytes", "_rows": "rows"}
 
 
@@ -53,7 +53,7 @@ def describe_unit(name: str) -> str:
 
 
 def describe_default(field: FieldInfo) -> str:
-    """The default as a user would type it; empty if there is none to show."""
+    """The default as a user would type it; empty for None and an empty default."""
     default = field.get_default(call_default_factory=True)
     if isinstance(default, bool):
         return str(default).lower()
@@ -80,11 +80,11 @@ def validate(
     """Validate ``given`` values; keys that it lacks are taken from ``inherited``.
 
     Raises:
-        InvalidValuesError: See there.
+        InvalidValuesError: A value does not match the declaration.
     """
     if deep := [name for name, value in given.items() if _is_deep(value)]:
         raise InvalidValuesError(dict.fromkeys(deep, f"nested too deep: expected at most {MOST_LEVELS} levels"))
-    # Through JSON: strict validation then accepts a list for a tuple, but no text or boolean for a number.
+    # Validate JSON text: strict validation then accepts a list for a tuple, but no text or boolean for a number.
     text = json.dumps({**(inherited or {}), **given}, default=str)
     try:
         return declared.model_validate_json(text, strict=True)
@@ -120,7 +120,7 @@ def describe_problems(
     problems: dict[str, str] = {}
     for finding in error.errors(include_url=False):
         name, field, value = _locate(finding["loc"], fields, given)
-        if finding["type"] == "value_error":  # raised by our own validator, whose message is complete
+        if finding["type"] == "value_error":  # from a validator of this package, whose message is complete
             problems.setdefault(name, str(finding["ctx"]["error"]))
         elif field is not None:
             problems.setdefault(name, f"expected {describe_values(field)}, got {_shown(value)}")
@@ -135,7 +135,7 @@ def _shown(value: object) -> str:
 
 
 def _suggestion(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:
-    """Suggest a known key for an unknown one, or all if they are few, on its level of the declaration."""
+    """Suggest a similar key from the same level of the declaration, or list all keys of the level if they are few."""
     *outer, key = [part for part in loc if isinstance(part, str)]
     known: Mapping[str, FieldInfo] | None = fields
     for name in outer:
@@ -189,7 +189,7 @@ def _is_model(annotation: object) -> bool:
 
 
 def _if_set(annotation: object) -> tuple[object, ...]:
-    """The members of a type that may be None; nothing for lists and mappings."""
+    """The members of a union, such as a type that may be None; empty for lists and mappings."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
 
 
@@ -221,7 +221,7 @@ def _describe_type(annotation: Any) -> str:
 
 
 def with_suggestions(message: str, flags: Iterable[str]) -> str:
-    """A message of argparse, which suggests similar flags for unknown ones."""
+    """Add suggestions of similar flags to a message of argparse about unknown flags."""
     known = list(flags)
     is_about_flags = message.startswith("unrecognized arguments:")
     unknown = [word.partition("=")[0] for word in message.split() if is_about_flags and word.startswith("--")]
@@ -229,9 +229,10 @@ def with_suggestions(message: str, flags: Iterable[str]) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """The end of a message: ``; did you mean 'x'?``, or nothing if no known name is similar.
+    """The end of a message, ``; did you mean 'x'?``; empty if no known name is similar.
 
-    Names that all begin with ``prefix`` are given without it, because it would make all of them similar.
+    If all names begin with ``prefix``, pass ``given`` and ``known`` without it: a common prefix would make all names
+    similar.
     """
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.65)
     return f"; did you mean '{prefix}{close[0]}'?" if close else ""

@@ -40,10 +40,10 @@ class GoldenFile(BaseModel):
 
 
 def load_golden_file(path: Path) -> GoldenFile:
-    """Read a ``golden.yaml``; a missing one is empty. Blocks on the file.
+    """Read a ``golden.yaml``; a missing file counts as empty. Blocks on the file.
 
     Raises:
-        ServeError: invalid_input, with the file's name, the key, what is expected and the value.
+        ServeError: invalid_input; the message has the file's name, the key, the expectation and the value.
     """
     if not exists(path):
         return GoldenFile()

@@ -129,7 +129,7 @@ class LoadOptions(BaseModel):
 
 
 def _not_nan(value: bool | int | float | str) -> bool | int | float | str:
-    if value != value:  # NaN differs from itself, so that each poll would see changed options and reload
+    if value != value:  # NaN differs from itself: each poll would see changed options and reload the model
         raise ValueError("value: expected a number other than NaN, true, false or a text, got nan")
     return value
 
@@ -178,7 +178,7 @@ VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
 
 
 TagName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_]{0,62}$")]
-"""Valid in Prometheus after an underscore; two of them would make a reserved name."""
+"""A name that is valid in Prometheus after an underscore. It begins with no underscore, because two are reserved."""
 TagValue: TypeAlias = Annotated[str, StringConstraints(max_length=128)]
 
 
@@ -298,7 +298,7 @@ class ModelOptions(LoadOptions):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the model stays in memory from the start on."""
+        """Whether the model is loaded at the start and never evicted."""
         return self.required or self.load_policy == "pinned"
 
     @property
@@ -314,12 +314,12 @@ class ModelOptions(LoadOptions):
 
     @property
     def metric_labels(self) -> tuple[tuple[str, str], ...]:
-        """The names and values of the labels that ``metric_tags`` adds, by name."""
+        """The names and values of the labels that ``metric_tags`` adds, sorted by name."""
         return tuple((f"_{name}", value) for name, value in sorted(self.metric_tags.items()))
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the model receives the requests of a batch as something else than rows of one shape."""
+        """Whether the model receives the requests of a batch in another form than rows of one shape."""
         return bool(self.batch_inputs or self.batch_outputs) or any(each.ragged for each in self.inputs.values())
 
 
@@ -327,12 +327,12 @@ def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions
     """Read a ``model.yaml``; missing keys are taken from ``defaults``. Blocks on the file.
 
     Args:
-        path: The file; None for a model without one.
+        path: The file; None for a model without a file.
         defaults: The server's options, or any other ``LoadOptions``.
 
     Raises:
-        ServeError: ``INVALID_INPUT``, with the file's name (never its folder) and, for every invalid key, the expected
-            and the actual value.
+        ServeError: invalid_input; the message has the file's name (never its folder) and, for every invalid key, the
+            expected and the actual value.
     """
     if path is None:
         return make_model_options({}, defaults, "the server's options")
@@ -359,10 +359,10 @@ def make_model_options(given: Mapping[str, object], defaults: LoadOptions, sourc
     """Validate the values of a file; missing keys are taken from ``defaults``.
 
     Returns:
-        The options; their ``model_fields_set`` holds the keys of ``given``.
+        The options, whose ``model_fields_set`` holds the keys of ``given``.
 
     Raises:
-        ServeError: ``INVALID_INPUT``, with ``source`` and every invalid key.
+        ServeError: invalid_input; the message has ``source`` and every invalid key.
     """
     inherited = {name: getattr(defaults, name) for name in LoadOptions.model_fields}
     try:

@@ -1,6 +1,6 @@
 """The server's options: their declaration, and ``read_options``, which reads flags, environment and file.
 
-Constructing ``ServerOptions`` itself reads nothing: the result depends on the arguments alone.
+The constructor of ``ServerOptions`` reads neither environment nor file: the result depends on the arguments alone.
 """
 
 import os
@@ -36,12 +36,13 @@ from ortserve.config.yaml_file import read_yaml
 
 ENV_PREFIX: Final = "ORTSERVE_"
 CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
-"""Names the options file if ``--config`` is not given."""
+"""The variable that names the options file if ``--config`` is not given."""
 _VARIABLES_OF_OTHERS: Final = re.compile(
     r"ORTSERVE_(COMPILE(_LEVEL)?|TEST_\w+|(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|"
     r"(\w+_)?PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-"""Read by builds and tests, or set by Kubernetes in the pods beside a Service whose name begins with ``ortserve``."""
+"""Variables that builds and tests read, or that Kubernetes sets in pods beside a Service whose name begins with
+``ortserve``."""
 
 
 OPTION_GROUPS: Final[Mapping[str, type[BaseModel]]] = {
@@ -54,7 +55,7 @@ OPTION_GROUPS: Final[Mapping[str, type[BaseModel]]] = {
     "OpenTelemetry": OtlpOptions,
     "defaults of every model; its model.yaml may override them": LoadOptions,
 }
-"""Titles of the inherited groups, in the order of the help text and the reference page, after the server's own."""
+"""The inherited groups by title. Help text and reference page show them in this order, after the server's own."""
 
 
 class ServerOptions(
@@ -258,9 +259,9 @@ def read_options(flags: Mapping[str, Any], config_path: Path | None = None) -> S
 
 
 def option_origins(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, str]:
-    """The flag, the variable or the file that sets an option, by option; options with their default are missing.
+    """The flag, variable or file that sets each option, for the console. Options with their default are missing.
 
-    For the console. Reads ``os.environ`` and the file as ``read_options`` does, which has accepted both.
+    Reads ``os.environ`` and the file as ``read_options`` does, which must have accepted both before.
 
     Raises:
         ValueError: The file cannot be read any more.
@@ -280,7 +281,7 @@ def option_origins(flags: Mapping[str, Any], config_path: Path | None = None) ->
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """One line per variable that begins as those of options do and has no effect, without its value.
+    """One line per variable that has the prefix of options but no effect. The lines do not contain values.
 
     Variables of builds and tests, and those that Kubernetes sets beside a Service named ``ortserve``, are left out.
     """
@@ -297,7 +298,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def combination_problems(options: ServerOptions) -> list[str]:
-    """One line per combination of options that is not allowed: the server does not start with it."""
+    """One line per combination of options that is not allowed, and with which the server does not start."""
     problems = []
     if options.load_model and options.model_control_mode != "explicit":
         got = options.model_control_mode
@@ -326,9 +327,7 @@ def _shared_port(options: ServerOptions) -> str:
 
 
 def _read_file(path: Path) -> dict[str, object]:
-    """Read the file and validate it strictly by itself, so that an error is found even if a flag overrides the
-    value.
-    """
+    """Read the file and validate it strictly and separately, so that errors are found even if a flag overrides them."""
     try:
         given = read_yaml(path)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Write the reference page of options from their declaration: ``python -m ortserve.config.reference``."""
+"""Writes the reference page of options from their declaration: ``python -m ortserve.config.reference``."""
 
 from pathlib import Path
 from typing import Final
@@ -10,7 +10,7 @@ from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import OPTION_GROUPS, ServerOptions, flag_name, variable_name
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "reference" / "options.md"
-"""Exists only in the source tree."""
+"""The page to write, which exists only in the source tree."""
 
 _INTRODUCTION: Final = """\
 # Options
@@ -45,7 +45,7 @@ YAML language server, begin the file with a line such as
 
 def render() -> str:
     """The content of the page."""
-    # The server's own first.
+    # Sort the server's own options first, then the groups in their order.
     options = sorted(
         ServerOptions.model_fields.items(),
         key=lambda item: [item[0] in group.model_fields for group in reversed(list(OPTION_GROUPS.values()))],

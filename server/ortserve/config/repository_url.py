@@ -28,8 +28,8 @@ class RepositoryUrl:
         text: The whole URL.
         scheme: ``s3``, ``gs``, ``az``, ``https``, ``http`` or ``hf``.
         host: The bucket or container, the host with its port, or ``OWNER/MODEL``.
-        path: The prefix, the path of the archive, or the revision; without slashes at its ends.
-        sha256: Expected of an archive; empty if none is given.
+        path: The prefix, the path of the archive, or the revision; without leading and trailing slashes.
+        sha256: Expected SHA-256 digest of an archive; empty if none is given.
     """
 
     text: str
@@ -43,7 +43,7 @@ class RepositoryUrl:
 
 
 def parse_repository(given: object) -> Path | RepositoryUrl:
-    """The repository that an option names.
+    """Parse the folder or URL of a repository.
 
     Raises:
         ValueError: The URL has no known form, or contains credentials.
@@ -58,7 +58,7 @@ def parse_repository(given: object) -> Path | RepositoryUrl:
 def _parse_url(text: str) -> RepositoryUrl:
     scheme, _, rest = text.partition("://")
     if "?" in rest or (scheme != "hf" and "@" in rest.partition("/")[0]):
-        # Not shown: these parts may hold a password or the signature of a URL.
+        # The error omits these parts: they may hold a password or the signature of a URL.
         raise ValueError(f"expected a URL without user, password or query, got one with them ({scheme}://…)")
     if not text.isprintable() or len(text) > 2000 or any(part == ".." for part in rest.split("/")):
         raise ValueError(f"expected a URL of at most 2000 printable characters, without '..', got {text[:200]!r}")

@@ -1,4 +1,4 @@
-"""Options of a rollout: which version is tried in the place of ``stable``, how, and by which rules it is judged."""
+"""Options of a rollout: the version on trial in place of ``stable``, the mode of the trial, and its rules."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -67,12 +67,12 @@ class RolloutOptions(BaseModel):
 
 
 def why_without_effect(options: RolloutOptions, model: str, stable: int | None) -> str:
-    """Why a rollout has no candidate beside the version that is labelled ``stable``; empty if it has one.
+    """The reason why a rollout has no candidate beside the version that is labelled ``stable``; empty if it has one.
 
     Args:
-        options: Of the rollout.
-        model: Named in the reason.
-        stable: The version with the label; None without one.
+        options: The options of the rollout.
+        model: Name of the model, for the reason.
+        stable: The version that is labelled ``stable``; None without the label.
     """
     if stable is None:
         return f"rollout: expected model '{model}' to have the label '{STABLE}', got none"
@@ -85,7 +85,7 @@ def make_rollout_options(given: Mapping[str, object], source: str) -> RolloutOpt
     """Validate options that do not come from a ``model.yaml``.
 
     Raises:
-        ServeError: invalid_input, with ``source`` and every invalid key.
+        ServeError: invalid_input; the message has ``source`` and every invalid key.
     """
     try:
         return validate(RolloutOptions, given)

@@ -1,4 +1,4 @@
-"""Write the JSON Schema of ``model.yaml``, for editors: ``python -m ortserve.config.schema``."""
+"""Writes the JSON Schema of ``model.yaml``, for editors: ``python -m ortserve.config.schema``."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any, Final
 from ortserve.config.model import ModelOptions
 
 FILE: Final = Path(__file__).parents[3] / "docs" / "reference" / "model.schema.json"
-"""Exists only in the source tree."""
+"""The file to write, which exists only in the source tree."""
 
 
 def make_schema() -> dict[str, Any]:
-    """The schema: it accepts the same values as the server, and describes every key."""
+    """Make the schema. It accepts the same values as the server, and describes every key."""
     schema = ModelOptions.model_json_schema()
     schema["title"] = "model.yaml"
     schema["description"] = "Options of one model for ortserve."
@@ -28,7 +28,7 @@ def render() -> str:
 def _tidy(node: object, *, names: bool = False) -> object:
     """Remove ``expects``, which is for error messages, and titles that repeat names.
 
-    ``names`` says that the keys of the node are names of properties.
+    With ``names``, the keys of the node are names of properties, which stay.
     """
     if isinstance(node, list):
         return [_tidy(item) for item in node]

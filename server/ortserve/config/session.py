@@ -29,7 +29,7 @@ FILE_ENTRIES: Final = frozenset(
         "session.save_model_format",
     }
 )
-"""Entries that name files, write files, or share built state of a provider with other models."""
+"""Entries that name files, write files, or share a provider's compiled contexts with other models."""
 
 # ONNX Runtime accepts any key and ignores unknown ones, so a misspelt entry would have no effect. These are the
 # entries of ONNX Runtime 1.31.1, its GPU package and OpenVINO's plug-in 1.8.1.
@@ -119,7 +119,7 @@ def check_session_entry(key: str) -> str:
 
 
 Scalar: TypeAlias = bool | int | float | str
-"""A value of an ONNX Runtime option. ONNX Runtime takes texts: true is ``1``, false is ``0``."""
+"""A value of an ONNX Runtime option. ONNX Runtime expects texts: true is ``1``, false is ``0``."""
 
 ProviderName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[\w.]+$")]
 ProviderWish: TypeAlias = (
@@ -136,7 +136,7 @@ SessionEntry: TypeAlias = Annotated[
 GraphOptimization: TypeAlias = Literal["none", "basic", "extended", "layout", "all"]
 
 EXTENSIONS: Final = "onnxruntime-extensions"
-"""As an operator library: the one of this package."""
+"""An operator library of this name is the library of the package ``onnxruntime-extensions``."""
 
 
 class SessionSettings(BaseModel):
@@ -210,7 +210,7 @@ class SessionSettings(BaseModel):
 
 
 def option_text(value: Scalar) -> str:
-    """The text of a value for ONNX Runtime."""
+    """Convert a value to text for ONNX Runtime."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Values of options in words, without folders and credentials, as the console shows them."""
+"""Describes values of options in words, without folders and credentials, for the console."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from ortserve.config.repository_url import RepositoryUrl
 
 
 def show_value(value: object) -> str:
-    """A value of an option in words. Paths are cut to their last part, and addresses to their host."""
+    """Describe a value of an option in words. Paths are shortened to their last part, and URLs to their host."""
     if value is None:
         return "unset"
     if isinstance(value, BaseModel):

@@ -1,7 +1,7 @@
-"""Reading a YAML file of options: ``model.yaml``, and the file that ``--config`` names.
+"""Reads a YAML file of options: ``model.yaml``, or the file that ``--config`` names.
 
-YAML allows values that no option has: dates, tags, recursive values, duplicate keys. They are rejected with their line,
-so that the result holds only JSON's types and has a bounded size.
+YAML allows more than options need. Tags, recursive values and duplicate keys are rejected with their line, and dates
+become texts. So the result holds only JSON's types and has a bounded size.
 """
 
 from pathlib import Path
@@ -12,10 +12,10 @@ import yaml
 MOST_LEVELS: Final = 64
 """Maximum nesting of mappings and lists; options need at most seven levels."""
 _MOST_VALUES: Final = 100_000
-"""Maximum number of values, counting an anchored value at each use: a few hundred bytes of anchors can expand to any
-number."""
+"""Maximum number of values. An anchored value counts at each use, because a few hundred bytes of anchors can expand to
+any number of values."""
 _LONGEST_NUMBER: Final = 64
-"""Maximum number of characters. Python cannot convert integers of more than 4,300 digits to text."""
+"""Maximum number of characters of a number. Python cannot convert integers of more than 4,300 digits to text."""
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _TEXT: Final = "tag:yaml.org,2002:str"
@@ -48,15 +48,16 @@ def read_yaml(path: Path) -> dict[str, object]:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
         raise ValueError(f"is not YAML: {getattr(error, 'problem', None) or 'unreadable character'}{where}") from None
-    except RecursionError:  # raised by the parser, before the check below
+    except RecursionError:  # raised by the parser, before ``_Check`` can count the levels
         raise ValueError(f"nested too deep: expected at most {MOST_LEVELS} levels, got hundreds") from None
     assert isinstance(content, dict)
     return content
 
 
 class _Check:
-    """Rejects values that options cannot have, and turns keys and dates into texts. Changes nodes in place;
-    repeatable.
+    """Rejects values that options cannot have, and converts keys and dates to texts. Changes nodes in place.
+
+    A node may be checked several times, because an anchor may be used several times.
     """
 
     def __init__(self, loader: yaml.SafeLoader) -> None:
@@ -67,7 +68,7 @@ class _Check:
         self._values += 1
         if self._values > _MOST_VALUES:
             raise _bad(node, f"expected at most {_MOST_VALUES} values, got more")
-        if depth > MOST_LEVELS:  # a recursive value has no end
+        if depth > MOST_LEVELS:  # this also ends the check of a recursive value
             raise _bad(node, f"nested too deep: expected at most {MOST_LEVELS} levels, got more")
         if isinstance(node, yaml.MappingNode):
             self._check_mapping(node, depth)
@@ -89,7 +90,7 @@ class _Check:
                 continue
             if not isinstance(key, yaml.ScalarNode):
                 raise _bad(key, f"expected a text as a key, got a {_kind(key)}")
-            # A new node, because the key may be an anchor that is also used as a value.
+            # Create a new node, because the key may be an anchor that is also used as a value.
             name = yaml.ScalarNode(_TEXT, key.value, key.start_mark, key.end_mark)
             self._check_scalar(name)
             if name.value in seen:

@@ -1,6 +1,6 @@
-"""Runs on the memory of a device: buffers at fixed addresses, copies beside computation, replay of CUDA graphs.
+"""Runs models on device memory: buffers at fixed addresses, copies beside computation, replay of CUDA graphs.
 
-``protocol`` is the interface of a device, ``cuda`` implements it for GPUs. The registry's loader makes instances
+``protocol`` is the interface of a device, ``cuda`` implements it for GPUs. The registry's loader creates instances
 (``instance``) on the devices of the process (``devices``). ``engine`` never imports this package.
 """
 

@@ -1,6 +1,6 @@
-"""The use of a device by this process: bytes by owner and purpose, and counts of an instance's runs and copies.
+"""The use of a device by this process: bytes by owner and purpose, and counters of an instance's runs and copies.
 
-Pinned host memory for copies to and from the device is accounted beside the device's memory, and never added to it.
+Pinned host memory for copies to and from the device has entries of its own, which never count as device memory.
 """
 
 import threading
@@ -35,7 +35,7 @@ class Ledger:
             needs: Bytes by purpose.
 
         Raises:
-            ServeError: overloaded; the message says how many bytes are missing.
+            ServeError: overloaded: the device has too little memory; the message gives the missing bytes.
         """
         free_bytes = self._memory().free_bytes
         needed = sum(needs.values())
@@ -86,7 +86,7 @@ class Account:
         self._pinned: dict[str, int] = {}
 
     def check_room(self, needs: Mapping[str, int]) -> None:
-        """As ``Ledger.check_room``, for this owner."""
+        """Call ``Ledger.check_room`` for this owner."""
         self._ledger.check_room(self.owner, needs)
 
     def enter(self, purpose: str, nbytes: int) -> None:
@@ -123,7 +123,7 @@ def _totals(entries: Iterable[tuple[str, Mapping[str, int]]]) -> dict[str, dict[
 
 
 def sum_bytes(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sums of bytes with the same name."""
+    """Add up bytes by name."""
     total: Counter[str] = Counter()
     for part in parts:
         total.update(part)
@@ -142,14 +142,14 @@ def format_bytes(nbytes: int) -> str:
 
 @dataclass(slots=True)
 class DeviceCounts:
-    """Counts of one instance. Each field is written by one of the instance's threads; any thread may read.
+    """Counters of one instance. Each field is written by one of the instance's threads; any thread may read.
 
     Attributes:
         replayed: Batches computed by the replay of a graph.
         bound: Batches run on bound buffers without a graph.
         plain: Batches run on host arrays, by reason.
-        captured: Graphs that were captured and are replayed: one for each size and buffer set.
-        not_captured: Sizes that should be replayed and are not, by reason; counted while the instance is prepared.
+        captured: Captured graphs in use: one for each replayed size and buffer set.
+        not_captured: Sizes that could not be captured or replayed, by reason; counted during preparation.
         copied_in_bytes: Bytes copied to the device.
         copied_out_bytes: Bytes copied from the device.
         timed_in_ns: Time of the timed copies to the device.
@@ -193,7 +193,7 @@ def sum_counts(counts: Sequence[DeviceCounts]) -> DeviceCounts:
 
 
 def read_runs(counts: Sequence[DeviceCounts]) -> DeviceRuns:
-    """The runs and copies of several instances, for the metrics."""
+    """Sum the runs and copies of several instances for the metrics."""
     total = sum_counts(counts)
     return DeviceRuns(
         {"replayed": total.replayed, "bound": total.bound}

@@ -6,7 +6,7 @@
     copy_out stream  wait for computed, copy the outputs          ─ event copied_out
     host             wait for copied_out: the only wait of a thread
 
-With two sets the first two steps of a batch overlap the third step of the batch before it. No thread waits for the
+With two sets, the first two steps of a batch overlap the third step of the previous batch. No thread waits for the
 whole device.
 """
 
@@ -42,10 +42,11 @@ from ortserve.engine.staging import stage_rows
 from ortserve.model_file.graph import BFLOAT16
 
 _MAX_POOL_BYTES: Final = 256 * 2**20
-"""A bound on the pinned memory for the answers of one instance. ``_LEAST_ANSWER_SETS`` may exceed it."""
+"""The limit of pinned memory for the answers of one instance. ``_LEAST_ANSWER_SETS`` may exceed it."""
 _LEAST_ANSWER_SETS: Final = SETS + 1
+"""An instance may allocate at least this number of answer sets, whatever their size."""
 _TIMED_EVERY: Final = 64
-"""One batch in this many times its copies, with events that cost more than plain ones."""
+"""One batch in this many has its copies timed, because timed events cost more than plain ones."""
 
 ElementType: TypeAlias = type[np.generic] | int
 
@@ -55,13 +56,13 @@ class EnqueuedBatch:
     """A batch whose steps are enqueued. The device uses its memory until the batch is complete.
 
     Attributes:
-        buffers: Its set.
-        outputs: Of the batch.
-        states: The slots of the states before the run.
-        copied_in_bytes: From the host.
-        copied_out_bytes: To the host.
-        staged_ns: When its rows were staged (monotonic).
-        timing: Of its copies; None if they are not timed.
+        buffers: The set that the batch uses.
+        outputs: The outputs, valid once the batch is complete.
+        states: The slots of the states before the run, which must stay allocated until the batch is complete.
+        copied_in_bytes: Bytes copied from the host.
+        copied_out_bytes: Bytes copied to the host.
+        staged_ns: Monotonic time at which the rows were staged.
+        timing: The timing of the copies; None if they are not timed.
     """
 
     buffers: BufferSet
@@ -74,7 +75,7 @@ class EnqueuedBatch:
 
 
 class DeviceBinding:
-    """Runs batches of one instance on its own buffers. ``why_unbound`` must be empty for the model.
+    """Runs batches of one instance on the instance's buffers. ``why_unbound`` must be empty for the model.
 
     The instance's worker calls all methods, except for ``finish``, which the waiting thread calls.
     """
@@ -95,22 +96,22 @@ class DeviceBinding:
         """Allocate two buffer sets for ``rows`` rows.
 
         Args:
-            sessions: Compute on the compute stream of ``streams``.
+            sessions: The sessions, which compute on the compute stream of ``streams``.
             signature: A batched model whose shapes follow from the number of rows.
             streams: The streams of the sessions.
             outputs: The layout of a row of each output.
-            rows: The largest batch.
-            is_whole: Whether all nodes are on the device. If not, ONNX Runtime waits for the end of each run, as it may
-                reuse the host memory of its own copies as soon as the run has returned.
+            rows: The rows of the largest batch.
+            is_whole: Whether all nodes are on the device. If not, ONNX Runtime waits for the end of each run, because
+                it may reuse the host memory of its own copies as soon as the run has returned.
             shrink_arenas: Arenas whose free memory is released after each run that is not a replay.
             clock: Monotonic nanoseconds.
-            account: The instance's account, for the pinned host memory. Pinned memory of answers grows on demand.
+            account: The instance's account, for pinned host memory. The pinned memory of answers grows on demand.
         """
         self._sessions = sessions
         self._streams = streams
         self._device = streams.device
         self._clock = clock
-        self._counts = DeviceCounts()  # the runs of the preparation are not counted
+        self._counts = DeviceCounts()  # until ``count_into``: runs of the preparation are not reported
         self._is_whole = is_whole
         self._shrink_arenas = shrink_arenas
         self._input_layouts = input_layouts(signature)
@@ -140,7 +141,7 @@ class DeviceBinding:
             raise
 
     def why_not(self, batch: Batch) -> str:
-        """Why a batch cannot run on the buffers, as the metrics name it; empty if it can."""
+        """The reason why a batch cannot run on the buffers, as the metrics name it; empty if it can."""
         if (batch.bucket, 0) not in self._runs:
             return "no_bucket"
         staged = self._staged_inputs(batch)
@@ -150,7 +151,7 @@ class DeviceBinding:
         return "" if fits(batch, layouts) else "other_shape"
 
     def why_no_states(self, count: int) -> str:
-        """Why ``states`` cannot be kept on the device: the last ``count`` inputs and outputs; empty if they can."""
+        """The reason why the last ``count`` inputs and outputs cannot be states on the device; empty if they can."""
         for source, target, (name, _) in zip(
             self._input_layouts[-count:], self._output_layouts[-count:], self._outputs[-count:], strict=True
         ):
@@ -159,7 +160,7 @@ class DeviceBinding:
         return ""
 
     def keep_states(self, states: DeviceStates) -> None:
-        """Let batches have slots of states in the place of their last inputs and outputs."""
+        """Accept batches with slots in place of their last inputs; their last outputs are slots, too."""
         self._states = states
         self._state_shapes = [(1, *layout.item) for layout in self._output_layouts[-states.count :]]
 
@@ -176,11 +177,11 @@ class DeviceBinding:
     def bind(self, rows: int, buffers: BufferSet, *, is_graph: bool, is_waited_for: bool = False) -> BoundRun:
         """Bind a set's memory for ``rows`` rows.
 
-        Only this method makes ids of graphs, from the rows and the set of the binding.
+        Only this method assigns graph ids to runs, so that rows and set of an id are always those of the binding.
 
         Args:
             rows: Rows of a batch, padding included.
-            buffers: One of the sets.
+            buffers: One of ``sets``.
             is_graph: Whether the run captures or replays a graph.
             is_waited_for: Whether ONNX Runtime waits for the end of the run before it returns.
 
@@ -201,7 +202,7 @@ class DeviceBinding:
         return BoundRun(session, binding, options, graph)
 
     def forget_graphs(self, rows: int) -> None:
-        """Free the sessions of graphs of ``rows`` rows, which are not replayed. The caller holds the capture lock."""
+        """Free the sessions of graphs of ``rows`` rows, as they are not replayed. The caller holds the capture lock."""
         for buffers in self.sets:
             self._sessions.forget_graph(graph_id(rows, buffers.index))
 
@@ -209,12 +210,12 @@ class DeviceBinding:
         """Stage the rows of a batch and enqueue all its steps.
 
         Args:
-            batch: ``why_not`` is empty for it, or it has the rows of ``bound``.
+            batch: A batch for which ``why_not`` is empty, or with the rows of ``bound``.
             buffers: A set that no other batch uses.
-            bound: The run; None for the run of ``enable``.
+            bound: The run; None for the run that ``enable`` bound.
 
         Raises:
-            Exception: One of ``DEVICE_ERRORS``; the set is free again.
+            Exception: One of ``DEVICE_ERRORS``. The set can be used again.
         """
         bound = bound or self._runs[batch.bucket, buffers.index]
         device, streams = self._device, self._streams
@@ -225,7 +226,7 @@ class DeviceBinding:
             stage_rows(arrays, front, batch.rows)
         staged_ns = self._clock()
         answer = self._take_answer()
-        if answer is None:  # pageable memory, to which copies are slower
+        if answer is None:  # fall back to pageable memory: copies to it are slower
             answer = OutputBuffers(self._output_layouts, batch.bucket)
         outputs = answer.first_rows(batch.rows)
         if kept:
@@ -301,11 +302,11 @@ class DeviceBinding:
                 self._device.record(event, self._streams.compute)
                 self._device.wait(event)
         except Exception:
-            self._device.end_capture(self._streams.compute)  # TensorRT's provider leaves it open if it fails
+            self._device.end_capture(self._streams.compute)  # TensorRT's provider leaves a failed capture open
             raise
 
     def poison(self, buffers: BufferSet, outputs: Sequence[np.ndarray]) -> None:
-        """Fill a set with wrong values: outputs that differ from ``outputs`` in every bit, and inputs of 1 bits."""
+        """Fill a set with wrong values: its outputs with the inverted bits of ``outputs``, its inputs with 1 bits."""
         wrong = [inverted(output) for output in outputs]
         for content, address in zip(wrong, buffers.outputs, strict=True):
             self._device.copy_in(address, content, self._streams.copy_in)
@@ -325,7 +326,7 @@ class DeviceBinding:
         self._account.enter_pinned("answers", 0)
 
     def _staged_inputs(self, batch: Batch) -> int:
-        """The number of inputs whose rows are staged on the host; the states on the device follow."""
+        """The number of inputs whose rows are staged on the host. The states on the device follow them."""
         states = self._states
         return len(batch.parts) - (states.count if states is not None and states.are_in(batch) else 0)
 
@@ -351,7 +352,7 @@ class DeviceBinding:
 
 
 def why_unbound(signature: ModelSignature, padding: Padding | None) -> str:
-    """Why batches of a model cannot run on device buffers, as far as it is known without a run; empty if they can."""
+    """The reason, known without a run, why batches of a model cannot run on device buffers; empty if there is none."""
     if not can_tell_leases():
         return "this Python does not count references exactly"
     if not signature.is_batched:
@@ -368,7 +369,7 @@ def why_unbound(signature: ModelSignature, padding: Padding | None) -> str:
 
 
 def sets_nbytes(signature: ModelSignature, outputs: Sequence[RowLayout], rows: int) -> int:
-    """Device memory for the buffers of an instance."""
+    """Bytes of device memory for the buffer sets of an instance."""
     return SETS * device_nbytes([*input_layouts(signature), *outputs], rows)
 
 
@@ -380,4 +381,4 @@ def _allocate_answers(device: Device, account: Account, nbytes: int) -> np.ndarr
 
 def element_type(datatype: DataType) -> ElementType:
     """The element type of a bound tensor."""
-    return BFLOAT16 if datatype is DataType.BF16 else datatype.numpy.type  # numpy has no such type
+    return BFLOAT16 if datatype is DataType.BF16 else datatype.numpy.type  # numpy has no bfloat16

@@ -1,6 +1,6 @@
 """The streams of an instance, and the buffers of one batch: device memory, staging memory and events.
 
-All are made when the instance is prepared and keep their addresses for as long as the model is loaded.
+Buffers are allocated when the instance is prepared, and keep their addresses as long as the model is loaded.
 """
 
 import weakref
@@ -15,17 +15,17 @@ from ortserve.device.devices import DeviceProvider, OpenDevice
 from ortserve.device.protocol import Device, release_all
 from ortserve.engine.output_buffers import RowLayout, offsets
 
-_ALIGNMENT: Final = 256  # of addresses that cudaMalloc returns, which kernels may rely on
+_ALIGNMENT: Final = 256  # alignment of addresses that cudaMalloc returns; kernels may rely on it
 
 
 class InstanceStreams:
     """The compute stream of an instance's sessions, and one copy stream for each direction.
 
-    Made before the sessions, whose options name the compute stream, and closed after them.
+    They are created before the sessions, whose options name the compute stream, and closed after them.
     """
 
     def __init__(self, opened: OpenDevice, provider: DeviceProvider) -> None:
-        """Make the streams. The calling thread holds the capture lock; ``provider`` is that of the sessions."""
+        """Create the streams for sessions of ``provider``. The calling thread holds the capture lock."""
         self.opened = opened
         self.provider = provider
         self.device = opened.device
@@ -56,9 +56,9 @@ class InstanceStreams:
 
 
 class BufferSet:
-    """Device memory for the inputs and outputs of a batch, host memory to stage its rows, and its events.
+    """Device memory for the inputs and outputs of a batch, host memory to stage rows, and events.
 
-    Batches of all sizes use the same memory from its start. Only one batch may use the set at a time.
+    A batch of any size uses each buffer from its start. Only one batch may use the set at a time.
 
     Attributes:
         staging: One host array for each input, with room for all rows.
@@ -73,7 +73,7 @@ class BufferSet:
     def __init__(
         self, device: Device, index: int, inputs: Sequence[RowLayout], outputs: Sequence[RowLayout], rows: int
     ) -> None:
-        """Allocate room for ``rows`` rows, or nothing if an allocation fails. ``index`` identifies the set."""
+        """Allocate memory for ``rows`` rows; if an allocation fails, free all. ``index`` identifies the set."""
         self.index = index
         self._undo: list[Callable[[], object]] = []
         try:
@@ -143,7 +143,7 @@ class CopyTiming:
 
 
 def device_nbytes(layouts: Sequence[RowLayout], rows: int) -> int:
-    """Device memory for the tensors of a batch of ``rows`` rows."""
+    """Bytes of device memory for the tensors of a batch of ``rows`` rows."""
     return max(1, offsets(layouts, rows, _ALIGNMENT)[-1])
 
 

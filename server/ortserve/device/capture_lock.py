@@ -1,7 +1,8 @@
 """A lock that separates the capture of CUDA graphs from all other GPU work in this process.
 
 While a CUDA graph is captured, an allocation, a copy or a wait in another thread of the process breaks the capture or
-fails itself (``cudaStreamCaptureModeGlobal``). So all GPU work holds the lock shared, and a capture exclusively.
+fails itself (``cudaStreamCaptureModeGlobal``). So all GPU work holds the lock shared, and a capture holds it
+exclusively.
 """
 
 import threading
@@ -10,10 +11,10 @@ from contextlib import contextmanager
 
 
 class CaptureLock:
-    """Held by many threads as shared, or by one as exclusive. A shared hold may be released by another thread.
+    """A lock that many threads hold shared, or one thread holds exclusively. Any thread may release a shared hold.
 
-    An exclusive request takes precedence: later shared requests wait behind it, and present holders finish. So work
-    that already holds the lock must not acquire it again.
+    An exclusive request has priority: later shared requests wait behind it, while it waits for the present holders. So
+    a thread that holds the lock must not acquire it again: both requests would wait for each other.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """A CUDA device through cupy's thin wrappers of the CUDA runtime: the only module that imports cupy.
 
-Handles are raw and memory does not come from cupy's pools, so that a garbage collector never frees anything: its calls
-of CUDA could break a capture in another thread (``capture_lock``).
+Handles are plain integers and memory does not come from cupy's pools, so that Python's garbage collector frees no CUDA
+resource: its calls of CUDA could break a capture in another thread (``capture_lock``).
 
 cupy 14.2 releases the interpreter lock in ``eventSynchronize``. Streams do not synchronize with the null stream, which
-no code here uses. This module has not run on a GPU yet; ``tests/gpu`` tests it there.
+no code here uses. This module has not run on a GPU yet; ``tests/gpu`` holds its tests.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from ortserve.engine.output_buffers import address_of
 
 _NON_BLOCKING: Final = 1  # cudaStreamNonBlocking
 _PORTABLE: Final = 1  # cudaHostAllocPortable: pinned for all devices of the process
-_LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess, the one flag there is
+_LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag that exists
 _DRIVER: Final = "libcuda.so.1"
 
 
@@ -47,7 +47,12 @@ class CudaDevice:
     ort_name = "cuda"
 
     def __init__(self, device_id: int, runtime: Any = None, driver: Any = None) -> None:
-        """``runtime`` is None for cupy's, ``driver`` is None for the installed one.
+        """Check that the device exists.
+
+        Args:
+            device_id: The number of the CUDA device.
+            runtime: The CUDA runtime; None for cupy's wrappers.
+            driver: The CUDA driver; None for the installed library.
 
         Raises:
             ImportError: cupy is missing.
@@ -90,7 +95,7 @@ class CudaDevice:
 
     def make_event(self, *, is_timed: bool = False) -> int:
         runtime = self._runtime
-        # Blocking synchronization: a waiting thread sleeps, instead of keeping a processor and the interpreter busy.
+        # Blocking synchronization: a waiting thread sleeps instead of spinning on a processor.
         flags = runtime.eventBlockingSync | (0 if is_timed else runtime.eventDisableTiming)
         return int(runtime.eventCreateWithFlags(flags))
 
@@ -128,7 +133,7 @@ class CudaDevice:
         self._runtime.ipcCloseMemHandle(address)
 
     def nbytes_from(self, address: int) -> int:
-        # A call of the driver, as the runtime has none. The driver is loaded already, as the runtime uses it.
+        # Only the driver has this call. Its library is already loaded, because the runtime uses it.
         driver = ctypes.CDLL(_DRIVER) if self._driver is None else self._driver
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         result = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
@@ -141,6 +146,6 @@ class CudaDevice:
         return round(milliseconds * 1e6)
 
     def run(self, bound: BoundRun, stream: int) -> None:
-        # The session computes on this stream, and its options make the call return without waiting. Only replays by
-        # TensorRT's provider always wait.
+        # The session computes on this stream. With the options of ``bound`` the call returns without waiting, except
+        # for replays by TensorRT's provider.
         bound.session.run_with_iobinding(bound.binding, bound.options)

@@ -18,10 +18,10 @@ from ortserve.errors import DeviceLostError, ServeError
 from ortserve.telemetry.readings import DeviceReading
 
 UNLOADED: Final = "unloaded"
-"""The ledger's owner of answers of unloaded models: they are still read, or not freed yet."""
+"""The owner, in the ledger, of answer memory of unloaded models that is still read or not freed yet."""
 
 MakeDevice: TypeAlias = Callable[[int], Device]
-"""Makes the device with a number."""
+"""Creates the device with the given number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class DeviceProvider:
     """How the sessions of an execution provider use buffers of a device.
 
     Attributes:
-        make: Makes its devices. Providers with the same ``make`` share the devices.
+        make: Creates the provider's devices. Providers with the same ``make`` share the devices.
         stream_option: The provider's option for the compute stream; empty if there is none.
         capture_option: The provider's option for sessions that capture graphs; empty if there is none.
-        no_and_yes: The values of ``capture_option``.
+        no_and_yes: The values of ``capture_option`` for False and True.
         options: Further options that the sessions need.
-        one_graph_per_session: Whether a session that captures keeps a single graph and replays it in every run,
-            without regard to the run's id. Then each graph needs a session of its own, and other runs need another one.
+        one_graph_per_session: Whether a session that captures holds a single graph and replays it in every run,
+            whatever the run's id. Then each graph needs a session of its own, and runs without a graph need another.
     """
 
     make: MakeDevice
@@ -65,14 +65,14 @@ DEVICE_PROVIDERS: Final[Mapping[str, DeviceProvider]] = {
         CudaDevice,
         "user_compute_stream",
         "enable_cuda_graph",
-        options={"do_copy_in_default_stream": "1"},  # 0 can race (microsoft/onnxruntime#4829), and gains nothing here
+        options={"do_copy_in_default_stream": "1"},  # 0 can race (microsoft/onnxruntime#4829), without a benefit here
     ),
     # TensorRT's provider (1.31.1) does not read ``gpu_graph_id``.
     TENSORRT: DeviceProvider(
         CudaDevice, "user_compute_stream", "trt_cuda_graph_enable", ("false", "true"), one_graph_per_session=True
     ),
 }
-"""By the full name of the execution provider."""
+"""The execution providers with buffers on a device, by full name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class OpenDevice:
         device: The device.
         ledger: Accounts of its memory, by owner.
         capture_lock: The process's lock for GPU work.
-        lost: Why the device is lost; empty while it is not. Never reset.
+        lost: The reason why the device is lost; empty while it is usable. Never reset.
     """
 
     device: Device
@@ -111,12 +111,15 @@ class OpenDevice:
             self._account_retired()
 
     def reclaim(self) -> None:
-        """Free retired memory that is no longer read. The calling thread holds the capture lock and uses the device."""
+        """Free retired memory that is no longer read.
+
+        The calling thread holds the capture lock and has called ``Device.use``.
+        """
         read: list[OutputBuffers] = []
         unread: list[OutputBuffers] = []
         with self._retired_lock:
             for buffers in self._retired:
-                (unread if buffers.is_free else read).append(buffers)  # free buffers stay free: no new views are made
+                (unread if buffers.is_free else read).append(buffers)  # free buffers stay free: they get no new views
             self._retired = read
             self._account_retired()
         for buffers in unread:
@@ -130,7 +133,7 @@ class Devices:
     """Opens the device of an execution provider's sessions, or of a caller's memory. Thread-safe."""
 
     def __init__(self, providers: Mapping[str, DeviceProvider] | None = None) -> None:
-        """``providers`` are by the full name of the execution provider; None for ``DEVICE_PROVIDERS``."""
+        """Store the providers, by full name; None for ``DEVICE_PROVIDERS``. No device is opened yet."""
         self._providers: Final[Mapping[str, DeviceProvider]] = DEVICE_PROVIDERS if providers is None else providers
         self._opened: dict[tuple[MakeDevice, int], OpenDevice] = {}
         self._opening = threading.Lock()
@@ -152,7 +155,7 @@ class Devices:
             device_id: The number among the devices of its kind.
 
         Returns:
-            The device, or why its sessions cannot have buffers.
+            The device, or the reason why the sessions cannot have buffers.
         """
         uses = self._providers.get(provider)
         if uses is None:
@@ -171,7 +174,7 @@ class Devices:
             return opened
 
     def name_of(self, provider: str, device_id: int) -> str:
-        """The name of a device of an execution provider; that of a GPU, if it is not open yet. ``has`` must be true."""
+        """The name of a provider's device; ``cuda:`` and its id before it is opened. ``has`` must be true."""
         opened = self._opened.get((self._providers[provider].make, device_id))
         return f"cuda:{device_id}" if opened is None else opened.device.name
 
@@ -186,7 +189,7 @@ class DeviceRuntime(Runtime):
     def __init__(
         self, libraries: Sequence[Path] = (), *, global_threads: bool = False, devices: Devices | None = None
     ) -> None:
-        """As ``Runtime``; ``devices`` is None for the real devices."""
+        """See ``Runtime`` for the other arguments; ``devices`` is None for the real devices."""
         super().__init__(libraries, global_threads=global_threads)
         self.devices: Final = devices or Devices()
 
@@ -195,7 +198,7 @@ class DevicesReader:
     """Reads all opened devices for the metrics, on the thread of the scrape."""
 
     def __init__(self, devices: Devices, nvml: Nvml | None = None) -> None:
-        """``nvml`` is None for the machine's, which is opened at the first read of a device."""
+        """Without ``nvml``, the first read that finds a device opens the machine's NVML."""
         self._devices = devices
         self._nvml = nvml
 
@@ -210,7 +213,7 @@ class DevicesReader:
 def _read(opened: OpenDevice, nvml: Nvml) -> DeviceReading:
     device = opened.device
     memory: dict[str, int] = {}
-    # Reading the memory calls the CUDA runtime, which would break a capture. During a capture it is left out.
+    # Reading the memory calls the CUDA runtime, which would break a capture. So a reading during a capture omits it.
     if not opened.lost and opened.capture_lock.try_acquire_shared():
         try:
             device.use()

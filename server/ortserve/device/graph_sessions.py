@@ -1,8 +1,8 @@
 """The sessions of an instance, and the ids of the CUDA graphs that they capture.
 
-ONNX Runtime keeps captured graphs by an id. A replay launches the graph as it was captured, with the rows and addresses
-of the capture; ONNX Runtime does not compare them with the binding of the run. So an id is made only of the rows and
-the buffer set: another number of rows always has another id.
+ONNX Runtime stores captured graphs by id. A replay launches the graph as it was captured, with the rows and addresses
+of the capture. ONNX Runtime does not compare them with the binding of the run. So an id is computed from the rows and
+the buffer set alone: different rows or sets always have different ids.
 """
 
 import weakref
@@ -17,22 +17,22 @@ SETS: Final = 2
 """Buffer sets of an instance: one receives the next batch while the batch in the other is computed."""
 
 OpenForGraph: TypeAlias = Callable[[], ort.InferenceSession]
-"""Opens a session that captures, on the instance's streams. Raises ServeError if it cannot be opened."""
+"""Opens a session that captures, on the instance's streams. Raises ServeError if the session cannot be opened."""
 
 _ONLY_GRAPH: Final = 0
-"""The id of the graph in a session that keeps one graph and ignores ids."""
+"""The id of the graph in a session that holds one graph and ignores ids."""
 
 
 def graph_id(rows: int, set_index: int) -> int:
-    """The id of the graph that computes ``rows`` rows (at least 1) of a buffer set; never ONNX Runtime's own 0."""
+    """The id of the graph that computes ``rows`` rows (at least 1) of a buffer set. Never 0, ONNX Runtime's default."""
     return rows * SETS + set_index
 
 
 class InstanceSessions:
     """The sessions of one instance, which share its streams. Only the instance's worker uses them.
 
-    One session runs all batches. If a session of the execution provider keeps a single graph, each graph has a session
-    of its own beside it.
+    One session runs all batches. If sessions of the execution provider hold a single graph, each graph has a further
+    session of its own.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class InstanceSessions:
         """Take over ``own``; the caller must not keep a reference to it.
 
         Args:
-            own: Runs batches without replay.
+            own: The session that runs batches without replay.
             captures: Whether ``own`` was opened to capture graphs, too, each by its id.
-            open_for_graph: Opens a session for each graph; None if ``own`` keeps all graphs, or there are none.
+            open_for_graph: Opens a session for each graph; None if ``own`` holds all graphs, or there are none.
         """
         self._own: ort.InferenceSession | None = own
         self._own_captures = captures
@@ -64,7 +64,7 @@ class InstanceSessions:
         return self._own_captures or self._has_one_per_graph
 
     def for_graph(self, graph: int) -> tuple[ort.InferenceSession, int]:
-        """The session that keeps a graph, opened at first use, and the graph's id in that session.
+        """The session that holds a graph, opened at first use, and the graph's id in that session.
 
         Raises:
             ServeError: The session cannot be opened.
@@ -78,11 +78,11 @@ class InstanceSessions:
         return self._by_graph[graph], _ONLY_GRAPH
 
     def complete(self) -> None:
-        """Open no more sessions. Drops ``open_for_graph``, which keeps the state of the load."""
+        """Open no more sessions. Drops ``open_for_graph``, whose references keep the state of the load alive."""
         self._open_for_graph = None
 
     def forget_graph(self, graph: int) -> None:
-        """Free the session of a graph that is not replayed, if the graph has a session of its own."""
+        """Free a graph's own session, if it has one, because the graph is not replayed."""
         self._by_graph.pop(graph, None)
 
     def forget_graphs(self) -> None:

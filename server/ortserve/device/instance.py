@@ -1,4 +1,4 @@
-"""An instance on a device: a worker that makes all calls of ONNX Runtime, and a thread that waits for batches."""
+"""An instance on a device: a worker, which alone calls ONNX Runtime, and a thread that waits for enqueued batches."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ _Result = TypeVar("_Result")
 class DeviceInstance:
     """Runs batches of one model on a device (a ``Runner``), two at a time once its buffers are prepared.
 
-    The worker makes all calls of ONNX Runtime, captures included, because to ONNX Runtime a captured graph belongs to
-    the thread that captured it. Another thread waits for enqueued batches, so that the worker can stage and copy the
+    Only the worker calls ONNX Runtime, also for captures, because in ONNX Runtime a captured graph belongs to the
+    thread that captured it. Another thread waits for enqueued batches, so that the worker can stage and copy the
     next batch meanwhile. Each batch holds the capture lock, shared, from its start to its end.
     """
 
     runs_on_host = False
-    """A run uses the device, and no processor."""
+    """Runs compute on the device, not on the processors of the host."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class DeviceInstance:
         """Start the threads; batches run plainly until ``prepare`` is called.
 
         Args:
-            session: Used by this instance only; opened with ``streams.provider_options``.
+            session: The session, for this instance only, opened with ``streams.provider_options``.
             signature: The served inputs and outputs.
-            streams: Closed with the instance.
+            streams: The streams of the sessions. The instance closes them.
             name: The name of threads and of the account.
             clock: Monotonic nanoseconds.
-            padding: None if no batch is ever padded.
+            padding: How batches are padded; None if they never are.
             run_options: The options of plain runs.
             captures: Whether the session was opened to capture graphs.
-            open_for_graph: Opens a session for one graph, on the same streams; None if ``session`` keeps all graphs, or
-                none are captured. Called on the worker, which holds the capture lock.
+            open_for_graph: Opens a session for one graph, on the same streams. None if ``session`` holds all graphs, or
+                if no graphs are captured. Called on the worker, which holds the capture lock.
             is_whole: Whether all nodes are on the device.
-            shrink_arenas: Arenas that runs on buffers shrink, except for replays.
+            shrink_arenas: Arenas that runs on buffers shrink. Replays shrink no arena.
         """
         self.counts = DeviceCounts()
         self.streams = streams
@@ -101,41 +101,41 @@ class DeviceInstance:
 
     @property
     def depth(self) -> int:
-        """How many batches the instance runs at a time."""
+        """The number of batches that the instance runs at a time."""
         return SETS if self.has_buffers else 1
 
     @property
     def staged_elements(self) -> StagedElements:
-        """Counts of staged elements, if batches are padded. Thread-safe."""
+        """Counters of staged elements, if batches are padded. Thread-safe."""
         return self._batches.staged_elements
 
     @property
     def device_bytes(self) -> int:
-        """Memory of the device that the instance holds. Any thread."""
+        """Bytes of device memory that the instance holds. Any thread may call it."""
         return self._batches.device_bytes
 
     @property
     def lost(self) -> str:
-        """Why the device is lost; empty while it is not."""
+        """The reason why the device is lost; empty while it is usable."""
         return self.streams.opened.lost
 
     def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep = lambda doing: None) -> Prepared:
-        """Make buffers for batches of these sizes, and capture their graphs if sessions capture. Blocks.
+        """Allocate buffers for batches of these sizes, and capture their graphs if sessions capture. Blocks.
 
         The instance must not receive batches meanwhile.
 
         Args:
-            sizes: Rows of batches, at least one; padding included.
-            make_inputs: Makes inputs; called on the worker.
-            on_step: Called on the worker with each step that begins.
+            sizes: Rows of batches, padding included; not empty.
+            make_inputs: Creates inputs; called on the worker.
+            on_step: Called on the worker with a description of each step that begins.
 
         Raises:
-            ServeError: The device has no room or is lost.
+            ServeError: The device has too little memory or is lost.
         """
         return self.call(partial(self._batches.prepare, sizes, make_inputs, on_step))
 
     def go_without_buffers(self) -> None:
-        """Serve without buffers, instead of ``prepare``. Accounts the memory of the session. Blocks.
+        """Serve without buffers; replaces ``prepare``. Accounts the memory of the session. Blocks.
 
         Raises:
             DeviceLostError: The device is lost.
@@ -143,14 +143,14 @@ class DeviceInstance:
         self.call(self._batches.go_without_buffers)
 
     def make_states(self, initial: Arrays, samples: Sequence[Arrays]) -> DeviceStates:
-        """Make memory on the device for the states of sequences, and try runs with them. Blocks.
+        """Allocate device memory for the states of sequences, and test runs with them. Blocks.
 
         Args:
-            initial: The first states of a sequence, of one row; the last inputs of the model take them.
-            samples: Inputs that the model accepts, of 1 row, 2 rows and so on.
+            initial: The initial states of a sequence, of one row each, for the last inputs of the model.
+            samples: Inputs that the model accepts: the first of 1 row, the second of 2 rows, and so on.
 
         Returns:
-            The memory, for ``keep_states``.
+            The states, to pass to ``keep_states``.
 
         Raises:
             ServeError: The states cannot be kept on the device; the message gives the reason.
@@ -158,7 +158,7 @@ class DeviceInstance:
         return self.call(partial(self._batches.make_states, initial, samples))
 
     def keep_states(self, states: DeviceStates) -> None:
-        """Let batches have slots in the place of their last inputs and outputs. Blocks.
+        """Accept batches with slots in place of their last inputs; their last outputs are slots, too. Blocks.
 
         Raises:
             ServeError: The device is lost or out of memory.
@@ -167,7 +167,7 @@ class DeviceInstance:
 
     @property
     def binding(self) -> DeviceBinding | None:
-        """Runs batches on buffers; None without buffers. Only for the worker, which ``call`` reaches."""
+        """Runs batches on buffers; None without buffers. Only the worker may use it, through ``call``."""
         return self._batches.binding
 
     def call(self, work: Callable[[], _Result]) -> _Result:
@@ -189,7 +189,7 @@ class DeviceInstance:
         return result
 
     def run(self, batch: Batch) -> BatchResult:
-        """Run on the worker and wait for the result: for callers without an event loop."""
+        """Run a batch on the worker and wait for the result. For callers without an event loop."""
         finished: Future[BatchResult | Exception] = Future()
         self.start(batch, finished.set_result)
         outcome = finished.result()
@@ -198,7 +198,7 @@ class DeviceInstance:
         return outcome
 
     def start(self, batch: Batch, done: BatchDone) -> None:
-        """Run on the worker. One of the two threads calls ``done`` with the result or a ``ServeError``."""
+        """Enqueue a batch for the worker. One of the two threads calls ``done`` with the result or an error."""
         self._batches.termination.forget(batch)
         self._work.put((batch, done))
 
@@ -210,7 +210,10 @@ class DeviceInstance:
         self._batches.termination.terminate(batch)
 
     def abandon(self) -> None:
-        """Give up a run that does not end. The threads free session and memory if the run ever ends."""
+        """Give up a run that does not end. ``done`` is not called any more.
+
+        If the run ends later, the threads free session and memory.
+        """
         self._is_abandoned = True
 
     @property
@@ -257,8 +260,8 @@ class DeviceInstance:
         knows_device = False
         while (item := self._enqueued.get()) is not None:
             if not knows_device:
-                # Not earlier: now the batch holds the capture lock. A second shared request could deadlock behind a
-                # capture that waits for the batch.
+                # Only now does GPU work of this thread hold the capture lock: the batch holds it. A request of its own
+                # could deadlock behind a capture that waits for the batch.
                 with suppress(*DEVICE_ERRORS):
                     self.streams.device.use()
                 knows_device = True
@@ -294,7 +297,10 @@ class _Task:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error and its causes, as frames keep the session, but streams must outlive it."""
+    """Drop the tracebacks of an error and its causes.
+
+    Their frames would keep the session alive, and streams must outlive the session.
+    """
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""The batches of an instance on a device: what prepares them, and how each runs. Only its threads call this."""
+"""Prepares the batch sizes of an instance on a device, and runs its batches. Only the instance's threads call it."""
 
 import threading
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class InstanceBatches:
 
     Attributes:
         binding: Runs batches on buffers; None without buffers.
-        termination: Terminates plain runs; any thread.
+        termination: Terminates plain runs. Thread-safe.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class InstanceBatches:
         is_whole: bool,
         shrink_arenas: Sequence[str],
     ) -> None:
-        """Run batches plainly. For the arguments see ``DeviceInstance``; ``counts`` are its own."""
+        """Run batches plainly until ``prepare``. See ``DeviceInstance`` for the arguments and ``counts``."""
         run_options = run_options or graph_options(NO_GRAPH)
         self.binding: DeviceBinding | None = None
         self.termination = PlainTermination(run_options)
@@ -77,12 +77,12 @@ class InstanceBatches:
 
     @property
     def staged_elements(self) -> StagedElements:
-        """Counts of staged elements, if batches are padded. Thread-safe."""
+        """Counters of staged elements, if batches are padded. Thread-safe."""
         return self._plain.staging.elements
 
     @property
     def device_bytes(self) -> int:
-        """Memory of the device in use. Any thread."""
+        """Bytes of device memory in use. Any thread may call it."""
         return sum(self._account.entries().values())
 
     def begin(self, batch: Batch) -> EnqueuedBatch | BatchResult:
@@ -90,7 +90,7 @@ class InstanceBatches:
 
         Raises:
             DeviceLostError: The device is lost.
-            Exception: The error of the run, as ``failure`` expects it.
+            Exception: The error of the run, which ``failure`` converts for callers.
         """
         opened = self._streams.opened
         if opened.lost:
@@ -112,7 +112,7 @@ class InstanceBatches:
         return enqueued
 
     def finish(self, enqueued: EnqueuedBatch) -> BatchResult:
-        """Wait for the result of an enqueued batch. Raises as ``begin``."""
+        """Wait for the result of an enqueued batch. Raises the errors of ``begin``."""
         binding = self.binding
         assert binding is not None
         try:
@@ -121,7 +121,7 @@ class InstanceBatches:
             self._free_sets.put(enqueued.buffers)
 
     def failure(self, error: Exception) -> Exception:
-        """The error for callers."""
+        """Convert the error of a run to the error for callers."""
         return self._streams.opened.run_error(error) if isinstance(error, DEVICE_ERRORS) else error
 
     def _run_plainly(self, batch: Batch) -> BatchResult:
@@ -134,7 +134,7 @@ class InstanceBatches:
             self.termination.end_run(batch)
 
     def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep) -> Prepared:
-        """As ``DeviceInstance.prepare``."""
+        """See ``DeviceInstance.prepare``."""
         if problem := why_unbound(self._signature, self._padding):
             self.go_without_buffers()
             return Prepared(unbound_because=problem)
@@ -174,13 +174,13 @@ class InstanceBatches:
         return prepared
 
     def go_without_buffers(self) -> None:
-        """As ``DeviceInstance.go_without_buffers``."""
+        """See ``DeviceInstance.go_without_buffers``."""
         self._unbound = "unbound"
         self._sessions.complete()
         self._account_memory(0)
 
     def _check_plainly(self, inputs: Arrays) -> None:
-        """Raise if the model no longer runs."""
+        """Raise an error if a plain run of the model fails."""
         try:
             with self._capture_lock.shared():
                 self._plain.run_arrays(inputs)
@@ -205,7 +205,10 @@ class InstanceBatches:
         return binding
 
     def _account_memory(self, graph_bytes: int) -> None:
-        """Account graphs and session: the drop of the device's free memory, less the buffers."""
+        """Account the memory of graphs and session.
+
+        The session's memory is the drop of the device's free memory, less buffers and graphs.
+        """
         try:
             with self._capture_lock.shared():
                 free_bytes = self._streams.device.memory().free_bytes
@@ -216,7 +219,7 @@ class InstanceBatches:
         self._account.enter("graphs", graph_bytes)
 
     def make_states(self, initial: Arrays, samples: Sequence[Arrays]) -> DeviceStates:
-        """As ``DeviceInstance.make_states``."""
+        """See ``DeviceInstance.make_states``."""
         count, binding = len(initial), self.binding
         problem = why_no_states(self._signature, self._padding, count)
         if binding is not None:
@@ -232,7 +235,7 @@ class InstanceBatches:
             raise self.failure(error) from error
 
     def _try_states(self, states: DeviceStates, samples: Sequence[Arrays]) -> None:
-        """Raise if runs with states on the device fail, or differ from plain runs. Frees the memory of ``states``."""
+        """Raise an error if runs with states on the device fail or differ from plain runs. Frees ``states``."""
         try:
             runs = self._make_state_runs(states)
             try:
@@ -245,7 +248,7 @@ class InstanceBatches:
             states.close()
 
     def keep_states(self, states: DeviceStates) -> None:
-        """As ``DeviceInstance.keep_states``."""
+        """See ``DeviceInstance.keep_states``."""
         try:
             with self._capture_lock.shared():
                 states.begin_use()
@@ -264,7 +267,7 @@ class InstanceBatches:
         return StateRuns(self._sessions, self._signature, self._streams, states, self._plain, self._run_options)
 
     def close(self) -> None:
-        """Free session, buffers, states and streams. No batch may run any more."""
+        """Free session, buffers, states and streams. All batches must be complete."""
         binding, self.binding = self.binding, None
         self._plain.close()
         if binding is not None:
@@ -275,7 +278,7 @@ class InstanceBatches:
         if self._states is not None:
             self._states.end_use()
         opened = self._streams.opened
-        sessions = self._sessions.close(is_lost=bool(opened.lost))  # before their streams
+        sessions = self._sessions.close(is_lost=bool(opened.lost))  # sessions close before their streams
         release_all(opened.reclaim, partial(self._streams.close, *sessions))
         self._account.close()
 
@@ -284,21 +287,21 @@ class PlainTermination:
     """Terminates the plain run of one batch of an instance, while other batches continue. Thread-safe."""
 
     def __init__(self, options: ort.RunOptions) -> None:
-        """``options`` are those of the plain runs."""
+        """``options`` are the run options of all plain runs."""
         self._termination = Termination(options)
         self._lock = threading.Lock()
-        """Held to read and write the next two."""
+        """Guards ``_running`` and ``_terminated``."""
         self._running: Batch | None = None
         self._terminated: set[int] = set()
-        """Terminated batches in flight, by ``id``, and former ones."""
+        """The ``id`` of each terminated batch. Ids of finished batches can remain until ``forget``."""
 
     def forget(self, batch: Batch) -> None:
-        """A batch is started. A former one at the same address may have been terminated."""
+        """Call it before a batch starts: a terminated earlier batch may have had the same ``id``."""
         with self._lock:
             self._terminated.discard(id(batch))
 
     def terminate(self, batch: Batch) -> None:
-        """As ``DeviceInstance.terminate``."""
+        """See ``DeviceInstance.terminate``."""
         with self._lock:
             self._terminated.add(id(batch))
             if self._running is batch:
@@ -308,7 +311,7 @@ class PlainTermination:
         """Call it before a plain run.
 
         Raises:
-            ServeError: internal: the batch is terminated already.
+            ServeError: internal: the batch is already terminated.
         """
         with self._lock:
             if id(batch) in self._terminated:

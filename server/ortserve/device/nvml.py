@@ -1,4 +1,4 @@
-"""GPUs as NVIDIA's management library (NVML) reports them, if the package nvidia-ml-py and a driver are installed.
+"""Reads GPUs through NVIDIA's management library (NVML), if the package nvidia-ml-py and a driver are installed.
 
 NVML does not call the CUDA runtime, so its calls never break the capture of a graph.
 """
@@ -11,7 +11,7 @@ from ortserve.telemetry.machine import GpuReading
 
 
 def open_library(library: Any = None) -> Any:
-    """Initialize the package's module, or ``library`` in its place. Returns None without package or driver."""
+    """Initialize ``library``, or the package's module by default. Returns None without package or driver."""
     if library is None:
         try:
             import pynvml
@@ -26,14 +26,14 @@ def open_library(library: Any = None) -> Any:
 
 
 class Nvml:
-    """Reads GPUs by their PCI bus ids, as NVML's numbers are not CUDA's. Thread-safe; never raises."""
+    """Reads GPUs by their PCI bus ids, because NVML numbers GPUs differently from CUDA. Thread-safe; never raises."""
 
     def __init__(self, library: Any = None) -> None:
         """``library`` is None for the package's module; without package or driver every reading is None."""
         self._library = open_library(library)
 
     def utilization(self, pci_bus_id: str) -> float | None:
-        """The share of the last second, or less, in which kernels ran; None if it is unknown."""
+        """The share of NVML's last sample period (at most a second) in which kernels ran; None if unknown."""
         library = self._library
         if library is None or not pci_bus_id:
             return None
@@ -62,7 +62,7 @@ class Gpu:
 
 
 class GpuReader:
-    """Reads all GPUs that this process may use, whether models are on them or not. Thread-safe; never raises."""
+    """Reads all GPUs that this process may use, with or without models. Thread-safe; never raises."""
 
     def __init__(self, environment: Mapping[str, str], library: Any = None) -> None:
         """Find the GPUs.
@@ -113,7 +113,7 @@ class GpuReader:
         )
 
     def _ask(self, call: str, *arguments: Any) -> Any:
-        """Call NVML; None if the GPU does not support the call. A partitioned GPU supports few of them."""
+        """Call NVML. Returns None if the GPU does not support the call; a partitioned GPU supports few calls."""
         try:
             return getattr(self._library, call)(*arguments)
         except self._library.NVMLError:
@@ -123,9 +123,9 @@ class GpuReader:
 def visible_gpus(found: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     """The GPUs that CUDA shows to a process, by ``CUDA_VISIBLE_DEVICES`` (CUDA programming guide).
 
-    Entries are numbers or prefixes of UUIDs. The first entry that matches no GPU hides itself and all later ones. All
-    GPUs are returned if the result is unknown: for partitions of a GPU (MIG), and for numbers if GPUs of several
-    products are not numbered by the PCI bus.
+    Entries are numbers or prefixes of UUIDs. CUDA ignores the first entry that matches no GPU and all later entries.
+    If the result cannot be determined, all GPUs are returned: for partitions of a GPU (MIG), and for numbers if there
+    are several products and CUDA does not number GPUs by the PCI bus.
     """
     wished = environment.get("CUDA_VISIBLE_DEVICES")
     if wished is None:

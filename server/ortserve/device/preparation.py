@@ -1,7 +1,7 @@
-"""Preparing a model's buffers before it serves: each batch size is tested on them, captured, and tested again.
+"""Prepares a model's buffers before the model serves: each batch size is tested on them, captured, and tested again.
 
-A size runs on bound buffers only if the result was that of a plain run. It is replayed only if the replay's result was,
-too, from buffers that held wrong values before, with wrong values in the other set.
+A size runs on bound buffers only if its result equals that of a plain run. It is replayed only if the replay's result
+does, too. Before each test, all buffer sets are filled with wrong values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +25,15 @@ from ortserve.engine.provider_options import CPU
 from ortserve.errors import DeviceLostError, ServeError
 
 CAPTURING_RUNS: Final = 4
-"""Runs in which a graph is captured. ONNX Runtime before 1.26 captures in the third run, later versions in the first.
-One more than the maximum, because a later run, without the exclusive lock, must never capture."""
+"""Runs under the exclusive lock that capture a graph. ONNX Runtime before 1.26 captures in the third run, later
+versions in the first. The fourth run is a reserve, because a run without the exclusive lock must never capture."""
 MAX_GRAPHS: Final = 32
-"""Sizes of one instance that are captured, the smallest first: these gain most, and each graph keeps memory."""
+"""Maximum number of captured sizes of an instance, because each graph holds memory. The smallest sizes are captured
+first, because they gain most."""
 
 RunPlainly: TypeAlias = Callable[[Arrays], Sequence[np.ndarray]]
 MakeInputs: TypeAlias = Callable[[int, int], Arrays]
-"""Makes inputs from a number of rows and a seed."""
+"""Creates inputs from a number of rows and a seed."""
 OnStep: TypeAlias = Callable[[str], None]
 """Called with a description of each step that begins."""
 MakeBinding: TypeAlias = Callable[[Sequence[RowLayout], int], DeviceBinding]
@@ -50,13 +51,13 @@ _SHAPE_OPERATORS: Final = frozenset(
         *("Equal", "Less", "Greater", "Not", "And", "Or", "Where", "Range", "ConstantOfShape", "Constant", "Expand"),
     }
 )
-"""Operators that compute shapes. ONNX Runtime leaves such nodes to the CPU, and still captures a graph as long as only
-shapes enter them. Their results stay right for every replay, since the number of rows is the same."""
+"""Operators that compute shapes. ONNX Runtime assigns such nodes to the CPU, and still captures a graph if their only
+inputs are shapes. Their results stay right for every replay, because the number of rows is the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoReplay:
-    """Why no graph of a model is captured: ``reason`` as the metrics name it, ``because`` in words."""
+    """The reason why no graph of a model is captured: ``reason`` as the metrics name it, ``because`` in words."""
 
     reason: str
     because: str
@@ -65,7 +66,7 @@ class NoReplay:
 def why_no_replay(
     provider: str, operators: Mapping[str, frozenset[str]], settings: SessionSettings, *, shapes_elsewhere: bool = True
 ) -> NoReplay | None:
-    """Why the graph of a model cannot be captured, as far as it is known before a capture; None if it may be tried.
+    """The reason, known before a capture, why the graph of a model cannot be captured; None if a capture may work.
 
     Args:
         provider: The full name of the execution provider that captures.
@@ -88,14 +89,14 @@ def why_no_replay(
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The result for a model's batch sizes.
+    """The result of the preparation.
 
     Attributes:
         bound: Sizes that run on buffers of the device.
         replayed: The sizes in ``bound`` whose graphs are replayed.
-        unbound_because: Why no size is bound.
-        not_replayed: Why a size is not replayed, by size, if captures were requested.
-        graph_bytes: The drop of the device's free memory over all captures, less the memory that failed ones released.
+        unbound_because: The reason why no size is bound; empty otherwise.
+        not_replayed: The reason why a size is not replayed, by size, if captures were requested.
+        graph_bytes: The drop of the device's free memory over all captures, less the memory freed after failed ones.
     """
 
     bound: tuple[int, ...] = ()
@@ -106,7 +107,7 @@ class Prepared:
 
 
 class Preparation:
-    """Tests and captures the batch sizes of one instance, on its worker. Only captures exclude other GPU work."""
+    """Tests and captures the batch sizes of an instance, on the worker. Only captures exclude other GPU work."""
 
     def __init__(
         self,
@@ -119,8 +120,9 @@ class Preparation:
         free_bytes: Callable[[], int],
         on_step: OnStep,
     ) -> None:
-        """``make_binding`` makes the buffers, from the layouts of output rows and the largest number of rows.
+        """Store the arguments.
 
+        ``make_binding`` allocates the buffers, given the layouts of output rows and the largest number of rows.
         ``free_bytes`` reads the device's free memory.
         """
         self._signature = signature
@@ -135,10 +137,11 @@ class Preparation:
         self._captured_sizes = 0
 
     def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, Prepared]:
-        """Make buffers and test all sizes on them.
+        """Allocate buffers and test all sizes on them.
 
         Returns:
-            The binding, with the sizes that passed enabled, and the result; None and the reason if no size can run.
+            The binding, in which all sizes are enabled, and the result. If one size fails on the buffers, None and the
+            reason.
 
         Raises:
             Exception: One of ``DEVICE_ERRORS``, if a plain run fails or the device has no memory for the buffers.
@@ -162,7 +165,7 @@ class Preparation:
                 if captures and (problem := self._capture_size(binding, rows)):
                     self._skip_replay(binding, rows, problem, not_replayed)
             replayed = tuple(rows for rows in bound if rows not in not_replayed) if captures else ()
-            for rows in replayed:  # again, as later captures may have moved memory that the graph uses
+            for rows in replayed:  # test again: later captures may have moved memory that a graph uses
                 self._on_step(f"replaying batches of {rows} rows")
                 if problem := self._replay_size(binding, rows):
                     self._skip_replay(binding, rows, problem, not_replayed)
@@ -191,7 +194,7 @@ class Preparation:
         return ""
 
     def _try_size(self, binding: DeviceBinding, rows: int) -> str:
-        """Why a size cannot run on bound buffers; empty if its results were right."""
+        """Test a size on bound buffers. Returns why it cannot run on them; empty if its results were right."""
         inputs = self._make_inputs(rows, rows)
         expected = self._run_plainly(inputs)
         for buffers in binding.sets:
@@ -201,7 +204,8 @@ class Preparation:
             except DEVICE_ERRORS as error:
                 if is_lost_error(error):  # later results cannot be trusted, even if a plain run succeeds
                     raise
-                # The plain run succeeded: shapes depend on more than the rows. If it fails now, its error is raised.
+                # The plain run before succeeded, so shapes may depend on more than the rows. If a plain run fails now,
+                # its error is raised.
                 self._run_plainly(inputs)
                 problem = f"it fails on bound buffers: {without_paths(str(error))}"
             if problem:
@@ -209,7 +213,7 @@ class Preparation:
         return ""
 
     def _capture_size(self, binding: DeviceBinding, rows: int) -> str:
-        """Capture a size in all sets. Returns why it is not replayed; empty if its results were right."""
+        """Capture a size in all sets. Returns the reason why it is not replayed; empty if its results were right."""
         if self._captured_sizes == MAX_GRAPHS:
             self._counts.count_not_captured("over_limit")
             return f"{MAX_GRAPHS} sizes are already captured"
@@ -217,7 +221,7 @@ class Preparation:
         inputs = self._make_inputs(rows, rows)
         try:
             for buffers in binding.sets:
-                with self._capture_lock.shared():  # it may open a session, which does not exclude other work
+                with self._capture_lock.shared():  # ``bind`` may open a session, which does not exclude other work
                     before = self._free_bytes()
                     bound = binding.bind(rows, buffers, is_graph=True, is_waited_for=True)
                     self._graph_bytes += max(0, before - self._free_bytes())
@@ -238,7 +242,7 @@ class Preparation:
         return ""
 
     def _replay_size(self, binding: DeviceBinding, rows: int) -> str:
-        """Replay a captured size in all sets. Returns why it must not be replayed; empty if its results were right."""
+        """Replay a captured size in all sets. Returns why it must not be replayed; empty if all results were right."""
         try:
             return next((problem for buffers in binding.sets if (problem := self._replay(binding, rows, buffers))), "")
         except DEVICE_ERRORS as error:
@@ -256,7 +260,7 @@ class Preparation:
         return ""
 
     def _why_failed(self, error: Exception, what: str, rows: int) -> str:
-        """The reason in words. Raises if the device is lost or a plain run fails; then the model is not served."""
+        """The reason in words. Raises an error if the device is lost or a plain run fails: the model must not serve."""
         if is_lost_error(error):
             raise error
         self._counts.count_not_captured("failed")
@@ -272,7 +276,7 @@ class Preparation:
         inputs: Arrays,
         expected: Sequence[np.ndarray],
     ) -> str:
-        """Run with wrong values in all sets beforehand. Returns the difference from ``expected``; empty if equal."""
+        """Fill all sets with wrong values, then run. Returns the difference from ``expected``; empty if equal."""
         for poisoned in binding.sets:
             binding.poison(poisoned, expected)
         rows = len(inputs[0])

@@ -1,7 +1,7 @@
-"""The interface of a device: memory, enqueued copies, events, the run of a session, and the errors that these raise.
+"""The interface of a device: memory, enqueued copies, events, the run of a session, and their errors.
 
-Streams, events and memory addresses are integers, as in CUDA. Enqueued work is complete only once an event that was
-recorded behind it has been waited for. ``cuda`` implements the interface; tests implement it on host memory.
+Streams, events and memory addresses are integers, as in CUDA. Callers must treat enqueued work as incomplete until they
+have waited for an event recorded after it. ``cuda`` implements the interface; tests implement it on host memory.
 """
 
 import ctypes
@@ -36,12 +36,12 @@ _LOST: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class BoundRun:
-    """A binding together with its session and run options, so that a graph's id never meets another binding.
+    """A binding together with its session and run options, so that a graph's id is never used with another binding.
 
     Attributes:
         session: The session of the binding.
         binding: Binds one buffer set for one number of rows.
-        options: Carry the graph's id, or the id by which a session without ids keeps its only graph.
+        options: Run options with the graph's id in the session.
         graph_id: The graph that is captured and replayed; None for a run without a graph.
     """
 
@@ -53,7 +53,7 @@ class BoundRun:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes of a device that no process uses, and the device's total."""
+    """Free and total memory of a device, over all processes."""
 
     free_bytes: int
     total_bytes: int
@@ -63,7 +63,7 @@ class Device(Protocol):
     """One device. A thread must call ``use`` once before it calls other methods; all may raise ``DEVICE_ERRORS``.
 
     Attributes:
-        name: For operators, such as ``cuda:0``.
+        name: The name for operators, such as ``cuda:0``.
         ort_name: ONNX Runtime's name for the memory of the device in bindings.
         device_id: The number among the devices of its kind.
         pci_bus_id: The id in other libraries; empty if there is none.
@@ -75,17 +75,17 @@ class Device(Protocol):
     pci_bus_id: str
 
     def use(self) -> None:
-        """Make it the calling thread's device."""
+        """Select the device for the calling thread."""
         ...
 
     def memory(self) -> MemoryInfo: ...
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate device memory, at least one byte, and return its address."""
+        """Allocate ``nbytes`` bytes of device memory, at least 1, and return the address."""
         ...
 
     def free(self, address: int) -> None:
-        """Free memory of ``allocate``. Enqueued work must no longer use it."""
+        """Free memory from ``allocate``. Enqueued work must no longer use it."""
         ...
 
     def allocate_host(self, nbytes: int) -> np.ndarray:
@@ -93,11 +93,11 @@ class Device(Protocol):
         ...
 
     def free_host(self, block: np.ndarray) -> None:
-        """Free memory of ``allocate_host``. No view of it may exist."""
+        """Free memory from ``allocate_host``. No view of it may exist."""
         ...
 
     def make_stream(self) -> int:
-        """Make a stream. Work in one stream runs in order; work in two streams runs in any order."""
+        """Create a stream. Work in one stream runs in order; work in different streams runs in any order."""
         ...
 
     def destroy_stream(self, stream: int) -> None: ...
@@ -115,15 +115,15 @@ class Device(Protocol):
         ...
 
     def copy_within(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue a copy from one address of the device to another; the memory does not overlap."""
+        """Enqueue a copy from one device address to another. The ranges must not overlap."""
         ...
 
     def record(self, event: int, stream: int) -> None:
-        """Make the event represent all work that the stream contains now. It replaces an earlier recording."""
+        """Let the event represent all work enqueued in the stream so far. It replaces an earlier recording."""
         ...
 
     def make_wait(self, stream: int, event: int) -> None:
-        """Make work that is enqueued in the stream later wait for the work that the event represents now."""
+        """Let work enqueued in the stream from now on wait for the work that the event represents now."""
         ...
 
     def wait(self, event: int) -> None:
@@ -131,9 +131,9 @@ class Device(Protocol):
         ...
 
     def end_capture(self, stream: int) -> None:
-        """End a failed capture of the stream, on the thread that began it, as it would block all later work.
+        """End a failed capture of the stream, which would block all later work. No-op without a capture.
 
-        No-op if the stream does not capture.
+        The thread that began the capture must call it.
         """
         ...
 
@@ -142,7 +142,7 @@ class Device(Protocol):
         ...
 
     def close_shared(self, address: int) -> None:
-        """Close memory of ``open_shared``. Enqueued work must no longer use it."""
+        """Close memory from ``open_shared``. Enqueued work must no longer use it."""
         ...
 
     def nbytes_from(self, address: int) -> int:
@@ -150,22 +150,23 @@ class Device(Protocol):
         ...
 
     def elapsed_ns(self, first: int, second: int) -> int:
-        """Time between two timed events, both complete."""
+        """Nanoseconds between two timed events, both complete."""
         ...
 
     def run(self, bound: BoundRun, stream: int) -> None:
         """Enqueue a run of a session whose compute stream is ``stream``.
 
-        With a graph id the first runs capture, and later runs replay the captured graph and ignore the binding. A
-        replay by TensorRT's provider is waited for; all other runs are enqueued.
+        With a graph id, the first runs capture. Later runs replay the captured graph and ignore the binding. The call
+        waits for a replay by TensorRT's provider; all other runs are only enqueued.
         """
         ...
 
 
 def release_all(*steps: Callable[[], object]) -> None:
-    """Run each step although others fail. A lost device releases nothing, but the host's resources must be freed.
+    """Run each step even if others fail. Steps on a lost device fail, but the host's resources must still be freed.
 
-    ``ExitStack`` does not fit: its errors form cycles that keep the frames of all callers, and the session in them.
+    ``ExitStack`` does not fit: its errors form reference cycles, which keep the frames of all callers and the session
+    alive.
     """
     for step in steps:
         with suppress(*DEVICE_ERRORS):
@@ -173,7 +174,7 @@ def release_all(*steps: Callable[[], object]) -> None:
 
 
 def never_free(owned: object) -> None:
-    """Leak an object, also at the end of the process.
+    """Leak an object, so that its destructor never runs, even at the end of the process.
 
     This is for sessions with captured graphs on a lost device. ONNX Runtime's destructor of graphs throws if CUDA
     cannot destroy them (``CudaGraphSet::Clear``), and the exception would end the process in the middle of its drain.

@@ -1,6 +1,6 @@
-"""GPU memory of another process, shared by a handle: opening it, and copying between it and host memory.
+"""Opens GPU memory that another process shares by a handle, and copies between it and host memory.
 
-Every call acquires the capture lock and may wait there for a capture to end.
+Every call acquires the capture lock and may wait for a capture to end.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.provider_options import CUDA
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
 
-_HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
+_HANDLE_BYTES = 64  # size of a cudaIpcMemHandle_t
 
 
 class DeviceRegion(RegionMemory):
-    """The first bytes of an allocation of another process. The region copies in a stream of its own."""
+    """The first bytes of another process's allocation. The region has a stream of its own for copies."""
 
     may_wait = True
 
@@ -34,8 +34,8 @@ class DeviceRegion(RegionMemory):
             byte_size: The size of the region.
 
         Raises:
-            ServeError: invalid_input, if the handle cannot be opened or its allocation is smaller than the region;
-                not_ready, if the device is lost.
+            ServeError: invalid_input: the handle cannot be opened, or its allocation is smaller than the region;
+                not_ready: the device is lost.
         """
         self._opened = opened
         self._region = region
@@ -95,7 +95,11 @@ class DeviceRegion(RegionMemory):
             raise DeviceLostError(self._opened.lost)
 
     def _lost(self, error: Exception) -> ServeError | None:
-        """The error of a lost device. The device must confirm it, as the failed memory belongs to a caller."""
+        """The error of a lost device; None if the device still works.
+
+        The error text alone is no proof, because the failed memory belongs to a caller. So a second call tests the
+        device.
+        """
         if not is_lost_error(error):
             return None
         try:
@@ -109,7 +113,7 @@ def open_region(devices: Devices, region: str, handle: bytes, device_id: int, by
     """Open a region on a GPU. Blocks.
 
     Raises:
-        ServeError: As ``DeviceRegion``; also invalid_input, if the GPU cannot be used.
+        ServeError: The errors of ``DeviceRegion``; also invalid_input: the GPU cannot be used.
     """
     opened = devices.open(CUDA, device_id)
     if isinstance(opened, str):
@@ -123,5 +127,5 @@ def are_regions_possible() -> bool:
 
 
 def refused(region: str, reason: str) -> ServeError:
-    """The error of a failed registration. Triton's clients know the beginning of its text."""
+    """The error of a failed registration. Triton's clients expect the beginning of its text."""
     return invalid_input(f"failed to register CUDA shared memory region: '{region}', {reason}")

@@ -1,9 +1,9 @@
 """Runs of batches whose states are on the device, without buffers: for states that grow, and other free shapes.
 
-The tensors of clients are copied as in plain runs. States are bound in their slots, and ONNX Runtime allocates those
-among the outputs on the device, because their shapes are known only after the run. All copies of states are enqueued
-in the compute stream. So are those of ONNX Runtime (1.31.1), even that of an input which a node on the CPU reads, made
-when the input is bound.
+The tensors of clients are copied as in plain runs. Input states are bound in their slots. ONNX Runtime allocates output
+states on the device, because their shapes are known only after the run. All copies of states are enqueued in the
+compute stream. ONNX Runtime (1.31.1) enqueues its own copies there, too, even the copy of an input that a node on the
+CPU reads, which it makes when the input is bound.
 """
 
 from collections.abc import Sequence
@@ -38,15 +38,15 @@ class StateRuns:
         plain: PlainBatches,
         options: ort.RunOptions,
     ) -> None:
-        """Make an event.
+        """Create an event to wait for runs.
 
         Args:
-            sessions: Compute on the compute stream of ``streams``.
-            signature: Of the model; ``why_no_states`` is empty for it.
+            sessions: The sessions, which compute on the compute stream of ``streams``.
+            signature: The model's signature, for which ``why_no_states`` is empty.
             streams: The streams of the sessions.
-            states: Of the model.
+            states: The model's states.
             plain: Runs plain batches of the instance.
-            options: Of plain runs, which end when their outputs are complete.
+            options: The options of plain runs, which return only when their outputs are complete.
         """
         self._sessions = sessions
         self._states = states
@@ -62,16 +62,17 @@ class StateRuns:
         self._event = self._device.make_event()
 
     def run(self, batch: Batch) -> BatchResult:
-        """Run a batch with slots in the place of its states, and wait for the end.
+        """Run a batch with slots in place of its states, and wait for the end.
 
         Raises:
-            ServeError: overloaded: the device has no room for the states; internal: an output is no state of the rows.
+            ServeError: overloaded: the device has too little memory for the states; internal: a state among the
+                outputs does not have one entry per row.
             Exception: One of ``DEVICE_ERRORS``.
         """
         return self._plain.run(batch, partial(self._run_staged, batch.rows))[0]
 
     def why_wrong(self, inputs: Arrays, rows: int) -> str:
-        """Run ``inputs``, with states of the host, on the device and plainly. Returns the difference; empty if equal.
+        """Run ``inputs`` with their states on the device, and plainly. Returns the difference; empty if equal.
 
         Raises:
             Exception: One of ``DEVICE_ERRORS``.
@@ -95,7 +96,7 @@ class StateRuns:
         self._device.destroy_event(self._event)
 
     def _run_staged(self, rows: int, staged: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Run staged inputs, the last of which hold slots. The states among the outputs have no padding rows."""
+        """Run staged inputs, the last of which hold slots. Returned states have no padding rows."""
         count = self._states.count
         columns = staged[-count:]
         try:
@@ -111,12 +112,12 @@ class StateRuns:
             addresses = [value.data_ptr() for value in values[-count:]]
             kept = self._states.write(addresses, shapes, rows, self._stream)
         finally:
-            self._wait()  # also after an error: no enqueued work may use the memory of this run afterwards
+            self._wait()  # even after an error: enqueued work must not use the memory of this run afterwards
             self._sent.clear()
         return [*as_arrays(values, self._outputs, [spec.name for spec in self._inputs]), *kept]
 
     def _join(self, index: int, column: np.ndarray) -> StateSlot:
-        """The states of a batch side by side: a slot that holds all of them, or that of the only one."""
+        """A slot with the states of a batch side by side. A single aligned state stays in its own slot."""
         last: StateSlot = column[-1]
         if len(column) == 1 and last.is_aligned:
             return last
@@ -126,7 +127,7 @@ class StateRuns:
             return joined
         for row, slot in enumerate(column):
             address = joined.address + row * nbytes
-            if slot is self._states.padding[index][0]:  # in the shape of the first states; it is never the last row
+            if slot is self._states.padding[index][0]:  # has the initial states' shape; it is never the last row
                 self._sent.append(np.zeros(nbytes, np.uint8))
                 self._device.copy_in(address, self._sent[-1], self._stream)
             else:
@@ -154,9 +155,9 @@ class StateRuns:
 
 
 def why_no_states(signature: ModelSignature, padding: Padding | None, count: int) -> str:
-    """Why the states of a model, its last ``count`` inputs and outputs, cannot be on a device; empty if they can.
+    """The reason why the last ``count`` inputs and outputs of a model cannot be states on a device.
 
-    This is what is known without a run.
+    Empty if no reason is known without a run.
     """
     if any(spec.datatype is DataType.BYTES for spec in (*signature.inputs, *signature.outputs)):
         return "strings stay on the host"

@@ -1,8 +1,8 @@
-"""The states of sequences in device memory, which only the device reads and writes between the runs of a sequence.
+"""The states of sequences in device memory. Between the runs of a sequence they are not copied to the host.
 
-In batches an object array takes the place of each state: one ``StateSlot`` for each row. A run reads the slots of its
-rows, and its states among the outputs are copied to new slots. So the states before a run stay as they were until
-nothing refers to them, and a failed request can be repeated.
+In batches, an object array with one ``StateSlot`` per row replaces each state tensor. A run reads the slots of its
+rows, and the states among its outputs are copied to new slots. So the states before a run stay unchanged as long as an
+object refers to them, and a failed request can be repeated.
 """
 
 import threading
@@ -20,18 +20,20 @@ from ortserve.device.protocol import Device, release_all
 
 _BLOCK_BYTES: Final = 2**20
 _MOST_SLOTS: Final = 1024
-"""Bounds of one allocation, which holds at least one slot."""
-_ALIGNMENT: Final = 256  # of addresses that cudaMalloc returns, which kernels may rely on
+"""Limits of one allocation, which holds at least one slot."""
+_ALIGNMENT: Final = 256  # alignment of addresses that cudaMalloc returns; kernels may rely on it
 
 
 class StateSlot:
-    """A state of one sequence. Its memory is free again when nothing refers to it; any thread may drop it.
+    """A state of one sequence in device memory. The memory is free again once no object refers to the slot.
+
+    Any thread may drop the last reference.
 
     Attributes:
-        address: Of the state.
+        address: The address of the state.
         block: The address of the allocation that contains the slot.
-        nbytes: The size of the state, at most that of the slot.
-        shape: Of the state, in the form of batches.
+        nbytes: The size of the state, at most the size of the slot.
+        shape: The shape of the state, with an axis for rows.
     """
 
     __slots__ = ("_free", "address", "block", "nbytes", "shape")
@@ -39,7 +41,7 @@ class StateSlot:
     def __init__(
         self, free: deque[tuple[int, int]], address: int, block: int, nbytes: int, shape: tuple[int, ...]
     ) -> None:
-        """``free`` takes the address and the block of a slot that is free again."""
+        """``free`` receives the address and the block of the slot when the slot is free again."""
         self._free: Final = free
         self.address: Final = address
         self.block: Final = block
@@ -55,15 +57,15 @@ class StateSlot:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether a tensor of a run may be at its address."""
+        """Whether a tensor of a run can be bound at the slot's address."""
         return (self.address - self.block) % _ALIGNMENT == 0
 
 
 class _SlotPool:
-    """Slots of one size. Any thread frees slots; only the owner of the lock of all pools takes them.
+    """Slots of one size. Any thread frees slots; a thread takes slots only under the lock of ``DeviceStates``.
 
-    The slot that is free for the longest time is taken first. So sequences whose requests run together keep their
-    slots side by side, and are copied together.
+    The slot that has been free for the longest time is taken first. So sequences whose requests run together keep
+    neighbouring slots, which are copied together.
     """
 
     __slots__ = ("blocks", "free", "slot_nbytes", "slots_of_block")
@@ -72,7 +74,7 @@ class _SlotPool:
         self.slot_nbytes: Final = slot_nbytes
         self.slots_of_block: Final = min(_MOST_SLOTS, max(1, _BLOCK_BYTES // slot_nbytes))
         self.free: Final[deque[tuple[int, int]]] = deque()
-        """Addresses of slots, each with that of its block."""
+        """The address of each free slot, with the address of its block."""
         self.blocks: Final[set[int]] = set()
 
     @property
@@ -98,24 +100,24 @@ class _SlotPool:
 
 
 class DeviceStates:
-    """The states of one load of a model on its device: its last inputs, and its last outputs in the same order.
+    """The states of one load of a model on its device: the model's last inputs, and last outputs in the same order.
 
-    The instances' workers call all methods, and hold the capture lock. The instances share the memory, which is freed
-    with the last of them.
+    The instances' workers call all methods, and hold the capture lock. The instances share the memory. The last
+    instance to close frees it.
     """
 
     def __init__(self, device: Device, account: Account, initial: Arrays, *, is_fixed: bool) -> None:
-        """Make slots for the first states of a sequence, and for those of rows without a request.
+        """Upload the initial states of a sequence, and the states of padding rows.
 
         Args:
-            device: Of the instances.
-            account: Of the first instance.
-            initial: The first states of a sequence.
-            is_fixed: Whether states keep the size of the first. Slots have exactly this size then, so that states side
-                by side are copied together. Other slots are up to a quarter larger than their states.
+            device: The device of the instances.
+            account: The account of the first instance.
+            initial: The initial states of a sequence.
+            is_fixed: Whether all states have the size of the initial ones. Then slots have exactly this size, so that
+                neighbouring states are copied together. Otherwise slots are up to a quarter larger than their states.
 
         Raises:
-            ServeError: overloaded: the device has no room.
+            ServeError: overloaded: the device has too little memory.
         """
         self.count: Final = len(initial)
         self._device: Final = device
@@ -133,23 +135,23 @@ class DeviceStates:
             self._undo.append(partial(device.destroy_event, self._event))
             self.first: Final = self.upload(initial)
             self.padding: Final = self.upload(tuple([np.zeros_like(array) for array in initial]))
-            """The states of rows without a request: zeros, in the shape of the first states."""
+            """The states of padding rows: zeros, in the shape of the initial states."""
         except BaseException:
             self.close()
             raise
 
     def are_in(self, batch: Batch) -> bool:
-        """Whether slots take the place of the states. Warm-up runs on states of the host."""
+        """Whether the batch holds slots. Warm-up batches hold states on the host instead."""
         return batch.parts[-1][0].dtype.hasobject
 
     def read(self, columns: Sequence[Arrays], addresses: Sequence[int], bucket: int, stream: int) -> None:
         """Enqueue copies of the states of a batch to its inputs. Padding rows repeat the last row.
 
         Args:
-            columns: For each state the slots of the requests.
-            addresses: Of the inputs.
-            bucket: Rows to run.
-            stream: Of the copies.
+            columns: The slots of the requests, for each state.
+            addresses: The addresses of the inputs.
+            bucket: Rows of the run, padding included.
+            stream: The stream of the copies.
         """
         for arrays, address in zip(columns, addresses, strict=True):
             slots = [slot for array in arrays for slot in array]
@@ -161,13 +163,13 @@ class DeviceStates:
         """Enqueue copies of the states among the outputs of a run, and return their slots.
 
         Args:
-            addresses: Of the outputs.
-            shapes: Of one state of each output, in the form of batches.
-            rows: Of the batch, without padding.
-            stream: Of the copies, which waits for the outputs.
+            addresses: The addresses of the outputs.
+            shapes: The shape of one row's state in each output, with an axis for rows.
+            rows: Rows of the batch, without padding.
+            stream: The stream of the copies, in which work waits for the outputs.
 
         Raises:
-            ServeError: overloaded: the device has no room.
+            ServeError: overloaded: the device has too little memory.
         """
         kept = tuple([self._take(index, shape, rows) for index, shape in enumerate(shapes)])
         for slots, address in zip(kept, addresses, strict=True):
@@ -176,16 +178,16 @@ class DeviceStates:
         return kept
 
     def take(self, nbytes: int, shape: tuple[int, ...]) -> StateSlot:
-        """An aligned slot with arbitrary content.
+        """Take an aligned slot with arbitrary content.
 
         Raises:
-            ServeError: overloaded: the device has no room.
+            ServeError: overloaded: the device has too little memory.
         """
         with self._lock:
             return self._take_from(self._pool_of(nbytes), nbytes, shape)
 
     def upload(self, arrays: Arrays) -> Arrays:
-        """Copy a state of the host, of one sequence, for each state to a new slot, and wait for the copies."""
+        """Copy the states of one sequence from the host to new slots, and wait for the copies."""
         kept = tuple([self._take(index, array.shape, 1) for index, array in enumerate(arrays)])
         contiguous = [np.ascontiguousarray(array) for array in arrays]
         with self._lock:
@@ -196,7 +198,7 @@ class DeviceStates:
         return kept
 
     def download(self, index: int, slots: np.ndarray) -> np.ndarray:
-        """The content of slots of one state on the host, where the preparation compares it."""
+        """Copy the slots of one state to the host, where the preparation compares them."""
         first: StateSlot = slots[0]
         states = [np.empty(first.shape, self._dtypes[index]) for _ in slots]
         with self._lock:
@@ -207,12 +209,12 @@ class DeviceStates:
         return states[0] if len(states) == 1 else np.concatenate(states)
 
     def begin_use(self) -> None:
-        """An instance uses the states."""
+        """Register an instance that uses the states."""
         with self._lock:
             self._users += 1
 
     def end_use(self) -> None:
-        """An instance is closed; the last one frees the memory."""
+        """Deregister an instance. The last one frees the memory."""
         with self._lock:
             self._users -= 1
             is_used = self._users > 0
@@ -220,7 +222,7 @@ class DeviceStates:
             self.close()
 
     def close(self) -> None:
-        """Free the memory. Slots that are still referred to must not be used again."""
+        """Free the memory. Remaining slots must not be used again."""
         device = self._device
         release_all(*[partial(device.free, block) for pool in self._pools() for block in pool.blocks], *self._undo)
         self._account.enter("states", 0)
@@ -229,7 +231,7 @@ class DeviceStates:
         return [*self._fixed, *self._by_size.values()]
 
     def _take(self, index: int, shape: tuple[int, ...], rows: int) -> np.ndarray:
-        """Slots for ``rows`` rows of one state, with arbitrary content."""
+        """Take slots for ``rows`` rows of one state, with arbitrary content."""
         nbytes = prod(shape) * self._dtypes[index].itemsize
         slots = np.empty(rows, object)
         with self._lock:
@@ -239,7 +241,7 @@ class DeviceStates:
         return slots
 
     def _pool_of(self, nbytes: int) -> _SlotPool:
-        """The aligned slots for states of this size."""
+        """The pool of aligned slots for states of this size."""
         slot_nbytes = _slot_nbytes(nbytes)
         pool = self._by_size.get(slot_nbytes)
         if pool is None:
@@ -252,7 +254,7 @@ class DeviceStates:
         return StateSlot(pool.free, *pool.free.popleft(), nbytes, shape)
 
     def _add_block(self, pool: _SlotPool) -> None:
-        """Allocate a block. First free empty ones, if most memory is free, or if the device has no room."""
+        """Allocate a block. Free empty blocks first if more than half of the memory is unused or the device is full."""
         pools, nbytes = self._pools(), pool.block_nbytes
         total = sum([one.nbytes for one in pools])
         unused = sum([len(one.free) * one.slot_nbytes for one in pools])
@@ -273,16 +275,16 @@ class DeviceStates:
 
 
 def _slot_nbytes(nbytes: int) -> int:
-    """The size of a slot for a state: aligned, and a quarter of a power of 2 or a multiple of it.
+    """The size of a slot for a state: aligned, and one of four sizes per power of 2.
 
-    So states of similar sizes share the slots of one size, and a state that grows takes few sizes.
+    So states of similar sizes share the slots of one size, and a growing state passes through few sizes.
     """
     step = max(_ALIGNMENT, 1 << max(0, nbytes.bit_length() - 3))
     return max(1, -(-nbytes // step)) * step
 
 
 def _spans(slots: Sequence[StateSlot]) -> Iterator[tuple[int, int, int]]:
-    """Join states that follow one another in a block: the index of the first, its address, and the bytes of all."""
+    """Join neighbouring states of a block into spans: index and address of the first state, and bytes of the span."""
     first = 0
     for row in range(1, len(slots) + 1):
         before = slots[row - 1]

@@ -1,4 +1,4 @@
-"""Running models with ONNX Runtime: execution providers, sessions, instances, and the analysis of run times."""
+"""Runs models with ONNX Runtime: execution providers, sessions, instances, and the analysis of run times."""
 
 __all__ = [
     "bounded_time",

@@ -1,10 +1,10 @@
-"""Whether the time of a model's runs follows from the number of rows alone, so that they may run on the event loop.
+"""Decides whether the time of a model's runs follows from the number of rows alone, as runs on the event loop require.
 
-A dataflow analysis of the model's graph. It tracks the tensors whose values depend only on the model and on the shapes
-of its inputs: initializers, constants, ``Shape``, and results computed from these. If shapes depend on other values, or
-a node runs a graph of its own, the time of a run depends on the values of a request.
+A dataflow analysis of the model's graph tracks the tensors whose values depend only on the model and on the shapes of
+its inputs: initializers, constants, ``Shape``, and results computed from these. If shapes depend on other values, or a
+node runs a graph of its own, the time of a run depends on the values of a request.
 
-An operator in none of the tables counts as one whose time depends on values, so that new versions of ONNX and of ONNX
+An operator in none of the tables is taken for one whose time depends on values, so that new versions of ONNX and ONNX
 Runtime may add operators. Sources: the operator schemas of ONNX 1.23 (``''`` and ``ai.onnx.ml``) and
 ``docs/ContribOperators.md`` of ONNX Runtime 1.31 (``com.microsoft``).
 """
@@ -17,11 +17,11 @@ from ortserve.core.signature import ModelSignature
 from ortserve.model_file.graph import STRING, Function, Model, Node, Tensor
 
 MOST_NODES: Final = 1000
-"""The most nodes and initializers of a bounded model, counted in functions at each call. ONNX Runtime takes longer for
-more nodes than a run on the event loop may last."""
+"""Maximum of nodes and initializers of a bounded model; nodes of a function count at each call. With more nodes, ONNX
+Runtime takes longer than a run on the event loop may last."""
 
 CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-"""Operators of ONNX that run a graph of their own; values decide how often."""
+"""Operators of ONNX that run a graph of their own. Values decide how often it runs."""
 
 RANDOM: Final = frozenset(
     {"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
@@ -102,7 +102,7 @@ _TOO_LARGE: Final = f"the graph has more than {MOST_NODES} nodes and initializer
 
 
 def why_unbounded(model: Model, signature: ModelSignature) -> str:
-    """Why the time of a run does not follow from the number of rows; empty if it does.
+    """The reason why the time of a run does not follow from the number of rows; empty if it does.
 
     Args:
         model: The model's file.
@@ -138,7 +138,7 @@ class _Walk:
         self._left = MOST_NODES
 
     def why_unbounded(self, fed: set[str]) -> str:
-        """As the function, for a graph whose inputs ``fed`` have fixed shapes."""
+        """See the function ``why_unbounded``; the inputs ``fed`` have fixed shapes but any values."""
         graph = self._model.graph
         self._left -= len(graph.constants)
         if self._left < 0 or len(graph.nodes) > MOST_NODES:
@@ -146,11 +146,11 @@ class _Walk:
         for name, tensor in graph.constants.items():
             if tensor.dtype == STRING:
                 return f"initializer '{name}' holds strings"
-        # A request may bring another value for an initializer that is an input, too.
+        # A request may replace the value of an initializer that is also an input.
         return self._why_nodes(graph.nodes, graph.constants.keys() - fed)
 
     def _why_nodes(self, nodes: Sequence[Node], fixed: set[str]) -> str:
-        """Why the time of these nodes is not bounded. Adds the tensors with fixed values to ``fixed``."""
+        """The reason why the time of these nodes is not bounded. Adds the tensors with fixed values to ``fixed``."""
         for node in nodes:
             self._left -= 1
             if self._left < 0:
@@ -185,8 +185,8 @@ class _Walk:
         return ""
 
     def _why_function(self, node: Node, function: Function, fixed: set[str]) -> str:
-        """As ``_why_node``, for the body of a function with the node's inputs."""
-        given = zip(function.inputs, node.inputs, strict=False)  # the last inputs may be left out
+        """Analyse the body of a function, called with the node's inputs; see ``_why_node``."""
+        given = zip(function.inputs, node.inputs, strict=False)  # a call may omit the last inputs
         inside = {inner for inner, outer in given if not outer or outer in fixed}
         inside.update(function.inputs[len(node.inputs) :])
         why = self._why_nodes(function.nodes, inside)

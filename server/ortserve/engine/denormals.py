@@ -1,9 +1,10 @@
 """Sessions that treat denormal numbers as 0, in all threads of their runs and in no other threads.
 
-With ``session.set_denormal_as_zero`` ONNX Runtime 1.31.1 sets the mode in the threads of a session's own pools, on x86
-only (``core/common/denormal.cc``). It does not set it in a thread that calls a run and does part of its work. But it
-sets it for good in the thread that makes the process's first session, and so in all threads that it makes later
-(``std::call_once`` in ``core/session/inference_session.cc``). So this module sets and restores the mode of the thread.
+With ``session.set_denormal_as_zero``, ONNX Runtime 1.31.1 sets the mode in the threads of a session's own pools, on x86
+only (``core/common/denormal.cc``). It does not set the mode in a thread that calls a run and does part of the work. But
+it permanently sets the mode in the thread that opens the process's first session, and so in all threads that this
+thread starts later (``std::call_once`` in ``core/session/inference_session.cc``). So this module sets and restores the
+mode of the calling thread.
 """
 
 import ctypes
@@ -24,12 +25,12 @@ _ENTRY: Final = "session.set_denormal_as_zero"
 
 @dataclass(frozen=True, slots=True)
 class FenvLayout:
-    """The bits of a thread's ``fenv_t`` that make denormals 0.
+    """The bits of a thread's ``fenv_t`` that set denormals to 0.
 
     Attributes:
-        words: The length of ``fenv_t``, in words of 32 bits.
-        word: The index of the word with the bits.
-        bits: The bits, all set if denormals are 0.
+        words: The length of ``fenv_t`` in words of 32 bits.
+        word: The index of the word that holds the bits.
+        bits: The mask of the bits, which are all set if denormals are 0.
     """
 
     words: int
@@ -41,11 +42,11 @@ _LAYOUTS: Final = {
     "x86_64": FenvLayout(8, 7, 0x8040),  # MXCSR: FTZ for results, DAZ for operands
     "aarch64": FenvLayout(2, 0, 1 << 24),  # FPCR: FZ for both
 }
-"""By machine, from glibc's ``bits/fenv.h`` and the processor's manual."""
+"""The layout of each machine, from glibc's ``bits/fenv.h`` and the processor's manual."""
 
 
 def fenv_layout(machine: str, libc: str) -> FenvLayout | None:
-    """The layout of a machine with a C library, both named as in ``platform``; None if it is unknown."""
+    """The layout for a machine and a C library, both named as in ``platform``; None if it is unknown."""
     return _LAYOUTS.get(machine) if libc == "glibc" else None
 
 
@@ -53,10 +54,10 @@ class ThreadDenormals:
     """The denormal mode of the calling thread."""
 
     def __init__(self, layout: FenvLayout) -> None:
-        """``layout`` is this machine's."""
+        """``layout`` must be the layout of this machine."""
         libm = ctypes.PyDLL(
             "libm.so.6"
-        )  # keeps the interpreter lock, which a busy thread would otherwise take at each call
+        )  # calls keep the interpreter lock, which a busy thread could otherwise acquire at each call
         self._get, self._set = libm.fegetenv, libm.fesetenv
         self._new = ctypes.c_uint32 * layout.words
         self._word = layout.word
@@ -78,10 +79,10 @@ class ThreadDenormals:
 
 
 class FlushingSession(ort.InferenceSession):  # type: ignore[misc]  # ONNX Runtime has no types
-    """A session that treats denormals as 0, in runs and in constants that it folds while it is made.
+    """A session that treats denormals as 0, in runs and in constants that it folds while it is opened.
 
-    On x86 its options must ask for that, too, for the threads of its pools. On other machines these threads inherit the
-    mode of the thread that makes them.
+    On x86 its options must request this, too, for the threads of its pools. On other machines these threads inherit the
+    mode of the thread that opens the session.
     """
 
     def __init__(self, denormals: ThreadDenormals, *args: Any, **kwargs: Any) -> None:
@@ -103,14 +104,14 @@ class FlushingSession(ort.InferenceSession):  # type: ignore[misc]  # ONNX Runti
 
 
 def session_maker(settings: SessionSettings, *, has_global_threads: bool) -> Callable[..., ort.InferenceSession]:
-    """The class of sessions with these settings, called like ``ort.InferenceSession``.
+    """The constructor of sessions with these settings, called like ``ort.InferenceSession``.
 
     Args:
-        settings: An entry overrides ``denormal_as_zero``.
+        settings: The settings of the session. An entry in ``entries`` overrides ``denormal_as_zero``.
         has_global_threads: Whether runs use threads that other sessions use, too.
 
     Raises:
-        ServeError: invalid_input, if denormals shall be 0 and this is impossible in all threads of the runs.
+        ServeError: invalid_input: denormals shall be 0, but not all threads of the runs can have this mode.
     """
     if option_text(settings.entries.get(_ENTRY, settings.denormal_as_zero)) != "1":
         plain: Callable[..., ort.InferenceSession] = ort.InferenceSession

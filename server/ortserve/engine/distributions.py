@@ -1,4 +1,4 @@
-"""Which distributions of ONNX Runtime are installed, from their metadata. Imports nothing of them."""
+"""Finds the installed distributions of ONNX Runtime from their metadata, without importing them."""
 
 from collections.abc import Collection
 from importlib import metadata
@@ -8,7 +8,7 @@ RUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu")
 
 
 def installed_runtimes() -> dict[str, str]:
-    """The installed distributions of ONNX Runtime with their versions, from their metadata. Imports nothing."""
+    """The installed distributions of ONNX Runtime with their versions, from their metadata."""
     found = {}
     for name in RUNTIMES:
         try:
@@ -21,9 +21,9 @@ def installed_runtimes() -> dict[str, str]:
 def runtime_problem(installed: Collection[str]) -> str | None:
     """The problem with these distributions, with the commands that solve it; None if exactly one is installed.
 
-    ``onnxruntime`` and ``onnxruntime-gpu`` install into the same folder. If both are installed, the files are those of
-    the later installation, without a warning of pip, and the GPU may silently be unused. The server then does not
-    start.
+    ``onnxruntime`` and ``onnxruntime-gpu`` install into the same folder. If both are installed, the later installation
+    has overwritten the files of the other, without a warning of pip, and the GPU may silently be unused. So the server
+    does not start.
     """
     if len(installed) == 1:
         return None

@@ -1,9 +1,9 @@
-"""Opening models so that no division of integers ends the process.
+"""Replaces divisions of integers in models, so that no request can end the process.
 
-The least INT32 or INT64 divided by -1 is a fault of the processor, which ONNX Runtime 1.31.1 does not prevent: a
-request with these values would end the server. So this module replaces such divisions in the serialized model before a
-session is made, as ``zip_maps`` replaces ZipMap. Where the divisor is -1, they divide by 1 and change the sign, which
-makes the least number itself of it. All other results stay as they are.
+The smallest INT32 or INT64 divided by -1 is a processor fault, which ONNX Runtime 1.31.1 does not prevent: a request
+with these values would end the server. So this module replaces such divisions in the serialized model before a session
+is opened, as ``zip_maps`` replaces ZipMap. Where the divisor is -1, the new nodes negate the dividend, which leaves the
+smallest number unchanged. All other results stay the same.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,13 @@ _ATTRIBUTE_INT: Final = 3
 _KIND_INT: Final = 2
 
 _LEAST_OPSET: Final = 9
-"""Before it there is no operator Where."""
+"""Earlier operator sets have no operator Where."""
 _DIVISIONS: Final = frozenset({"Div", "Mod"})
 _FAULTING: Final = frozenset({INT32, INT64})
-"""Element types with such a division; smaller types are divided as INT32."""
+"""Element types whose division can fault. Smaller types are divided as INT32, in which their quotient cannot
+overflow."""
 _SIZES: Final = frozenset({"Shape", "Size"})
-"""Operators whose results no request makes as small as the least number."""
+"""Operators whose results are never negative."""
 _INDICES: Final = frozenset({"ArgMax", "ArgMin", "NonZero"}) | _SIZES
 _OF_FIRST_OPERAND: Final = """
     Abs Add BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Clip Compress Concat CumSum Div Expand Flatten Gather
@@ -32,11 +33,11 @@ _OF_FIRST_OPERAND: Final = """
     Unsqueeze
 """
 _TYPED_BY: Final = {"OneHot": 2, "Where": 1} | dict.fromkeys(_OF_FIRST_OPERAND.split(), 0)
-"""Operators whose results have the type of an operand, with its place."""
+"""Operators whose results have the type of an operand, with the operand's index."""
 
 
 def division_edits(model: Model) -> Edits:
-    """The edits that replace the divisions of the main graph whose operands come from the values of a request."""
+    """The edits that replace the divisions of the main graph whose operands depend on the values of a request."""
     graph = model.graph
     divides = any(node.op in _DIVISIONS and not node.domain for node in graph.nodes)
     if not divides or model.opsets.get("", 0) < _LEAST_OPSET:
@@ -60,7 +61,7 @@ def division_edits(model: Model) -> Edits:
 
 
 def _types(graph: Graph) -> dict[str, int]:
-    """The element types of tensors, as far as they follow from the nodes of ONNX."""
+    """The element types of tensors, as far as they follow from inputs, constants and nodes of ONNX."""
     types = {declared.name: declared.dtype for declared in graph.inputs if declared.is_tensor}
     types |= {name: tensor.dtype for name, tensor in graph.constants.items()}
     for node in graph.nodes:
@@ -73,7 +74,7 @@ def _types(graph: Graph) -> dict[str, int]:
 
 
 def _type_of(node: Node, types: dict[str, int]) -> int | None:
-    """The type of the first output; None if it is not known."""
+    """The type of a node's first output; None if it is unknown."""
     if node.domain:
         return None
     if node.op in _INDICES:
@@ -89,7 +90,7 @@ def _type_of(node: Node, types: dict[str, int]) -> int | None:
 
 
 def _may_be_minus_one(graph: Graph, name: str) -> bool:
-    """Whether a divisor that no request gives may be -1."""
+    """Whether a divisor that does not depend on requests may contain -1."""
     known = graph.constants.get(name)
     if known is None:
         made = next((node for node in graph.nodes if name in node.outputs), None)
@@ -108,7 +109,7 @@ def _without_fault(node: Node, dtype: int) -> Iterable[bytes]:
     yield write_constant(minus_one, dtype, -1)
     yield write_node("Equal", "", [divisor, minus_one], is_minus_one)
     yield write_node("Where", "", [is_minus_one, one, divisor], safe)
-    if node.op == "Mod":  # the remainder is 0 for both
+    if node.op == "Mod":  # the remainder is 0 for both divisors, 1 and -1
         fmod = write_number(_ATTRIBUTE_INT, 1 if node.attributes.get("fmod") else 0)
         yield write_node("Mod", "", [dividend, safe], output, attributes=[write_attribute("fmod", fmod, _KIND_INT)])
         return

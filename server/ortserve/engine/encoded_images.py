@@ -1,8 +1,8 @@
-"""Models whose inputs are image files: ``ImageDecoder`` of ONNX, and ``DecodeImage`` of onnxruntime-extensions.
+"""Models whose inputs are image files, for ``ImageDecoder`` of ONNX and ``DecodeImage`` of onnxruntime-extensions.
 
-ONNX Runtime 1.31 has no kernel for the first. The kernel of the second, in onnxruntime-extensions 0.15.2, ends the
-process if a JPEG file is truncated. So a session gets the model with decoded images as its inputs, and a process with
-Pillow (``image_process``) decodes the files before each run.
+ONNX Runtime 1.31 has no kernel for ``ImageDecoder``. The kernel of ``DecodeImage``, in onnxruntime-extensions 0.15.2,
+ends the process if a JPEG file is truncated. So sessions get an edited model whose inputs are decoded images, and a
+process with Pillow (``image_process``) decodes the files before each run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +26,10 @@ _DECODERS: Final = {
     "ImageDecoder": frozenset({""}),
     "DecodeImage": frozenset({"ai.onnx.contrib", "com.microsoft.extensions"}),
 }
-"""Operators that decode images, with their domains. The second one has the pixel format BGR."""
+"""Operators that decode images, with their domains. ``DecodeImage`` always has the pixel format BGR."""
 
 _KEPT_BYTES: Final = 16 * 2**20
-"""Memory for the pixels of large images that stays with a session: an image of 5 million pixels."""
+"""Memory for large images that a session does not return after a run: enough for 5 million pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class ImageInput:
     """An input of a model that is one image file, and the node that decodes it.
 
     Attributes:
-        name: Of the input, UINT8 ``[bytes]``.
-        decoded: Of the node's output, UINT8 ``[height, width, channels]``.
-        operator: Of the node.
+        name: The name of the input, UINT8 ``[bytes]``.
+        decoded: The name of the node's output, UINT8 ``[height, width, channels]``.
+        operator: The operator of the node.
         pixel_format: ``RGB``, ``BGR`` or ``Grayscale``.
     """
 
@@ -58,8 +58,8 @@ def find_images(model: Model) -> dict[str, ImageInput]:
     """The inputs that are image files, by name.
 
     Raises:
-        ServeError: unsupported, for a node that decodes something else than an input of the model, or an input that
-            another node reads, too; or for an unknown pixel format.
+        ServeError: unsupported: a node decodes another tensor than an input of the model, or an input that another
+            node reads, too; or a pixel format is unknown.
     """
     decoders = list(filter(_decodes, all_nodes(model)))
     if not decoders:
@@ -78,7 +78,7 @@ def find_images(model: Model) -> dict[str, ImageInput]:
 
 
 def image_edits(images: Iterable[ImageInput]) -> Edits:
-    """The edits that make decoded images the inputs of a model; the names stay the same."""
+    """The edits after which a model takes decoded images as inputs, under the same names."""
     edits = {}
     for image in images:
         edits[GRAPH_NODE, image.decoded] = write_node("Identity", "", [image.name], image.decoded)
@@ -87,18 +87,18 @@ def image_edits(images: Iterable[ImageInput]) -> Edits:
 
 
 class ImageSession:
-    """A session of a model that was edited by ``image_edits``, which decodes images before each run.
+    """Decodes images before each run of a session, whose model was edited by ``image_edits``.
 
-    It is used like an ``ort.InferenceSession`` of the model itself, but its inputs cannot be bound. Thread-safe. The
-    process that decodes ends with the session.
+    It is used like an ``ort.InferenceSession`` of the unedited model, but its inputs cannot be bound. Thread-safe. The
+    process that decodes ends with this object.
     """
 
     def __init__(self, session: ort.InferenceSession, images: Mapping[str, ImageInput], max_pixels: int) -> None:
-        """Keep the session.
+        """Store the session.
 
         Args:
-            session: Of the edited model.
-            images: By the names of the inputs.
+            session: The session of the edited model.
+            images: The image inputs by name.
             max_pixels: Maximum width times height of an image.
 
         Raises:
@@ -123,21 +123,21 @@ class ImageSession:
             process.close()
 
     def get_inputs(self) -> list[Any]:
-        """The inputs of the model itself."""
+        """The inputs of the unedited model."""
         return [_FileArg(arg.name) if arg.name in self._images else arg for arg in self._session.get_inputs()]
 
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], options: Any = None) -> Any:
         """Decode and run.
 
         Raises:
-            ModelRejectionError: An input is no image file in one of the known formats, or has too many pixels.
+            ModelRejectionError: An input is not an image file in one of the known formats, or has too many pixels.
             ServeError: overloaded: the process that decodes ended, or has too little memory for the pixels.
         """
         decoded = {name: self._decode(image, feeds[name]) for name, image in self._images.items()}
         return self._session.run(output_names, {**feeds, **decoded}, options)
 
     def run_with_ort_values(self, output_names: Sequence[str], feeds: Mapping[str, Any], options: Any = None) -> Any:
-        """As ``run``, on OrtValues."""
+        """Decode and run on OrtValues; see ``run``."""
         decoded = {
             name: ort.OrtValue.ortvalue_from_numpy(self._decode(image, feeds[name].numpy()))
             for name, image in self._images.items()
@@ -160,7 +160,7 @@ class ImageSession:
 
 @dataclass(frozen=True, slots=True)
 class _FileArg:
-    """The declaration of an image file, as ``ort.NodeArg``."""
+    """The declaration of an image file, with the attributes of ``ort.NodeArg``."""
 
     name: str
     type: str = "tensor(uint8)"

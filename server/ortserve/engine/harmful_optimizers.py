@@ -1,4 +1,4 @@
-"""Optimizers of ONNX Runtime that change the results of a model, or make it crash."""
+"""Finds optimizers of ONNX Runtime that would change the results of a model or make it crash."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -10,17 +10,21 @@ _QUANTIZED: Final = frozenset({"DequantizeLinear", "QLinearAveragePool", "QLinea
 _OF_ONE_OPERAND: Final = frozenset(
     {"Abs", "Cast", "Exp", "Identity", "Neg", "Relu", "Sigmoid", "Softmax", "Sqrt", "Tanh"}
 )
-"""Operators whose result has the axes of their operand."""
+"""Operators whose result has as many axes as their operand."""
 
 
 def harmful_optimizers(model: Model) -> tuple[str, ...]:
     """The names of the optimizers that must not run for this model.
 
-    ONNX Runtime 1.31.1 joins Transpose and MatMul from the level "extended" on, also where other optimizers have moved
+    From the level "extended" on, ONNX Runtime 1.31.1 fuses Transpose and MatMul, also where other optimizers have moved
     the Transpose. If the second operand is a vector, as in the attention pooling of texts, the product is wrong,
-    because it reads the matrix in its old order. It moves the channels of quantized images to the last axis, where
-    average pooling ends the process if an image is smaller than the kernel. And it joins products of quantized matrices
-    with their scales, and then writes beyond the product if the scales have more axes or rows.
+    because it reads the matrix in its old order (``MatmulTransposeFusion``).
+
+    It also moves the channels of quantized images to the last axis (``NhwcTransformer``). In this layout, average
+    pooling ends the process if an image is smaller than the kernel.
+
+    And it joins products of quantized matrices with their scales (``MatMulIntegerToFloatFusion``), and writes beyond
+    the product if the scales have more axes or rows.
     """
     nodes = list(all_nodes(model))
     found = []
@@ -37,7 +41,8 @@ def harmful_optimizers(model: Model) -> tuple[str, ...]:
 def _has_product_by_vector(model: Model, nodes: Sequence[Node]) -> bool:
     """Whether the second operand of a MatMul is a vector.
 
-    Vectors are found where the file declares them, as weights, constants and inputs, and behind a few operators.
+    A tensor counts as a vector if the file declares it as one (weight, constant or input), or if it is the result of
+    Squeeze, or of ``_OF_ONE_OPERAND`` on vectors.
     """
     vectors: set[str] = set()
     for graph in all_graphs(model):

@@ -1,8 +1,8 @@
 """Runs with inputs and outputs bound to host buffers, which cost less than plain runs on new arrays.
 
 This is for sessions on the CPU whose shapes follow from the number of rows; other sessions run plainly. Measured
-(``loadtests/binding_cost.py``): a run of a tiny model takes 0.4 to 1.8 µs less, of 6 to 16 µs. Each number of rows
-keeps a binding, as binding by address for each run would cost more than it saves.
+(``loadtests/binding_cost.py``): a run of a tiny model, 6 to 16 µs, takes 0.4 to 1.8 µs less. A binding is stored for
+each number of rows, because a new binding for each run would cost more than it saves.
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ from ortserve.engine.provider_options import CPU
 from ortserve.engine.staging import stage_rows
 
 LENT_BYTES: Final = 64 * 1024
-"""From this size on, a request's own array is bound for the run instead of copied to the buffer. Measured: equal within
-2 % at 64 and 128 KiB, where it spares the processor's cache, 4 % faster at 256 KiB, 13 % at 1 MiB."""
+"""From this size on, a request's own array is bound for the run instead of copied to the buffer. Measured: 13 % faster
+at 1 MiB, 4 % at 256 KiB, and equal within 2 % at 64 and 128 KiB, where it leaves more of the processor's cache free."""
 _LONGEST_NS: Final = 20_000_000
-"""The longest run that is bound. Longer runs gain nothing from 2 µs, and their buffers would need memory and a test
-run."""
+"""The longest plain run after which buffers are created. For longer runs, saving 2 µs is not worth the memory and the
+test run."""
 _UNBOUND: Final = (DataType.BYTES, DataType.BF16)
 """Strings cannot be bound; BF16 runs on OrtValues (``runs``)."""
 _MAX_BINDINGS: Final = 512
-"""Bindings that an instance keeps, one for each set of outputs and number of rows."""
+"""Maximum of stored bindings of an instance, one for each set of outputs and number of rows."""
 
 
 @dataclass(slots=True, eq=False)
 class _Bound:
-    """A binding of one set of outputs for one number of rows, and the parts of the staging buffers that it reads."""
+    """A binding of one set of outputs for one number of rows, and the parts of the staging buffers that are bound."""
 
     binding: ort.IOBinding
     inputs: Arrays
@@ -56,8 +56,8 @@ class _Bound:
 class HostBinding:
     """Runs batches of one session on bound buffers. Not for concurrent runs.
 
-    Plain runs show the shapes of outputs. New buffers are tested with the batch of the plain run, and used if the
-    outputs are equal. If they differ, or if a bound run fails and the plain run does not, binding ends for good.
+    A plain run shows the shapes of outputs. New buffers are tested with the batch of the plain run, and used if the
+    outputs are equal. If outputs differ, or if a batch fails only in a bound run, binding is disabled permanently.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HostBinding:
         clock: Clock,
         run_options: ort.RunOptions | None = None,
     ) -> None:
-        """``can_bind`` must be true of ``signature``; ``run_options`` apply to every run."""
+        """Create no buffers yet. ``can_bind`` must hold for ``signature``; ``run_options`` apply to every run."""
         self._session = session
         self._run_options = run_options
         self._names = [spec.name for spec in signature.inputs]
@@ -84,16 +84,16 @@ class HostBinding:
 
     @property
     def pool(self) -> OutputPool | None:
-        """The pool of the bound outputs; None while nothing is bound."""
+        """The pool of the bound outputs; None without buffers."""
         return self._pool
 
     def run(self, batch: Batch) -> BatchResult | None:
-        """Stage and run, on the calling thread.
+        """Stage and run a batch on the calling thread.
 
         Returns:
-            Outputs that do not change while a view of them exists. None if the caller must run the batch plainly, and
-            pass the outputs to ``observe``: nothing is bound for this number of rows, all buffers are leased, or the
-            bound run failed.
+            Outputs that do not change while a view of them exists. None if the caller must run the batch plainly and
+            pass the outputs to ``observe``: the buffers do not fit the batch, all sets are leased, or the bound run
+            failed.
         """
         self._has_failed = False
         pool = self._pool
@@ -114,23 +114,23 @@ class HostBinding:
             self._has_failed = True
             return None
         finally:
-            for index in lent:  # otherwise the binding would keep the request's array
+            for index in lent:  # otherwise the binding would keep the request's array alive
                 bound.binding.bind_cpu_input(self._names[index], bound.inputs[index])
         return BatchResult(outputs.first_rows(batch.rows), staged_ns, computed_ns, computed_ns - staged_ns)
 
     def observe(self, batch: Batch, outputs: Sequence[np.ndarray], run_ns: int) -> None:
-        """Learn from a successful plain run of a batch for which ``run`` returned None.
+        """Create or disable buffers after a successful plain run of a batch for which ``run`` returned None.
 
-        ``outputs`` are whole, with padding rows; ``run_ns`` is the time of the run.
+        ``outputs`` include padding rows; ``run_ns`` is the time of the run.
         """
         if self._is_disabled:
             return
-        if self._has_failed:  # only bound, not plainly: shapes depend on more than the number of rows
+        if self._has_failed:  # the bound run failed, the plain run did not: shapes depend on more than the rows
             self._disable()
         elif run_ns <= _LONGEST_NS and self._is_larger(batch) and fits(batch, self._layouts):
             try:
                 self._make_buffers(batch, outputs)
-            except MemoryError:  # the batch was computed without them
+            except MemoryError:  # the batch needs no buffers: its outputs are already computed
                 self.release_buffers()
 
     def _is_larger(self, batch: Batch) -> bool:
@@ -149,19 +149,19 @@ class HostBinding:
             stage_rows(arrays, bound.inputs[index], batch.rows)
 
     def _make_buffers(self, batch: Batch, outputs: Sequence[np.ndarray]) -> None:
-        """Make larger buffers, and test them."""
+        """Create larger buffers and test them."""
         if any(output.ndim == 0 or len(output) != batch.bucket or not output.size for output in outputs):
             self._disable()
             return
-        rows = 1 << (batch.bucket - 1).bit_length()  # doubling bounds how often buffers are made
+        rows = 1 << (batch.bucket - 1).bit_length()  # doubling limits how often buffers are created
         layouts = layouts_of(outputs)
         if set_nbytes(layouts, rows) > MAX_SET_BYTES:
             return  # smaller batches stay bound
         self._bindings.clear()
         self._staging = [np.empty((rows, *layout.item), layout.dtype) for layout in self._layouts]
         self._pool = OutputPool(layouts, rows)
-        # The buffers first get the inverse of the right outputs: ONNX Runtime 1.31.1 does not write an output that is
-        # also an input of the graph, and its reader would see the answers of other requests.
+        # Fill the buffers with the inverse of the right outputs: ONNX Runtime 1.31.1 does not write an output that is
+        # also an input of the graph. Undetected, such an output would show the answers of other requests.
         buffers = self._pool.take()
         assert buffers is not None
         for front, output in zip(buffers.first_rows(batch.bucket), outputs, strict=True):
@@ -192,16 +192,17 @@ class HostBinding:
         self.release_buffers()
 
     def release_buffers(self) -> None:
-        """Free all buffers. The next plain run makes new ones, for its number of rows."""
+        """Free all buffers. The next plain run creates new ones for its number of rows, unless binding is disabled."""
         self._bindings.clear()
         self._staging = []
         self._pool = None
 
 
 def can_bind(session: ort.InferenceSession, signature: ModelSignature, padding: Padding | None) -> bool:
-    """Whether all shapes follow from the number of rows, as far as it is known before a run, on the CPU alone.
+    """Whether a session may run on bound buffers, as far as it is known before a run.
 
-    On other providers inputs are copied to the device when they are bound, not when they run.
+    It must use only the CPU, and all shapes must follow from the number of rows. Other providers would copy inputs to
+    the device when they are bound, not when they run.
     """
     specs = (*signature.inputs, *signature.outputs)
     return (

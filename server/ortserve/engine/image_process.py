@@ -1,8 +1,8 @@
-"""The helper process that decodes image files with Pillow, with which ONNX defines ``ImageDecoder``.
+"""The helper process that decodes image files with Pillow, the reference decoder of ONNX's ``ImageDecoder``.
 
-Pillow holds the interpreter lock for parts of its work, for all of it with JPEG 2000, which takes seconds for large
-images. A malformed file that ends the libraries below it ends this process instead of the server.
-``engine/encoded_images`` starts it.
+Pillow holds the interpreter lock for parts of its work. For JPEG 2000 it holds it all the time, which is seconds for
+large images. A malformed file that crashes a library below Pillow ends this process instead of the server.
+``engine/encoded_images`` starts the process.
 """
 
 import io
@@ -22,20 +22,21 @@ PIXEL_FORMATS: Final = {"RGB": ("RGB", "RGB", 3), "BGR": ("RGB", "BGR", 3), "Gra
 """Pillow's mode, the order in memory, and the number of channels."""
 
 _FORMATS: Final = ("BMP", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-"""The formats that ``ImageDecoder`` is defined for; Pillow has others, some of which start programs."""
+"""The formats for which ``ImageDecoder`` is defined. Pillow supports others, some of which start programs."""
 
 _DEPTH_8: Final = ("1", "CMYK", "HSV", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "YCbCr")
-"""Pillow's modes with at most 8 bits a channel. It converts others by clipping them."""
+"""Pillow's modes with at most 8 bits per channel. Pillow would convert other modes by clipping their values."""
 
 _NICENESS: Final = 0
-"""As for runs, of which decoding is a part."""
+"""The level of runs, because decoding is part of a run."""
 
 
 def decode(arguments: Arguments, file: memoryview) -> Parts:
     """Decode a file to the shape and the pixels, UINT8 ``[height, width, channels]``.
 
     Raises:
-        ServeError: rejected_by_model: the bytes are no image in one of the known formats, or the image is too large.
+        ServeError: rejected_by_model: the bytes are not an image in a known format, the image is too large, or it has
+            more than 8 bits per channel.
         MemoryError: There is too little memory for the pixels.
     """
     import PIL.Image
@@ -57,7 +58,7 @@ def decode(arguments: Arguments, file: memoryview) -> Parts:
 
 
 def _check(image: "Image", arguments: Arguments) -> None:
-    """Check what the head of the file says, before there is memory for its pixels."""
+    """Check the file's header, before memory for the pixels is allocated."""
     name, _, max_pixels = arguments
     if image.width * image.height > max_pixels:
         expected = f"an image of at most {max_pixels} pixels (session.max_image_pixels)"
@@ -72,9 +73,9 @@ def _rejection(name: str, expected: str, got: str) -> ServeError:
 
 
 def main() -> None:
-    """Decode what the server sends."""
+    """Decode the files that the server sends, until it closes the connection."""
     import PIL.Image
 
-    PIL.Image.MAX_IMAGE_PIXELS = None  # the arguments have the limit
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # callers could fill the log with them
+    PIL.Image.MAX_IMAGE_PIXELS = None  # the arguments contain the limit
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # callers could fill the log with warnings
     serve(decode, "the pixels of an image", _NICENESS)

@@ -27,8 +27,8 @@ class GpuAccess:
     """How runs of an instance without device buffers use a GPU.
 
     Attributes:
-        hold: Makes a context in which GPU work may happen. Entering it may block.
-        run_error: Makes the error for callers of a run that raised one of ``ORT_ERRORS``.
+        hold: Creates a context in which GPU work is allowed. Entering it may block.
+        run_error: Converts one of ``ORT_ERRORS`` that a run raised to the error for callers.
     """
 
     hold: Callable[[], AbstractContextManager[None]]
@@ -58,16 +58,16 @@ class Instance:
         """Start the worker.
 
         Args:
-            session: Used by this instance only.
+            session: The session, for this instance only.
             signature: The served inputs and outputs.
             name: The name of the worker thread.
             intra_op_threads: The threads of the session.
             clock: Monotonic nanoseconds.
-            padding: None if no batch is ever padded.
+            padding: How batches are padded; None if they never are.
             run_options: The options of every run, not shared with other instances; None for default options.
-            gpu: For a session on a GPU; otherwise None. The event loop must not call ``run`` of such an instance, as it
-                may block.
-            nice: Nice level of the worker where the system permits it; None for that of the process.
+            gpu: Access to the GPU of the session; None for a session on the host. With a GPU, the event loop must not
+                call ``run``, which may block.
+            nice: Nice level of the worker where the system permits it; None for the process's level.
         """
         run_options = run_options or graph_options(NO_GRAPH)
         self._termination = Termination(run_options)
@@ -87,26 +87,26 @@ class Instance:
 
     @property
     def staged_elements(self) -> StagedElements:
-        """Counts of staged elements, if batches are padded. Thread-safe."""
+        """Counters of staged elements, if batches are padded. Thread-safe."""
         return self._plain.staging.elements
 
     def run(self, batch: Batch) -> BatchResult:
-        """Stage and run on the calling thread.
+        """Stage and run a batch on the calling thread.
 
         Raises:
-            ServeError: internal, with ONNX Runtime's reason.
+            ServeError: internal: the run failed, with ONNX Runtime's reason; or ``ModelRejectionError``.
         """
         if self._termination.is_set:
             self._termination.allow_runs()
         return self._run(batch)
 
     def release_memory(self, batch: Batch) -> None:
-        """Free the memory of larger batches: bound buffers, and the arena's free memory after a run of ``batch``.
+        """Free memory that larger batches needed: bound buffers, and the arena's free memory after a run of ``batch``.
 
-        Runs on the calling thread. Only for sessions on the CPU alone, with an arena.
+        Runs on the calling thread. Only for sessions that use only the CPU, with an arena.
 
         Raises:
-            ServeError: internal, with ONNX Runtime's reason.
+            ServeError: internal: the run failed, with ONNX Runtime's reason; or ``ModelRejectionError``.
         """
         if self._binding is not None:
             self._binding.release_buffers()
@@ -116,19 +116,19 @@ class Instance:
             raise self._failure(error) from error
 
     def start(self, batch: Batch, done: BatchDone) -> None:
-        """Run on the worker thread, which calls ``done`` with the result or a ``ServeError``."""
-        if self._termination.is_set:  # not on the worker, where it would undo a termination before the run
+        """Enqueue a batch for the worker thread, which calls ``done`` with the result or an error."""
+        if self._termination.is_set:  # on the worker, this could undo a termination of the new run
             self._termination.allow_runs()
         self._work.put((batch, done))
 
     def terminate(self, batch: Batch) -> None:
-        """Make the run on the worker, of ``batch``, fail before its next node. Call it only during it. Thread-safe."""
+        """Make the worker's run of ``batch`` fail before its next node. Call it only during the run. Thread-safe."""
         self._termination.end_run()
 
     def abandon(self) -> None:
-        """Give up a run that does not end; its end is not reported.
+        """Give up a run that does not end. ``done`` is not called any more.
 
-        If the run ever ends, and ``close`` was called, the worker ends and frees the session.
+        If the run ends later, and ``close`` was called, the worker ends and frees the session.
         """
         self._is_abandoned = True
 
@@ -145,12 +145,12 @@ class Instance:
 
     @property
     def depth(self) -> int:
-        """How many batches the instance runs at a time."""
+        """The number of batches that the instance runs at a time."""
         return 1
 
     @property
     def runs_on_host(self) -> bool:
-        """Whether runs use only processors. Then a run counts its threads, and may happen on the event loop."""
+        """Whether runs use only processors of the host. Then their threads count, and the event loop may run them."""
         return self._gpu is None
 
     def _serve(self) -> None:
@@ -201,8 +201,8 @@ class Instance:
                 return self._run(batch)
         if not self.is_single_threaded:
             return self._run(batch)
-        # Beside a busy event loop the worker waits for the interpreter lock after its run, up to the switch interval.
-        # If no other threads work for the run, the thread's CPU time is the time of the run without that wait.
+        # If the event loop is busy, the worker waits for the interpreter lock after its run, up to the switch interval.
+        # If no other threads work for the run, the thread's CPU time is the time of the run without this wait.
         began_ns = time.thread_time_ns()
         result = self._run(batch)
         cpu_ns = time.thread_time_ns() - began_ns

@@ -43,22 +43,22 @@ def read_signature(
 ) -> ModelSignature:
     """Derive the served inputs and outputs.
 
-    Sequences of tensors are outputs with a new leading axis, without rows. Other sequences, maps and element types
-    without a datatype in the protocol are left out if the model works without them: as outputs beside others, and as
-    inputs of an optional type. Initializers that are graph inputs, too, are optional inputs.
+    A sequence of tensors becomes an output with a new leading axis and no batch axis. Other sequences, maps, and
+    element types without a datatype in the protocol are left out if the model works without them: if they are inputs
+    of an optional type, or outputs beside others. Initializers that are also graph inputs become optional inputs.
 
-    Axis 0 is the batch axis if every input and output has a free first dimension and these have no different names. An
-    initializer without a free first dimension has no rows, nor has a model that decodes images. This function does not
-    check whether rows are independent, or on other axes.
+    Axis 0 is the batch axis if every input and output has a free first dimension and none of their names differ. An
+    initializer without a free first dimension has no batch axis, and neither has a model that decodes images. This
+    function checks neither whether rows are independent nor whether another axis carries the rows.
 
     Args:
         session: The session of the model.
         model: The model's file, which declares shapes that the API does not return.
-        served_outputs: If not empty, sequences among the outputs are left out unless they are in it.
+        served_outputs: If not empty, output sequences that it does not contain are left out.
 
     Raises:
-        ServeError: unsupported, with the inputs that the model needs but no inference protocol carries, or with all
-            outputs if none can be served; invalid_input for names that are not UTF-8.
+        ServeError: unsupported: the protocols cannot carry an input that the model needs, or any of its outputs;
+            invalid_input: a name is not UTF-8.
     """
     try:
         return _read_signature(session, model, served_outputs)
@@ -100,7 +100,7 @@ def _with_any_shape(specs: Sequence[TensorSpec], names: Collection[str]) -> list
 
 
 def _of_sequence(spec: TensorSpec, dims: Dims | None) -> TensorSpec:
-    """The specification with the declared shape of the stacked tensors."""
+    """The specification of a sequence with the declared shape of its stacked tensors."""
     if dims is None:
         return replace(spec, has_any_shape=True)
     shape = (-1, *(dim if isinstance(dim, int) else -1 for dim in dims))
@@ -154,13 +154,13 @@ def _read_outputs(
 
 
 def _read_sequence(arg: ort.NodeArg) -> TensorSpec | None:
-    """A sequence of tensors; BF16 sequences are never returned, as numpy has no BF16."""
+    """The specification of a sequence of tensors; None for other types and BF16, which numpy does not have."""
     spec = _read_spec(arg, _SEQUENCE)
     return None if spec is None or spec.datatype is DataType.BF16 else replace(spec, is_sequence=True)
 
 
 def _read_spec(arg: ort.NodeArg, pattern: re.Pattern[str]) -> TensorSpec | None:
-    """None if the type does not match, or no datatype of the protocol has its elements."""
+    """The specification; None if the type does not match, or if the protocol has no datatype for its elements."""
     match = pattern.fullmatch(arg.type)
     datatype = _ELEMENTS.get(match[1]) if match else None
     if datatype is None:

@@ -7,7 +7,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError
 
-# ONNX Runtime's own classes derive straight from Exception, each on its own; bindings and strings raise built-in ones.
+# ONNX Runtime's own classes have no common base but Exception. Bindings and strings raise built-in exceptions.
 ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
     *(kind for kind in vars(ort_errors).values() if isinstance(kind, type) and issubclass(kind, Exception)),
     RuntimeError,
@@ -31,33 +31,34 @@ _REJECTIONS: Final = (
 )
 _CODE: Final = re.compile(r"(?:\[ONNXRuntimeError\] : \d+ : \w+ : )?")
 _BOUND: Final = "Error in execution: "
-"""How the ``RuntimeError`` of a run on a binding begins, instead of with the code."""
+"""The beginning of the ``RuntimeError`` of a run on a binding, which has no code."""
 _NODE: Final = re.compile(
     r"Non-zero status code returned while running (\S+) node\. Name:'([^']*)'(?: Status Message: ?)?"
 )
-"""The text of an executor. Within If, Loop and Scan it is repeated for each level, the innermost last."""
+"""The executor's text about a failed node. Within If, Loop and Scan it repeats for each level, the innermost last."""
 _NOT_OF_INPUTS: Final = re.compile(
     r"CUDA (?:failure|error)|cudaError|\b(?:CUDNN|CUBLAS|CUFFT|CURAND|CUSPARSE|NCCL|TensorRT|TRT)|"
     r"Resource temporarily unavailable|terminate flag",
     re.IGNORECASE,
 )
-"""Failures of libraries, devices and threads, which kernels report with the same codes, and terminated runs."""
+"""Texts of failures that the inputs do not cause, but that have the same codes: of libraries, devices and threads, and
+terminated runs."""
 _MAX_NODE: Final = 128
-"""Characters of a node's name: exporters build long names from nested modules."""
+"""Maximum number of characters of a node's name: exporters build long names from nested modules."""
 
 _PATH: Final = re.compile(r"(?<![\w.])/[^\s:'\",)]+")
 _SOURCE: Final = (".cc", ".h", ".cpp", ".cu", ".hpp")
 _CUDA_PLACE: Final = re.compile(r"\s*;\s*GPU=-?\d+\s*;\s*hostname=.*?;\s*expr=[^;\n]*;?")
-"""The source expression of a failed CUDA call, and the host."""
+"""The host and the source expression of a failed CUDA call."""
 _CUDA_CALL: Final = re.compile(
     r"\S+:\d+ std::conditional_t<[^\[\n]*? onnxruntime::CudaCall\([^\[\n]*?\) \[with [^\]\n]*\]"
 )
-"""The function that reports a failed CUDA call, with all its types."""
+"""The signature of the function that reports a failed CUDA call."""
 _LOCATION: Final = re.compile(r"…:\d+ [^\n]*?(?=Status|\b[A-Z][a-z]+ )")
 
 
 def without_paths(message: str) -> str:
-    """ONNX Runtime's text on one line, without hosts and source locations, and with the last part of each path only."""
+    """Put ONNX Runtime's text on one line, without hosts and source locations, and shorten paths to their last part."""
     message = _CUDA_CALL.sub("", _CUDA_PLACE.sub("", message))
     return " ".join(_LOCATION.sub("", _PATH.sub(_last_part, message)).split())
 
@@ -77,14 +78,14 @@ def run_error(error: Exception) -> ServeError:
 
 
 def _rejecting_node(error: Exception, text: str) -> str | None:
-    """The node that rejected the inputs; empty if ONNX Runtime did before any node ran; None for other failures."""
+    """The node that rejected the inputs; empty if ONNX Runtime rejected them before any node; None for other errors."""
     is_bound = isinstance(error, RuntimeError) and text.startswith(_BOUND)
     if not (is_bound or isinstance(error, _REJECTIONS)) or OUT_OF_MEMORY.search(text) or _NOT_OF_INPUTS.search(text):
         return None
     found = None
     code = _CODE.match(text)
     end = len(_BOUND) if is_bound else code.end() if code else 0
-    while inner := _NODE.match(text, end):  # only at the beginning: a kernel's own text may quote values of a request
+    while inner := _NODE.match(text, end):  # match only the beginning: a kernel's text may quote a request's values
         found, end = inner, inner.end()
     if found is None:
         return "" if isinstance(error, ort_errors.InvalidArgument) else None

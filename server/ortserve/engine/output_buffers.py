@@ -1,9 +1,9 @@
 """Layouts of rows in memory, and output buffers that are reused once no answer refers to them.
 
-References are the leases of a set of buffers. Answers are views of its memory, and so are all objects made from them
-without a copy, such as the data that a socket still has to send; each holds a reference to the memory. The set is free
-when only its own reference is left. No code ends a lease, so none can forget to, or end it too early: as long as a
-cancelled, failed or slow request can read the memory, no run writes to it.
+References are the leases of a set of buffers. Answers are views of the set's memory, and so are all objects made from
+them without a copy, such as data that a socket still has to send. Each view holds a reference to the memory. The set is
+free when only its own reference is left. No code ends a lease, so a lease never ends too early or too late: as long as
+a cancelled, failed or slow request can read the memory, no run writes to it.
 """
 
 import sys
@@ -19,13 +19,13 @@ from ortserve.core.batch import Arrays, Batch
 from ortserve.core.signature import ModelSignature
 
 MAX_SETS: Final = 8
-"""Sets of one instance: one is computed, one is encoded; more are needed while the event loop is behind."""
+"""Maximum number of sets of one instance. One is computed while another is encoded; a delayed event loop needs more."""
 MAX_SET_BYTES: Final = 8 * 2**20
-"""The bound of one set: binding saves about 1 µs per run, less than 1 % of the time to write a larger set."""
-_ALIGNMENT: Final = 64  # a cache line, and the widest vector register
+"""Maximum size of one set. Binding saves about 1 µs per run, less than 1 % of the time to write a larger set."""
+_ALIGNMENT: Final = 64  # bytes of a cache line, and of the widest vector register
 
 Allocate: TypeAlias = Callable[[int], np.ndarray]
-"""Allocates memory, as bytes."""
+"""Allocates a number of bytes, as an array of UINT8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,15 @@ def layouts_of(arrays: Sequence[np.ndarray]) -> list[RowLayout]:
 
 
 def offsets(layouts: Sequence[RowLayout], rows: int, alignment: int) -> list[int]:
-    """The offset of each tensor in a block of memory with ``rows`` rows of each, and the end of the last, in bytes."""
+    """Byte offsets of tensors in a block of memory with ``rows`` rows of each, followed by the size of the block."""
     return list(accumulate((-(-layout.nbytes * rows // alignment) * alignment for layout in layouts), initial=0))
 
 
 def fits(batch: Batch, layouts: Sequence[RowLayout]) -> bool:
-    """Whether the arrays of a batch have these rows. A model without batch axis may take any number of rows as 1."""
+    """Whether the arrays of a batch have rows of these layouts.
+
+    A request to a model without a batch axis counts as one row, whatever its length. It fits only with length 1.
+    """
     for arrays, layout in zip(batch.parts, layouts, strict=True):
         first = arrays[0]
         if first.dtype != layout.dtype or first.shape[1:] != layout.item:
@@ -76,11 +79,11 @@ def _allocate(nbytes: int) -> np.ndarray:
 
 
 class OutputBuffers:
-    """One set: room for ``rows`` rows of each output. Not for concurrent runs."""
+    """One set: memory for ``rows`` rows of each output. Not for concurrent runs."""
 
     def __init__(self, layouts: Sequence[RowLayout], rows: int, allocate: Allocate = _allocate) -> None:
-        # One block holds all outputs, so that one count of references covers them. numpy makes it the base of every
-        # view, and of views of views. No local variable may refer to it, as the reference would be counted.
+        # One block holds all outputs, so that one reference count covers them. numpy makes it the base of every view,
+        # and of views of views. No local variable may refer to it, because the reference would be counted.
         self.nbytes: Final = _ALIGNMENT + set_nbytes(layouts, rows)
         self._block = allocate(self.nbytes)
         first = -address_of(self._block) % _ALIGNMENT
@@ -98,7 +101,7 @@ class OutputBuffers:
         return sys.getrefcount(self._block) == self._own_references
 
     def first_rows(self, rows: int) -> Arrays:
-        """Views of each output's first rows. The set is leased while they, or views of them, exist."""
+        """Views of each output's first rows. The set is leased while these views, or views of them, exist."""
         return tuple([slab[:rows] for slab in self._slabs])
 
     def address(self, output: int) -> int:
@@ -106,19 +109,19 @@ class OutputBuffers:
         return address_of(self._slabs[output])
 
     def release(self, free: Callable[[np.ndarray], None]) -> None:
-        """Free the memory of a free set by ``free``. The set cannot be used afterwards."""
+        """Free the memory of a free set with ``free``. The set cannot be used afterwards."""
         self._slabs = ()
         free(self._block)
         self._block = np.empty(0, np.uint8)
 
 
 class OutputPool:
-    """Sets of one instance, made on demand, up to a bound."""
+    """The sets of one instance, allocated on demand up to a maximum."""
 
     def __init__(
         self, layouts: Sequence[RowLayout], rows: int, allocate: Allocate = _allocate, *, max_sets: int = MAX_SETS
     ) -> None:
-        """``rows`` is the largest batch."""
+        """Allocate nothing yet. ``rows`` is the size of the largest batch."""
         self.rows = rows
         self._allocate = allocate
         self._max_sets = max_sets
@@ -131,7 +134,10 @@ class OutputPool:
         return tuple(self._sets)
 
     def take(self) -> OutputBuffers | None:
-        """Take the oldest free set, so that few sets are used and stay in the processor's cache; None at the bound."""
+        """Take the first free set, so that few sets are used and stay in the processor's cache.
+
+        Returns None if the maximum is reached and all sets are leased.
+        """
         for buffers in self._sets:
             if buffers.is_free:
                 return buffers
@@ -142,7 +148,7 @@ class OutputPool:
 
 
 def set_nbytes(layouts: Sequence[RowLayout], rows: int) -> int:
-    """The size of a set's memory."""
+    """The size of a set in bytes."""
     return offsets(layouts, rows, _ALIGNMENT)[-1]
 
 

@@ -1,8 +1,8 @@
 """Which execution provider runs which node, read from a session, because it may differ from the configuration.
 
-The source is the partitioning of the graph, after its simplification and before the fusion of nodes. So there are fewer
-nodes than in the file, and more than run. A profile has the nodes that run, but needs a run, and lacks the nodes that a
-provider compiled.
+ONNX Runtime records the partitioning of the graph, after the graph is simplified and before nodes are fused. So there
+are fewer nodes than in the file, and more than run. A profile would show the nodes that run, but needs a run and lacks
+nodes that a provider compiled.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ _MOST_OPERATORS: Final = 20
 _MOST_LETTERS: Final = 64
 _MOST_NODES: Final = 50
 _MOST_LETTERS_OF_A_NODE: Final = 128
-"""Exporters build long names from nested modules."""
+"""Long enough for names that exporters build from nested modules."""
 _REPEATING: Final = frozenset(("Loop", "Scan"))
 COPIES: Final = frozenset(("MemcpyFromHost", "MemcpyToHost"))
 """The operators that ONNX Runtime inserts to copy tensors between the host and a device."""
@@ -31,10 +31,10 @@ _ONNX_DOMAINS: Final = ("", "ai.onnx")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement(Mapping[str, Mapping[str, int]]):
-    """Counts of nodes by execution provider and operator, the provider with most nodes first, and names of nodes.
+    """Counts of nodes by execution provider and operator, and names of nodes. Providers with most nodes come first.
 
     Attributes:
-        operators: The counts.
+        operators: Counts of nodes by operator, for each provider.
         names: The first ``_MOST_NODES`` nodes of each provider, for messages.
     """
 
@@ -52,17 +52,17 @@ class Placement(Mapping[str, Mapping[str, int]]):
 
 
 def read_placement(session: ort.InferenceSession) -> dict[str, int]:
-    """Counts of nodes by execution provider, the largest first. The session has ``RECORD_ENTRY``."""
+    """Counts of nodes by execution provider, the largest first. The session was opened with ``RECORD_ENTRY``."""
     return total_nodes(count_operators(session))
 
 
 def read_operators(session: ort.InferenceSession) -> dict[str, frozenset[str]]:
-    """The operators of each execution provider. The session has ``RECORD_ENTRY``."""
+    """The operators of each execution provider. The session was opened with ``RECORD_ENTRY``."""
     return {name: frozenset(kinds) for name, kinds in count_operators(session).items()}
 
 
 def count_operators(session: ort.InferenceSession) -> Placement:
-    """Read the placement of a session that has ``RECORD_ENTRY``."""
+    """Read the placement of a session that was opened with ``RECORD_ENTRY``."""
     nodes: dict[str, list[ort.OrtEpAssignedNode]] = {}
     for part in session.get_provider_graph_assignment_info():
         nodes.setdefault(part.ep_name, []).extend(part.get_nodes())
@@ -79,14 +79,14 @@ def total_nodes(operators: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 
 def profiler_events(operators: Mapping[str, Mapping[str, int]]) -> int | None:
-    """How many events a profile has at most for each run; None if nodes repeat, so that only a run shows how often."""
+    """The maximum number of events in a profile for each run; None if nodes repeat an unknown number of times."""
     if any(not _REPEATING.isdisjoint(kinds) for kinds in operators.values()):
         return None
     return 3 + sum(total_nodes(operators).values())
 
 
 def left_to_cpu(provider: str, operators: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
-    """Counts of the operators that the chosen provider leaves to the CPU; empty if the CPU is the chosen one."""
+    """Counts of the operators that the chosen provider leaves to the CPU; empty if the CPU itself is chosen."""
     return operators.get(CPU, {}) if provider != CPU else {}
 
 
@@ -94,7 +94,7 @@ def check_placement(name: str, nodes: Mapping[str, int]) -> None:
     """Check that the chosen provider runs at least one node. ONNX Runtime reports no error if it does not.
 
     Raises:
-        ServeError: invalid_input, with the providers that run the nodes.
+        ServeError: invalid_input: other providers run all nodes; the message names them.
     """
     if nodes and name not in nodes:
         others = ", ".join(f"{other} takes {count}" for other, count in nodes.items())
@@ -107,7 +107,7 @@ def describe_placement(nodes: Mapping[str, int]) -> str:
 
 
 def describe_operators(kinds: Mapping[str, int]) -> str:
-    """Counts of operators for messages: ``12 MatMul, 4 Relu``. The length is bounded."""
+    """Counts of operators for messages, such as ``12 MatMul, 4 Relu``. The length is bounded."""
     shown = [f"{count} {name[:_MOST_LETTERS]}" for name, count in list(kinds.items())[:_MOST_OPERATORS]]
     others = len(kinds) - len(shown)
     return ", ".join(shown) + (f" and {others} other operators" if others else "")
@@ -116,8 +116,8 @@ def describe_operators(kinds: Mapping[str, int]) -> str:
 def describe_elsewhere(provider: str, operators: Placement) -> str:
     """The nodes that other providers than the chosen one run, for messages; empty if there are none.
 
-    ``CPUExecutionProvider: NonZero '/head/NonZero', com.microsoft.FastGelu 'gelu_1' and 12 more``: at most
-    ``_MOST_NODES`` of each provider.
+    For example ``CPUExecutionProvider: NonZero '/head/NonZero', com.microsoft.FastGelu 'gelu_1' and 12 more``. At most
+    ``_MOST_NODES`` nodes of each provider are named.
     """
     elsewhere = {other: sum(kinds.values()) for other, kinds in operators.items() if other != provider}
     return "; ".join(

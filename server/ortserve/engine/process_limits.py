@@ -1,6 +1,7 @@
 """The processors and the memory that this process may use: affinity mask, cgroup limits, address space, the machine.
 
-ONNX Runtime's own default is the host's physical cores, even if a mask or quota is set (microsoft/onnxruntime#29510).
+ONNX Runtime itself starts a thread for each physical core of the host, even if a mask or quota is set
+(microsoft/onnxruntime#29510).
 """
 
 import ctypes
@@ -16,7 +17,7 @@ CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 SELF_CGROUP: Final = Path("/proc/self/cgroup")
 
 _UNLIMITED: Final = 2**60
-"""Version 1 of cgroups reports about 2**63 for no limit."""
+"""Larger limits count as none: version 1 of cgroups reports about 2**63 without a limit."""
 _M_ARENA_MAX: Final = -8
 """The constant in glibc's malloc.h."""
 _MOST_ARENAS: Final = 2
@@ -27,7 +28,7 @@ _RECENT_NS: Final = 10_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """A limit of processor time, in processors, and the folder of its cgroup."""
+    """A limit of processor time, as a number of processors, and the folder of its cgroup."""
 
     processors: float
     folder: Path
@@ -41,10 +42,10 @@ def cpu_budget(cgroup_root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP)
 
 
 def intra_op_threads(budget: int, *, on_gpu: bool, inter_op_threads: int) -> int:
-    """Threads inside an operator, at least 1, for a run that may keep ``budget`` threads busy.
+    """The number of threads inside an operator, at least 1, for a run that may keep ``budget`` threads busy.
 
-    ``inter_op_threads`` threads, the calling one included, run branches of the graph in parallel; 1 runs them in
-    sequence. A run on a GPU needs one thread, which mostly waits.
+    ``inter_op_threads`` threads, the calling thread included, run branches of the graph in parallel; with 1, branches
+    run in sequence. A run on a GPU needs one thread, which mostly waits.
     """
     return 1 if on_gpu else max(1, budget - (inter_op_threads - 1))
 
@@ -60,7 +61,7 @@ def cpu_quotas(cgroup_root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP)
 
 
 def _quota_v2(folder: Path) -> float | None:
-    """``cpu.max`` holds quota and period in microseconds; the quota may be ``max``."""
+    """Read ``cpu.max``, which holds quota and period in microseconds; the quota may be ``max``."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -80,7 +81,7 @@ def _quota_v1(folder: Path) -> float | None:
 def memory_limit(
     cgroup_root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP, meminfo: Path = Path("/proc/meminfo")
 ) -> int:
-    """The smallest readable limit, in bytes: of the cgroups, the address space, and the machine."""
+    """The smallest readable memory limit in bytes, of cgroups, address space and machine."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     for folder, is_v2 in cgroup_folders("memory", cgroup_root, self_cgroup):
         limits.append(_read_number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes")))
@@ -89,10 +90,10 @@ def memory_limit(
 
 
 def limit_malloc_arenas() -> None:
-    """Limit malloc to few arenas if the address space is limited, before threads make more. No-op without glibc.
+    """Limit malloc to two arenas if the address space is limited. No-op without glibc. Call it before threads start.
 
-    Each arena reserves 64 MiB of addresses, and glibc makes up to eight for each processor: a third of the addresses of
-    a process with 1.5 GiB. If only resident memory is limited, arenas cost nothing.
+    Each arena reserves 64 MiB of addresses, and glibc creates up to eight for each processor. With 1.5 GiB of address
+    space, eight arenas reserve a third. If only resident memory is limited, arenas cost nothing.
     """
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
@@ -101,7 +102,7 @@ def limit_malloc_arenas() -> None:
 
 
 def _read_number(file: Path, after: str = "") -> int:
-    """The first number in a file, or the first behind a word; 0 if there is none, for example for ``max``."""
+    """The first number in a file, or the first after ``after``; 0 if there is none, for example for ``max``."""
     try:
         return int(file.read_text().partition(after)[2].split()[0] if after else file.read_text())
     except (OSError, ValueError, IndexError):
@@ -109,9 +110,9 @@ def _read_number(file: Path, after: str = "") -> int:
 
 
 class Throttling:
-    """Whether a CPU quota has recently throttled this process, by the kernel's ``cpu.stat`` files (cgroups(7)).
+    """Tells whether a CPU quota has recently throttled this process, by the kernel's ``cpu.stat`` (cgroups(7)).
 
-    Then the process has no processor time to spare. One thread only.
+    A throttled process has no processor time to spare. Only one thread may use it.
     """
 
     def __init__(self, files: Sequence[Path], now_ns: int) -> None:
@@ -122,7 +123,7 @@ class Throttling:
         self._throttled_ns: int | None = None
 
     def is_recent(self, now_ns: int) -> bool:
-        """Whether a quota was used up in the last 10 s. Reads the files at most once a second, in about 20 µs each."""
+        """Whether a quota was used up in the last 10 s. Reads the files at most once a second, in 20 µs per file."""
         if self._files and now_ns - self._read_ns >= _THROTTLING_READ_NS:
             self._read_ns = now_ns
             periods = self._read()
@@ -147,7 +148,7 @@ def cgroup_folders(controller: str, root: Path, self_cgroup: Path) -> Iterator[t
     """The folders of this process's cgroups of a controller, and of all their visible ancestors.
 
     Yields:
-        A folder, and whether its files are of version 2. Nothing if ``self_cgroup`` cannot be read.
+        A folder, and whether its files have the format of version 2. Nothing if ``self_cgroup`` cannot be read.
     """
     try:
         lines = self_cgroup.read_text().splitlines()
@@ -164,7 +165,7 @@ def cgroup_folders(controller: str, root: Path, self_cgroup: Path) -> Iterator[t
             base = root / controller
         else:
             continue
-        # In a container the path may be the host's, which is not visible here. Then the root is the container's own.
+        # In a container, the path may be the host's, which is not visible here. Then the root is the container's own.
         folder = base / path.lstrip("/")
         while True:
             yield folder, not controllers

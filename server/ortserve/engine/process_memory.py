@@ -1,4 +1,4 @@
-"""The memory that this process holds, as the kernel counts it, and giving freed memory back to the kernel."""
+"""Reads the memory that this process holds, as the kernel counts it, and returns freed memory to the kernel."""
 
 import ctypes
 from collections.abc import Callable
@@ -12,7 +12,8 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 """Constants in glibc's malloc.h."""
 _LARGE_BLOCK: Final = 2 * 1024 * 1024
-"""A block of its own mapping costs a page fault for each 4 KiB, beside which its other costs are small from here on."""
+"""From this size on, malloc gives each block a mapping of its own. A mapping costs a page fault for each 4 KiB, and
+from this size on its other costs are small in comparison."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,8 @@ class HeldMemory:
     """Resident memory in bytes.
 
     Attributes:
-        private: Anonymous memory: heaps, arenas and stacks, which the kernel can only take back from swap.
-        mapped: Pages of mapped files, such as weights that ONNX Runtime maps; the kernel can read them again.
+        private: Anonymous memory: heaps, arenas and stacks, which the kernel can reclaim only by swapping.
+        mapped: Pages of mapped files, such as weights that ONNX Runtime maps. The kernel can drop and reread them.
     """
 
     private: int
@@ -31,7 +32,7 @@ class HeldMemory:
 def read_held_memory(status: Path = _STATUS) -> HeldMemory:
     """Read two counters of the kernel, in about 20 µs, however many mappings the process has.
 
-    The counters do not change when another process maps the same pages, which the unique set size (USS) does.
+    Unlike the unique set size (USS), the counters do not change when another process maps the same pages.
     """
     found = {"RssAnon": 0, "RssFile": 0}
     for line in status.read_text().splitlines():
@@ -44,18 +45,18 @@ def read_held_memory(status: Path = _STATUS) -> HeldMemory:
 def give_back_freed() -> None:
     """Return the free memory of malloc's heaps to the kernel. No-op without glibc.
 
-    Otherwise a load takes memory that an earlier one freed, and seems to need none.
+    Otherwise a load could reuse memory that an earlier load freed, and seem to need none.
     """
     if _trim is not None:
         _trim(0)
 
 
 def return_large_blocks() -> None:
-    """Have malloc return blocks of weights to the kernel when they are freed. No-op without glibc.
+    """Configure malloc to return blocks of the size of weights to the kernel when they are freed. No-op without glibc.
 
-    By default glibc raises its limits with each large block that is freed: then blocks of up to 32 MiB come from heaps,
-    of which up to 64 MiB each stay with the process, even after ``give_back_freed``. A model that was evicted would
-    leave its memory behind, and the next load would seem to need less.
+    By default glibc raises its thresholds with each large block that is freed. Then blocks of up to 32 MiB come from
+    heaps, each of which retains up to 64 MiB, even after ``give_back_freed``. An evicted model would leave its memory
+    allocated, and the next load would seem to need less.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's profiler adds to the times that it records."""
+"""Measures the time that ONNX Runtime's profiler adds to the times that it records."""
 
 import json
 import time
@@ -19,20 +19,20 @@ _MOST_SAMPLES: Final = 100
 
 
 class CallOverhead:
-    """Measures how much of the recorded time of a node's call is the profiler's own.
+    """Measures the profiler's own part of the recorded time of a node's call.
 
-    ONNX Runtime writes down the shapes, memory and threads of a call before it stops the call's clock: 1 to 3 µs with
-    one input, up to 2 more with sixteen, the larger figures with several threads. Each sample runs a chain of nodes
-    that take 0.3 µs each, with and without the profiler. Samples belong between the runs of the profiled model, so that
-    both find the same machine. One thread at a time.
+    ONNX Runtime records the shapes, memory and threads of a call before it stops the call's clock. This takes 1 to 3 µs
+    with one input and up to 2 µs more with sixteen; the larger figures are with several threads. Each sample runs a
+    chain of nodes that take 0.3 µs each, with and without the profiler. Take samples between the runs of the profiled
+    model, so that both see the same load of the machine. One thread at a time.
     """
 
     def __init__(self, threads: int, prefix: Path) -> None:
         """Open the two sessions.
 
         Args:
-            threads: Of a run, the calling one included.
-            prefix: Of the trace's name; its folder must exist.
+            threads: Number of threads of a run, the calling thread included.
+            prefix: Path prefix of the trace; the folder must exist.
         """
         names = [f"t{number}" for number in range(_NODES + 1)]
         nodes = b"".join(write_node("Relu", "", [source], target) for source, target in pairwise(names))
@@ -43,7 +43,7 @@ class CallOverhead:
         self._plain_us: list[float] = []
 
     def sample(self) -> None:
-        """Run both sessions, in less than 1 ms; nothing after the hundredth sample."""
+        """Run both sessions, in less than 1 ms. No-op after the hundredth sample."""
         if len(self._plain_us) == _MOST_SAMPLES:
             return
         feeds = {"t0": np.ones(1, np.float32)}
@@ -53,7 +53,10 @@ class CallOverhead:
         self._plain_us.append((time.perf_counter_ns() - began_ns) / 1e3)
 
     def finish(self) -> float:
-        """The profiler's part of the time of a call in microseconds: the median of the samples after the first."""
+        """End the measurement. Returns the profiler's part of a call in microseconds, from medians over the samples.
+
+        The first sample is a warm-up and is not used if there are others.
+        """
         events = json.loads(Path(self._profiled.end_profiling()).read_bytes())
         recorded_us = [event["dur"] for event in events if event["cat"] == "Node"]
         runs_us = [fmean(recorded_us[start : start + _NODES]) for start in range(0, len(recorded_us), _NODES)]

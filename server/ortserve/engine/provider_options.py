@@ -1,7 +1,7 @@
 """The options of execution providers: names, values, and the defaults of this server; TensorRT's shape profiles.
 
-For an unknown option ONNX Runtime raises an error, writes a log line, or does nothing, depending on the provider. The
-lists are those of ONNX Runtime 1.31.1 and OpenVINO's plug-in 1.8.1.
+For an unknown option ONNX Runtime raises an error, writes a log line, or does nothing, depending on the provider. So
+this module checks them, by the lists of ONNX Runtime 1.31.1 and OpenVINO's plug-in 1.8.1.
 """
 
 import json
@@ -17,7 +17,7 @@ CUDA: Final = "CUDAExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
 OPENVINO: Final = "OpenVINOExecutionProvider"
 AZURE: Final = "AzureExecutionProvider"
-"""A part of every ONNX Runtime. It takes only operators that call services of its vendor."""
+"""Part of every ONNX Runtime. It runs only operators that call services of its vendor."""
 
 GPU_PROVIDERS: Final = frozenset({CUDA, TENSORRT, "NvTensorRTRTXExecutionProvider", "ROCMExecutionProvider"})
 """Providers that compute on a GPU. A run keeps one host thread busy."""
@@ -27,14 +27,14 @@ _Rule: TypeAlias = Callable[[str], str]
 
 
 def make_provider_options(name: str, given: Mapping[str, str]) -> dict[str, str]:
-    """The options of a session's provider: the configured ones, checked, over the defaults of this server.
+    """The options of a session's provider: this server's defaults, overridden by the checked configured options.
 
     Args:
         name: The provider's full name. Options of an unknown provider are not checked.
         given: The configured options.
 
     Raises:
-        ServeError: invalid_input, with provider, option, expectation and value.
+        ServeError: invalid_input; the message names provider, option, expectation and value.
     """
     rules = _RULES.get(name)
     if rules is None:
@@ -49,19 +49,19 @@ def make_provider_options(name: str, given: Mapping[str, str]) -> dict[str, str]
             raise _invalid(name, f"{option}: {error}, got '{value}'") from None
     if name == TENSORRT:
         _check_tensorrt(checked)
-        # Only sessions that capture get this option. Any other session would replay its first batch for batches of all
-        # sizes, on the memory of the first (microsoft/onnxruntime#20050).
+        # Only sessions that capture get this option. Any other session would answer batches of all sizes with a replay
+        # of its first batch, on that batch's memory (microsoft/onnxruntime#20050).
         checked.pop(_TENSORRT_GRAPH, None)
     return _openvino_options(checked) if name == OPENVINO else checked
 
 
 def asks_for_graphs(name: str, given: Mapping[str, str]) -> bool:
-    """Whether a provider's configured options ask for graph replay, as ``graph_replay`` does."""
+    """Whether a provider's configured options request graph replay, as the setting ``graph_replay`` does."""
     return name == TENSORRT and given.get(_TENSORRT_GRAPH, "").lower() in ("1", "true")
 
 
 def with_threads(name: str, options: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The options, with the number of threads of a run if the provider has its own threads."""
+    """Add the number of threads of a run to the options if the provider has its own threads."""
     result = dict(options)
     if name == OPENVINO and result.get("device_type", "CPU") == "CPU":
         config = json.loads(result.get("load_config", "{}"))
@@ -87,7 +87,7 @@ def _flag(value: str) -> str:
 
 
 def _true_or_false(value: str) -> str:
-    """ONNX Runtime's Python rejects 1 and 0 for TensorRT's flags."""
+    """Check a flag of TensorRT, for which ONNX Runtime's Python API rejects 1 and 0."""
     return "true" if _flag(value) == "1" else "false"
 
 
@@ -122,7 +122,7 @@ def _own(value: str) -> str:
 
 
 def _settings(value: str) -> str:
-    """JSON: OpenVINO's properties by device."""
+    """Check JSON text with OpenVINO's properties by device."""
     try:
         by_device: Any = json.loads(value)
     except ValueError:
@@ -160,8 +160,8 @@ _CUDA_RULES: Final[Mapping[str, _Rule]] = {
 }
 _TENSORRT_GRAPH: Final = "trt_cuda_graph_enable"
 _TENSORRT_PROFILE: Final = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
-"""The shapes for which TensorRT builds its engine. Without them it builds for the first shape, and again, for
-minutes, for each shape outside of the range so far."""
+"""The shapes for which TensorRT builds its engine. Without them, it builds for the first shape, and again for each
+shape outside the range so far, which takes minutes each time."""
 _TENSORRT_RULES: Final[Mapping[str, _Rule]] = {
     "device_id": _whole(0, 1023),
     "has_user_compute_stream": _own,
@@ -248,7 +248,7 @@ def _check_tensorrt(options: Mapping[str, str]) -> None:
 
 
 def _openvino_options(options: dict[str, str]) -> dict[str, str]:
-    """The options of the former package as properties, as the plug-in reads only properties."""
+    """Convert options of the former package to properties, because the plug-in reads only properties."""
     device = options.get("device_type", "CPU")
     properties = {
         "INFERENCE_NUM_THREADS": options.pop("num_of_threads", None),
@@ -267,14 +267,14 @@ def _openvino_options(options: dict[str, str]) -> dict[str, str]:
 
 
 def when_engines_are_built(options: Mapping[str, str]) -> str:
-    """When TensorRT builds its engines, which takes minutes; for the progress of a load."""
+    """A clause that says when TensorRT builds its engines, which takes minutes; for the progress of a load."""
     if any(key in options for key in _TENSORRT_PROFILE):
         return "which builds its engines here"
     return "which builds its engines here or, where dimensions are free, at the first run of each shape"
 
 
 def most_rows(options: Mapping[str, str]) -> int | None:
-    """The largest batch of the configured profiles, which TensorRT's provider enforces; None without profiles."""
+    """The maximum of rows in the configured profiles, which TensorRT's provider enforces; None without profiles."""
     rows: dict[str, int] = {}
     for one in options.get("trt_profile_max_shapes", "").split(","):
         name, _, shape = one.rpartition(":")
@@ -287,13 +287,15 @@ def most_rows(options: Mapping[str, str]) -> int | None:
 def wants_more_profiles(error: ServeError) -> bool:
     """Whether a session failed because inner tensors of the model need profiles, too.
 
-    This happens if only parts of the model are on TensorRT, and inner tensors enter them.
+    This happens if TensorRT runs only parts of the model, and inner tensors are inputs of these parts.
     """
     return "with associated profiles" in error.message
 
 
 def why_built_anew(options: Mapping[str, str]) -> str:
-    """Why another session of a model would build its engines again, for minutes; empty if it finds them in a cache.
+    """The reason why another session of a model would build its engines again; empty if a cache holds the engines.
+
+    Building takes minutes.
 
     Args:
         options: The provider's options, with the profile.
@@ -306,16 +308,16 @@ def why_built_anew(options: Mapping[str, str]) -> str:
 
 
 def profile_shapes(signature: ModelSignature, sizes: Sequence[int], given: Mapping[str, str]) -> dict[str, str]:
-    """The options of one profile, from the smallest to the largest size, optimal for the largest.
+    """The options of one profile, from the smallest to the largest batch size, optimal for the largest.
 
     Args:
-        signature: The model's inputs.
-        sizes: Rows of batches.
+        signature: The model's signature.
+        sizes: Batch sizes in rows.
         given: The configured options.
 
     Returns:
-        Nothing if a profile is configured, if shapes do not follow from the number of rows, and for names that the
-        option cannot hold.
+        Empty if a profile is configured, if shapes do not follow from the number of rows, or if the option cannot
+        hold an input's name.
     """
     if (
         not sizes

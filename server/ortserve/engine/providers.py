@@ -1,6 +1,6 @@
 """Execution providers (EPs): which EPs of a model's wish list are available, and in what order they are tried.
 
-This module walks the list. ONNX Runtime would take the next EP without an error, or retry on the CPU.
+This module chooses from the list itself, because ONNX Runtime would silently use the next EP, or retry on the CPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +35,9 @@ class Provider:
     Attributes:
         name: The full name.
         options: The checked options.
-        devices: The devices of a plug-in; empty for a built-in EP, which sessions name.
-        wants_graphs: Whether its options ask for graph replay.
-        follows: Whether its device number was not configured, but is that of an EP ahead of it.
+        devices: The devices of a plug-in; empty for a built-in EP, which sessions select by name.
+        wants_graphs: Whether the options request graph replay.
+        follows: Whether the device number was taken over from an EP ahead in the list, because none was configured.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Provider:
 
     @property
     def device_id(self) -> int:
-        """The number of its device among the devices of its kind."""
+        """The number of the EP's device among the devices of its kind."""
         return _device_number(self.options)
 
 
@@ -58,11 +58,11 @@ class ProviderChoice:
 
     Attributes:
         name: The full name.
-        passed_over: Why each EP ahead of it in the wish list was not taken.
+        passed_over: The reason why each EP ahead of it in the wish list was not chosen.
         options: The checked options.
-        behind: EPs for the nodes that it does not take: the available wishes after it.
-        devices: The devices of a plug-in.
-        wants_graphs: Whether its options ask for graph replay.
+        behind: The available EPs after it in the wish list, for the nodes that it does not run.
+        devices: The devices of a plug-in; empty for a built-in EP.
+        wants_graphs: Whether the options request graph replay.
     """
 
     name: str
@@ -82,11 +82,11 @@ class ProviderChoice:
 
     @property
     def device_id(self) -> int:
-        """The number of its device among the devices of its kind."""
+        """The number of the EP's device among the devices of its kind."""
         return _device_number(self.options)
 
     def on_device(self, number: int) -> "ProviderChoice":
-        """The same EP on another device of its kind, together with the GPU EPs behind it."""
+        """The same choice on another device, for the EP and the GPU EPs behind it."""
         placed = {"device_id": str(number)}
         behind = (
             replace(other, options={**other.options, **placed}, follows=False) if other.name in GPU_PROVIDERS else other
@@ -95,9 +95,9 @@ class ProviderChoice:
         return replace(self, options={**self.options, **placed}, behind=tuple(behind))
 
     def without_first(self, reason: str) -> "ProviderChoice":
-        """The choice after its EP failed for this reason. There must be an EP behind it.
+        """The choice of the next EP, after the chosen EP failed for ``reason``. ``behind`` must not be empty.
 
-        That EP uses its own configured device, or the first of its kind.
+        The next EP uses its own configured device, or the first of its kind.
         """
         first, *others = self.behind
         return ProviderChoice.of(first, others, (*self.passed_over, reason))
@@ -107,11 +107,11 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
     """Choose the first available EP of a wish list.
 
     Args:
-        wishes: Short or full EP names, best first, with or without options. The options of all are checked.
-        offer: Returns the availability of an EP by its full name; None asks ONNX Runtime.
+        wishes: Short or full EP names, best first, with or without options. The options of all wishes are checked.
+        offer: Returns the availability of an EP by its full name; None queries ONNX Runtime.
 
     Raises:
-        ServeError: invalid_input, for a wrong option, for another GPU than that of the EP ahead, and if no EP is
+        ServeError: invalid_input: an option is wrong, GPU EPs of one session have different GPUs, or no EP is
             available.
     """
     offer = Runtime().offer if offer is None else offer
@@ -144,14 +144,14 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
 
 
 def check_names(wishes: Sequence[ProviderWish], option: str) -> None:
-    """Check that ONNX Runtime, an installed package or a registered plug-in knows each EP, available here or not.
+    """Check that ONNX Runtime, an installed package or a registered plug-in knows each EP, even if unavailable here.
 
     Args:
         wishes: Short or full EP names, with or without options.
-        option: Named in the error.
+        option: The option's name for the error.
 
     Raises:
-        ServeError: invalid_input, for the first unknown name.
+        ServeError: invalid_input: an EP is unknown; the message has the first unknown name.
     """
     for name in map(full_name, wishes):
         if not _is_known(name):
@@ -184,16 +184,16 @@ def attach_providers(
     """Set the EPs of a session, with the CPU last for all other nodes.
 
     Args:
-        native: Gets the EPs of a session with plug-ins. Then the result is None, as ``providers`` would override them.
+        native: The session's options. With plug-ins, all EPs are added here.
         choice: The EP and the EPs behind it.
-        threads: For EPs with their own threads.
-        has_cpu: Whether the CPU may take nodes although it is not configured.
+        threads: Number of threads of a run, for EPs with their own threads.
+        has_cpu: Whether the CPU may run nodes although it is not configured.
 
     Returns:
-        The session's ``providers``.
+        The session's argument ``providers``; None with plug-ins, because the argument would override ``native``.
     """
     chain = {choice.name: Provider(choice.name, choice.options, choice.devices)}
-    if choice.name != CPU:  # the CPU takes every node and leaves none for others
+    if choice.name != CPU:  # the CPU runs every node and leaves none to other EPs
         for provider in (*choice.behind, *([Provider(CPU)] if has_cpu else [])):
             chain.setdefault(provider.name, provider)
         if CPU in chain:
@@ -205,7 +205,7 @@ def attach_providers(
         if provider.devices:
             own = {key: value for key, value in provider.options.items() if key not in ("device_type", "device_id")}
             native.add_provider_for_devices(list(provider.devices), own)
-        elif provider.name != CPU:  # ONNX Runtime appends the CPU by itself
+        elif provider.name != CPU:  # ONNX Runtime itself appends the CPU
             native.add_provider(provider.name, provider.options)
     return None
 
@@ -214,7 +214,7 @@ def check_providers(choice: ProviderChoice, used: Sequence[str]) -> None:
     """Check that the session uses the chosen EP. ONNX Runtime only warns about an EP that cannot start.
 
     Raises:
-        ServeError: invalid_input, if the session does not use the chosen EP.
+        ServeError: invalid_input: the session does not use the chosen EP.
     """
     if choice.name not in used:
         raise invalid_input(
@@ -224,10 +224,13 @@ def check_providers(choice: ProviderChoice, used: Sequence[str]) -> None:
 
 
 def _check_gpus(wanted: Sequence[Provider]) -> None:
-    """Check all wishes, whether available or not, so that a configuration is valid on all machines or on none."""
+    """Check that GPU EPs of one session are on one GPU.
+
+    Unavailable EPs are checked, too, so that a configuration is valid on all machines or on none.
+    """
     on_gpus = [provider for provider in wanted if provider.name in GPU_PROVIDERS]
     for position, leader in enumerate(on_gpus):
-        names = {leader.name}  # a session uses each EP once; the same EP again is a fallback
+        names = {leader.name}  # a session uses each EP once; a repeated EP is a fallback on its own device
         for other in on_gpus[position + 1 :]:
             is_elsewhere = "device_id" in other.options and other.device_id != leader.device_id
             if is_elsewhere and other.name not in names:
@@ -239,9 +242,9 @@ def _check_gpus(wanted: Sequence[Provider]) -> None:
 
 
 def _on_one_gpu(providers: Sequence[Provider]) -> list[Provider]:
-    """The EPs of one session, with GPU EPs without a configured device on the device of the first GPU EP.
+    """Put GPU EPs without a configured device on the device of the session's first GPU EP.
 
-    An EP reads the results of other EPs, which must not be on another GPU. A plug-in keeps its chosen device.
+    EPs of a session read each other's results, which must be on one GPU. A plug-in keeps its chosen device.
     """
     own = [_without_followed(provider) for provider in providers]
     leader = next((provider for provider in own if provider.name in GPU_PROVIDERS), None)
@@ -264,7 +267,7 @@ def _without_followed(provider: Provider) -> Provider:
 
 
 def _on_device(provider: Provider, devices: Sequence[ort.OrtEpDevice]) -> Provider:
-    """The EP on one device: of the configured type, or the type of the first, and with the configured number."""
+    """The EP on one device: of the configured type, or else the first device's type, with the configured number."""
     wished = provider.options.get("device_type") or devices[0].device.type.name
     alike = [device for device in devices if device.device.type.name == wished]
     number = _device_number(provider.options)

@@ -1,7 +1,7 @@
 """Runs of a session: their options, their termination, and plain runs on host arrays.
 
 In a plain run ONNX Runtime allocates the outputs; ``host_binding`` and ``ortserve.device`` run on bound buffers. numpy
-has no BF16, so bit patterns enter and leave runs as ``uint16``.
+has no BF16, so BF16 tensors enter and leave runs as bit patterns in ``uint16``.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -27,10 +27,10 @@ NO_GRAPH: Final = -1
 
 
 def graph_options(graph: int, shrink_arenas: Sequence[str] = ()) -> ort.RunOptions:
-    """Options with a graph id; the caller may add entries. Sessions without graphs get ``NO_GRAPH``, too.
+    """Options with a graph id, to which the caller may add entries. Each run frees unused memory of ``shrink_arenas``.
 
-    Without the entry, ONNX Runtime's Python raises and catches an exception in each run. Each run releases the free
-    memory of ``shrink_arenas``.
+    Runs of sessions without graphs also get an id, ``NO_GRAPH``: without one, ONNX Runtime's Python API raises and
+    catches an exception in each run.
     """
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph))
@@ -40,13 +40,13 @@ def graph_options(graph: int, shrink_arenas: Sequence[str] = ()) -> ort.RunOptio
 
 
 def arenas_of(settings: SessionSettings, device_id: int = 0, gpus: Sequence[int] = ()) -> list[str]:
-    """The arenas to shrink, without those of the GPUs (``gpus``) of the model's other instances."""
+    """The arenas to shrink. Arenas of ``gpus``, the GPUs of all instances of the model, count only on ``device_id``."""
     others = {f"gpu:{number}" for number in gpus if number != device_id}
     return [arena for arena in settings.shrink_arenas if arena not in others]
 
 
 def run_options(settings: SessionSettings, *, device_id: int = 0, gpus: Sequence[int] = ()) -> ort.RunOptions:
-    """Options of all plain runs of one instance, which must not share them: they also terminate its runs.
+    """Options of all plain runs of one instance. Instances must not share them: they also terminate runs.
 
     Args:
         settings: The settings of the session.
@@ -78,7 +78,7 @@ class Termination:
         self._options.terminate = True
 
     def allow_runs(self) -> None:
-        """Call this before a run if ``is_set``, and not after ``end_run`` was called for that run."""
+        """Call it before a run if ``is_set``, but never after ``end_run`` was called for that run."""
         self._options.terminate = False
         self.is_set = False
 
@@ -86,20 +86,20 @@ class Termination:
 def can_return_bfloat16(inputs: Sequence[TensorSpec]) -> bool:
     """Whether ONNX Runtime's Python API can return BF16 outputs of a model with these inputs.
 
-    It returns them only from runs on OrtValues, and cannot make an OrtValue of strings.
+    It returns them only from runs on OrtValues, and cannot create an OrtValue from strings.
     """
     return all(spec.datatype is not DataType.BYTES for spec in inputs)
 
 
 class PlainRun:
-    """Runs a session on arrays in the model's own form. Thread-safe, as the session is."""
+    """Runs a session on arrays in the model's own form. Thread-safe, because the session is."""
 
     def __init__(
         self, session: ort.InferenceSession, signature: ModelSignature, run_options: ort.RunOptions | None = None
     ) -> None:
-        """Keep a reference to the session.
+        """Store a reference to the session.
 
-        BF16 outputs require ``can_return_bfloat16``, and no sequences beside them.
+        A model with BF16 outputs must fulfil ``can_return_bfloat16`` and have no sequence outputs.
         """
         inputs, outputs = signature.inputs, signature.outputs
         self._session = session
@@ -145,7 +145,7 @@ class PlainRun:
 
 
 def ort_value(array: np.ndarray, *, is_bfloat16: bool) -> ort.OrtValue:
-    """A view of ``array``, which it keeps alive. The array must be aligned and contiguous."""
+    """An OrtValue that views ``array`` and keeps it alive. The array must be aligned and contiguous."""
     if is_bfloat16:
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
     return ort.OrtValue.ortvalue_from_numpy(array)
@@ -154,9 +154,9 @@ def ort_value(array: np.ndarray, *, is_bfloat16: bool) -> ort.OrtValue:
 def as_arrays(
     values: Iterable[ort.OrtValue], outputs: Sequence[TensorSpec], inputs: Container[str]
 ) -> list[np.ndarray]:
-    """Views of the outputs of a run on the host, which they keep alive.
+    """Views of a run's outputs on the host. The views keep the OrtValues alive.
 
-    An output that is one of the ``inputs``, too, is copied: its OrtValue has the memory of the input.
+    An output that is also one of the ``inputs`` is copied, because its OrtValue has the memory of the input.
     """
     arrays: list[np.ndarray] = []
     for value, spec in zip(values, outputs, strict=False):
@@ -175,7 +175,7 @@ class _Bits:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         shape = tuple(self._value.shape())
-        # A tensor without elements may have no memory. numpy needs an address nevertheless, and never reads it.
+        # A tensor without elements may have no memory. numpy still needs an address, but never reads it.
         address = self._value.data_ptr() or 1
         return {"shape": shape, "typestr": "=u2", "data": (address, False), "version": 3}
 
@@ -191,7 +191,7 @@ class PlainBatches:
         clock: Clock,
         run_options: ort.RunOptions | None = None,
     ) -> None:
-        """Keep the session until ``close``; ``padding`` is as for ``HostStaging``."""
+        """Hold the session until ``close``. See ``HostStaging`` for ``padding``."""
         own = _with_batch_inputs(signature)
         self._run: PlainRun | None = PlainRun(session, own, run_options)
         self._shrinking_run: PlainRun | None = PlainRun(session, own, shrinking_options())
@@ -206,11 +206,11 @@ class PlainBatches:
         """Run on the calling thread.
 
         Args:
-            batch: Of the model.
-            run_arrays: Runs staged inputs in the place of this object's own ``run_arrays``.
+            batch: A batch of the model.
+            run_arrays: Runs staged inputs instead of this object's own ``run_arrays``.
 
         Returns:
-            The result, and the whole outputs, with padding rows; rows on axis 0.
+            The result, and the whole outputs, including padding rows, with rows on axis 0.
 
         Raises:
             Exception: ONNX Runtime's error, one of ``ORT_ERRORS``.
@@ -229,7 +229,7 @@ class PlainBatches:
         return BatchResult(tuple(outputs), staged_ns, computed_ns, computed_ns - staged_ns), whole
 
     def run_arrays(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Run on arrays in the model's own form; outputs likewise."""
+        """Run on arrays in the model's own form. Outputs have that form, too."""
         assert self._run is not None, "the instance was closed"
         return self._run.run(inputs)
 
@@ -249,7 +249,7 @@ class PlainBatches:
 
 
 def _with_batch_inputs(signature: ModelSignature) -> ModelSignature:
-    """The signature of the session: after the inputs of requests, those that staging derives from them."""
+    """The signature of the session: the inputs of requests, then the inputs that staging derives from them."""
     if signature.ragged is None:
         return signature
     derived = [TensorSpec(each.name, each.datatype, ()) for each in signature.ragged.batch_inputs]
@@ -263,10 +263,10 @@ def _axes(signature: ModelSignature, specs: Sequence[TensorSpec]) -> list[int | 
 def _rows_first(output: np.ndarray, axis: int | None, rows: int) -> np.ndarray:
     if axis is None:
         return repeated(output, rows)
-    # An output of too few axes stays as it is: the batcher rejects it.
+    # An output with too few axes is returned unchanged: the batcher rejects it.
     return np.moveaxis(output, axis, 0) if axis < output.ndim else output
 
 
 def _without_padding(output: np.ndarray, batch: Batch) -> np.ndarray:
-    # An output of another length stays as it is: the batcher rejects it.
+    # An output of another length is returned unchanged: the batcher rejects it.
     return output[: batch.rows] if output.ndim and len(output) == batch.bucket else output

@@ -22,7 +22,7 @@ from ortserve.engine.provider_options import CUDA, GPU_PROVIDERS, TENSORRT
 from ortserve.errors import invalid_input
 
 _PACKAGE_PREFIX: Final = "onnxruntime_ep_"
-"""The prefix of packages of plug-in providers, which have ``get_library_path`` and ``get_ep_names``."""
+"""The name prefix of packages of plug-in providers, which have ``get_library_path`` and ``get_ep_names``."""
 
 _PACKAGE_ERRORS: Final[tuple[type[Exception], ...]] = (ImportError, AttributeError, OSError, *ORT_ERRORS)
 _LIBRARY: Final = "library_path"
@@ -31,7 +31,7 @@ _LIBRARY: Final = "library_path"
 _LIBRARIES: Final = Path(ort.__file__).parent / "capi"
 _LIBRARY_OF: Final = {CUDA: "libonnxruntime_providers_cuda.so", TENSORRT: "libonnxruntime_providers_tensorrt.so"}
 _MISSING: Final = re.compile(r"([^\s/:]+): cannot open shared object file")
-"""The message of the system's loader about a missing dependency."""
+"""The message of the dynamic loader about a missing dependency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,9 @@ class Offer:
     """The availability of one execution provider.
 
     Attributes:
-        devices: The devices of a plug-in; empty for a built-in provider, which sessions name, and if there are none.
-        problem: Why the provider cannot be used; empty if it can.
+        devices: The devices of a plug-in; empty if it has none, and for a built-in provider, which sessions select by
+            name.
+        problem: The reason why the provider cannot be used; empty if it can.
     """
 
     devices: tuple[ort.OrtEpDevice, ...] = ()
@@ -48,18 +49,18 @@ class Offer:
 
 
 def preload_libraries(name: str) -> None:
-    """Load the libraries that a GPU provider needs from NVIDIA's Python packages, if they are installed.
+    """Load the libraries that a GPU provider needs from NVIDIA's Python packages, if these are installed.
 
-    Otherwise ONNX Runtime finds only the libraries that the system's loader finds, and writes a log line for others.
+    Otherwise ONNX Runtime finds only libraries in the search path of the dynamic loader, and logs each missing one.
     """
     if name in GPU_PROVIDERS and name in ort.get_available_providers():
         ort.preload_dlls()
 
 
 def loader_problem(name: str, folder: Path = _LIBRARIES) -> str:
-    """What the system's loader says against a built-in provider's library; empty if it loads or is not separate.
+    """The error of the dynamic loader for a built-in provider's library; empty if it loads or is not a separate file.
 
-    ONNX Runtime reports it only in its log. ``folder`` holds the libraries of providers.
+    ONNX Runtime reports this error only in its log. ``folder`` holds the libraries of providers.
     """
     if name not in _LIBRARY_OF:  # part of ONNX Runtime's own library, or a plug-in
         return ""
@@ -71,13 +72,13 @@ def loader_problem(name: str, folder: Path = _LIBRARIES) -> str:
 
 
 def missing_library(name: str, folder: Path = _LIBRARIES) -> str:
-    """A clause naming the library that a built-in provider misses; empty if none is missing, or it is unknown."""
+    """A clause that names the missing library of a built-in provider; empty if none is known to be missing."""
     missing = _MISSING.match(loader_problem(name, folder))
     return f"; the library {missing[1]} is missing here" if missing else ""
 
 
 def plugin_names() -> tuple[str, ...]:
-    """The execution providers of installed packages of plug-ins. Registers none; leaves out unusable packages."""
+    """The execution providers of installed plug-in packages. Does not register them; omits unusable packages."""
     found: list[str] = []
     for package in _packages():
         with suppress(*_PACKAGE_ERRORS):
@@ -86,20 +87,20 @@ def plugin_names() -> tuple[str, ...]:
 
 
 class Runtime:
-    """The process's ONNX Runtime. Make one per process. Threads that load models call its methods."""
+    """The process's ONNX Runtime. Create one per process. Threads that load models call its methods."""
 
     def __init__(self, libraries: Sequence[Path] = (), *, global_threads: bool = False) -> None:
-        """Register plug-in libraries, and make a thread pool for all sessions if it is requested.
+        """Register plug-in libraries, and create a thread pool for all sessions if it is requested.
 
         Args:
             libraries: The libraries of plug-ins.
             global_threads: Whether all sessions share one thread pool.
 
         Raises:
-            ServeError: invalid_input, with the library that cannot be used, and the reason.
+            ServeError: invalid_input: a library cannot be used.
         """
         self._registered: set[Path] = set()
-        """Libraries of plug-ins, by their resolved paths."""
+        """The resolved paths of registered libraries."""
         for library in libraries:
             try:
                 self._register(str(library), library)
@@ -107,7 +108,7 @@ class Runtime:
                 reason = without_paths(str(error))
                 raise invalid_input(f"execution_provider_libraries: '{library}' cannot be used: {reason}") from error
         self.has_global_threads: Final = global_threads
-        """Whether sessions have no threads of their own; then ONNX Runtime rejects sessions with own threads."""
+        """Whether all sessions share one thread pool. Then ONNX Runtime rejects sessions with threads of their own."""
         if global_threads:
             ort.set_global_thread_pool_sizes(cpu_budget(), 1)
         self._has_shared_arena = False
@@ -116,15 +117,15 @@ class Runtime:
     def offer(self, name: str) -> Offer:
         """The availability of a provider, by its full name. Registers the plug-in package that contains it.
 
-        A package that names ``OpenVINOExecutionProvider`` may contain ``OpenVINOExecutionProvider.AUTO``, too, which it
-        shows once it is registered. A session must not name a plug-in: ONNX Runtime would make a session on the CPU
-        without an error.
+        A package that names ``OpenVINOExecutionProvider`` may also contain ``OpenVINOExecutionProvider.AUTO``, which is
+        visible only after registration. A session must not select a plug-in by name: ONNX Runtime would silently create
+        a session on the CPU.
         """
         with self._changing:
             return self._offer(name)
 
     def _offer(self, name: str) -> Offer:
-        if devices := _devices(name):  # first, because ONNX Runtime also lists the names of plug-ins among its own
+        if devices := _devices(name):  # check first: ONNX Runtime lists names of plug-ins among its own providers, too
             return Offer(devices=devices)
         if name in ort.get_available_providers():
             preload_libraries(name)
@@ -151,7 +152,7 @@ class Runtime:
             self._registered.add(whole)
 
     def share_arena(self) -> None:
-        """Make the arena that sessions may share."""
+        """Create the arena that sessions may share, once."""
         with self._changing:
             if not self._has_shared_arena:
                 memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)

@@ -1,4 +1,4 @@
-"""Opening a model file as an ONNX Runtime session, with readable errors."""
+"""Opens a model file as an ONNX Runtime session, with readable errors."""
 
 import re
 from collections import Counter
@@ -39,7 +39,7 @@ _LOCALE: Final = re.compile(r"Failed to construct locale with name:\s?([A-Za-z_]
 
 _AFFINITIES: Final = "session.intra_op_thread_affinities"
 _DISABLED_OPTIMIZERS: Final = "optimization.disable_specified_optimizers"
-"""Names separated by semicolons. ONNX Runtime 1.31.1 and 1.32.0 ignore a list with commas, and say nothing."""
+"""Names separated by semicolons. ONNX Runtime 1.31.1 and 1.32.0 silently ignore a list with commas."""
 
 _LEVELS: Final = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -51,7 +51,7 @@ _LEVELS: Final = {
 
 
 Session: TypeAlias = ort.InferenceSession
-"""An open model, for packages that pass it on."""
+"""An open model, for packages that only pass it on and need not import ONNX Runtime."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class SessionOptions:
 
     Attributes:
         provider: The execution provider.
-        intra_op_threads: Threads of one run, the calling one included.
+        intra_op_threads: Threads of one run, the calling thread included.
         settings: The configured settings.
         operator_libraries: Libraries of custom operators.
         has_global_threads: Whether runs use the process's threads instead of the session's own.
-        profile_prefix: Record a trace of all runs until ``end_profiling``, in a file whose name begins so; None for no
-            trace. The folder must exist. Each node of each run takes about 2.4 KB of memory and 5 µs.
+        profile_prefix: Path prefix of the trace of all runs until ``end_profiling``; None for no trace. The folder must
+            exist. Each node of each run takes about 2.4 KB of memory and 5 µs.
     """
 
     provider: ProviderChoice
@@ -80,18 +80,18 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     """Open a model file.
 
     Args:
-        path: The ``.onnx`` file. ONNX Runtime gets the path instead of the bytes, which its Python API would keep
-            beside its own copy of the weights. If a module such as ``zip_maps`` or ``divisions`` edits the model,
-            the bytes are released after loading.
+        path: The ``.onnx`` file. ONNX Runtime gets the path, because its Python API would keep bytes in memory beside
+            the loaded weights. If a module such as ``zip_maps`` or ``divisions`` edits the model, it gets bytes, which
+            are released after loading.
         name: The model's name in log lines of ONNX Runtime.
-        options: How to open it.
+        options: How to open the model.
         model: The content of the file; None to read it here.
 
     Raises:
-        ServeError: invalid_input, with ONNX Runtime's reason, without paths, after the damage of a file, and with the
-            execution provider if it is not the CPU; also if the provider does not start, or runs none of the model's
-            nodes, or if a file is a Git LFS pointer. unsupported, for a model that decodes images elsewhere than at its
-            inputs, or without Pillow, and for a Scan whose outputs ONNX Runtime does not write.
+        ServeError: invalid_input: ONNX Runtime cannot load the model; a file is damaged or a Git LFS pointer; the
+            execution provider does not start, or runs none of the model's nodes. The message has ONNX Runtime's reason
+            without paths. unsupported: the model decodes images elsewhere than at its inputs, or Pillow is missing; or
+            ONNX Runtime would not write an output of a Scan.
     """
     _check_settings(options)
     make_session = session_maker(options.settings, has_global_threads=options.has_global_threads)
@@ -121,27 +121,27 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
             enable_fallback=0,  # otherwise the wrapper retries on the CPU after any failure
         )
         if edited is not None:
-            session._model_bytes = None  # read again only by the wrapper's own fallback, which is off
+            session._model_bytes = None  # only the wrapper's own fallback, which is off, would read it again
     except ORT_ERRORS as error:
-        # The model's own folder is removed by its text, as it may contain spaces, at which a pattern stops.
+        # Remove the model's folder by its exact text: it may contain spaces, at which the pattern for paths stops.
         reason = without_paths(str(error).replace(f"{path.parent}/", ""))
         where = "" if provider.name == CPU else f" on {provider.name}"
         missing = missing_library(provider.name) or _missing_locale(reason)
         if _WEIGHTS_FOLDER not in options.settings.entries and (damage := find_damage(path, model)):
             reason = f"{without_paths(damage)} ({reason})"
-        error.__traceback__ = None  # its frames hold parts of the session, as below
+        error.__traceback__ = None  # its frames keep parts of the session alive, as below
         raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}{missing}") from error
     try:
         check_providers(provider, session.get_providers())
         check_placement(provider.name, read_placement(session))
     except ServeError:
-        del session  # otherwise the traceback keeps it, for longer than the streams that it uses
+        del session  # otherwise the traceback keeps it alive, longer than the streams that it uses
         raise
     return ImageSession(session, images, options.settings.max_image_pixels) if images else session
 
 
 def _missing_locale(reason: str) -> str:
-    """How to install the locale that a StringNormalizer did not find; empty for other reasons."""
+    """A hint how to install the locale that a StringNormalizer did not find; empty for other reasons."""
     found = _LOCALE.search(reason)
     if found is None:
         return ""
@@ -153,7 +153,7 @@ def _missing_locale(reason: str) -> str:
 
 
 def affinities_key(settings: SessionSettings) -> str:
-    """The key by which the processors of threads are configured; empty if they are not."""
+    """The configuration key that sets the processors of threads; empty if none does."""
     if settings.thread_affinities is not None:
         return "session.thread_affinities"
     return f"session.entries: {_AFFINITIES}" if _AFFINITIES in settings.entries else ""
@@ -171,7 +171,7 @@ def _check_settings(options: SessionOptions) -> None:
         raise invalid_input(f"session.entries: {_DISABLED_OPTIMIZERS}: {expected}, got '{names}'")
     if settings.optimized_model_file is not None:
         _check_optimized_model_file(Path(settings.optimized_model_file))
-    # No provider is attached behind the CPU. ONNX Runtime itself checks the arenas of GPU providers.
+    # A session on the CPU has no other providers. ONNX Runtime itself checks the arenas of GPU providers.
     attached = options.provider.behind if options.provider.name != CPU else ()
     if GPU_PROVIDERS & {options.provider.name, *(provider.name for provider in attached)}:
         return
@@ -199,7 +199,7 @@ def _axes(model: Model) -> Iterator[tuple[int, int | str | None, str]]:
 
 
 def _check_dimensions(model: Model, settings: SessionSettings) -> None:
-    """Check that configured dimensions exist, as ONNX Runtime ignores others."""
+    """Check that configured dimensions exist, because ONNX Runtime ignores unknown ones."""
     names = {size for _, size, _ in _axes(model) if isinstance(size, str)}
     for name in settings.free_dimensions:
         if name not in names:
@@ -215,10 +215,10 @@ def _check_dimensions(model: Model, settings: SessionSettings) -> None:
 
 
 def _check_scans(model: Model) -> None:
-    """Check that no body of a Scan has an output that is one of its inputs, too, or another one of its outputs.
+    """Check that each output of a Scan's body differs from the body's inputs and other outputs.
 
-    ONNX Runtime 1.31.1 does not write such an output. An answer would have what its memory held before: values of other
-    requests.
+    ONNX Runtime 1.31.1 does not write such an output. An answer would hold what was in the memory before: values of
+    other requests.
     """
     for node in all_nodes(model):
         body = node.attributes.get("body")
@@ -234,7 +234,7 @@ def _check_scans(model: Model) -> None:
 
 
 def _has_varying_shapes(model: Model, settings: SessionSettings) -> bool:
-    """Whether requests may differ in sizes other than the first axis of an input, which counts as the rows."""
+    """Whether requests may differ in other sizes than the first axis of an input, which is taken for the rows."""
     denotations = {denotation.lower() for denotation in settings.free_dimensions_by_denotation}
     return any(
         axis > 0
@@ -246,11 +246,11 @@ def _has_varying_shapes(model: Model, settings: SessionSettings) -> bool:
 
 
 def _native_options(name: str, options: SessionOptions, *, varies: bool) -> ort.SessionOptions:
-    """``varies`` says whether requests differ in more than their rows."""
+    """Convert the settings to ONNX Runtime's options; ``varies``: requests may differ in more than their rows."""
     settings = options.settings
     native = ort.SessionOptions()
     native.intra_op_num_threads = options.intra_op_threads
-    native.inter_op_num_threads = settings.inter_op_threads  # 0 would make a thread for each core of the host
+    native.inter_op_num_threads = settings.inter_op_threads  # 0 would start a thread for each core of the host
     is_parallel = settings.execution_mode == "parallel"
     native.execution_mode = ort.ExecutionMode.ORT_PARALLEL if is_parallel else ort.ExecutionMode.ORT_SEQUENTIAL
     native.graph_optimization_level = _LEVELS[settings.graph_optimization]

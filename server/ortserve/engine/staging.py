@@ -1,6 +1,7 @@
-"""Staging the rows of a batch on the host: one copy, into a buffer that the next batch reuses.
+"""Stages the rows of a batch on the host: one copy, into a buffer that the next batch reuses.
 
-``HostStaging`` takes batches of any shape. Batches with bound buffers are staged there directly (``host_binding``).
+``HostStaging`` accepts batches of any shape. Batches with bound buffers are staged in these directly
+(``host_binding``).
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from ortserve.core.tensor import is_absent
 
 
 def stage_rows(arrays: Arrays, out: np.ndarray, rows: int) -> None:
-    """Copy the rows of ``arrays`` one after another into ``out`` and repeat the last row in the rest.
+    """Copy the rows of ``arrays`` one after another into ``out`` and fill the rest with the last row.
 
     Args:
         arrays: At least one array of shape ``(rows_i, *item)``, all of ``out``'s dtype.
@@ -40,13 +41,14 @@ class HostStaging:
     def __init__(
         self, axes: Sequence[int | None], padding: Padding | None = None, ragged: RaggedTensors | None = None
     ) -> None:
-        """Make no buffer yet.
+        """Allocate no buffer yet.
 
         Args:
             axes: The axis of each input that carries the rows; None for an input without rows. 0 for all inputs of a
                 model that is not batched.
-            padding: None if no batch is ever padded; then nothing is counted.
-            ragged: Of a model whose requests may differ in shape, which is never padded; None for any other.
+            padding: How batches are padded; None if they never are. Then ``elements`` stays zero.
+            ragged: The joined tensors of a model whose requests may differ in shape, which is never padded; None for
+                other models.
         """
         self._axes = axes
         self._buffers: list[np.ndarray | None] = [None] * len(axes)
@@ -55,20 +57,20 @@ class HostStaging:
         self.elements = StagedElements()
 
     def stage(self, parts: Sequence[Arrays], bucket: int) -> list[np.ndarray]:
-        """Make one aligned, contiguous array of ``bucket`` rows for each input, in the model's own form.
+        """Stage one aligned, contiguous array of ``bucket`` rows for each input, in the model's own form.
 
-        An aligned array that fills a bucket alone is not copied. Padded axes are filled with their declared value.
-        Padding rows repeat the last row: real values, on which no kernel is slow or fails.
+        A single aligned array that fills the bucket is not copied. Padded axes are filled with their declared value.
+        Padding rows repeat the last row: with real values, no kernel is slow or fails.
 
         Args:
             parts: For each input at least one array of shape ``(rows_i, *item)``, at most ``bucket`` rows in all. For
-                an input without rows all rows are equal. ``item`` differs only in the length of a padded axis, and
-                padding makes these lengths equal.
+                an input without a batch axis, all rows are equal. ``item`` differs only in the length of a padded axis,
+                and these lengths pad to the same length.
             bucket: Rows to run. Ignored for a model without a batch axis, whose inputs have any shape.
 
         Returns:
-            The requests' arrays, or buffers that the next call overwrites. For a ragged model, the inputs that are
-            derived from them follow.
+            The requests' arrays, or buffers that the next call overwrites. For a ragged model, the derived inputs
+            follow them.
         """
         if self._padding is None:
             if self._ragged is not None:
@@ -105,7 +107,7 @@ class HostStaging:
             return self._stage(index, arrays, bucket)
         buffer = self._buffer(index, bucket, padded.padded_shape(shape)[1:], arrays[0].dtype)
         before = (slice(None),) * (axis - 1)
-        # One assignment for all rows, not one for each request: each costs about 0.5 µs.
+        # Fill all rows with one assignment instead of one per request: each costs about 0.5 µs.
         buffer[(slice(bucket), *before, slice(shortest, None))] = padded.value
         first = 0
         for array in arrays:
@@ -120,7 +122,7 @@ class HostStaging:
         first, axis = arrays[0], self._axes[index]
         if axis != 0:
             return _stage_off_front(arrays, bucket, axis)
-        # An array without rows belongs to a model without a batch axis: there is no row to repeat.
+        # Only a model without a batch axis gets an array without rows: there is no row to repeat.
         if len(arrays) == 1 and (first.ndim == 0 or len(first) >= bucket or len(first) == 0):
             return _as_runnable(first)
         buffer = self._buffer(index, bucket, first.shape[1:], first.dtype)[:bucket]
@@ -129,7 +131,7 @@ class HostStaging:
 
     def _buffer(self, index: int, bucket: int, item: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """A buffer of at least ``bucket`` rows, with arbitrary content."""
-        if dtype.hasobject:  # a kept buffer would keep the strings alive
+        if dtype.hasobject:  # a reused buffer would keep the strings alive
             return np.empty((bucket, *item), dtype)
         buffer = self._buffers[index]
         if buffer is None or len(buffer) < bucket or buffer.shape[1:] != item or buffer.dtype != dtype:
@@ -138,7 +140,7 @@ class HostStaging:
 
 
 def _stage_off_front(arrays: Arrays, bucket: int, axis: int | None) -> np.ndarray:
-    """Stage an input that has its rows on another axis than 0, or has no rows."""
+    """Stage an input whose rows are on another axis than 0, or that has no rows."""
     first = arrays[0]
     if is_absent(first):
         return first

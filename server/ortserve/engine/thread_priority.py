@@ -1,4 +1,4 @@
-"""How the kernel schedules threads: the event loop first, then those that run models, loads and long decoding last."""
+"""Sets how the kernel schedules threads: first the event loop, then runs of models, last loads and long decoding."""
 
 import ctypes
 import os
@@ -12,17 +12,17 @@ from typing import Final, TypeVar
 _Made = TypeVar("_Made")
 
 _SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
-"""Numbers of the system call, for which glibc has a function only since 2.41."""
+"""Numbers of the system call sched_setattr, for which glibc has a function only since 2.41."""
 _SCHED_OTHER: Final = 0
 _RESET_ON_FORK: Final = 1
 
 LOOP_SLICE_NS: Final = 1_000_000
-"""Longer than most turns of the event loop, so that nothing interrupts them, and shorter than the kernel's default,
+"""Longer than most turns of the event loop, so that these are not interrupted, and shorter than the kernel's default,
 1.4 ms with two processors."""
 LONGEST_SLICE_NS: Final = 100_000_000
-"""The kernel's bound."""
+"""The kernel's maximum."""
 _LOOP_NICE: Final = -10
-"""Nine times the share of a processor that a thread of level 0 has."""
+"""Nine times the share of a processor that a thread of level 0 gets."""
 
 _OWN_NICE: Final = os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -33,7 +33,7 @@ def own_nice() -> int:
 
 
 def set_nice(level: int) -> str:
-    """Set the nice level of the calling thread. Returns why that failed; empty if it did not."""
+    """Set the nice level of the calling thread. Returns the reason of a failure; empty on success."""
     if sys.platform != "linux":
         return f"only Linux has nice levels of threads, this is {sys.platform}"
     try:
@@ -44,20 +44,20 @@ def set_nice(level: int) -> str:
 
 
 def call_with_nice(level: int, make: Callable[[], _Made]) -> _Made:
-    """Call ``make`` on a thread of that nice level, which the threads that it starts inherit. Blocks.
+    """Call ``make`` on a new thread with this nice level, which threads that ``make`` starts inherit. Blocks.
 
-    Not on the calling thread, which could not return to its own level without a privilege.
+    The calling thread itself could not return to its own level without a privilege.
     """
     with ThreadPoolExecutor(1, "open with nice", initializer=set_nice, initargs=(level,)) as thread:
         return thread.submit(make).result()
 
 
 def put_loop_first() -> None:
-    """Let the calling thread, that of the event loop, have a processor before all other threads.
+    """Let the kernel prefer the calling thread, which runs the event loop, to all other threads.
 
     Most turns of the loop take less than a millisecond. A turn that loses its processor waits for the next tick of the
-    kernel, 4 ms at 250 Hz. The loop has a short slice (``set_slice``), and where CAP_SYS_NICE or RLIMIT_NICE allow it a
-    nice level below 0, unless the process was started with a level of its own. Threads and processes that it starts
+    kernel, 4 ms at 250 Hz. So the loop gets a short slice (``set_slice``). It also gets a nice level below 0 if
+    CAP_SYS_NICE or RLIMIT_NICE allow it and the process was started with level 0. Threads and processes that it starts
     have level 0.
     """
     if _OWN_NICE != 0 or not _set_schedule(LOOP_SLICE_NS, _LOOP_NICE):
@@ -67,9 +67,9 @@ def put_loop_first() -> None:
 def set_slice(slice_ns: int) -> bool:
     """Set the time slice of the calling thread. Threads that it starts have the default.
 
-    Since Linux 6.12 a thread that wakes takes the processor at once from one with a longer slice; otherwise it waits
-    until that slice ends. Shares of the processor do not change, so no privilege is needed, unlike for nice levels,
-    which a thread cannot lower again. Threads of loads and of long decoding have the longest slices.
+    Since Linux 6.12, a thread that wakes preempts a thread with a longer slice at once; otherwise it waits until that
+    slice ends. Shares of the processor do not change, so no privilege is needed. Nice levels need one, because a thread
+    cannot lower its level again. Threads of loads and of long decoding have the longest slices.
 
     Args:
         slice_ns: 100,000 to ``LONGEST_SLICE_NS``.
@@ -81,7 +81,7 @@ def set_slice(slice_ns: int) -> bool:
 
 
 def _set_schedule(slice_ns: int, nice: int | None) -> bool:
-    """Set the slice and the nice level, None for the present one, of the calling thread; returns whether it could."""
+    """Set slice and nice level (None: unchanged) of the calling thread. Returns whether the kernel accepted them."""
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != _SCHED_OTHER:
         return False

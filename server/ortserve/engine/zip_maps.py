@@ -1,8 +1,8 @@
-"""Opening models with ZipMap so that the maps become a tensor of class scores, with one column for each class.
+"""Replaces ZipMap in models, so that class scores are a tensor with one column for each class.
 
 ONNX Runtime returns a sequence of maps as a list of dictionaries, which it builds row by row under the interpreter
-lock. So this module replaces ZipMap in the serialized model before a session is made. It does not change the file.
-``session`` opens the result, and the loader reads the classes.
+lock. So this module edits the serialized model before a session is opened. It does not change the file. ``session``
+opens the result, and the loader reads the classes.
 """
 
 import struct
@@ -43,16 +43,16 @@ class _ZipMap:
 
 
 def read_classes(model: Model) -> dict[str, Classes]:
-    """The classes of each output that is a sequence of maps in the file, and a tensor in a session."""
+    """The classes of each output that is a sequence of maps in the file and a tensor in the session."""
     return {zip_map.output: zip_map.classes for zip_map in _find(model).values()}
 
 
 def score_edits(model: Model) -> Edits:
-    """The edits that put a tensor in place of each such output; empty if the model has none.
+    """The edits that replace each output of ``read_classes`` with a tensor; empty if the model has no such output.
 
     The tensor is FP32 ``[-1, classes]`` and has the output's name. Nodes of ``ai.onnx.ml`` replace ZipMap, so that the
-    same execution provider runs them. Scaler fails, as ZipMap does, if the number of scores is not that of the classes.
-    FeatureVectorizer makes a matrix from the scores of a single row without an axis. Neither changes a score.
+    same execution provider runs them. Scaler fails, as ZipMap does, if the numbers of scores and classes differ.
+    FeatureVectorizer converts the scores of a single row without a batch axis to a matrix. Neither changes a score.
     """
     edits = {}
     for output, zip_map in _find(model).items():
@@ -63,7 +63,7 @@ def score_edits(model: Model) -> Edits:
 
 
 def _find(model: Model) -> dict[str, _ZipMap]:
-    """The nodes to replace, by output."""
+    """The ZipMap nodes to replace, by output."""
     outputs = {declared.name for declared in model.graph.outputs if declared.is_map_sequence}
     if not outputs:
         return {}

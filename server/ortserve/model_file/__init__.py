@@ -1,7 +1,7 @@
-"""Reading a model file without the package ``onnx``: once, without its weights, into one record for all analyses.
+"""Reads a model file once, without the package ``onnx`` and without its weights, into one record for all analyses.
 
-``protobuf`` is the wire format, ``graph`` the record, ``tensors`` reads constants, ``reading`` makes the record of a
-file, ``damage`` says which files are not whole, and ``editing`` replaces nodes for a session.
+``protobuf`` reads and writes the wire format, ``graph`` is the record, ``tensors`` reads constants, ``reading`` creates
+the record of a file, ``damage`` finds damaged files, and ``editing`` writes models and replaces nodes for a session.
 """
 
 __all__ = ["damage", "editing", "graph", "protobuf", "reading"]

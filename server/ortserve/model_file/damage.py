@@ -1,4 +1,4 @@
-"""Whether the files of a model are whole, as far as its record shows. Sessions and tools name the damage."""
+"""Finds damaged files of a model, as far as the model's record shows. Sessions and tools report the damage."""
 
 from pathlib import Path
 from typing import Final
@@ -7,13 +7,13 @@ from ortserve.model_file.graph import Model
 
 _POINTER: Final = b"version https://git-lfs.github.com/spec/v1\n"
 _LARGEST_POINTER: Final = 1024
-"""Bytes; as the specification of Git LFS requires."""
+"""Pointers are smaller than this number of bytes, as the specification of Git LFS requires."""
 
 
 def find_pointer(path: Path, model: Model) -> str:
     """Name the first file of a model that is a Git LFS pointer; empty if there is none. Blocks on the disk.
 
-    ONNX Runtime would take the pointer's text for weights, if they need no more bytes.
+    ONNX Runtime would use the pointer's text as weights if it is long enough.
     """
     if _is_pointer(path):
         return f"{path.name} is a Git LFS pointer, not a model: run 'git lfs pull'"
@@ -22,11 +22,11 @@ def find_pointer(path: Path, model: Model) -> str:
 
 
 def find_damage(path: Path, model: Model) -> str:
-    """Describe why the files of a model cannot be opened; empty if all are whole. Blocks on the disk.
+    """Describe the damage of a model's files; empty if all are complete. Blocks on the disk.
 
     Args:
         path: The model file.
-        model: Its record.
+        model: The record of the file.
     """
     if pointer := find_pointer(path, model):
         return pointer
@@ -45,7 +45,7 @@ def find_damage(path: Path, model: Model) -> str:
 
 
 def _is_pointer(file: Path) -> bool:
-    """Whether a file is a pointer. Files that cannot be read are none; a pipe is not opened."""
+    """Whether a file is a Git LFS pointer; False for an unreadable file. A pipe is not opened."""
     try:
         if not file.is_file() or file.stat().st_size >= _LARGEST_POINTER:
             return False

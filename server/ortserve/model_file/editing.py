@@ -1,6 +1,6 @@
-"""Writing serialized models, and replacing nodes and declarations in them, before a session is made of them.
+"""Writes serialized models, and replaces nodes and declarations in them before a session opens them.
 
-The files of edited models do not change, and nothing but the replaced fields is decoded.
+The files of edited models do not change. Fields that are not replaced are copied without decoding them.
 """
 
 import struct
@@ -45,17 +45,17 @@ _OPSET_DOMAIN: Final = 1
 _OPSET_VERSION: Final = 2
 
 Edits: TypeAlias = Mapping[tuple[int, str], bytes]
-"""Fields of the graph by number and name, with what replaces them. A node has the name of its first output here."""
+"""Replacements of fields of the graph, by field number and name. A node has the name of its first output here."""
 
 
 def edited_model(path: Path, edits: Edits, opset: bytes = b"") -> bytes:
-    """The serialized model with these edits, and with another imported operator set. Blocks on the file."""
+    """The serialized model with these edits, and with ``opset`` (from ``write_opset``) added. Blocks on the file."""
     with mapped_file(path) as model:
         return _edit(model, edits, opset)
 
 
 def write_model(graph: bytes, opset: int, ir_version: int) -> bytes:
-    """A model of a graph's serialized fields, with operators of ONNX only."""
+    """Serialize a model with only ONNX's own operators; ``graph`` holds the serialized fields of its graph."""
     return write_number(_MODEL_IR_VERSION, ir_version) + write_message(_MODEL_GRAPH, graph) + write_opset("", opset)
 
 
@@ -69,7 +69,7 @@ def write_opset(domain: str, version: int) -> bytes:
 def write_node(
     operator: str, domain: str, sources: Sequence[str], *targets: str, attributes: Iterable[bytes] = (), name: str = ""
 ) -> bytes:
-    """A node; each of ``attributes`` is from ``write_attribute``."""
+    """Serialize a node; ``attributes`` are results of ``write_attribute``."""
     names = [(_NODE_INPUT, source) for source in sources] + [(_NODE_OUTPUT, target) for target in targets]
     names += (_NODE_NAME, name), (_NODE_OPERATOR, operator), (_NODE_DOMAIN, domain)
     named = b"".join(write_message(number, text.encode()) for number, text in names)
@@ -77,7 +77,7 @@ def write_node(
 
 
 def write_attribute(name: str, value: bytes, kind: int) -> bytes:
-    """An attribute of a node, whose value is a serialized field of ``AttributeProto``, and its ``AttributeType``."""
+    """Serialize an attribute; ``value`` is a serialized field of ``AttributeProto``, ``kind`` an ``AttributeType``."""
     return write_message(_ATTRIBUTE_NAME, name.encode()) + value + write_number(_ATTRIBUTE_KIND, kind)
 
 
@@ -91,7 +91,7 @@ def write_constant(name: str, dtype: int, *values: float, is_list: bool = False)
 
 
 def write_tensor(number: int, name: str, dtype: int, dims: Sequence[int | None]) -> bytes:
-    """The declaration of a tensor, as ``GRAPH_INPUT`` or ``GRAPH_OUTPUT``. None is a free size."""
+    """Serialize the declaration of a tensor, with ``number`` ``GRAPH_INPUT`` or ``GRAPH_OUTPUT``. None: a free size."""
     sizes = (b"" if dim is None else write_number(_DIM_LENGTH, dim) for dim in dims)
     shape = b"".join(write_message(_SHAPE_DIM, size) for size in sizes)
     tensor = write_number(_TENSOR_TYPE, dtype) + write_message(_TENSOR_SHAPE, shape)
@@ -121,7 +121,7 @@ def _edit_graph(model: memoryview, start: int, end: int, edits: Edits) -> Iterat
 
 
 def _name(model: memoryview, span: tuple[int, int], number: int) -> str:
-    """The value that a field of a graph declares, or computes as its first output."""
+    """The name of the value that a field of a graph declares, or of a node's first output."""
     wanted = _NODE_OUTPUT if number == GRAPH_NODE else _VALUE_NAME
     names = (value for found, _, value in fields(model, *span) if found == wanted)
     return next((bytes(model[slice(*name)]).decode("utf-8", "backslashreplace") for name in names), "")

@@ -1,4 +1,4 @@
-"""The record of a model file: graphs, nodes, attributes, constants and functions. ``reading`` makes it."""
+"""The record of a model file: graphs, nodes, attributes, constants and functions. ``reading`` creates it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ BOOL: Final = 9
 DOUBLE: Final = 11
 BFLOAT16: Final = 16
 INTEGERS: Final = frozenset({2, 3, 4, 5, 6, 7, 12, 13, 21, 22})
-"""Element types (``TensorProto.DataType``)."""
+"""The element types of integers. These constants are numbers of ``TensorProto.DataType``."""
 ELEMENT_TYPES: Final[Mapping[int, tuple[str, int]]] = {
     1: ("float", 32), 2: ("uint8", 8), 3: ("int8", 8), 4: ("uint16", 16), 5: ("int16", 16), 6: ("int32", 32),
     7: ("int64", 64), 8: ("string", 0), 9: ("bool", 8), 10: ("float16", 16), 11: ("double", 64), 12: ("uint32", 32),
@@ -23,13 +23,13 @@ ELEMENT_TYPES: Final[Mapping[int, tuple[str, int]]] = {
     18: ("float8e4m3fnuz", 8), 19: ("float8e5m2", 8), 20: ("float8e5m2fnuz", 8), 21: ("uint4", 4), 22: ("int4", 4),
     23: ("float4e2m1", 4), 24: ("float8e8m0", 8), 25: ("uint2", 2), 26: ("int2", 2),
 }  # fmt: skip
-"""The name and the bits of each element type. Elements of strings have no fixed size."""
+"""Name and number of bits of each element type. Strings have no fixed size."""
 
 Constant: TypeAlias = int | Fraction
 """A number in a model file; whole numbers are ``int``."""
 
 Dims: TypeAlias = tuple[int | str | None, ...]
-"""A declared shape: fixed sizes, names of free sizes, None for free sizes without a name."""
+"""A declared shape: the number of a fixed size, the name of a free size, None for a free size without a name."""
 
 
 def constant(value: Constant) -> Constant:
@@ -49,7 +49,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """An attribute of a node in a function that takes the value of the function's attribute of this name."""
+    """A reference to a function's attribute of this name, whose value an attribute of a node in the function takes."""
 
     name: str
 
@@ -81,7 +81,7 @@ class Declared:
     Attributes:
         dims: The declared shape of a plain tensor; None for other types, and without a declared shape.
         is_tensor: Whether the type is a plain tensor.
-        denotations: What each axis in ``dims`` is for, such as ``DATA_BATCH``; empty texts are usual.
+        denotations: The purpose of each axis in ``dims``, such as ``DATA_BATCH``; usually empty texts.
         lacks_shape: Whether a plain or optional tensor is declared without a shape.
         element_dims: The declared shape of the tensors in a sequence; None for other types, and without a shape.
         is_map_sequence: Whether the type is a sequence of maps.
@@ -118,7 +118,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ExternalFile:
-    """A file with weights beside the model: the least size that it needs, and a tensor that reaches so far."""
+    """A file with weights beside the model: the minimum size that it must have, and the tensor that needs it."""
 
     nbytes: int
     tensor: str
@@ -132,10 +132,10 @@ class Model:
         graph: The main graph.
         opsets: Versions of operator sets by domain.
         functions: The model's own functions by domain, name and overload.
-        external_files: Files with weights, by their paths from the model's folder.
+        external_files: Files with weights, by path relative to the model's folder.
         is_readable: Whether the file is an ONNX model. If not, the graph is empty.
-        too_large: Why the graph is larger than analyses allow; empty if it is not.
-        has_invalid_names: Whether a name is not valid UTF-8. Its invalid bytes are escaped here.
+        too_large: The reason why the graph is too large for analyses; empty if it is not.
+        has_invalid_names: Whether a name is not valid UTF-8. The record has its invalid bytes escaped.
     """
 
     graph: Graph
@@ -154,7 +154,7 @@ UNREADABLE: Final = Model(Graph(), {}, is_readable=False)
 def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Sort nodes so that each comes after the nodes whose outputs it reads, as ONNX Runtime does.
 
-    Nodes of a cycle are left out.
+    Nodes of a cycle, and nodes that depend on them, are left out.
     """
     makers = {name: index for index, node in enumerate(nodes) for name in node.outputs if name}
     needs = [{makers[name] for name in names_read(node) if name in makers} for node in nodes]
@@ -166,7 +166,7 @@ def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
             readers[maker].append(index)
     left = [len(needed) for needed in needs]
     ready = [index for index, count in enumerate(left) if not count]
-    for index in ready:  # the loop appends to it
+    for index in ready:  # the loop appends to ``ready``
         for reader in readers[index]:
             left[reader] -= 1
             if not left[reader]:
@@ -175,7 +175,7 @@ def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def all_graphs(model: Model) -> Iterator[Graph]:
-    """The main graph, and all graphs that nodes run."""
+    """Yield the main graph, and all graphs that are attributes of nodes."""
     pending = [model.graph, *(graph for function in model.functions.values() for graph in graphs_of(function.nodes))]
     while pending:
         graph = pending.pop()
@@ -184,7 +184,7 @@ def all_graphs(model: Model) -> Iterator[Graph]:
 
 
 def all_nodes(model: Model) -> Iterator[Node]:
-    """The nodes of all graphs and functions."""
+    """Yield the nodes of all graphs and functions."""
     for graph in all_graphs(model):
         yield from graph.nodes
     for function in model.functions.values():
@@ -192,12 +192,12 @@ def all_nodes(model: Model) -> Iterator[Node]:
 
 
 def graphs_of(nodes: Iterable[Node]) -> Iterator[Graph]:
-    """The graphs that nodes run, without those inside them."""
+    """The graphs that are attributes of these nodes, without graphs nested in them."""
     return (value for node in nodes for value in node.attributes.values() if isinstance(value, Graph))
 
 
 def names_read(node: Node) -> Iterator[str]:
-    """The names that a node reads, also in its graphs."""
+    """Yield the names that a node reads, including those that its graphs read."""
     yield from node.inputs
     for value in node.attributes.values():
         if isinstance(value, Graph):

@@ -1,6 +1,6 @@
-"""The protobuf wire format (protobuf.dev/programming-guides/encoding): reading and writing the fields of messages.
+"""Reads and writes fields of messages in protobuf's wire format (protobuf.dev/programming-guides/encoding).
 
-A message is a span of bytes in a mapped file. Reading skips the values of unrequested fields, such as weights.
+A message is a span of bytes in a mapped file. Readers skip the values of fields that they do not need, such as weights.
 """
 
 import mmap
@@ -23,7 +23,7 @@ def mapped_file(path: Path) -> Iterator[memoryview]:
     """The content of a file, mapped into memory within the ``with``.
 
     Raises:
-        OSError: The file cannot be read. A pipe is not opened, as it can be read only once, by ONNX Runtime.
+        OSError: The file cannot be read. A pipe is not opened, because it can be read only once, by ONNX Runtime.
         ValueError: The file is empty.
     """
     if not path.is_file():
@@ -37,11 +37,11 @@ def mapped_file(path: Path) -> Iterator[memoryview]:
 
 
 def fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """Number, wire type and span of the value of each field of a message.
+    """Yield number, wire type and span of the value of each field of a message.
 
     Raises:
-        ValueError: The bytes are no message.
-        IndexError: The bytes are no message.
+        ValueError: The bytes are not a message.
+        IndexError: The bytes are not a message.
     """
     while start < end:
         tag = data[start]  # nearly all tags and sizes are varints of one byte
@@ -68,7 +68,7 @@ def fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, t
 
 
 def varint(data: memoryview, start: int) -> tuple[int, int]:
-    """A number, and the position behind it."""
+    """Read a varint. Returns the number and the position after it."""
     byte = data[start]
     if byte < 0x80:
         return byte, start + 1
@@ -85,12 +85,12 @@ def varint(data: memoryview, start: int) -> tuple[int, int]:
 
 
 def signed(value: int) -> int:
-    """An ``int64`` from its varint."""
+    """Convert a varint to the ``int64`` that it encodes."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def integers(data: memoryview, wire_type: int, start: int, end: int) -> list[int]:
-    """The numbers of one field of a repeated ``int64``: packed ones, or a single one."""
+    """The numbers in one field of a repeated ``int64``: several if they are packed, otherwise one."""
     if wire_type != LENGTH_DELIMITED:
         return [signed(varint(data, start)[0])]
     found: list[int] = []
@@ -109,7 +109,7 @@ class TextReader:
         """Whether a text was not valid UTF-8."""
 
     def read(self, start: int, end: int) -> str:
-        """A text. Bytes that are not valid UTF-8 are escaped."""
+        """Read a text. Bytes that are not valid UTF-8 are escaped."""
         try:
             return str(self._data[start:end], "utf-8")
         except UnicodeDecodeError:
@@ -118,12 +118,12 @@ class TextReader:
 
 
 def write_message(number: int, content: bytes) -> bytes:
-    """A length-delimited field."""
+    """Serialize a length-delimited field."""
     return write_tag(number) + write_varint(len(content)) + content
 
 
 def write_number(number: int, value: int) -> bytes:
-    """A field with a number that is not negative."""
+    """Serialize a field with a number that is not negative."""
     return write_varint(number << 3 | VARINT) + write_varint(value)
 
 
@@ -133,7 +133,7 @@ def write_float(number: int, value: float) -> bytes:
 
 
 def write_tag(number: int) -> bytes:
-    """The tag of a length-delimited field."""
+    """Serialize the tag of a length-delimited field."""
     return write_varint(number << 3 | LENGTH_DELIMITED)
 
 

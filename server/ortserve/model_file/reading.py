@@ -24,7 +24,7 @@ from ortserve.model_file.protobuf import LENGTH_DELIMITED, TextReader, fields, i
 from ortserve.model_file.tensors import TensorReader
 
 MOST_NODES: Final = 50_000
-"""The most nodes that analyses take. The record has all nodes nevertheless."""
+"""Maximum number of nodes for analyses. The record still has all nodes of a larger graph."""
 _DEEPEST: Final = 12
 _LONGEST_LIST: Final = 1 << 20
 _ENSEMBLES: Final = frozenset(
@@ -43,7 +43,7 @@ _KIND_OF_FIELD: Final = {2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 7: 6, 8: 7, 9: 8}
 def read_model(path: Path) -> Model:
     """Read a model file. Returns ``UNREADABLE`` for a file in another format. Blocks on the file.
 
-    Takes some 20 µs for each node.
+    Reading takes some 20 µs for each node.
     """
     try:
         with mapped_file(path) as data:
@@ -53,7 +53,7 @@ def read_model(path: Path) -> Model:
 
 
 def model_nbytes(path: Path, model: Model) -> int:
-    """The size of a model file and its external files. A session needs at least about as much memory."""
+    """Bytes of a model file and its external files. A session needs about this much memory or more."""
     files = (path.parent / name for name in model.external_files)
     return path.stat().st_size + sum(file.stat().st_size for file in files if file.is_file())
 
@@ -62,9 +62,9 @@ def parse_model(data: memoryview) -> Model:
     """Read a serialized ModelProto.
 
     Raises:
-        ValueError: The bytes are no ONNX model.
-        IndexError: The bytes are no ONNX model.
-        struct.error: The bytes are no ONNX model.
+        ValueError: The bytes are not an ONNX model.
+        IndexError: The bytes are not an ONNX model.
+        struct.error: The bytes are not an ONNX model.
     """
     return _Reader(data).model()
 
@@ -163,7 +163,7 @@ class _Reader:
                 inputs.append(self._declared(begin, after))
             elif number == 12:
                 outputs.append(self._declared(begin, after))
-            elif number == 15:  # sparse: the dense shape is enough
+            elif number == 15:  # a sparse tensor, of which only the dense shape is needed
                 name, tensor = self._tensors.sparse(begin, after)
                 constants[name] = tensor
         return Graph(in_order(nodes), constants, tuple(inputs), tuple(outputs))
@@ -233,7 +233,7 @@ class _Reader:
             return name, Reference(reference)
         if kind in (_KIND_FLOATS, _KIND_INTS, _KIND_STRINGS):
             return name, tuple(many)
-        if single is None:  # the message leaves out default values
+        if single is None:  # messages omit default values
             return name, _DEFAULTS.get(kind)
         return name, single
 
@@ -306,5 +306,5 @@ class _Reader:
 
 
 def _domain(name: str) -> str:
-    """The domain of an operator. ONNX's own domain has two names."""
+    """The domain of an operator. The two names of ONNX's own domain become an empty text."""
     return "" if name == "ai.onnx" else name

@@ -9,11 +9,12 @@ from ortserve.model_file.graph import Constant, ExternalFile, Tensor, constant
 from ortserve.model_file.protobuf import TextReader, fields, integers, varint
 
 MOST_ELEMENTS: Final = 4096
-"""The most elements of a constant of integers that the record keeps."""
+"""Maximum number of elements that the record stores for a constant of integers."""
 MOST_FLOATS: Final = 16
-"""The most elements of a constant of floats that the record keeps: larger ones are weights, not scales or bounds."""
+"""Maximum number of elements that the record stores for a constant of floats. Larger ones are weights, not scales or
+bounds."""
 
-# By element type: the format of one element in raw data, and the field that has it otherwise.
+# By element type: the format of one element in raw data, and the field that holds elements without raw data.
 _FORMATS: Final = {
     1: "f", 2: "B", 3: "b", 4: "H", 5: "h", 6: "i", 7: "q", 9: "?", 10: "e", 11: "d", 12: "I", 13: "Q",
 }  # fmt: skip
@@ -27,11 +28,11 @@ class TensorReader:
     """Reads the tensors of one message. Field numbers are those of onnx.proto (github.com/onnx/onnx)."""
 
     def __init__(self, data: memoryview, texts: TextReader) -> None:
-        """``texts`` reads ``data``, too."""
+        """``texts`` must read the texts of ``data``."""
         self._data = data
         self._text = texts.read
         self.external_files: Final[dict[str, ExternalFile]] = {}
-        """The files with weights of the tensors so far."""
+        """The external files of the tensors that were read so far, by location."""
 
     def sparse(self, start: int, end: int) -> tuple[str, Tensor]:
         name, dtype = "", 0
@@ -75,7 +76,7 @@ class TensorReader:
     def _elements(
         self, dtype: int, count: int, content: dict[int, list[tuple[int, int, int]]]
     ) -> tuple[Constant, ...] | None:
-        """The elements of a small tensor; None if they are not in the file, or not finite."""
+        """The elements of a small tensor; None if the file does not hold them, or if some are not finite."""
         data = self._data
         form = _FORMATS[dtype]
         found: list[int | float] = []

@@ -1,15 +1,15 @@
-"""Whether the rows of a batch are independent in a model, proven by a dataflow analysis of its graph.
+"""Proves by a dataflow analysis of a model's graph whether the rows of a batch are independent.
 
-The analysis is an abstract interpretation: ``number`` and ``symbols`` are the numbers of which shapes are made,
-``values`` the claims about a tensor, ``rules`` how operators change claims, ``walk`` analyses one graph, and
-``verdict`` tries the axes that may carry rows and gives the result. All code is pure, except for the reading of the
-file (``model_file``).
+The analysis is an abstract interpretation. ``number`` and ``symbols`` compute with the numbers in shapes, ``values``
+holds the claims about a tensor, and ``rules`` derives the claims about an operator's results. ``walk`` analyses one
+graph. ``verdict`` tries the axes that may carry rows and returns the result. All code is pure, except for the reading
+of the file (``model_file``).
 
 *Proven* is a promise: with N entries along the batch axis of each input that carries rows, entry r of each output is
-the result of row r alone, up to rounding. It holds while the requests of a batch agree in all other sizes and, byte for
-byte, in the inputs without rows, while sizes with a name in ``equal_sizes`` are equal, no axis is empty, and the model
-accepts each row alone. The model may still reject a batch as a whole, because of one row or of a node that no output
-needs; then the requests run alone.
+the result of row r alone, up to rounding. It holds under these conditions: The requests of a batch agree in all other
+sizes and, byte for byte, in the inputs without rows. Sizes with the same name in ``equal_sizes`` are equal. No axis is
+empty. The model accepts each row alone. The model may still reject a batch as a whole, because of one row or of a node
+that no output needs; then the requests run alone.
 """
 
 from ortserve.rows.number import DEPENDENT, N, Number, Product

@@ -1,8 +1,8 @@
 """Symbolic numbers: sizes of axes, and elements of small tensors, as expressions in the number of rows.
 
-A number is an integer or a fraction, a product of atoms and a power of the number of rows N, or ``DEPENDENT``. An atom
-is a number that depends neither on N nor on the values of the rows, such as the length of a sequence. The analysis
-never compares N with a constant; it only assumes ``N >= 1``. ``symbols`` computes with numbers.
+A number is an integer or fraction, a product of atoms and a power of the number of rows N, or ``DEPENDENT``. An atom is
+a number that depends neither on N nor on the values of the rows, such as the length of a sequence. Of N the analysis
+assumes only ``N >= 1``. ``symbols`` computes with numbers.
 """
 
 from collections.abc import Hashable, Iterable
@@ -14,18 +14,18 @@ from typing import Final, TypeAlias
 from ortserve.model_file.graph import Constant, constant
 
 MOST_TERMS: Final = 16
-"""The most terms of a sum. A longer sum becomes one atom."""
+"""Maximum number of terms of a sum. A longer sum becomes one atom."""
 
 
 class Atom:
     """A number that is the same for every N. Atoms are compared by identity.
 
     Attributes:
-        serial: The order in which atoms of one analysis are made.
-        terms: The sum that the atom stands for; empty for any other atom.
-        lowest: A lower bound; None if there is none.
-        is_whole: Whether it is an integer.
-        key: The expression that made it; empty for a fresh atom.
+        serial: The position in the order in which an analysis creates atoms.
+        terms: The terms of the sum that the atom represents; empty for any other atom.
+        lowest: A lower bound; None if none is known.
+        is_whole: Whether the number is certainly an integer.
+        key: The expression that the atom represents; empty for a fresh atom.
     """
 
     __slots__ = ("is_whole", "key", "lowest", "serial", "terms")
@@ -53,7 +53,7 @@ Powers: TypeAlias = tuple[tuple[Atom, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``factor * N ** rows * atoms``, with ``rows`` or ``atoms`` or both, and a ``factor`` that is not 0."""
+    """``factor * N ** rows * atoms``, where ``factor`` is not 0, and ``rows`` is positive or ``atoms`` is not empty."""
 
     factor: int | Fraction
     rows: int
@@ -76,7 +76,7 @@ class Dependent:
 
 
 DEPENDENT: Final = Dependent()
-"""A number that depends on N other than by a factor."""
+"""A number that depends on N in another way than by a power of N as a factor."""
 N: Final = Product(1, 1, ())
 """The number of rows in the batch."""
 
@@ -98,12 +98,12 @@ def is_whole(number: Number) -> bool:
 
 
 def atoms_of(number: Number) -> Iterable[Atom]:
-    """The atoms of a number, without the atoms in terms of sums."""
+    """The atoms of a number, but not the atoms in the terms of a sum."""
     return (atom for atom, _ in number.atoms) if isinstance(number, Product) else ()
 
 
 def lowest(number: Number) -> Constant | None:
-    """A lower bound of a number; None if there is none."""
+    """A lower bound of a number; None if none is known."""
     if isinstance(number, Product):
         if number.factor < 0:
             return -bound if (bound := _highest(number)) is not None else None
@@ -111,7 +111,7 @@ def lowest(number: Number) -> Constant | None:
         for atom, power in number.atoms:
             if atom.lowest is None:
                 return None
-            if atom.lowest < 0:  # another factor could only make it lower
+            if atom.lowest < 0:  # a bound for the product needs this atom as the only factor
                 return atom.lowest * bound if number == single_atom(atom, bound) else None
             bound = bound * atom.lowest**power
         return bound
@@ -164,12 +164,12 @@ def is_positive(number: Number) -> bool:
 
 
 def is_fine(factor: Constant) -> bool:
-    """Whether a fraction has so many bits that a product with it is rounded."""
+    """Whether a fraction has so many bits that a product with it may be rounded."""
     return isinstance(factor, Fraction) and (factor.denominator > 1 << 20 or abs(factor.numerator) > 1 << 20)
 
 
 def common_divisor(values: list[Constant]) -> Constant:
-    """The largest number that divides all of them to integers, with the sign of the last."""
+    """The largest number by which all values are divisible with integer quotients, with the sign of the last value."""
     if all(isinstance(value, int) for value in values):
         divisor: Constant = gcd(*(value.numerator for value in values))
     else:
@@ -201,7 +201,7 @@ def make_product(factor: Constant, rows: int, powers: dict[Atom, int]) -> Number
 
 
 def terms_of(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, Powers], Constant]":
-    """The terms of a sum by their products, with nested sums expanded."""
+    """The terms of a sum: the factor of each product of N and atoms. Nested sums are expanded."""
     terms: dict[tuple[int, Powers], Constant] = {}
     for number in numbers:
         for term in _expand(number):
@@ -215,7 +215,7 @@ def terms_of(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, 
 
 
 def _expand(number: "int | Fraction | Product") -> "list[int | Fraction | Product]":
-    """The terms of a number: a product with sums is a sum of products, unless these are too many."""
+    """The terms of a number. A product with sums is expanded to a sum of products, unless that has too many terms."""
     sums = [atom for atom, power in powers_of(number) if atom.terms and power == 1]
     if not sums or prod(len(atom.terms) for atom in sums) > MOST_TERMS:
         return [number]

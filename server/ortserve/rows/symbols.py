@@ -41,14 +41,14 @@ _ONE: Final[Number] = 1
 
 
 class Symbols:
-    """The atoms of one analysis, and arithmetic on numbers, which may make atoms."""
+    """The atoms of one analysis, and arithmetic on numbers, which may create atoms."""
 
     def __init__(self) -> None:
         self._atoms: dict[tuple[Hashable, ...], Atom] = {}
         self.made = 0
-        """How many atoms were made. Later atoms have a higher ``serial``."""
+        """Number of created atoms. Later atoms have a higher ``serial``."""
         self.steps = 0
-        """How many symbolic results were computed, as a measure of the time of the analysis."""
+        """Number of computed symbolic results, as a measure of the time of the analysis."""
         self.has_solved_size = False
         """Whether some size has the value that a target shape needs (``rules.shapes``)."""
 
@@ -201,7 +201,7 @@ class Symbols:
         return self.opaque("truncate", number)
 
     def divide_whole(self, one: Number, other: Number) -> Number:
-        """The quotient of two integers, rounded towards 0, as ``Div`` does it."""
+        """The quotient of two integers, rounded towards 0, as ``Div`` computes it."""
         if (exact := self.divide_exactly(one, other)) is not None:
             return exact
         if other == 0 or isinstance(one, Dependent) or isinstance(other, Dependent):
@@ -216,10 +216,11 @@ class Symbols:
         return self.opaque("divide", one, other, lowest=least)
 
     def bounded(self, number: Number, limit: int) -> Number:
-        """The result of one operation as a type holds it: an atom if the type may round it or let it overflow.
+        """The result of one operation as an element type holds it: an atom if the type may round it or let it overflow.
 
-        The constants of the number must have fewer digits than the type's ``limit``, counted from the last digit of
-        the finest one. Atoms that are not whole have all digits, so they allow no sum and no factor.
+        The type holds a number exactly if the number's constants, as multiples of 1 / their common denominator, are
+        less than the type's ``limit``. An atom that is not whole may already use all digits of the type, so that a sum
+        or product with it may be rounded.
         """
         self.steps += 1
         if isinstance(number, Dependent):
@@ -265,7 +266,7 @@ class Symbols:
         return low is not None and low >= 0
 
     def at_most_broadcast(self, length: Number, other: Number) -> bool:
-        """Whether an axis is a table cut to a length of at most ``other``, so that it broadcasts to ``other``."""
+        """Whether an axis is a table cut to at most ``other`` entries, so that it broadcasts to ``other``."""
         for atom in atoms_of(length):
             if length == single_atom(atom, 1) and atom.key:
                 if atom.key[0] == "minimum" and isinstance(atom.key[1], frozenset):
@@ -275,7 +276,7 @@ class Symbols:
         return False
 
     def broadcast(self, one: Number, other: Number) -> Number:
-        """The length of an axis that two operands with these lengths broadcast to."""
+        """The length of the axis to which two axes with these lengths broadcast."""
         if one == other or other == 1:
             return one
         if one == 1:

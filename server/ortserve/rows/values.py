@@ -38,7 +38,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The node that first made a tensor mixed or unknown, and the reason."""
+    """The first node with a mixed or unknown result on which a tensor depends, and the reason."""
 
     order: int
     node: str
@@ -50,13 +50,13 @@ class Facts:
     """Further facts about the values of a tensor. A free tensor has only bounds.
 
     Attributes:
-        stride: The value in the batch is the value alone plus the row's number times this. If it is ``DEPENDENT``,
-            the value in the batch is unknown, except for ``columns``.
-        nonnegative: The value alone is never negative.
-        below: The value alone, an integer, is below this; None if it is unknown.
+        stride: An entry in the batch is the entry of the row alone plus the row's number times ``stride``. If it is
+            ``DEPENDENT``, entries in the batch are unknown, except for ``columns``.
+        nonnegative: Whether no entry of a row alone is negative.
+        below: An upper bound, itself excluded, of the entries of a row alone, which are integers; None if unknown.
         columns: The operands of a Concat of columns along the last axis.
         padding: The text that pads rows to the longest row; None if rows are not padded.
-        transposed: Whether rows of the last axis were moved by a transposition, which ONNX Runtime may join with a
+        transposed: Whether the rows lay on the last axis before a transposition, which ONNX Runtime may fuse with a
             product.
     """
 
@@ -77,12 +77,12 @@ class Value:
 
     Attributes:
         dims: The shape in the batch; None if it is unknown, which is possible only for free and size tensors.
-        axis: The axis that carries the rows. This and the next two apply to rows only.
-        outer: How often the rows are repeated along the axis.
-        inner: How many neighbouring entries along the axis belong to one row.
+        axis: The axis that carries the rows. ``axis``, ``outer`` and ``inner`` apply to rows only.
+        outer: Number of times that the sequence of all rows is repeated along the axis.
+        inner: Number of neighbouring entries along the axis that belong to one row.
         dtype: The element type; 0 if it is unknown.
         elements: The elements of a small tensor without rows, in the order of memory.
-        cause: Why a tensor is mixed or unknown.
+        cause: The reason why a tensor is mixed or unknown.
     """
 
     kind: Kind
@@ -119,7 +119,7 @@ def free(
     elements: tuple[Number, ...] | None = None,
     facts: Facts = NO_FACTS,
 ) -> Value:
-    """A tensor without rows, of kind size if its elements depend on N. Of ``facts`` it keeps the bounds."""
+    """A tensor without rows, of kind size if its elements depend on N. Only the bounds in ``facts`` are used."""
     if elements is not None and any(map(contains_rows, elements)):
         return Value(Kind.SIZE, dims, dtype=dtype, elements=elements)
     if facts.nonnegative or facts.below is not None:
@@ -145,14 +145,14 @@ def rows(
 
 
 MOST_ELEMENTS: Final = 64
-"""The most elements that are computed; larger tensors have no known elements."""
+"""Maximum number of elements that are computed. Larger tensors have no known elements."""
 _EXACT_FLOATS: Final = frozenset({FLOAT, DOUBLE})
 
 Compute = Callable[..., Number]
 
 
 def paired(values: Sequence[Value], dims: Sequence[Number], compute: Compute) -> tuple[Number, ...] | None:
-    """The elements of a result of these dimensions, from those of its operands; None if they are unknown."""
+    """Compute the elements of a result of these dimensions from the operands' elements; None if they are unknown."""
     count = element_count(dims)
     if count is None or count > MOST_ELEMENTS:
         return None
@@ -170,7 +170,7 @@ def paired(values: Sequence[Value], dims: Sequence[Number], compute: Compute) ->
 
 
 def element_count(dims: Sequence[Number]) -> int | None:
-    """How many elements a tensor has; None if it is unknown."""
+    """The number of elements of a tensor; None if it is unknown."""
     count = 1
     for length in dims:
         if not isinstance(length, int):

@@ -1,6 +1,6 @@
 """The verdict about a model: whether its rows are proven independent, and along which axes.
 
-The axes that may carry the rows are hypotheses, which are tried one after another.
+A hypothesis assigns the axes that may carry the rows. Hypotheses are tried one after another.
 """
 
 import enum
@@ -56,7 +56,7 @@ def sum_terms(name: str) -> tuple[str | int, ...]:
 
 
 def real_inputs(model: Model) -> list[Declared]:
-    """The inputs without initializers, which a request must contain."""
+    """The inputs that a request must contain: those without an initializer."""
     return [declared for declared in model.graph.inputs if declared.name not in model.graph.constants]
 
 
@@ -66,7 +66,7 @@ def has_choice(model: Model, sizes: Sizes) -> bool:
 
 
 def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
-    """Axes for all inputs, lower axes first. Equally declared inputs have their rows along the same axis."""
+    """Yield axes for all inputs, lower axes first. Inputs with equal declarations have the rows on the same axis."""
     groups: dict[tuple[object, ...], list[str]] = {}
     choices: dict[tuple[object, ...], tuple[int, ...]] = {}
     fixed: dict[str, int | None] = {}
@@ -78,7 +78,7 @@ def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
         key = (declared.dims, axes)
         groups.setdefault(key, []).append(declared.name)
         choices[key] = axes
-    if len(groups) > _MOST_GROUPS:  # only the hypothesis of all first axes is tried
+    if len(groups) > _MOST_GROUPS:  # try only one hypothesis: the lowest possible axis of each input
         combinations = [tuple(axes[0] for axes in choices.values())]
     else:
         combinations = _lowest_first([choices[key] for key in groups])
@@ -90,7 +90,7 @@ def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
 
 
 def _lowest_first(choices: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The combinations with the lowest sums of axes."""
+    """The combinations of axes with the lowest sums, in ascending order."""
     found: list[tuple[int, ...]] = []
     ranked = [sorted(axes) for axes in choices]
     smallest = sum(axes[0] for axes in ranked)
@@ -112,7 +112,7 @@ def _with_sum(choices: Sequence[Sequence[int]], total: int, most: int) -> list[t
 
 
 def _nearly_lowest(choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Combinations for many groups: all on their lowest axis, and one group on another axis."""
+    """Combinations for many groups: all groups on their lowest axis, or all but one."""
     base = tuple(axes[0] for axes in choices)
     yield base
     for index, axes in enumerate(choices):
@@ -136,8 +136,8 @@ class InitialClaims:
 
     Attributes:
         claims: The claims, by input.
-        equal_sizes: Names of dimensions that are assumed equal, if ``believe_names``.
-        problem: Why an input has no claim; empty if all inputs have claims.
+        equal_sizes: Names of dimensions that are assumed equal wherever they occur. Empty without ``believe_names``.
+        problem: The reason why an input has no claim; empty if all inputs have claims.
     """
 
     def __init__(self, model: Model, symbols: Symbols, axes: Axes, request: Request, *, believe_names: bool) -> None:
@@ -209,7 +209,7 @@ class Outcome(enum.Enum):
     """The outcome of the analysis of a model's rows."""
 
     PROVEN = "proven"
-    """The batch gives each row the result of the row alone."""
+    """In a batch, each row has the same result as alone."""
     MIXED = "mixed"
     """An operator may combine rows."""
     UNKNOWN = "unknown"
@@ -223,12 +223,13 @@ class RowVerdict:
     """The result of the analysis of a model.
 
     Attributes:
-        input_axes: By graph input, the axis that carries the rows; None for an input without rows, in which
-            all requests of a batch must agree. Empty if the outcome is not proven.
-        output_axes: By graph output, likewise; None for an output that is the same for every batch.
+        input_axes: The axis that carries the rows, by graph input; None for an input without rows, in which all
+            requests of a batch must agree. Empty if the outcome is not proven.
+        output_axes: The axis that carries the rows, by graph output; None for an output that does not depend on the
+            rows. Empty if the outcome is not proven.
         equal_sizes: Names of dimensions that the proof assumes equal wherever they occur in the declared inputs, also
-            sums such as ``past + current``. A request that contradicts one of them must run alone.
-        node: The node that decides, by its name or as ``operator #index``; empty if the outcome is proven.
+            sums such as ``past + current``. A request in which such sizes differ must run alone.
+        node: The node that prevents the proof, by name or as ``operator #index``; empty if the outcome is proven.
         reason: The reason; empty if the outcome is proven.
     """
 
@@ -246,16 +247,16 @@ def prove_rows(
     input_shapes: Sizes | None = None,
     input_values: Values | None = None,
 ) -> RowVerdict:
-    """Whether the rows of a model are independent, along the first axes for which the proof succeeds.
+    """Try to prove that the rows of a model are independent, along the first axes for which the proof succeeds.
 
-    Never raises; an unreadable file gives ``UNKNOWN``. Blocks on the file. Takes some 50 µs for each node.
+    Never raises an error; an unreadable file gives ``UNKNOWN``. Blocks on the file. Takes some 50 µs for each node.
 
     Args:
         path: The model file.
         input_shapes: Sizes of a request's axes, for inputs whose rank or axes are not declared; None for an axis
-            of unknown size. The verdict then holds for requests with these sizes only.
-        input_values: Elements of small inputs that carry no rows, such as a rate. The verdict then holds for requests
-            with these values only.
+            of unknown size. The verdict then holds only for requests with these sizes.
+        input_values: Elements of small inputs without rows, such as a sampling rate. The verdict then holds only for
+            requests with these values.
     """
     model = read_model(path)
     if because := why_not_analysed(model):
@@ -300,9 +301,9 @@ def prove_axes(
     values: Values | None = None,
     budget: Budget | None = None,
 ) -> RowVerdict:
-    """The verdict for one hypothesis: ``axes`` has the axis of each input that carries rows.
+    """The verdict for one hypothesis: ``axes`` holds the axis of each input that carries rows.
 
-    Names of dimensions are assumed equal only if the proof needs it.
+    Dimensions of the same name are assumed equal only if the proof needs it.
 
     Raises:
         TooMuchWorkError: The analysis needs more than ``budget``.
@@ -327,7 +328,7 @@ def claims(
     *,
     believe_names: bool = False,
 ) -> dict[str, Value]:
-    """The claims of one hypothesis about all tensors of the main graph, by name. Tests check them."""
+    """The claims of one hypothesis about all tensors of the main graph, by name. Tests compare them with results."""
     symbols = Symbols()
     initial = InitialClaims(model, symbols, axes, Request(sizes or {}, values or {}), believe_names=believe_names)
     if initial.problem:
@@ -367,7 +368,7 @@ def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believ
 
 
 def _problem(value: Value) -> str:
-    """Why an output with this claim cannot be split into rows; empty if it can."""
+    """The reason why an output with this claim cannot be split into rows; empty if it can."""
     if value.kind is Kind.FREE:
         return ""
     if value.kind is Kind.SIZE:

@@ -12,15 +12,15 @@ from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import NO_FACTS, Cause, Kind, Value, free
 
 DOMAINS: Final = frozenset({"", "ai.onnx.ml"})
-"""Domains whose operators, also without a rule, compute free results from free operands."""
+"""Domains in which all operators compute free results from free operands, even operators without a rule."""
 RANDOM: Final = frozenset(
     {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"}
     | {"RandomUniformLike", "Sampling"}
 )
 MOST_VISITS: Final = 40_000
-"""The most visits of nodes for one model, over all hypotheses and rounds of loops. A visit takes some 50 µs."""
+"""Maximum of visits of nodes for one model, over all hypotheses and rounds of loops. A visit takes some 50 µs."""
 _STEPS_A_VISIT: Final = 2
-"""How many symbolic steps take as long as a visit."""
+"""Number of symbolic steps that take as long as a visit."""
 _DEEPEST: Final = 16
 
 
@@ -29,7 +29,7 @@ class TooMuchWorkError(Exception):
 
 
 class Budget:
-    """Counts visits of nodes."""
+    """Limits the number of visits of nodes."""
 
     def __init__(self, visits: int = MOST_VISITS) -> None:
         self.left = visits
@@ -86,7 +86,7 @@ class _Scope:
         self._depth = depth
 
     def walk(self, nodes: Sequence[Node], constants: Mapping[str, Tensor], names: dict[str, Value]) -> dict[str, Value]:
-        """Analyse nodes, given the claims in ``names``. Adds the claims about all tensors to it and returns it."""
+        """Analyse nodes, given the claims in ``names``. Adds the claims about their outputs to ``names``."""
         for name, tensor in constants.items():
             if name not in names:
                 names[name] = constant_value(tensor)
@@ -143,7 +143,7 @@ class _Scope:
             return self._failed(node, Kind.UNKNOWN, order, index, str(not_known))
         except TooMuchWorkError:
             raise
-        except Exception as error:  # noqa: BLE001 - an operand that no rule expects is no reason not to load the model
+        except Exception as error:  # noqa: BLE001 - an error in a rule must not fail the load of the model
             reason = f"is not what its rule expects: {type(error).__name__}"
             return self._failed(node, Kind.UNKNOWN, order, index, reason)
 
@@ -207,7 +207,7 @@ class _Scope:
         return value
 
     def _call(self, function: Function, node: Node, operands: list[Value | None]) -> list[Value]:
-        """The outputs of a function of the model."""
+        """The claims about the outputs of a call of one of the model's functions."""
         if self._depth >= _DEEPEST:
             raise NotKnownError(f"nests functions more than {_DEEPEST} deep")
         for domain, version in function.opsets.items():
@@ -229,7 +229,7 @@ class _Scope:
         return [_given(names, name) for name in function.outputs[: len(node.outputs)]]
 
     def _substituted(self, attributes: Mapping[str, Attribute]) -> Mapping[str, Attribute]:
-        """Attributes with references replaced by the function's attributes. Attributes without a value are left out."""
+        """Replace references by the attributes of the function. References without a value are left out."""
         if not any(isinstance(value, Reference) for value in attributes.values()):
             return attributes
         found: dict[str, Attribute] = {}
@@ -242,7 +242,7 @@ class _Scope:
 
 
 def _check_operands(rule: Rule, operands: Sequence[Value | None]) -> None:
-    """Raise unless the rule supports the facts of its operands, and its parameters are free."""
+    """Raise an error unless the rule supports the facts of the operands, and the rule's parameters are free."""
     for i, value in enumerate(operands):
         if value is None or value.kind is Kind.FREE:
             continue

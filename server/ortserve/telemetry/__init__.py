@@ -1,6 +1,6 @@
-"""Metrics, log lines and traces: records what happens and decides nothing.
+"""Metrics, log lines and traces. This room records what happens and decides nothing.
 
-The only room, besides ``app``, that imports prometheus_client, and the only one that imports OpenTelemetry.
+Only it and ``app`` import prometheus_client, and only it imports OpenTelemetry.
 """
 
 __all__ = [

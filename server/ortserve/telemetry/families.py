@@ -1,8 +1,8 @@
 """Metric families at a scrape, and their text in Prometheus' format.
 
-The writer must be fast enough for a thousand models, because a scrape competes with the event loop. It keeps the parts
-on which prometheus_client's own writer spends most of its time: the part of a line before its value, and the whole text
-of a histogram that has counted nothing since the last scrape.
+The writer must be fast enough for a thousand models, because a scrape competes with the event loop. It caches the parts
+on which prometheus_client's own writer spends most of its time: the part of a line before the value, and the whole text
+of a histogram that has not changed since the last scrape.
 https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 """
 
@@ -23,12 +23,12 @@ from ortserve.telemetry.series import HistogramSeries
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 SeriesKey: TypeAlias = tuple[str, Labels, Tags]
-"""The name of a metric, and the labels of one of its series."""
+"""The name of a metric, and the label values and tags of one of its series."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """A series at one moment. ``counts`` are per bucket, not cumulative; ``total`` is in the series' unit."""
+    """A histogram series at one moment. ``counts`` are per bucket, not cumulative; ``total`` is in the series' unit."""
 
     labels: Labels
     counts: tuple[int, ...]
@@ -46,11 +46,11 @@ class Family(Metric):
     """A family at one moment. ``TextFormat`` writes it without creating the library's samples.
 
     Attributes:
-        declaration: Its name, type, labels and description.
+        declaration: Name, type, labels and description.
         values: Values of a gauge or counter, by label values.
         histograms: Series of a histogram.
         scale: Number of the series' units in one unit of the declaration.
-        tags: Further labels of all series of a model, by its name.
+        tags: Further labels of all series of a model, by the model's name.
     """
 
     def __init__(
@@ -104,7 +104,10 @@ class Family(Metric):
 
 
 def prometheus_type(declaration: Declaration) -> str:
-    """The library's type. Counters under Triton's names lack ``_total``, so no format accepts them as counters."""
+    """The library's type for a declaration.
+
+    Counters under Triton's names lack the suffix ``_total``, so that no format accepts them as counters.
+    """
     if declaration.type == "counter" and not declaration.name.endswith("_total"):
         return "unknown"
     return declaration.type
@@ -116,14 +119,14 @@ def bucket_bounds(declaration: Declaration) -> list[str]:
 
 
 def spell_number(value: float) -> str:
-    """A number as the text format requires it: as Go parses it."""
+    """Write a number as the text format requires it, in Go's syntax."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return repr(value)
 
 
 class TextFormat:
-    """Writes the metrics of a registry. From any thread; concurrent scrapes wait for each other."""
+    """Writes the metrics of a registry. Thread-safe; concurrent scrapes wait for each other."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -1,6 +1,6 @@
-"""Rates of a model version from two readings of its counts, and the last 15 minutes of them in a fixed ring of memory.
+"""Rates of a model version from two readings of its counts, and a ring of the rates of the last 15 minutes.
 
-Pure: the console's ``service/observation`` decides when to read. The counts of ``series`` only grow.
+The code is pure: the console's ``service/observation`` decides when to read. The counts of ``series`` only grow.
 """
 
 from collections import deque
@@ -18,12 +18,12 @@ from ortserve.telemetry.series import ModelMetrics
 
 RING_INTERVAL_S: Final = 5
 RING_SAMPLES: Final = 180
-"""15 minutes."""
+"""Number of samples in a ring: 15 minutes."""
 _ERRORS_EVERY: Final = 12
-"""Samples between two remembered counts of errors: a minute."""
+"""Number of samples between two stored counts of errors: a minute."""
 
 REFUSALS: Final = frozenset((ErrorKind.OVERLOADED, ErrorKind.DEADLINE, ErrorKind.NOT_READY))
-"""Kinds of errors by which the server rejects valid requests; the others are failures."""
+"""Kinds of errors with which the server rejects valid requests; the others are failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Counts:
     """The counts of a version at one moment.
 
     Attributes:
-        at_ns: The moment (monotonic).
-        durations: Answered requests by the buckets of their duration, of all protocols.
+        at_ns: Monotonic time of the reading.
+        durations: Number of answered requests in each bucket of durations, over all protocols.
         phases_ns: Total time of each phase.
         rows: Rows of answered requests.
-        batches: Batches that ran.
-        batch_rows: Their rows.
+        batches: Number of batches that ran.
+        batch_rows: Rows of the batches that ran.
         refused: Requests that failed with one of ``REFUSALS``.
-        failed: Requests that failed otherwise, without those that their callers cancelled.
+        failed: Requests that failed otherwise, except for requests that their callers cancelled.
     """
 
     at_ns: int
@@ -51,7 +51,7 @@ class Counts:
     failed: int
 
     def is_same(self, other: "Counts") -> bool:
-        """Whether nothing was counted between the two."""
+        """Whether nothing was counted between the two readings."""
         return (
             self.rows == other.rows
             and self.refused == other.refused
@@ -63,7 +63,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened between two readings. Durations are milliseconds, 0 if no request was answered.
+    """Rates and means between two readings. Durations are milliseconds, 0 if no request was answered.
 
     ``requests_per_s`` counts answered requests, ``batch_rows`` is the mean size of a batch, and the phases are means.
     """
@@ -86,7 +86,7 @@ class Rates:
 
 
 COLUMNS: Final = tuple(field.name for field in fields(Rates))
-"""Of the rows of a ring, in this order."""
+"""Names of the values in a row of a ring, in this order."""
 IDLE: Final = Rates()
 
 
@@ -118,9 +118,9 @@ def rates(before: Counts, after: Counts, *, queue_rows: int, saturation: float |
 
     Args:
         before: The earlier reading.
-        after: The later one.
-        queue_rows: In the queue now.
-        saturation: Now; None if unknown, which counts as 0.
+        after: The later reading.
+        queue_rows: Rows in the queue now.
+        saturation: The current saturation; None if unknown, which counts as 0.
     """
     seconds = max(after.at_ns - before.at_ns, 1) / 1e9
     buckets = [new - old for new, old in zip_longest(after.durations, before.durations, fillvalue=0)]
@@ -147,12 +147,12 @@ def rates(before: Counts, after: Counts, *, queue_rows: int, saturation: float |
 
 
 def quantile(buckets: Sequence[int], bounds: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of the observations lie, interpolated inside its bucket as Prometheus does.
+    """The value below which ``share`` of the observations lie, interpolated inside a bucket as Prometheus does.
 
     Args:
-        buckets: Number of observations in each bucket; the last one has no upper bound.
-        bounds: Upper bounds of the others.
-        share: 0 to 1.
+        buckets: Number of observations in each bucket; the last bucket has no upper bound.
+        bounds: Upper bounds of the other buckets.
+        share: A number from 0 to 1.
 
     Returns:
         0 without observations; the largest bound for a value beyond it.
@@ -171,20 +171,20 @@ def quantile(buckets: Sequence[int], bounds: Sequence[float], share: float) -> f
 
 
 class Ring:
-    """The rates of the last 15 minutes of one version, in 11 KB, and its errors by kind at each of their minutes."""
+    """The rates of one version over the last 15 minutes, in 11 KB, and the counts of errors by kind at each minute."""
 
     def __init__(self, sample: int, errors: Mapping[str, int]) -> None:
-        """Begin empty.
+        """Create an empty ring.
 
         Args:
-            sample: Number of the first sample; all rings of a server count alike.
-            errors: The counts of errors before it.
+            sample: Number of the first sample. All rings of a server use the same numbers.
+            errors: The counts of errors before the first sample.
         """
         self._rows = np.zeros((RING_SAMPLES, len(COLUMNS)), np.float32)
         self._errors = deque([errors], maxlen=RING_SAMPLES // _ERRORS_EVERY)
         self._first = self._next = sample
         self.last_active = sample
-        """The last sample in which anything happened."""
+        """The last sample that differs from ``IDLE``."""
 
     def add(self, sample: int, now: Rates, errors: Mapping[str, int]) -> None:
         """Add the rates of a sample; ``errors`` are counts since the load."""
@@ -198,7 +198,7 @@ class Ring:
             self.last_active = sample
 
     def is_forgotten(self, sample: int) -> bool:
-        """Whether nothing has happened in all of its samples."""
+        """Whether all samples of the ring are idle."""
         return sample - self.last_active >= RING_SAMPLES
 
     def rows(self) -> list[list[float]]:
@@ -215,7 +215,7 @@ class Ring:
 
 
 def errors_by_kind(metrics: ModelMetrics) -> dict[str, int]:
-    """The failed requests of a version since its load."""
+    """The number of failed requests of a version since its load, by kind of error."""
     counts: dict[str, int] = {}
     for (_, kind), series in metrics.failed.items():
         counts[kind.value] = counts.get(kind.value, 0) + sum(series.counts)

@@ -77,7 +77,7 @@ def json_line(
 
 
 class LogSwitches:
-    """Enables and disables the lines of each severity while the process runs. From any thread."""
+    """Enables and disables the lines of each severity while the process runs. Thread-safe."""
 
     def __init__(self, level: Literal["debug", "info", "warning", "error"]) -> None:
         """Enable all severities from ``level`` on."""
@@ -110,7 +110,7 @@ class LogSwitches:
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """The server's only handler. Its own class lets a second configuration find and replace it."""
+    """The server's only handler. The class of its own lets a second configuration find and replace it."""
 
     def __init__(self, switches: LogSwitches, log_format: LogFormat) -> None:
         super().__init__(sys.stderr)
@@ -135,11 +135,11 @@ def configure_logging(
     root.addHandler(StderrHandler(switches, log_format))
     switches.apply()
     if level != "debug":
-        # It logs each connection without valid HTTP: any caller could fill the disk.
+        # uvicorn logs each connection without valid HTTP: any caller could fill the disk.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        # It logs each failed export, and each trace header that is too long.
+        # OpenTelemetry logs each failed export, and each trace header that is too long.
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
-    # At level debug it logs every header, and with them the keys of callers.
+    # At level debug, hpack logs every header, and with the headers the keys of callers.
     logging.getLogger("hpack").setLevel(logging.WARNING)
     return switches
 
@@ -157,10 +157,10 @@ def log_event(logger: logging.Logger, level: int, message: str, **fields: object
 
 
 def fit_fields(fields: Mapping[str, object], logger: str, message: str) -> dict[str, object]:
-    """The leading fields that fit in a line; the field that exceeds ``_MOST_IN_LINE`` is truncated, the rest dropped.
+    """The leading fields that fit in a line. The first field that does not fit is truncated, later ones are dropped.
 
-    For events with long fields that are available in full elsewhere, for example in a model's metadata. The length is
-    that of a text line; a JSON line is slightly longer.
+    This is for events with long fields that are available in full elsewhere, for example in a model's metadata. The
+    limit ``_MOST_IN_LINE`` applies to text lines; a JSON line is slightly longer.
     """
     room = _MOST_IN_LINE - len(text_line(0, "WARNING", logger, message, {}))
     fitting: dict[str, object] = {}
@@ -180,7 +180,7 @@ def fit_fields(fields: Mapping[str, object], logger: str, message: str) -> dict[
 
 
 def log_fault(logger: logging.Logger, message: str, fault: BaseException, /, **fields: object) -> None:
-    """Log an internal error with its traceback; otherwise as ``log_event``."""
+    """Log an internal error with its traceback. See ``log_event`` for the fields."""
     logger.error("%s", message, exc_info=fault, extra={"fields": fields}, stacklevel=2)
 
 
@@ -201,7 +201,7 @@ def _json_value(value: object) -> object:
 
 def _spell(value: object) -> str:
     text = str(value)
-    # Quoted if it could be misread as several fields or lines.
+    # Quote the text if it could be misread as several fields or lines.
     is_printable = text.isprintable()
     if text and is_printable and " " not in text and '"' not in text and "=" not in text:
         return text
@@ -211,8 +211,8 @@ def _spell(value: object) -> str:
 class AccessLog:
     """One line per inference request, to standard error. Loop thread only.
 
-    The lines of one turn of the event loop are written together and without ``logging``: written one by one through
-    ``logging``, a line costs several times as much, which matters for a request of about 50 us.
+    The lines of one turn of the event loop are written together and without ``logging``. Through ``logging``, one by
+    one, a line would cost several times as much, which matters for a request of about 50 us.
     """
 
     def __init__(self, switches: LogSwitches, log_format: LogFormat) -> None:

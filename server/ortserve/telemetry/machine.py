@@ -20,9 +20,9 @@ class GpuReading:
     """State of one GPU; None for values that it does not report.
 
     Attributes:
-        uuid: As NVIDIA's tools show it.
-        utilization: Share of recent time in which it computed.
-        memory_total_bytes: Size of its memory.
+        uuid: The UUID that NVIDIA's tools show.
+        utilization: Share of recent time in which the GPU computed.
+        memory_total_bytes: Size of the memory.
         memory_used_bytes: Memory in use by all processes.
         power_watts: Current power.
         power_limit_watts: Power limit.
@@ -121,15 +121,14 @@ _LEAST_NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Ticks:
-    """Counts of the kernel for all processors, in its own unit."""
+    """Busy and idle time of all processors, in the kernel's unit."""
 
     busy: int
     idle: int
 
 
 class CpuReader:
-    """Reads Linux's ``/proc`` for the whole machine, also in a container, as Triton does. From any thread; never
-    raises.
+    """Reads Linux's ``/proc`` for the whole machine, even in a container, as Triton does. Thread-safe; never raises.
 
     Without ``/proc`` all values are None. The utilization covers the time since the last scrape, or since construction.
     A scrape within a second of the last one returns the same value, so that two scrapers do not disturb each other.
@@ -144,7 +143,7 @@ class CpuReader:
         self._utilization: float | None = None
 
     def read(self) -> CpuReading:
-        """The current state. The kernel provides the files, so reading them does not wait for a disk."""
+        """Read the current state. The kernel provides the files, so reading them does not wait for a disk."""
         total, available = _read_memory(self._folder)
         used = None if total is None or available is None else max(0, total - available)
         return CpuReading(self._read_utilization(), total, used)

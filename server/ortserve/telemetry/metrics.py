@@ -1,8 +1,8 @@
-"""All metrics of a server, handed to Prometheus as families at a scrape.
+"""All metrics of a server, passed to Prometheus as families at a scrape.
 
-Counting happens on the event loop, in ``series``; a ``Collector`` (prometheus_client's documented extension) reads the
-counts when a scrape comes. For the total and five phases of a request, counting this way costs a fifth of the loop's
-time that prometheus_client's own histograms cost (0.8 against 4.0 us, ``loadtests/results/metrics_cost.md``).
+The event loop counts in ``series``. A ``Collector`` (prometheus_client's documented extension) reads the counts at a
+scrape. For the total and five phases of a request, this costs a fifth of the loop's time that prometheus_client's own
+histograms cost (0.8 against 4.0 us, ``loadtests/results/metrics_cost.md``).
 
 A histogram is exposed from its first observation on, so that a thousand idle models cost a scrape little.
 
@@ -51,12 +51,12 @@ class Metrics(Collector):
     """All metrics of a server. Registers itself, and the metrics of the process, with ``registry``.
 
     Callers cannot create label values: the label ``model`` holds names that the registry passed to ``model``, or "".
-    Only a model's configuration adds labels, a bounded number.
-    All methods but ``unauthorized``, ``collect`` and ``describe`` run on the event loop.
+    Only a model's configuration adds labels, and their number is bounded. Methods run on the event loop, except for
+    ``unauthorized``, ``collect``, ``describe`` and methods that allow any thread.
 
     Args:
-        registry: The metrics port exposes it.
-        onnxruntime_version: For ``ortserve_build_info``; this room does not import ONNX Runtime.
+        registry: The registry that the metrics port exposes.
+        onnxruntime_version: The version for ``ortserve_build_info``, because this room does not import ONNX Runtime.
     """
 
     def __init__(self, registry: CollectorRegistry, *, onnxruntime_version: str = "") -> None:
@@ -100,12 +100,12 @@ class Metrics(Collector):
         self._rejected.setdefault(series.name, {})
 
     def models(self) -> list[ModelMetrics]:
-        """The series of every version. From any thread."""
+        """The series of every version. Any thread may call it."""
         # list() of a dictionary's view is one step under the GIL, so the loop may add series meanwhile.
         return list(self._models.values())
 
     def tags(self) -> dict[str, Tags]:
-        """The tags of the models that have any, by name. From any thread."""
+        """The tags of all models with tags, by name. Any thread may call it."""
         return {model.name: model.tags for model in self.models() if model.tags}
 
     def forget(self, name: str, version: str) -> None:
@@ -125,13 +125,13 @@ class Metrics(Collector):
         self._loads[labels] = self._loads.get(labels, 0) + 1
 
     def batch_overdue(self, model: str, *, is_abandoned: bool = False) -> None:
-        """Count a run that exceeded its time limit and was terminated, or one that was abandoned."""
+        """Count a run that exceeded its time limit and was terminated, or that was abandoned."""
         for outcome in _OVERDUE_OUTCOMES:
             self._overdue_batches.setdefault((model, outcome), 0)
         self._overdue_batches[model, _OVERDUE_OUTCOMES[is_abandoned]] += 1
 
     def certificate_serves(self, expires_s: float) -> None:
-        """Set when the certificate in use expires, in seconds since 1970."""
+        """Set the expiration time of the certificate in use, in seconds since 1970."""
         self._certificate_expires_s = expires_s
         for outcome in ("ok", "failed"):
             self._certificate_reloads.setdefault((outcome,), 0)
@@ -141,7 +141,7 @@ class Metrics(Collector):
         self._certificate_reloads["ok" if is_ok else "failed",] += 1
 
     def cut_answer(self, cause: str) -> None:
-        """Count a gRPC answer that ended before the caller had received all of it."""
+        """Count a gRPC answer that ended before the caller had received it completely."""
         self._cut_answers[cause,] = self._cut_answers.get((cause,), 0) + 1
 
     def connection_error(self, code: str) -> None:
@@ -188,13 +188,13 @@ class Metrics(Collector):
         by_reason[reason] = by_reason.get(reason, 0) + 1
 
     def unauthorized(self, group: str, kind: ErrorKind) -> None:
-        """Count a request without a valid key. From any thread, because the metrics port rejects requests, too."""
+        """Count a request without a valid key. Thread-safe, because the metrics port rejects requests, too."""
         with self._unauthorized_lock:
             labels = (group, kind.value)
             self._unauthorized[labels] = self._unauthorized.get(labels, 0) + 1
 
     def total_requests(self) -> tuple[int, int]:
-        """Counted requests of all known versions, and those of them that ended with one of ``_FAULTS``."""
+        """The number of counted requests, and the number of those that ended with one of ``_FAULTS``."""
         requests = faults = 0
         failed = [self._unknown]
         for model in self._models.values():
@@ -342,7 +342,7 @@ def _sequences(models: Iterable[ModelMetrics]) -> Iterator[Family]:
 
 
 def _devices(devices: Sequence[DeviceReading], runs: Iterable[tuple[Labels, DeviceRuns]]) -> Iterator[Family]:
-    """The families of devices; ``runs`` by model and version."""
+    """The families of devices, and of ``runs`` by model and version."""
     memory: dict[Labels, float] = {(one.name, kind): size for one in devices for kind, size in one.memory.items()}
     yield Family(declared.DEVICE_MEMORY, memory)
     yield Family(declared.DEVICE_LEDGER, _by_owner((one.name, one.ledger) for one in devices))

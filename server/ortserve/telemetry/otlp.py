@@ -44,11 +44,11 @@ _MAX_TEXT: Final = 256
 
 
 class RequestSpans:
-    """A finished sampled request, which ``make`` converts to spans: of the request, its phases and an ensemble's steps.
+    """A finished sampled request. ``make`` converts it to spans of the request, its phases and an ensemble's steps.
 
     ``context`` is the context of the request's own span, the only attribute that a span processor reads before export.
-    The spans are created with the library's constructor, because its tracer would have to run when the request begins
-    and costs several times as much.
+    The spans are created with the library's constructor. The library's tracer would have to run when the request
+    begins, and costs several times as much.
     """
 
     __slots__ = ("_operation", "_parent", "_path", "_request", "context")
@@ -73,7 +73,7 @@ class RequestSpans:
         return _count(self._request)
 
     def make(self, resource: Resource, wall_minus_monotonic_ns: int) -> Iterator[ReadableSpan]:
-        """Yield the span of the request, then the spans of its phases and of its steps with theirs."""
+        """Yield the span of the request, the spans of its phases, and those of its steps, each with its own phases."""
         maker = _Maker(resource, wall_minus_monotonic_ns)
         request = self._request
         yield maker.span(self._operation.name, self.context, self._parent, request, self._attributes(), SpanKind.SERVER)
@@ -95,7 +95,7 @@ class RequestSpans:
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes the spans of one export."""
+    """Creates the spans of one export."""
 
     resource: Resource
     wall_minus_monotonic_ns: int
@@ -116,7 +116,7 @@ class _Maker:
         return self._span(name, context, parent, begin_ns, end_ns, attributes=attributes, kind=kind, status=status)
 
     def inner(self, context: SpanContext, ended: EndedRequest | EndedStep) -> Iterator[ReadableSpan]:
-        """Yield the spans of the phases, and those of the steps with what is inside them."""
+        """Yield the spans of the phases, and those of the steps with their inner spans."""
         for name, begin_ns, end_ns in _phases(ended):
             yield self._span(name, _below(context), context, begin_ns, end_ns)
         for step in ended.timing.steps:
@@ -159,7 +159,7 @@ def _outcome(ended: EndedRequest | EndedStep) -> str:
 
 
 def _describe(ended: EndedRequest | EndedStep) -> dict[str, str | int]:
-    """The attributes that requests and steps have."""
+    """The attributes that requests and steps have in common."""
     attributes: dict[str, str | int] = {}
     _add_texts(attributes, {"ortserve.model.name": ended.model, "ortserve.model.version": ended.version})
     if ended.rows:
@@ -179,9 +179,9 @@ def _add_texts(attributes: dict[str, str | int], texts: Mapping[str, str]) -> No
 
 
 def _phases(request: EndedRequest | EndedStep) -> Iterator[tuple[str, int, int]]:
-    """Yield name, begin and end of the finished phases, and of decoding or the queue if the request failed there.
+    """Yield name, begin and end of the finished phases, and of the phase in which the request failed before its run.
 
-    For a failed run, the times of its phases are unknown.
+    The phases of a failed run are omitted, because their times are unknown.
     """
     timing = request.timing
     begin_ns = timing.received_ns
@@ -204,7 +204,7 @@ _IS_UNSAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{1
 """A ``traceparent`` without the sampled flag. Matching it here is cheaper than parsing it with the library."""
 
 _QUEUED_REQUESTS: Final = 2048
-"""Maximum number of requests that wait for export, with at most six spans each, and six more for each step."""
+"""Maximum number of requests that wait for export. Each has at most six spans, and six more for each step."""
 
 _EXPORTED_REQUESTS: Final = 256
 """Requests per export. Creating and encoding their spans takes about ten milliseconds of the interpreter lock."""
@@ -254,7 +254,7 @@ class OtlpTracing:
         default_service_name: str,
         clock: Clock,
     ) -> None:
-        """Do not connect yet. If ``endpoint`` is None, the library's variables name it.
+        """Prepare the export without connecting. If ``endpoint`` is None, the library's variables name it.
 
         Raises:
             Exception: The library raises various types for invalid variables.
@@ -305,7 +305,7 @@ class OtlpTracing:
             self._rejected_spans += spans.count
             return
         self._handed_over += 1
-        # The processor reads only the context of a span before it passes it to our exporter.
+        # The processor reads only the context of a span before it passes the span to ``_RequestExporter``.
         self._processor.on_end(cast("ReadableSpan", spans))
 
     def close(self, timeout_s: float) -> None:
@@ -352,7 +352,7 @@ class _RequestExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """Stop sending, and stop retries of a current export. Idempotent."""
+        """Stop sending, and stop retries of the current export. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._exporter.shutdown()
@@ -365,12 +365,12 @@ def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
         return GrpcExporter(endpoint)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-    # As for the library's variable of the same meaning, the option does not contain the path.
+    # The option does not contain the path, like the library's variable of the same meaning.
     return HttpExporter(None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces")
 
 
 def _resource(service_name: str | None, default_service_name: str) -> Resource:
-    """The resource of the spans: from the options, else from the variables, else the defaults."""
+    """The resource of the spans. Options take precedence over variables, and variables over defaults."""
     known = Resource(
         {SERVICE_NAME: default_service_name, SERVICE_VERSION: __version__, SERVICE_INSTANCE_ID: str(uuid4())}
     )

@@ -1,6 +1,6 @@
-"""Values that other rooms hand to the metrics: devices, runs on devices, batchers, and the event loop.
+"""Values that other rooms provide to the metrics: devices, runs on devices, batchers, and the event loop.
 
-A scrape takes the readings, on its own thread. The loop writes ``LoopActivity``, and its watchdog reads it.
+A scrape takes the readings on its own thread. The event loop writes ``LoopActivity``, and the watchdog reads it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ class BatchingNumbers:
     Attributes:
         queue_rows: Rows in the queue.
         decisions: Counts by decision.
-        latency_s: Predicted time of a batch, by its rows.
-        latency_error_s: 95th percentile of how much longer batches take than predicted.
+        latency_s: Predicted time of a batch, by number of rows.
+        latency_error_s: 95th percentile of the time by which batches exceed their predicted time.
         queue_requests: Requests in the queue.
         row_checks: Checked requests, by outcome.
     """
@@ -31,7 +31,7 @@ class BatchingNumbers:
     row_checks: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, earlier: "BatchingNumbers") -> "BatchingNumbers":
-        """With the counts of an earlier load of the version added."""
+        """This reading with the counts of an earlier load of the version added."""
         return replace(
             self,
             decisions=add_counts(earlier.decisions, self.decisions),
@@ -44,7 +44,7 @@ class DeviceReading:
     """State of one device.
 
     Attributes:
-        name: For example ``cuda:0``.
+        name: Name of the device, for example ``cuda:0``.
         memory: Bytes by kind, ``free`` and ``total``; empty if the device does not report them.
         ledger: Bytes of device memory by owner and purpose.
         utilization: Share of recent time in which the device computed; None if unknown.
@@ -63,7 +63,7 @@ class DeviceRuns:
     """Runs of one model version on devices since it was loaded.
 
     Attributes:
-        batches: Batches by how they ran.
+        batches: Batches by kind of run.
         captures: Graph captures by result.
         copied_bytes: Copied bytes by direction.
         timed_copy_s: Seconds of the timed copies, by direction.
@@ -77,7 +77,7 @@ class DeviceRuns:
     timed_copy_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, earlier: "DeviceRuns") -> "DeviceRuns":
-        """With those of an earlier load of the version added."""
+        """These counts with those of an earlier load of the version added."""
         return DeviceRuns(
             add_counts(earlier.batches, self.batches),
             add_counts(earlier.captures, self.captures),
@@ -89,15 +89,15 @@ class DeviceRuns:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReading:
-    """A rollout that runs.
+    """A running rollout.
 
     Attributes:
         model: Name of the model.
-        candidate: The version that is tried.
+        candidate: The version on trial.
         mode: ``shadow`` or ``canary``.
         outcomes: Requests of the candidate by outcome.
         worst: Largest error of any compared request, by measure.
-        p99_s: 99th percentile of times by side, in seconds; None while there are none.
+        p99_s: 99th percentile of times in seconds, by side; None without measured times.
     """
 
     model: str
@@ -110,14 +110,14 @@ class RolloutReading:
 
 @dataclass(frozen=True, slots=True)
 class StoreReading:
-    """State of one repository in a store, and what happened since the start.
+    """State of one repository in a store, and its counts since the start.
 
     Attributes:
-        repository: Its URL.
-        is_up: Whether its last listing succeeded.
-        fetched_bytes: Of its files.
-        failed_lists: Listings that failed.
-        failed_models: Attempts at a model whose files could not be fetched.
+        repository: URL of the repository.
+        is_up: Whether the last listing succeeded.
+        fetched_bytes: Bytes of fetched files.
+        failed_lists: Number of failed listings.
+        failed_models: Number of failed attempts to fetch the files of a model.
     """
 
     repository: str
@@ -137,7 +137,7 @@ class StoresReading:
 
 @dataclass(frozen=True, slots=True)
 class StallReading:
-    """Stalls of the event loop that the watchdog saw, and their total time; a stall that lasts is included."""
+    """Number and total time of the event loop's stalls that the watchdog detected, including a current stall."""
 
     stalls: int = 0
     stalled_ns: int = 0
@@ -145,7 +145,7 @@ class StallReading:
 
 @dataclass(frozen=True, slots=True)
 class PollReading:
-    """Time of busy polling, and how often a request arrived while the loop polled (hit) or did not (miss)."""
+    """Time of busy polling, and number of polls that ended with a request (hit) or without one (miss)."""
 
     polled_ns: int = 0
     hits: int = 0
@@ -161,15 +161,15 @@ NOTHING: Final = ""
 class LoopActivity:
     """The current step of the event loop, and the request that it began to answer last.
 
-    Only steps that a request can make long are recorded: decoding, a run on the loop, encoding. Compiled modules have
-    no frames that another thread could inspect, so this is all that the watchdog can learn about them. The loop thread
-    stores each attribute without a call; any thread may read it. The attributes may belong to consecutive requests.
+    Only steps that can take long because of a request are recorded: decoding, a run on the loop, encoding. The watchdog
+    can learn no more, because compiled modules have no frames that another thread could inspect. The loop thread stores
+    each attribute without a call; any thread may read it. The attributes may belong to consecutive requests.
 
     Attributes:
-        step: ``NOTHING`` between two steps.
-        protocol: ``http`` or ``grpc``; of the last request that was decoded or encoded.
-        model: Of the last run on the loop, or of the last answer.
-        request_id: Of the last answer, as the caller sent it.
+        step: The current step; ``NOTHING`` between two steps.
+        protocol: ``http`` or ``grpc``: the protocol of the last request that was decoded or encoded.
+        model: The model of the last run on the loop, or of the last answer.
+        request_id: The id of the last answer's request, as the caller sent it.
     """
 
     __slots__ = ("model", "protocol", "request_id", "step")
@@ -183,15 +183,15 @@ class LoopActivity:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Lookups of one model version.
+    """Lookups of one model version in the response cache.
 
     Attributes:
         hits: Requests that were answered without a run of their own, by an entry or by the run of an equal request.
-        hit_rows: Their rows.
-        hit_ns: Time of their lookups.
+        hit_rows: Rows of the hits.
+        hit_ns: Time of lookups that hit.
         misses: Requests that ran.
-        miss_ns: Time of their lookups and of storing their outputs.
-        saved_ns: Time of the runs that hits did not need.
+        miss_ns: Time of lookups that missed, and of storing their outputs.
+        saved_ns: Time of the runs that hits saved.
     """
 
     hits: int = 0
@@ -203,13 +203,13 @@ class CacheCounts:
 
 
 class ResidencyCounts:
-    """Counts of models that come and go in memory. The event loop writes; any thread may read.
+    """Counts of loads on demand and evictions of models. The event loop writes; any thread may read.
 
     Attributes:
-        evictions: By model.
-        refusals: Loads that got no room, by reason.
+        evictions: Evictions by model.
+        refusals: Loads that were rejected for lack of memory, by reason.
         requests: Requests for models that were not in memory, by model and outcome.
-        waited_ns: Sum of their waits.
+        waited_ns: Total waiting time of these requests.
     """
 
     def __init__(self) -> None:
@@ -239,10 +239,10 @@ class MemoryUse:
     """The host memory of all models.
 
     Attributes:
-        held_bytes: What models hold, those of loads under way as expected.
-        budget_bytes: Most that they may hold; None without a budget.
-        evictions: Of all models that the server knows.
-        refused_loads: Loads that got no room.
+        held_bytes: Bytes that models hold; models that are being loaded count with their expected memory.
+        budget_bytes: Maximum bytes that models may hold; None without a budget.
+        evictions: Evictions of all models that the server knows.
+        refused_loads: Loads that were rejected for lack of memory.
     """
 
     held_bytes: int = 0
@@ -278,9 +278,9 @@ class CacheReading:
 
     Attributes:
         entries: Number of entries.
-        nbytes: Their memory.
-        max_bytes: Most memory.
-        evictions: Entries that went because others needed their memory.
+        nbytes: Memory of the entries.
+        max_bytes: Maximum memory.
+        evictions: Entries evicted because others needed their memory.
     """
 
     entries: int = 0
@@ -294,10 +294,10 @@ class SequenceReading:
     """The sequences of a model version.
 
     Attributes:
-        active: With a slot.
-        waiting: For a slot.
-        state_bytes: Of all their states.
-        ended: By reason.
+        active: Sequences with a slot.
+        waiting: Sequences that wait for a slot.
+        state_bytes: Bytes of all states.
+        ended: Ended sequences by reason.
     """
 
     active: int = 0
@@ -306,7 +306,7 @@ class SequenceReading:
     ended: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, earlier: "SequenceReading") -> "SequenceReading":
-        """With the counts of an earlier load of the version added."""
+        """This reading with the counts of an earlier load of the version added."""
         return replace(self, ended=add_counts(earlier.ended, self.ended))
 
 

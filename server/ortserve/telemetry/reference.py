@@ -9,7 +9,7 @@ from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES, Declarat
 from ortserve.telemetry.statistics import TRITON_DECLARATIONS
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
-"""Exists only in the source tree."""
+"""The page to write, which exists only in the source tree."""
 
 _INTRODUCTION: Final = f"""\
 # Metrics

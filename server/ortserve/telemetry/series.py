@@ -1,7 +1,7 @@
-"""The series of one model version: requests, phases and batches are counted here, on the event loop.
+"""The series of one model version, in which the event loop counts requests, phases and batches.
 
-The histograms are plain lists of counts, because a request makes up to seven observations. ``metrics`` turns them into
-Prometheus' families at a scrape.
+The histograms are plain lists of counts, because each request adds up to seven observations. ``metrics`` converts them
+to Prometheus' families at a scrape.
 """
 
 from bisect import bisect_left
@@ -40,7 +40,7 @@ class HistogramSeries:
         self.total = 0
 
     def observe(self, value: int) -> None:
-        # The first bound that is not less: Prometheus' buckets include their upper bound.
+        # Find the first bound that is not less than the value: Prometheus' buckets include their upper bound.
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -59,14 +59,14 @@ class ModelMetrics:
     """The series of one model version, with its labels bound. All methods run on the event loop.
 
     Attributes:
-        load_ns: Time that loading took; 0 before loading has ended.
+        load_ns: Duration of the load; 0 before it has ended.
         rows: Rows of answered requests.
-        last_done_ns: When a request was last answered (monotonic); 0 if none was.
+        last_done_ns: Monotonic time of the last answer; 0 before the first.
         answered: Durations of answered requests, by protocol.
         failed: Durations of failed requests, by protocol and kind of error.
         batches: Series by number of rows.
-        cache: Lookups in the response cache; None for a model without it.
-        steps: Times of the steps of an ensemble; None for a model that is none.
+        cache: Lookups in the response cache; None for a model without a cache.
+        steps: Times of the steps of an ensemble; None for other models.
         tags: Further labels of all series of the model, as its configuration sets them.
         memory: Reads the host memory of the version by kind, at each scrape.
     """
@@ -96,18 +96,18 @@ class ModelMetrics:
 
     @property
     def batch_count(self) -> int:
-        """Number of batches that ran. From any thread."""
+        """Number of batches that ran. Any thread may read it."""
         return sum(series.count for series in list(self.batches.values()))
 
     def observe_success(self, protocol: str, timing: Timing, rows: int) -> None:
-        """Count an answered request. All points of ``timing`` are set; ``protocol`` is a name of the server's own."""
+        """Count an answered request. All points of ``timing`` are set; callers cannot choose ``protocol`` freely."""
         self.rows += rows
         self.last_done_ns = timing.done_ns
         series = self.answered.get(protocol)
         if series is None:
             series = self.answered[protocol] = HistogramSeries(_DURATION_BOUNDS_NS)
         series.observe(timing.done_ns - timing.received_ns)
-        # As ``observe``, without a call for each phase.
+        # This is ``observe``, inlined to save a call for each phase.
         for phase, duration_ns in zip(self.phases, timing.phases_ns(), strict=True):
             phase.counts[bisect_left(_PHASE_BOUNDS_NS, duration_ns)] += 1
             phase.total += duration_ns
@@ -130,7 +130,8 @@ class ModelMetrics:
     def set_batching_source(self, source: Callable[[], BatchingNumbers]) -> None:
         """Call ``source`` at each scrape, on the scraping thread: it must only read.
 
-        Its counts continue those of an earlier load, whose sources were released; so do those of the other sources.
+        Its counts continue those of an earlier load, whose sources were released. The same holds for the other sources
+        of counts.
         """
         earlier = self.batching()
         self.batching = lambda: source().after(earlier)
@@ -167,7 +168,7 @@ class ModelMetrics:
         self.sequences = lambda: source().after(earlier)
 
     def release_sources(self) -> None:
-        """Drop the sources, whose instances are freed now. Their last counts stay; the saturation becomes unknown."""
+        """Drop the sources before their instances are freed. Their last counts stay; the saturation becomes unknown."""
         numbers, staged = self.batching(), self.staging()
         self.batching, self.staging = lambda: numbers, lambda: staged
         self.saturation = lambda: None

@@ -30,9 +30,9 @@ FAILURE_REASONS: Final[Mapping[ErrorKind, str]] = {
     ErrorKind.INTERNAL: "BACKEND",
     ErrorKind.CONFLICT: "OTHER",
 }
-"""Triton's reasons of failures, by our kinds of errors. Other kinds are errors of the caller that are found before a
-request is accepted; the protocol's statistics do not count them. Unlike in Triton, requests rejected because a queue is
-full are counted."""
+"""Triton's reasons of failures, by this server's kinds of errors. Other kinds are errors of the caller, found before a
+request is accepted; the protocol's statistics do not count them. Unlike in Triton, requests that are rejected because a
+queue is full are counted."""
 
 REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
@@ -57,11 +57,12 @@ class BatchSizeStatistics:
 
 @dataclass(frozen=True, slots=True)
 class InferStatistics:
-    """``success`` lasts from the complete body to the answer; the other parts are of successful requests.
+    """Durations of requests. ``success`` and ``fail`` last from the complete body to the answer.
 
-    Of an ensemble, the parts of computing are sums over its steps, which may run side by side.
+    The other durations are parts of successful requests. For an ensemble, the compute parts are sums over its steps,
+    which may run in parallel.
 
-    Answers from the response cache count in ``success``, ``queue`` and ``cache_hit`` only. The times of the cache are
+    Answers from the response cache count only in ``success``, ``queue`` and ``cache_hit``. The times of the cache are
     those of lookups and of storing outputs.
     """
 
@@ -80,11 +81,11 @@ class VersionStatistics:
     """Statistics of a model version since it was loaded.
 
     Attributes:
-        last_done_ns: When a request was last answered (monotonic); 0 if none was.
-        inference_count: Rows of answered requests, but for those answered from the response cache.
+        last_done_ns: Monotonic time of the last answer; 0 before the first.
+        inference_count: Rows of answered requests, without answers from the response cache.
         execution_count: Batches that ran.
         failures: Failed requests, by Triton's reasons.
-        batches: In ascending order of size.
+        batches: Statistics of each batch size, in ascending order.
     """
 
     name: str
@@ -98,7 +99,7 @@ class VersionStatistics:
 
 
 def read_statistics(model: ModelMetrics) -> VersionStatistics:
-    """Compute the statistics. From any thread; on another thread than the loop's, values may differ by one request."""
+    """Compute the statistics. On another thread than the event loop's, values may differ by one request."""
     success = _sum(model.answered.copy().values())
     by_reason = {reason: Duration() for reason in REASONS}
     for (_, kind), series in model.failed.copy().items():
@@ -110,7 +111,7 @@ def read_statistics(model: ModelMetrics) -> VersionStatistics:
     ran = max(0, success.count - cache.hits)
     queue, stage, compute, encode = (phase.total for phase in model.phases[1:])
     executions = sum(model.batch_rows.counts)
-    if model.steps is not None:  # as Triton counts an ensemble, which has no queue of its own
+    if model.steps is not None:  # count as Triton does: an ensemble has no queue of its own
         steps = model.steps
         queue, stage, compute, encode = 0, steps.stage_ns, steps.compute_ns, steps.return_ns
         executions = ran
@@ -151,7 +152,7 @@ def _sum(series: Iterable[HistogramSeries]) -> Duration:
 _VERSION: Final = ("model", "version")
 
 Samples: TypeAlias = Mapping[tuple[str, ...], float]
-"""Values by the labels after model and version."""
+"""Values by the labels that follow model and version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def _time(name: str, help_text: str, read: Callable[[InferStatistics], Duration]
 
 
 def _cache(name: str, help_text: str, read: Callable[[CacheCounts], float]) -> TritonMetric:
-    """A counter of a model with response cache."""
+    """A counter for models with a response cache."""
     return TritonMetric(
         Declaration(name, "counter", _VERSION, help_text),
         lambda model, _: {} if model.cache is None else {(): read(model.cache)},

@@ -1,4 +1,4 @@
-"""Start the export of traces if an option or an environment variable enables it.
+"""Starts the export of traces if an option or an environment variable enables it.
 
 OpenTelemetry is an optional dependency, so ``otlp``, which imports it, is imported only on demand.
 """
@@ -32,7 +32,7 @@ def start_tracing(
     default_service_name: str,
     clock: Clock,
 ) -> Tracing | None:
-    """Start to export traces if that is enabled.
+    """Start the export of traces if it is enabled.
 
     Args:
         environment: The environment of the process. Its ``OTEL_`` variables replace arguments that are None;
@@ -41,14 +41,14 @@ def start_tracing(
         protocol: The option ``otlp_protocol``.
         sample_ratio: The option ``otlp_sample_ratio``.
         service_name: The option ``otlp_service_name``.
-        default_service_name: Used if neither option nor variables name the service.
+        default_service_name: The name if neither option nor variables name the service.
         clock: The clock of the requests' timing.
 
     Returns:
         None if traces are not enabled, or if only a variable enables them and the library is not installed.
 
     Raises:
-        ServeError: invalid_input, for an option without the library, and for invalid variables.
+        ServeError: invalid_input: the option is set but the library is not installed, or a variable is invalid.
     """
     variable = next((name for name in ENDPOINT_VARIABLES if environment.get(name)), "")
     if (endpoint is None and not variable) or _is_disabled(environment):

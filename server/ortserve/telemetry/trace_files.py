@@ -1,8 +1,8 @@
 """Triton's trace files: which requests are traced, the record of a trace, and the files.
 
-A thread of its own writes the files, so the event loop never waits for the disk. Records that cannot be written are
-dropped, logged once and counted. One file grows and is valid JSON after each write; numbered files beside it appear
-when they are complete.
+A separate thread writes the files, so the event loop never waits for the disk. Records that cannot be written are
+dropped, logged once and counted. One file grows and is valid JSON after each write. Numbered files beside it appear
+only when they are complete.
 
 A record holds all timestamps of a request. Triton writes one object per timestamp and its readers join those of one
 ``id``, so they read both forms (docs/user_guide/trace.md and qa/common/trace_summary.py of
@@ -46,12 +46,12 @@ def encode_record(
     Args:
         number: Number of the trace, unique in the server.
         model: Name of the model.
-        version: Digits.
+        version: The version as digits.
         request_id: The caller's id, or ``""``.
         protocol: ``http`` or ``grpc``; not used for a step.
         timing: Timing of the request; points that were not reached are omitted.
-        ended_ns: When the answer or error was ready to be sent.
-        sent_ns: When it was sent; None if the caller had disconnected, and for a step of an ensemble.
+        ended_ns: Time at which the answer or error was ready to be sent.
+        sent_ns: Time at which it was sent; None if the caller had disconnected, and for a step of an ensemble.
         parent: For a step, the number of the trace of its ensemble; 0 for a request.
     """
     received_ns = timing.received_ns
@@ -84,9 +84,10 @@ _MOST_WAITING_BYTES: Final = 16 * 1024 * 1024
 """Maximum size of records that wait for the thread; beyond it, records are dropped because the disk is too slow."""
 
 _LEAST_FILE_BYTES: Final = 4096
-"""Minimum size that counts for a numbered file, which takes a block on the disk. Limits the number of tiny files."""
+"""Minimum size with which a numbered file counts, because it takes a block on the disk. It limits the number of tiny
+files."""
 
-# Never follow a link: other users may write to the folder. O_CLOEXEC is Python's default.
+# Never follow a link, because other users may write to the folder. O_CLOEXEC is Python's default.
 _FRESH: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
 
@@ -97,11 +98,11 @@ class TraceFiles:
         """Check the path. The first write creates the file.
 
         Args:
-            path: In an existing folder. The first write replaces an existing file.
-            max_bytes: Limit of all records and files together.
+            path: The growing file, in an existing folder. The first write replaces an existing file.
+            max_bytes: Limit of the total size of all records and files.
 
         Raises:
-            ServeError: invalid_input, if no file can be written there.
+            ServeError: invalid_input: the file cannot be written.
         """
         if not _can_hold_file(path):
             raise invalid_input(
@@ -114,7 +115,7 @@ class TraceFiles:
         self._handed_bytes = 0
         self._is_closed = False
         self._dropped = 0
-        # The following attributes are written by the thread only.
+        # Only the writing thread assigns the following attributes.
         self._done_bytes = 0
         self._failed = 0
         self._growing: _GrowingArray | None = None
@@ -137,7 +138,7 @@ class TraceFiles:
             self._writer.submit(self._write_whole, path, records)
 
     def close(self) -> None:
-        """Wait until all records are written, when the server stops. Later records are dropped."""
+        """Wait until all records are written. Called when the server stops; later records are dropped."""
         self._is_closed = True
         self._writer.shutdown()
         if self._growing is not None:

@@ -1,7 +1,7 @@
 """The interface of tracing: operations, ended requests, and the protocols of a trace and of the exporter.
 
-A traced request carries a ``Trace`` beside its ``Timing``. Its record is handed over when the request ends; spans are
-made from the record on the exporter's thread. ``otlp`` implements the protocols and ``trace_export`` starts it.
+A traced request carries a ``Trace`` beside its ``Timing``. When the request ends, its record is passed to the exporter,
+whose thread creates spans from it. ``otlp`` implements the protocols, and ``trace_export`` starts it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class Operation:
     """The called operation, in the terms of the semantic conventions of its protocol.
 
     Attributes:
-        name: Name of the span; one of few.
+        name: Name of the span, one of a small number of names.
         attributes: Attributes of every request of this operation.
         status_attribute: Name of the attribute for the status.
         statuses: Status by kind of error; the key None is for answered requests.
@@ -30,13 +30,13 @@ class Operation:
 
 
 def http_operation(route: str, scheme: str, statuses: Mapping[ErrorKind | None, int]) -> Operation:
-    """A POST; see OpenTelemetry's "Semantic conventions for HTTP spans"."""
+    """The operation of a POST request; see OpenTelemetry's "Semantic conventions for HTTP spans"."""
     attributes = {"http.request.method": "POST", "http.route": route, "url.scheme": scheme}
     return Operation(f"POST {route}", attributes, "http.response.status_code", statuses)
 
 
 def grpc_operation(method: str, statuses: Mapping[ErrorKind | None, str]) -> Operation:
-    """A call of ``service/Method``; see OpenTelemetry's "Semantic conventions for gRPC"."""
+    """The operation of a gRPC call, ``service/Method``; see OpenTelemetry's "Semantic conventions for gRPC"."""
     return Operation(method, {"rpc.system.name": "grpc", "rpc.method": method}, "rpc.response.status_code", statuses)
 
 
@@ -45,13 +45,13 @@ class EndedRequest:
     """The data of a request in its trace. It never includes tensors.
 
     Attributes:
-        timing: The points that the request reached; not changed any more.
-        ended_ns: Monotonic.
+        timing: The points that the request reached, which no longer change.
+        ended_ns: Monotonic time of the end.
         kind: Kind of error; None for an answered request.
-        model: Name as the caller sent it; empty if it was not read.
-        version: Version that answered; empty if none was found.
+        model: Name of the model as the caller sent it; empty if it was not read.
+        version: Version that answered; empty if no version was found.
         request_id: The caller's id.
-        rows: 0 if unknown.
+        rows: Number of rows; 0 if unknown.
     """
 
     timing: Timing
@@ -64,7 +64,7 @@ class EndedRequest:
 
 
 class Trace(Protocol):
-    """One sampled request's part of a trace. Requests that are not sampled have none."""
+    """One sampled request's part of a trace. Requests that are not sampled have no ``Trace``."""
 
     @property
     def trace_id(self) -> str:
@@ -77,7 +77,7 @@ class Trace(Protocol):
         ...
 
     def end(self, request: EndedRequest) -> None:
-        """Hand over the record. Called once."""
+        """Pass the record to the exporter. Called once."""
         ...
 
 

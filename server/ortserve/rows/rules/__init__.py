@@ -1,7 +1,7 @@
-"""One rule for each operator: from claims about operands to claims about results.
+"""The rules, one for each operator, which derive claims about results from claims about operands.
 
-A module holds a family of operators and their rules by domain and operator. Every rule is sound on its own: if it does
-not cover a case, it raises ``NotKnownError``, and if rows may meet, ``RowsMeetError``.
+Each module holds the rules of a family of operators, by domain and operator. Every rule is sound on its own: it raises
+``NotKnownError`` for a case that it does not cover, and ``RowsMeetError`` if the operator may combine rows.
 """
 
 from typing import Final
@@ -34,6 +34,6 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     **shapes.RULES,
     **spatial.RULES,
 }
-"""By domain (empty for ONNX's own) and operator."""
+"""The rules by domain (empty for ONNX's own) and operator."""
 
 __all__ = ["RULES", "call"]

@@ -1,4 +1,4 @@
-"""The interface of rules: the analysed node with its operands and attributes, and results; broadcasting."""
+"""The interface of rules: an analysed node with operands, attributes and results; and the rules of broadcasting."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Call:
     """One node under analysis.
 
     Attributes:
-        operands: A claim for each operand, never mixed or unknown; None for an omitted operand.
+        operands: A claim for each operand, which is never mixed or unknown; None for an omitted operand.
         opset: The version of the operator set of the node's domain.
         attributes: The node's attributes; in a function, with references replaced.
     """
@@ -130,7 +130,7 @@ class Call:
         return normal_axis(self.integer(name, default), rank)
 
     def axes(self, index: int, rank: int, name: str = "axes") -> tuple[int, ...] | None:
-        """Axes by attribute or by operand; None if neither is given."""
+        """Axes from an attribute or an operand; None if neither is given."""
         given = self.integers(name)
         if given is None and self.has(index):
             given = self.constants(index, "axes")
@@ -150,7 +150,7 @@ class Call:
         elements: tuple[Number, ...] | None = None,
         facts: Facts = NO_FACTS,
     ) -> Value:
-        """An output: with the row layout of ``like`` if that has rows; otherwise free, with the bounds of ``facts``."""
+        """An output: with the row layout of ``like`` if it has rows; otherwise free, with the bounds of ``facts``."""
         if len(dims) > MOST_RANK:
             raise NotKnownError(f"gives a tensor of {len(dims)} dimensions")
         if like is None or not like.is_rows:
@@ -170,12 +170,12 @@ class Rule:
     """How an operator treats rows.
 
     Attributes:
-        apply: Returns the claims about the outputs. It is also called if all operands are free, for the shapes.
-        arguments: Operands of which the rule uses only the elements; they may be of kind size.
-        parameters: Operands that must be free.
+        apply: Returns the claims about the outputs. It is also called if all operands are free, to derive shapes.
+        arguments: Indices of operands of which the rule uses only the elements; they may be of kind size.
+        parameters: Indices of operands that must be free.
         keeps_stride: Whether the rule supports values that contain the row's number.
-        keeps_padding: Whether the rule supports rows that are padded to the longest.
-        has_graphs: Whether the operator runs graphs, which may read any tensor. Then the rule makes all checks itself.
+        keeps_padding: Whether the rule supports rows that are padded to the longest row.
+        has_graphs: Whether the operator runs graphs, which may read any tensor. Then the rule does all checks itself.
     """
 
     apply: Callable[[Call], Output]
@@ -201,7 +201,7 @@ def rule(
 
 
 def normal_axis(axis: int, rank: int) -> int:
-    """An axis as a number from 0 on."""
+    """Convert an axis, which may be negative, to a nonnegative number."""
     if not -rank <= axis < max(rank, 1):
         raise NotKnownError(f"has axis {axis} for {rank} dimensions")
     return axis + rank if axis < 0 else axis
@@ -230,7 +230,7 @@ def check_no_stride(values: Iterable[Value]) -> None:
 
 
 def broadcast_shape(call: Call, shapes: Sequence[tuple[Number, ...]]) -> tuple[Number, ...]:
-    """The shape that operands with these shapes broadcast to."""
+    """The shape to which operands with these shapes broadcast."""
     rank = max(map(len, shapes), default=0)
     lengths: list[Number] = [1] * rank
     for shape in shapes:
@@ -240,15 +240,16 @@ def broadcast_shape(call: Call, shapes: Sequence[tuple[Number, ...]]) -> tuple[N
 
 
 def without_rows(value: Value, dims: tuple[Number, ...]) -> tuple[Number, ...]:
-    """The dimensions of a value with 1 in place of the rows, to broadcast the others."""
+    """The dimensions of a value with 1 in place of the rows, to broadcast the other dimensions."""
     return (*dims[: value.axis], 1, *dims[value.axis + 1 :]) if value.is_rows else dims
 
 
 def aligned_axis(call: Call, values: Sequence[Value]) -> tuple[int, Value] | None:
-    """The axis of the broadcast result that carries the rows, and an operand that has them; None without rows.
+    """The axis of the broadcast result that carries the rows, and an operand with these rows; None without rows.
 
     Raises:
-        RowsMeetError: A row would be paired with an entry of another row, or with an entry that its number picks.
+        RowsMeetError: A row would be paired with another row, or with an entry of a tensor without rows that depends
+            on the row's number.
         NotKnownError: The shape of an operand is not known.
     """
     carriers = [value for value in values if value.is_rows]
@@ -269,7 +270,7 @@ def aligned_axis(call: Call, values: Sequence[Value]) -> tuple[int, Value] | Non
 
 
 def broadcast(call: Call, values: Sequence[Value], dtype: int = 0, facts: Facts = NO_FACTS) -> Value:
-    """The result of an operator that pairs the elements of its operands."""
+    """The result of an operator that combines the elements of its operands after broadcasting."""
     if not values:
         raise NotKnownError("has no operands")
     found = aligned_axis(call, values)

@@ -1,4 +1,4 @@
-"""Classical models (ai.onnx.ml) on a matrix with a row for each item, and operators on strings."""
+"""Rules of classical models (ai.onnx.ml) on a matrix with a row for each item, and of operators on strings."""
 
 from dataclasses import replace
 from typing import Final
@@ -22,7 +22,7 @@ DOMAIN: Final = "ai.onnx.ml"
 
 
 def _item_count(call: Call, value: Value) -> Number:
-    """The number of items of a matrix. Raises unless the rows are its items."""
+    """The number of items of a matrix. Raises an error unless the rows are the items."""
     dims = call.dims(value)
     if value.is_rows and (len(dims) != 2 or value.axis != 0):
         raise RowsMeetError("takes the rows for the features of one item")
@@ -38,7 +38,7 @@ def classifier(call: Call) -> Output:
         raise RandomError("may leave scores unwritten, which then are what the memory held before")
     strings = call.attributes.get("classlabels_strings") or call.attributes.get("classlabels_string")
     labels = strings or call.attributes.get("classlabels_ints") or call.attributes.get("classlabels_int64s")
-    # Models of two classes may have one score or two, and support vectors one for each pair of classes.
+    # Models of two classes may have one score or two; support vector machines may have one for each pair of classes.
     classes = len(labels) if isinstance(labels, tuple) and len(labels) > 2 else call.symbols.fresh(1)
     if call.op == "SVMClassifier":
         classes = call.symbols.fresh(1)
@@ -64,13 +64,13 @@ def normalizer(call: Call) -> Output:
 
 
 def zip_map(call: Call) -> Output:
-    """A sequence of maps, treated as a vector with an entry for each item."""
+    """ZipMap: its sequence of maps is treated as a vector with an entry for each item."""
     value = call.operand(0)
     return call.result((_item_count(call, value),), value, 0)
 
 
 def per_feature(call: Call) -> Output:
-    """Operators with a parameter for each entry of axis 1, which ONNX Runtime takes in turn for all elements."""
+    """Operators with a parameter for each entry of axis 1. ONNX Runtime cycles through them over all elements."""
     value = call.operand(0)
     if value.is_rows and (value.axis != 0 or len(call.dims(value)) < 2):
         raise RowsMeetError("takes its parameters in turn, counted across the rows")
@@ -128,12 +128,12 @@ def feature_vectorizer(call: Call) -> Output:
             raise RowsMeetError("joins rows that lie in different orders")
     if first.is_rows:
         check_sizes(call)
-    widths = call.integers("inputdimensions") or ()  # to which ONNX Runtime cuts or pads the operands
+    widths = call.integers("inputdimensions") or ()  # ONNX Runtime cuts or pads the operands to these widths
     return call.result((items, sum(widths)), first, 0, FLOAT)
 
 
 def normalize(call: Call) -> Output:
-    """``StringNormalizer`` takes ``[C]`` or ``[1, C]``; with stop words it drops entries."""
+    """``StringNormalizer`` accepts ``[C]`` or ``[1, C]``; with stop words it drops entries."""
     value = call.operand(0)
     dims = call.dims(value)
     if call.attributes.get("stopwords"):

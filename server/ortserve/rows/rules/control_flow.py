@@ -1,4 +1,4 @@
-"""If, Loop and Scan. A claim about results of If holds for both branches.
+"""Rules of If, Loop and Scan. A claim about results of If holds for both branches.
 
 The bodies of Loop and Scan are analysed until the claims about their states no longer change.
 """
@@ -36,7 +36,7 @@ def graph_of(call: Call, name: str) -> Graph:
 
 
 def _joined(call: Call, one: Value, other: Value) -> Value:
-    """The claim about a tensor for which either claim holds."""
+    """The claim about a tensor for which one of two claims holds."""
     for value in (one, other):
         if value.cause is not None:
             return value
@@ -75,11 +75,11 @@ def _joined_dims(call: Call, one: Value, other: Value) -> tuple[Number, ...] | N
 
 
 MOST_ROUNDS: Final = 12
-"""The most rounds until the claims about the states of a loop are stable. Each round only weakens claims."""
+"""Maximum number of rounds until the claims about the states of a loop are stable. Each round only weakens claims."""
 
 
 class _CausedError(Exception):
-    """A tensor of the body is mixed or unknown, and so are all results."""
+    """A tensor of the body is mixed or unknown. Then all results are."""
 
     def __init__(self, value: Value) -> None:
         super().__init__()
@@ -87,7 +87,10 @@ class _CausedError(Exception):
 
 
 def loop(call: Call) -> Output:
-    """Trip count, condition, states. The body maps round, condition, states to condition, states, scanned results."""
+    """Loop. Operands: trip count, condition, states.
+
+    The body maps round, condition and states to condition, states and scanned results.
+    """
     body = graph_of(call, "body")
     for index, what in ((0, "number of rounds"), (1, "condition")):
         value = call.optional(index)
@@ -120,7 +123,10 @@ def loop(call: Call) -> Output:
 
 
 def scan(call: Call) -> Output:
-    """States and scanned tensors. The body maps states and slices to states and slices of the results."""
+    """Scan. Operands: states and scanned tensors.
+
+    The body maps states and slices of the scanned tensors to states and slices of the results.
+    """
     if call.opset < 9:
         raise NotKnownError("is of a version before opset 9")
     body = graph_of(call, "body")
@@ -155,9 +161,9 @@ def _slice(call: Call, value: Value, axis: int) -> Value:
 
 
 def _scan_rows(call: Call, body: Graph, states: list[Value], scanned: list[Value], axes: list[int]) -> Output:
-    """A scan over the rows: the body gets the entries of one row at a time and keeps no state.
+    """A scan over the rows: each run of the body gets the entries of one row, and the states never change.
 
-    Then an entry is treated as a free tensor: a result that depends on it and on free tensors belongs to its row.
+    So an entry is treated as a free tensor: a result that depends only on it and on free tensors belongs to its row.
     """
     like = scanned[0]
     for value, axis in zip(scanned, axes, strict=True):
@@ -204,15 +210,15 @@ def _passes_on(body: Graph, index: int) -> bool:
 
 
 def _is_before(number: Number, mark: int) -> bool:
-    """Whether all atoms of a number were made before the loop, so that it is the same in every round."""
+    """Whether all atoms of a number were created before the loop, so that the number is the same in every round."""
     return number is not DEPENDENT and all(atom.serial <= mark for atom in atoms_of(number))
 
 
 class _States:
     """The claims about the states of a loop, weakened until they hold before and after each round.
 
-    A length that changes between rounds becomes an atom of the loop, one for each axis of each state, as another state
-    may have the length of the previous round.
+    A length that changes between rounds becomes an atom of the loop. Each axis of each state has its own atom, because
+    another state may have the length of the previous round.
     """
 
     def __init__(self, symbols: Symbols, initial: list[Value]) -> None:
@@ -222,7 +228,7 @@ class _States:
         self._current = [replace(value, facts=replace(value.facts, columns=())) for value in initial]
 
     def settle(self, run: Callable[[list[Value]], list[Value]]) -> list[Value]:
-        """The scanned results of the body, once the claims about the states are stable."""
+        """Run the body until the claims about the states are stable. Returns the scanned results of the last run."""
         for _ in range(MOST_ROUNDS):
             outputs = run(self._current)
             states = outputs[: len(self._current)]
@@ -251,7 +257,7 @@ class _States:
         return replace(outside, dims=(*dims[:position], trips, *dims[position:]), axis=shifted)
 
     def _outside(self, value: Value) -> Value:
-        """A claim without atoms of the loop, whose values differ between rounds."""
+        """A claim without atoms of the loop, because their values differ between rounds."""
         if value.is_rows and not all(
             _is_before(each, self._mark) for each in (value.outer, value.inner, value.facts.stride)
         ):
@@ -270,7 +276,7 @@ class _States:
         return DEPENDENT if contains_rows(number) else self._symbols.fresh(least)
 
     def _weaker(self, index: int, current: Value, new: Value) -> Value:
-        """The claim that holds for a state before and after a round."""
+        """The strongest known claim that holds for a state both before and after a round."""
         if new.cause is not None:
             raise _CausedError(new)
         if current.is_rows != new.is_rows:

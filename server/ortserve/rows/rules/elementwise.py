@@ -1,7 +1,7 @@
-"""Operators that compute each element of their result from one element of each operand.
+"""Rules of operators that compute each element of their result from one element of each operand.
 
-The arithmetic among them also computes the known elements of small tensors, from which shapes are made, and the numbers
-of rows.
+Arithmetic operators also compute the known elements of small tensors, which become shapes, and strides: the part of a
+value that depends on the row's number.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ _TESTS: Final = "IsInf IsNaN RegexFullMatch"
 
 
 def plain(call: Call) -> Output:
-    """Any number of operands, all of them data."""
+    """Operators on any number of operands, all of them data."""
     check_broadcast_attribute(call)
     values = call.present()
     return broadcast(call, values, values[0].dtype if values else 0)
@@ -68,7 +68,7 @@ def relu(call: Call) -> Output:
 
 
 def clip(call: Call) -> Output:
-    """Bounds are attributes before opset 11, and scalars since then."""
+    """Clip: its bounds are attributes before opset 11, and scalar operands since then."""
     values = call.present()
     low, high = call.optional(1), call.optional(2)
     # If the bounds cross, the upper one applies.
@@ -87,7 +87,7 @@ def dropout(call: Call) -> Output:
 
 
 def check_broadcast_attribute(call: Call) -> None:
-    """Before opset 7, an attribute says which axes are paired; before opset 8, some operators need equal shapes."""
+    """Raise an error if attributes pair axes (before opset 7), or shapes must be equal and are not (before opset 8)."""
     if call.opset < 8 and call.op in _OF_EQUAL_SHAPES and len({call.dims(value) for value in call.present()}) > 1:
         raise NotKnownError("has operands of different shapes, before opset 8")
     if call.opset < 7 and call.node.domain == "":
@@ -102,10 +102,10 @@ def _is_bound_nonnegative(bound: Value) -> bool:
 
 
 LIMITS: Final = {BOOL: 2, DOUBLE: 1 << 53, FLOAT: 1 << 24, INT32: 1 << 31, INT64: 1 << 63}
-"""Element types that hold sizes of tensors without overflow or rounding, and the limits of constants beside them."""
+"""Element types that may hold sizes of tensors, and for each type the limit below which it holds integers exactly."""
 _INDICES: Final = frozenset({INT32, INT64})
 _MOST_BELOW: Final = 1 << 31
-"""Facts have bounds only of constants less than this, so that INT32 holds the values, and sums do not overflow."""
+"""Bounds in facts have only constants below this limit, so that INT32 holds the values, and sums do not overflow."""
 
 
 def add(call: Call) -> Output:
@@ -222,7 +222,7 @@ def cast(call: Call) -> Output:
     to = call.operand(1).dtype if call.op == "CastLike" else call.integer("to", 0)
     facts = Facts(padding=value.facts.padding, transposed=value.facts.transposed)
     if value.dtype in _INDICES and to in _INDICES:
-        # Without a bound a nonnegative number may overflow and be negative.
+        # Without an upper bound, the cast of a nonnegative number may overflow and be negative.
         is_held = value.facts.nonnegative and _is_small(call.symbols, value.facts.below)
         facts = replace(value.facts, columns=(), nonnegative=is_held, below=value.facts.below if is_held else None)
     check_no_stride([value] if facts.stride != value.facts.stride else [])
@@ -234,7 +234,7 @@ def identity(call: Call) -> Output:
 
 
 def reduce_over(symbols: Symbols, dtype: int, compute: Callable[[Number, Number], Number], *numbers: Number) -> Number:
-    """Numbers combined from left to right, each result as the type holds it."""
+    """Combine numbers from left to right, with each result as the type holds it."""
     limit = LIMITS.get(dtype, 0)
     return reduce(lambda one, other: symbols.bounded(compute(one, other), limit), numbers)
 
@@ -283,7 +283,7 @@ def _below(value: Value, symbols: Symbols) -> Number | None:
 
 
 def _sum_below(symbols: Symbols, values: Sequence[Value]) -> Number | None:
-    """A bound of a sum of nonnegative integers, from bounds of the terms. Without bounds the sum may overflow."""
+    """An upper bound of a sum of nonnegative integers; None if a term has no bound, because the sum may overflow."""
     total: Number = 1
     for value in values:
         bound = _below(value, symbols)
@@ -300,7 +300,7 @@ def _is_small(symbols: Symbols, bound: Number | None) -> bool:
 
 
 def _scaled(symbols: Symbols, values: Sequence[Value]) -> Facts:
-    """The facts of rows times a known number."""
+    """The facts of rows multiplied by a known number."""
     facts = NO_FACTS
     for value, other in (values, reversed(values)):
         factor = uniform(other)

@@ -1,4 +1,4 @@
-"""Fused element-wise operators of ONNX Runtime (com.microsoft), quantization, and operators on quantized tensors."""
+"""Rules of ONNX Runtime's fused element-wise operators (com.microsoft), quantization, and quantized operators."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ def plain(call: Call) -> Output:
 
 
 def with_bias(call: Call) -> Output:
-    """A bias along the last axis is added before an activation."""
+    """Operators that add a bias along the last axis before an activation."""
     value, bias = call.operand(0), call.optional(1)
     if bias is not None:
         if len(call.dims(bias)) != 1:
@@ -58,7 +58,7 @@ def bias_add(call: Call) -> Output:
 
 
 def distances(call: Call) -> Output:
-    """``CDist``: from each entry of one tensor to each of the other."""
+    """``CDist``: the distance from each entry of one tensor to each entry of the other."""
     one, other = call.operand(0), call.operand(1)
     off_axis(one, (1,), "adds up")
     off_axis(other, (1,), "adds up")
@@ -69,7 +69,7 @@ def distances(call: Call) -> Output:
 
 
 def gather_block(call: Call) -> Output:
-    """``GatherBlockQuantized`` from a table of weights."""
+    """``GatherBlockQuantized``: picks entries from a table of weights."""
     if not call.is_free(0):
         raise NotKnownError("picks from a table that depends on the rows")
     if call.integer("bits", 4) != 4 or call.operand(0).dtype in (2, 3):
@@ -92,7 +92,7 @@ def dequantize(call: Call) -> Output:
 
 
 def _check_scale(call: Call, value: Value) -> None:
-    """Raise unless scale and zero point are one number, or lie along an axis off the rows."""
+    """Raise an error unless scale and zero point are single numbers, or vary along another axis than the rows."""
     rank = len(call.dims(value))
     for parameter in (call.operand(1), call.optional(2)):
         if parameter is None or element_count(call.dims(parameter)) == 1:

@@ -1,4 +1,4 @@
-"""Operators that pick entries by indices, and that write entries at indices."""
+"""Rules of operators that pick entries by indices, or write entries at indices."""
 
 from dataclasses import replace
 from typing import Final
@@ -25,7 +25,7 @@ def gather(call: Call) -> Output:
 
 
 def gathered(call: Call, name: str) -> Value:
-    """Entries of the first operand, picked by the second along the axis of an attribute."""
+    """Entries of the first operand, picked by indices in the second, along the axis that attribute ``name`` gives."""
     value, indices = call.operand(0), call.operand(1)
     dims, picked = call.dims(value), call.dims(indices)
     axis = call.axis(name, 0, len(dims))
@@ -45,7 +45,7 @@ def gathered(call: Call, name: str) -> Value:
 
 
 def _check_own_rows(call: Call, value: Value, indices: Value, axis: int) -> None:
-    """Raise unless each row that picks from rows certainly picks from itself."""
+    """Raise an error unless each row certainly picks only entries of itself."""
     check_sizes(call)
     if axis != value.axis:
         raise RowsMeetError("picks from all rows by indices that carry rows")
@@ -59,7 +59,7 @@ def _check_own_rows(call: Call, value: Value, indices: Value, axis: int) -> None
 
 
 def _picked(value: Value, indices: Value, axis: int) -> tuple[Number, ...] | None:
-    """The elements that known indices pick."""
+    """The elements that known indices pick; None if elements or indices are unknown."""
     count = (value.dims or ())[axis]
     if value.elements is None or indices.elements is None or not isinstance(count, int):
         return None
@@ -87,7 +87,10 @@ def scatter_elements(call: Call) -> Output:
 
 
 def _same_rows(call: Call, axis: int) -> Value | None:
-    """An operand with rows; None if no operand has rows. Raises unless all have the same rows, off the axis."""
+    """An operand with rows; None without rows.
+
+    Raises an error unless all operands have the same rows, and not on ``axis``.
+    """
     values = call.present()
     like = next((value for value in values if value.is_rows), None)
     if like is None:
@@ -155,7 +158,7 @@ def _tuple_length(picked: tuple[object, ...]) -> int:
 
 
 def _check_own_number(call: Call, value: Value, indices: Value, batch: int) -> None:
-    """Raise unless the first part of each index tuple is the number of the row that the tuple belongs to."""
+    """Raise an error unless the first part of each index tuple is the number of the row to which the tuple belongs."""
     check_sizes(call)
     check_no_stride([value])
     if batch or value.axis != 0 or not value.is_plain or not indices.facts.columns:

@@ -1,4 +1,4 @@
-"""Matrix products, plain, fused and quantized."""
+"""Rules of matrix products: plain, fused and quantized."""
 
 from dataclasses import replace
 from typing import Final
@@ -26,7 +26,7 @@ def matmul(call: Call) -> Output:
 
 
 def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
-    """``one @ other``: sums over the last axis of one and the second to last of the other; other axes are aligned."""
+    """``one @ other``: sums over the last axis of ``one`` and the second to last of ``other``; other axes broadcast."""
     left, right = call.dims(one), call.dims(other)
     if not left or not right:
         raise NotKnownError("has an operand without axes")
@@ -107,7 +107,7 @@ def _with_bias(call: Call, result: Value, bias: Value) -> Value:
 
 
 def _transposed(call: Call, value: Value, flag: int) -> Value:
-    """A matrix, transposed if the flag says so."""
+    """A matrix, transposed if ``flag`` is not 0."""
     dims = call.dims(value)
     if len(dims) != 2:
         raise NotKnownError(f"has an operand of {len(dims)} dimensions")
@@ -172,14 +172,14 @@ def qgemm(call: Call) -> Output:
 
 
 def check_one_number(call: Call, index: int) -> None:
-    """Raise unless a scale or zero point, if it is given, is a single number."""
+    """Raise an error unless a scale or zero point, if given, is a single number."""
     value = call.optional(index)
     if value is not None and element_count(call.dims(value)) != 1:
         raise NotKnownError("has a scale or zero point of more than one number for the rows")
 
 
 def check_columns(call: Call, index: int, weights: Value) -> None:
-    """Raise unless a parameter is a single number, or one for each column of weights without rows."""
+    """Raise an error unless a parameter is a single number, or has one for each column of weights without rows."""
     value = call.optional(index)
     if value is None or element_count(call.dims(value)) == 1:
         return

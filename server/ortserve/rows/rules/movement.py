@@ -1,4 +1,4 @@
-"""Operators that join, cut, pad and repeat tensors along axes."""
+"""Rules of operators that join, cut, pad and repeat tensors along axes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError,
 from ortserve.rows.values import MOST_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
 TO_THE_END: Final = 10**9
-"""Converters write an end of at least this value for the end of the axis."""
+"""Converters write a number of at least this value to denote the end of the axis."""
 
 
 def concat(call: Call) -> Output:
@@ -17,7 +17,7 @@ def concat(call: Call) -> Output:
 
 
 def joined(call: Call, values: Sequence[Value], axis: int) -> Value:
-    """Tensors one after another along an axis."""
+    """The concatenation of tensors along an axis."""
     if not values:
         raise NotKnownError("has no operands")
     symbols = call.symbols
@@ -163,9 +163,9 @@ def _cut_rows(call: Call, value: Value, length: Number, start: Number, end: Numb
 
 
 def _cut_length(call: Call, length: Number, start: Number, end: Number, step: int) -> Number:
-    """The length of an axis after it was cut."""
+    """The length of an axis after a cut."""
     symbols = call.symbols
-    if step < 0 and (not isinstance(end, int) or end >= TO_THE_END):  # then ONNX Runtime continues to the first entry
+    if step < 0 and (not isinstance(end, int) or end >= TO_THE_END):  # ONNX Runtime may continue to the first entry
         return symbols.opaque("strided", length, start, end, step, lowest=0)
     if isinstance(length, int) and isinstance(start, int) and isinstance(end, int):
         return len(range(*slice(start, end, step).indices(length)))

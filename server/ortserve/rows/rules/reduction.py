@@ -1,4 +1,4 @@
-"""Operators that reduce, search, sort, accumulate or normalize along axes."""
+"""Rules of operators that reduce, search, sort, accumulate or normalize along axes."""
 
 from collections.abc import Callable
 from typing import Final
@@ -49,10 +49,10 @@ def reduced(call: Call, value: Value, axes: tuple[int, ...]) -> Value:
 
 
 def _reduced_elements(call: Call, value: Value) -> tuple[Number, ...] | None:
-    """The result for a vector of known elements.
+    """The result for a vector of known elements; None if it is unknown.
 
-    ONNX Runtime combines them in any order, and INT64 as FP64. If none is negative, no partial result is larger than
-    the last one, which shows whether one was rounded.
+    ONNX Runtime combines the elements in any order, and INT64 as FP64. If no element is negative, no partial result is
+    larger than the final one, so checking the final one for rounding is enough.
     """
     symbols = call.symbols
     known: dict[str, Callable[[Number, Number], Number]] = {
@@ -78,7 +78,7 @@ def qlinear_reduce(call: Call) -> Output:
 
 
 def arg(call: Call) -> Output:
-    """ArgMax and ArgMin: indices into their axis."""
+    """ArgMax and ArgMin, whose results are indices along their axis."""
     value = call.operand(0)
     dims = call.dims(value)
     axis = call.axis("axis", 0, len(dims))

@@ -1,4 +1,4 @@
-"""Layers over a sequence: attention, with the rows on the first axis, and recurrent layers."""
+"""Rules of layers over a sequence: attention, with the rows on the first axis, and recurrent layers."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,7 +13,7 @@ _OTHER_ROWS: Final = "has operands that do not carry the same rows along their b
 
 
 def _check_rows(call: Call, like: Value, index: int, axis: int = 0) -> None:
-    """Raise unless an operand, if given, carries the rows of another along an axis, or neither has rows."""
+    """Raise an error unless an operand, if given, carries the rows along ``axis`` exactly if ``like`` has rows."""
     value = call.optional(index)
     if value is None:
         return
@@ -27,7 +27,7 @@ def _check_first(value: Value) -> None:
 
 
 def _check_bias(call: Call, like: Value, index: int, rank: int) -> None:
-    """Raise unless a mask or bias, aligned from the right, has the rows or length 1 on its first axis."""
+    """Raise an error unless a mask or bias, aligned from the right, has the rows or length 1 on its first axis."""
     value = call.optional(index)
     if value is None:
         return
@@ -42,7 +42,7 @@ def _check_bias(call: Call, like: Value, index: int, rank: int) -> None:
 
 
 def _check_mask(call: Call, like: Value, index: int) -> None:
-    """Raise unless a mask of com.microsoft has the rows first. A vector may have several lengths for a row."""
+    """Raise an error unless a mask of com.microsoft has the rows on axis 0. A vector may hold several lengths a row."""
     value = call.optional(index)
     if value is None:
         return
@@ -95,7 +95,7 @@ def _packed_attention(call: Call, mask: int, past: int, bias: int) -> Output:
 
 
 def multi_head(call: Call) -> Output:
-    """Query, key, value, bias, key padding mask, attention bias, past key, past value."""
+    """Operands: query, key, value, bias, key padding mask, attention bias, past key, past value."""
     query = call.operand(0)
     dims = call.dims(query)
     if call.has(8) or call.has(9):
@@ -128,7 +128,9 @@ def multi_head(call: Call) -> Output:
 
 
 def group_query(call: Call) -> Output:
-    """Query, key, value, past key, past value, lengths, total length, two tables, positions, attention bias, sink."""
+    """Operands: query, key, value, past key, past value, lengths, total length, two tables, positions, attention bias,
+    sink.
+    """
     query = call.operand(0)
     dims = call.dims(query)
     if len(dims) != 3:
@@ -213,7 +215,7 @@ def rotary(call: Call) -> Output:
 
 
 def onnx_rotary(call: Call) -> Output:
-    """``RotaryEmbedding`` of ONNX: X, two tables, position ids. Without these the tables have an axis for the rows."""
+    """``RotaryEmbedding`` of ONNX: X, two tables, position ids. Without ids, the tables have an axis for the rows."""
     value = call.operand(0)
     _check_first(value)
     _check_even(call, value)
@@ -280,7 +282,7 @@ def _check_batch_axis(value: Value, batch: int) -> None:
 
 
 def _check_same_rows(value: Value, state: Value, axis: int) -> None:
-    """Raise unless lengths or an initial state carry the same rows as the input."""
+    """Raise an error unless lengths or an initial state carry the same rows as the input."""
     if value.is_rows != state.is_rows or (value.is_rows and (state.axis != axis or not state.carries_like(value))):
         raise RowsMeetError("has lengths or an initial state that do not carry the same rows")
 

@@ -1,4 +1,4 @@
-"""Operators that read or change a shape without moving elements, and operators that make tensors from shapes."""
+"""Rules of operators that read or change a shape, or create tensors from shapes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -145,7 +145,7 @@ def _without_copies(call: Call, value: Value, target: Sequence[Number]) -> list[
 
 
 def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
-    """A tensor with another shape. Its elements stay in their flat order: prefix, N rows, suffix."""
+    """A tensor with another shape. The elements keep their flat order: axes before the rows, rows, axes after them."""
     symbols = call.symbols
     if any(length != -1 and not is_nonnegative(length) for length in target):
         raise NotKnownError("has a target shape whose sizes may be negative")
@@ -189,10 +189,10 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
 
 
 def _solved(call: Call, total: Number, wanted: Number, *numbers: Number) -> list[Number]:
-    """Numbers with a size replaced by the only value for which a target shape holds all elements.
+    """Replace a free size in ``numbers`` by the only value for which the target shape holds all elements.
 
-    Exporters fix a size in some places and leave it free in others. A request with another size fails alone, or gives
-    outputs of another number of rows (``check_sizes``).
+    Exporters fix a size in some places and leave it free in others. A request with another size fails on its own, or
+    gives outputs of another number of rows (``check_sizes``).
     """
     for atom in atoms_of(total):
         size = Product(1, 0, ((atom, 1),))
@@ -215,7 +215,7 @@ def _ends_in_padding(value: Value) -> bool:
 
 
 def _inferred(call: Call, total: Number, others: Number) -> Number:
-    """The size with which a target shape holds all elements."""
+    """The size, written as -1, with which a target shape holds all elements."""
     symbols = call.symbols
     exact = symbols.divide_exactly(total, others)
     if exact is not None:

@@ -1,4 +1,4 @@
-"""Operators on the axes after batch and channels: convolution, pooling, resizing."""
+"""Rules of operators on the axes after batch and channels: convolution, pooling, resizing."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,7 +13,7 @@ from ortserve.rows.values import Value
 
 
 def check_first_axis(value: Value) -> None:
-    """Raise unless the rows of an operand, if it has any, lie on its first axis."""
+    """Raise an error unless the rows of an operand, if it has rows, lie on the first axis."""
     if value.is_rows and value.axis != 0:
         raise RowsMeetError("has its rows on another axis than the first, along which it does not keep them apart")
 
@@ -94,7 +94,7 @@ def _transposed_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Numb
 
 
 def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) -> list[Number]:
-    """How many windows fit along each axis."""
+    """The number of windows along each axis."""
     symbols = call.symbols
     rank = len(dims)
     if len(sizes) != rank:
@@ -115,7 +115,7 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
         room = symbols.subtract(symbols.add(length, padding - 1), reach)
         moves = symbols.multiply(room, stride)
         whole = symbols.floor(moves)
-        if rounds_up and whole != moves:  # a last window that starts in the padding is not counted
+        if rounds_up and whole != moves:  # unknown: a last window that starts in the padding does not count
             lengths.append(symbols.opaque("windows", length, sizes[i], strides[i], dilations[i], padding, lowest=0))
         else:
             lengths.append(length_of(call, symbols.add(whole, 1)))
@@ -188,7 +188,7 @@ def blocks(call: Call) -> Output:
 
 
 def grid_sample(call: Call) -> Output:
-    """An image and the positions of its samples, with the rows on the first axis of both."""
+    """GridSample: an image and the positions of its samples, with the rows on the first axis of both."""
     value, grid = call.operand(0), call.operand(1)
     check_first_axis(value)
     check_first_axis(grid)
@@ -226,10 +226,10 @@ def upsample(call: Call) -> Output:
 
 
 def _check_interpolation(call: Call, value: Value) -> None:
-    """Raise if rows may be interpolated with their neighbours.
+    """Raise an error if rows may be interpolated with their neighbours.
 
-    Also along an axis whose scale is 1, ONNX Runtime multiplies the neighbour by 0, which is no number if the neighbour
-    is infinite. It interpolates along all axes, but not along the first two of four or five.
+    Even along an axis with scale 1, ONNX Runtime multiplies the neighbour by 0, which gives NaN if the neighbour is
+    infinite. It interpolates along all axes, except for the first two of tensors with four or five axes.
     """
     if not value.is_rows or call.text("mode", "nearest") == "nearest":
         return
@@ -238,7 +238,7 @@ def _check_interpolation(call: Call, value: Value) -> None:
 
 
 def _has_elements(call: Call, index: int) -> bool:
-    """Whether an operand is given, and not as the empty tensor of an omitted operand."""
+    """Whether an operand is given. An empty tensor counts as omitted."""
     value = call.optional(index)
     return value is not None and value.dims != (0,)
 
