@@ -99,7 +99,7 @@ class ContentsError(ServeError):
 
 
 class NotInMemoryError(ServeError):
-    """No version answers now, but the request may wait for a load that makes one answer."""
+    """No version serves now, but the request may wait until one is loaded."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorKind.NOT_READY, message, retry_after_s=1)
@@ -118,7 +118,7 @@ class ModelRejectionError(ServeError):
 
 
 class SequenceError(ServeError):
-    """A request does not fit its sequence. Its text does not begin with the id of the request: clients know it so."""
+    """A request does not fit its sequence. Its text is Triton's, without the id of the request, as clients know it."""
 
 
 class OutOfMemoryError(ServeError):
@@ -136,7 +136,7 @@ class RunTimeoutError(ServeError):
 
 
 class DeviceLostError(ServeError):
-    """A device cannot run anything for this process any more; a retry cannot help."""
+    """A device can no longer run anything for this process; a retry on it cannot succeed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorKind.NOT_READY, message, retry_after_s=1)

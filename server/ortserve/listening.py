@@ -1,4 +1,4 @@
-"""What all servers of the process share: opening a port, and the age at which connections are closed."""
+"""Shared by all servers of the process: opens ports, and limits the age of connections."""
 
 import random
 import socket
@@ -7,15 +7,16 @@ from typing import Final
 from ortserve.errors import ErrorKind, ServeError
 
 _AGE_SPREAD: Final = 0.1
-"""Largest deviation of the age of one connection, as a part of it."""
+"""Maximum deviation of the age of a connection from the configured one, as a share of it."""
 
 _UNSENT_BYTES: Final = 512 * 1024
-"""Unsent bytes of an answer that the kernel buffers. Without a limit, one write to a connection that is not read copies
-4 MB on the event loop. A lower limit makes large answers slower: the loop has to write them in more pieces."""
+"""Maximum number of unsent bytes of an answer that the kernel buffers. Without a limit, one write to a connection that
+is not read copies 4 MB on the event loop. A lower limit makes large answers slower, because the loop writes them in
+more pieces."""
 
 
 def draw_age_s(max_age_s: float) -> float:
-    """The maximum age of one connection. It is random, so that connections of one moment are not closed together."""
+    """Draw the maximum age of a connection, randomly, so that connections of one moment are not closed together."""
     return max_age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)  # noqa: S311 - not a secret
 
 
@@ -25,7 +26,7 @@ def open_listener(option: str, host: str, port: int) -> socket.socket:
     Args:
         option: The option of the port, for the error message.
         host: An address, where ``::`` means all addresses of both families; or a name, whose first IPv4 address is
-            used, or else its first address.
+            used, or its first address if it has none.
         port: 0 for any free port.
 
     Raises:

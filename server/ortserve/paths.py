@@ -1,4 +1,4 @@
-"""Tells what a path leads to. Each function raises OSError if the system does not say.
+"""Checks what a path leads to. Each function raises OSError if the system cannot tell.
 
 From Python 3.14 on, ``Path.is_dir``, ``is_file`` and ``exists`` return False in that case: the models of a network file
 system that fails for a moment would look as if they had been removed.

@@ -1,7 +1,7 @@
-"""Admission: reject a request that finds the queue full or cannot finish in time, before any work is done for it.
+"""Admission: rejects a request before it is queued if the queue is full or the request cannot finish in time.
 
-An overloaded queue without admission answers no request in time. A prediction only ever rejects: a request is admitted
-if there is none.
+Without admission, an overloaded queue answers no request in time. A request without a prediction is not rejected for
+its deadline.
 """
 
 import math
@@ -20,10 +20,10 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 _RETRY_AFTER_S: Final = 1.0
-"""If the time of a batch is unknown."""
+"""Suggested delay of a retry if it cannot be predicted."""
 _PRICED_CLASSES: Final = 16
-"""Other shape classes whose queued batches are predicted one by one for each new request with a deadline; the number
-bounds the time of that. Rows of further classes count as if they had the shape of the new request."""
+"""Maximum number of other shape classes whose queued batches are predicted for a new request with a deadline. It bounds
+the time of admission. Rows of further classes count as if they had the shape of the new request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Backlog:
     """The predicted work ahead of a new request, in nanoseconds.
 
     Attributes:
-        busy_ns: Until an instance is free, 0 if one is.
-        queued_ns: Work of the batches before its own, divided by the instances.
-        own_ns: Its own batch.
-        solo_ns: Its own rows by themselves.
-        error_ns: By how much predictions fall short in at most one of twenty batches.
-        answer_ns: Encoding and writing its answer.
+        busy_ns: Time until an instance is idle; 0 if one is.
+        queued_ns: Time of the batches ahead of the request, spread over the instances.
+        own_ns: Time of the request's batch, with the other requests in it.
+        solo_ns: Time of the request's rows alone.
+        error_ns: Prediction error that at most one of twenty batches exceeds.
+        answer_ns: Time to encode and write the answer.
     """
 
     busy_ns: float
@@ -52,16 +52,16 @@ class Backlog:
 
     @property
     def finish_ns(self) -> float:
-        """From now until its answer."""
+        """Time from now until the request is answered."""
         return self.wait_ns + self.own_ns + self.error_ns + self.answer_ns
 
 
 @dataclass(frozen=True, slots=True)
 class TooLate:
-    """Why a request is rejected.
+    """Why a request is rejected for its deadline.
 
     Attributes:
-        excess_ns: By how much the answer would be late: the time to wait before a retry.
+        excess_ns: How late the answer would be, which is also the suggested delay of a retry.
         is_hopeless: A retry cannot help, because the request alone takes longer than its caller waits.
     """
 
@@ -73,9 +73,9 @@ def judge(left_ns: float, backlog: Backlog, observations: int) -> TooLate | None
     """Decide whether a request can be answered in the time that is left; None to admit it.
 
     Args:
-        left_ns: Until the deadline; not positive when it has passed.
-        backlog: As predicted now.
-        observations: Batches of this shape class that the prediction rests on.
+        left_ns: Time until the deadline; not positive if it has passed.
+        backlog: The predicted work.
+        observations: Number of batches of this shape class that the prediction is based on.
     """
     if left_ns <= 0:
         return TooLate(0.0, is_hopeless=True)
@@ -89,7 +89,7 @@ def judge(left_ns: float, backlog: Backlog, observations: int) -> TooLate | None
 class QueueLimits:
     """Limits of the queue of one model. An empty queue admits a request of any size, which could never run otherwise.
 
-    ``requests`` has the number of requests that may wait on a priority level, for levels with such a limit.
+    ``requests`` maps a priority level to the maximum number of its queued requests; other levels have no such limit.
     """
 
     rows: int
@@ -108,9 +108,9 @@ class Admission:
         self._instances = instances
 
     def check_weight(self, nbytes: int, rows: int) -> None:
-        """Reject a request with more rows than may wait and less than a byte for each row.
+        """Reject a request with more rows than may be queued and less than one byte per row.
 
-        Such rows cost their sender nothing: a few digits of a shape announce any number of them.
+        Such rows cost the client nothing: a few digits of a shape announce any number of them.
 
         Raises:
             ServeError: invalid_input.
@@ -122,7 +122,7 @@ class Admission:
             )
 
     def check_room(self, request: InflightRequest, shape_class: ShapeClass, policy: BatchPolicy) -> None:
-        """Reject a request of this size if the queue is full, or too many requests of its level wait.
+        """Reject a request that does not fit into the queue, or whose priority level has too many queued requests.
 
         Raises:
             ServeError: overloaded.
@@ -160,14 +160,14 @@ class Admission:
         """Reject a request that cannot be answered in time.
 
         Args:
-            request: With the deadline of its outputs.
-            shape_class: Its own.
-            policy: Of the batches now.
-            last_rows: Of the last batch: under a steady load the next one will have about as many.
-            answer_ns: From that deadline to the deadline of its answer.
-            busy_ns: Until an instance is free, predicted.
-            slowdown: How many times longer the work ahead takes because other models use the threads, too.
-            now_ns: Monotonic.
+            request: A request whose ``finish_by_ns`` is set.
+            shape_class: The class of the request.
+            policy: The current limits of batches.
+            last_rows: Rows of the last batch: under a steady load the next one will have about as many.
+            answer_ns: Time from ``finish_by_ns`` to the deadline of the answer.
+            busy_ns: Predicted time until an instance is idle.
+            slowdown: Factor by which the work ahead takes longer because other models use the threads, too.
+            now_ns: Monotonic time.
 
         Raises:
             ServeError: overloaded if a retry may be in time, deadline if the request by itself takes too long.
@@ -193,9 +193,9 @@ class Admission:
         busy_ns: float,
         slowdown: float,
     ) -> bool:
-        """Whether the deadline is far enough even if each queued row took two full batches of its own.
+        """Whether the deadline would be met even if each queued row took the time of two full batches.
 
-        Most deadlines are: they guard against a hang and need no forecast.
+        Most deadlines would, since they only guard against hangs. They need no detailed prediction.
         """
         if self._queue.rows != shape_class.rows:
             return False
@@ -222,14 +222,14 @@ class Admission:
         first_ns = settle_ns
         if shape_class.requests and shape_class.requests[0].finish_by_ns is not None:
             first_ns = min(settle_ns, shape_class.requests[0].finish_by_ns - now_ns)
-        # Under a steady load a request arrives just after a batch has begun, waits for it and runs in the next one, so
-        # each of the two may take half of the time; more if the first queued request has more time left.
+        # Under a steady load a request arrives just after a batch has begun, waits for it and runs in the next one. So
+        # each of the two may take half of the time, or more if the first queued request has more time left.
         fits = max(min(rows, max_rows), _most_rows(policy, latency, max(settle_ns / 2, first_ns - busy_ns)))
         others = self._others(shape_class, policy, order)
         ahead = shape_class.rows_ahead(order) + others.unpriced_rows
         batches_ahead = (ahead + min(rows, fits) - 1) // fits
-        # Requests that arrive while this one waits will join its batch, too, and a batch that was kept small for the
-        # deadlines of earlier requests would make all requests behind it late.
+        # Requests that arrive while this one waits join its batch, too. A batch kept small for the deadlines of earlier
+        # requests would make all requests behind it late.
         own_rows = fits if batches_ahead else min(max(ahead + rows, usual_rows), fits)
         own_batches = -(-rows // max_rows)
         ahead_ns = others.work_ns + batches_ahead * policy.batch_ns(fits, latency)
@@ -246,7 +246,7 @@ class Admission:
         )
 
     def _others(self, shape_class: ShapeClass, policy: BatchPolicy, order: tuple[int, float]) -> "_OtherWork":
-        """The work of other shape classes before a request of this order: full batches and a last one each."""
+        """The work of other shape classes ahead of a request of this order: full batches and a rest for each class."""
         if self._queue.rows == shape_class.rows:
             return _NO_OTHER_WORK
         others = iter(self._queue.others(shape_class))
@@ -269,7 +269,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class _OtherWork:
-    """Predicted work of other shape classes, the error of that, and rows of classes too many to predict."""
+    """Predicted work of other shape classes, its prediction error, and rows of classes beyond ``_PRICED_CLASSES``."""
 
     work_ns: float
     error_ns: float
@@ -280,7 +280,7 @@ _NO_OTHER_WORK: Final = _OtherWork(0.0, 0.0, 0)
 
 
 def _most_rows(policy: BatchPolicy, latency: LatencyModel, ns: float) -> int:
-    """The most rows of a batch that takes at most ``ns``; 0 if even one row takes longer."""
+    """Maximum rows of a batch that takes at most ``ns``; 0 if even one row takes longer."""
     max_rows = policy.max_rows
     if policy.batch_ns(max_rows, latency) <= ns:
         return max_rows

@@ -1,7 +1,7 @@
 """The runs of one model version: forms a batch when an instance is free, runs it, and settles its requests.
 
-The decisions are in other modules: ``scheduler`` with ``planner``, ``executor``, ``groups``. This one
-connects them to the event loop. ``batcher`` admits the requests that are enqueued here.
+The decisions are in other modules: ``scheduler`` with ``planner``, ``executor``, ``groups``. This module connects them
+to the event loop. ``batcher`` admits requests and enqueues them here.
 """
 
 import asyncio
@@ -37,15 +37,15 @@ class BatchRuns:
     only; the workers of the runners call back through ``call_soon_threadsafe``.
 
     Attributes:
-        policy: In effect now: as configured or as found in warm-up, and lowered after failures.
+        policy: Current limits of batches: configured or found in warm-up, and lowered after failures.
         queue: The queued requests.
-        instances: Which are free, and when the others will be.
-        share: Of the threads that all models share.
+        instances: Lends instances to runs, and predicts when busy ones are idle.
+        share: This model's share of the threads that all models use.
         inline: The runs on the event loop; None for a model on a device, which never runs there.
         answer_time: How long encoding and writing the answers of a batch takes.
-        decisions: Counts of what was decided.
+        decisions: Counts of decisions.
         last_rows: Rows of the last batch: under a steady load the next one will have about as many.
-        closed_because: Why no request is admitted any more; empty while requests are.
+        closed_because: Why requests are no longer admitted; empty while they are.
     """
 
     def __init__(
@@ -74,24 +74,24 @@ class BatchRuns:
 
         Args:
             runners: The instances, at least one.
-            policy: As configured or as found in warm-up.
-            queue: Empty, with the known latencies of the model.
+            policy: Limits of batches, configured or found in warm-up.
+            queue: An empty queue with the known latencies of the model.
             shared: The threads that all models share.
-            threads: How many of them a run holds.
+            threads: Number of threads that a run holds.
             inline: See ``BatchRuns``.
-            loop: Of the thread that everything but the runs uses.
+            loop: The event loop, on whose thread everything but the runs happens.
             clock: Monotonic nanoseconds.
-            observe_batch: Called for each batch that ran: its rows, when it was chosen, its result, and when that came
-                to the loop.
-            make_timer: For delayed batches; None for the timers of the event loop.
-            depth: How many batches an instance takes at a time.
+            observe_batch: Called for each batch that ran, with its rows, the time at which it was formed, its result,
+                and the time at which the result reached the loop.
+            make_timer: Makes the timer of delayed batches; None for a timer of the event loop.
+            depth: Number of batches that an instance takes at a time.
             on_lost: Called with the reason when the devices of all instances are lost and all requests have failed.
-            name: Of the model, for errors and the log.
-            run_limits: Of runs on workers; None for derived ones.
-            run_events: Called for runs over their limits; None for no callbacks.
-            row_checks: Of requests that shared batches; None for a model that is not checked.
-            on_difference: Called with the first difference that they find, after which requests run alone.
-            ragged: Divides the outputs of a model whose requests may differ in shape; None for rows.
+            name: Name of the model, for errors and the log.
+            run_limits: Time limits of runs on workers; None to derive them from predictions.
+            run_events: Callbacks for runs over their limits; None for no callbacks.
+            row_checks: Runs requests that shared batches again alone; None for a model that is not checked.
+            on_difference: Called with the first difference that row checks find. Requests run alone from then on.
+            ragged: Divides the outputs of a model whose requests may differ in shape; None to divide by rows.
         """
         self.policy = policy
         self.queue: Final = queue
@@ -103,7 +103,7 @@ class BatchRuns:
         self.last_rows = 0
         self.closed_because = ""
         self.tap: BatchTap | None = None
-        """Observes batches; None almost always."""
+        """Observes batches while a profile is recorded; otherwise None."""
         self._loop = loop
         self._clock = clock
         self._observe_batch = observe_batch
@@ -137,7 +137,7 @@ class BatchRuns:
         return bool(self._scheduler) or self.instances.are_busy
 
     def enqueue(self, request: InflightRequest, shape_class: ShapeClass, now_ns: int) -> None:
-        """Enqueue a request with its size, its level and the deadlines of its outputs and its start; it runs later."""
+        """Enqueue a request whose size, level and deadlines are set. It runs later."""
         request.shape_class_key = shape_class.key
         request.withdraw = self._withdraw
         if request.finish_by_ns is not None or request.start_by_ns is not None:
@@ -149,7 +149,7 @@ class BatchRuns:
             self._wake()
 
     def begin_close(self, reason: str) -> None:
-        """Admit no more requests, and delay no batch any more: waiting for more requests gains nothing."""
+        """Stop admitting requests, and stop delaying batches, since no further requests can join them."""
         self.closed_because = self.closed_because or reason
         if self.tap is not None:
             self.tap.end("the version was unloaded or replaced")
@@ -191,7 +191,7 @@ class BatchRuns:
             return
         now_ns = self._clock()
         if not self.share.may_start():
-            return  # the share wakes this batcher when it is its turn
+            return  # the share wakes this batcher when its turn comes
         group = self._scheduler.next_group(self.policy, now_ns)
         if group is None and self._row_checks is not None:
             group = self._next_check(self._row_checks, now_ns)
@@ -220,7 +220,7 @@ class BatchRuns:
         self._run_on_worker(group, batch, bucket, now_ns)
 
     def _next_check(self, checks: RowChecks, now_ns: int) -> RequestGroup | None:
-        """The request to run again alone, if an instance is idle."""
+        """The request that ``checks`` runs again alone; None if no instance is idle or no check is due."""
         if self.closed_because or self.instances.busy_ns(now_ns):
             return None
         group = checks.next_group()
@@ -289,7 +289,7 @@ class BatchRuns:
     ) -> None:
         run = self._watch.end(group, runner)
         if run is None:
-            return  # its instance was abandoned, and all that follows was done then
+            return  # the instance was abandoned, and its requests were settled or scheduled again then
         now_ns = self._clock()
         began_ns = self.instances.give_back(runner, taken_ns, now_ns)
         self.share.end()
@@ -311,7 +311,7 @@ class BatchRuns:
                 if self.policy.closed_loop_wait:
                     self._note_answer(group.shape_class)
                 if self.queue.rows >= self.policy.max_rows:
-                    # A full batch waits: no new request could change it, so the instance need not wait for the answers.
+                    # A full batch waits. No new request could change it, so it starts before the answers are written.
                     self._start_batch()
             self._on_computed(group, bucket, taken_ns, outcome)
         # Otherwise answers come first: the next requests of their callers may arrive before the next batch is formed.
@@ -343,10 +343,10 @@ class BatchRuns:
             self._on_failed(group, bucket, taken_ns, error)
         else:
             if self.tap is not None and not group.is_check:
-                # The batch that ran: settled requests keep their inputs, and bucket and order are those of the group.
+                # Form the same batch again: settled requests keep their inputs, and the group its order and bucket.
                 self.tap.observe(form_batch(group.requests, group.rows, bucket), result.run_ns)
         if now_ns >= self.answer_time.due_ns:
-            # Callbacks have answered by now. Tasks run in the next turn, before this.
+            # Callbacks have answered by now. Waiting tasks answer in the next turn, before ``_on_answered``.
             self._loop.call_soon(self._on_answered, now_ns)
 
     def _on_answered(self, computed_ns: int) -> None:
@@ -367,7 +367,7 @@ class BatchRuns:
         fail_group(group, taken_ns, error)
 
     def _run_whole(self, group: RequestGroup) -> None:
-        """Run all rows of a request whose first row was tried, also if that row failed."""
+        """Run all rows of a request whose first row was tried, even if that row failed."""
         self._scheduler.run_again([RequestGroup(group.shape_class, group.requests, group.rows)])
 
     def _on_abandoned_last(self, reason: str) -> None:

@@ -29,13 +29,13 @@ class Batcher:
     """
 
     def __init__(self, runs: BatchRuns, limits: QueueLimits, clock: Clock, *, has_texts: bool = False) -> None:
-        """Open for requests.
+        """Accept requests from now on.
 
         Args:
             runs: Runs the requests.
-            limits: Of the queue.
+            limits: Limits of the queue.
             clock: Monotonic nanoseconds.
-            has_texts: Whether inputs hold texts, of which a run takes a limited amount (``large_requests``).
+            has_texts: Whether inputs hold texts, whose amount per run is limited (``large_requests``).
         """
         self._runs = runs
         self._queue = runs.queue
@@ -43,12 +43,12 @@ class Batcher:
         self._has_texts = has_texts
         self._arrivals = ArrivalRate()
         self._admission = Admission(runs.queue, limits, runs.decisions, instances=runs.instances.count)
-        self._divided = 0  # requests that run in pieces, of which some may not be queued yet
+        self._divided = 0  # number of requests that run in pieces; some pieces may not be queued yet
         self._no_divided: asyncio.Event | None = None
 
     @property
     def max_rows(self) -> int:
-        """Most rows that run together: of several requests or, if each runs alone, of one."""
+        """Maximum rows of a run: of several requests or, if each request runs alone, of one."""
         return self._runs.policy.request_rows
 
     @property
@@ -65,18 +65,19 @@ class Batcher:
         """Enqueue a request; it is settled later.
 
         A request with more than ``max_rows`` rows, or much text, is enqueued as several pieces, some at a time, unless
-        it has to run alone. Its ``timing`` is then that of the piece that was answered last.
+        it has to run alone. Its ``timing`` is then that of the piece that was settled last.
 
         Args:
-            request: With inputs, in the order of the signature and unchanged until it is settled, and rows, 1 for a
-                model without a batch axis.
-            shape_class: Equal for requests that may share a batch.
+            request: A request with ``rows``, 1 for a model without a batch axis, and ``inputs`` in the order of the
+                signature, which stay unchanged until it is settled.
+            shape_class: A key that is equal for requests that may share a batch.
             terms: Priority level (1 or more; 0 counts as 1) and deadlines.
 
         Raises:
-            ServeError: overloaded if the queue is full or the deadline cannot be met; deadline if it could not be met
-                by an idle server either; not_ready if the batcher is closed; invalid_input for more rows than may
-                wait, with less than a byte for each. A request in pieces may also fail as ``run_in_pieces``.
+            ServeError: overloaded if the queue is full or the deadline cannot be met; deadline if an idle server could
+                not meet it either; not_ready if the batcher is closed; invalid_input for more rows than may be queued
+                with less than one byte per row. A request in pieces may later fail with the errors of
+                ``run_in_pieces``.
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
@@ -92,7 +93,7 @@ class Batcher:
         task.add_done_callback(self._on_pieces_done)  # also for a task that is cancelled before it begins
 
     async def close(self) -> None:
-        """Reject new requests and return when every admitted one is settled."""
+        """Reject new requests, and return when every admitted one is settled."""
         self._runs.begin_close(_STOPPING)
         if self._divided:
             self._no_divided = self._no_divided or asyncio.Event()
@@ -100,11 +101,11 @@ class Batcher:
         await self._runs.close()
 
     def tap_batches(self, tap: BatchTap | None) -> None:
-        """Show the batches that run from now on to ``tap``; None to stop."""
+        """Report the batches that run from now on to ``tap``; None to stop."""
         self._runs.tap = tap
 
     def learned(self) -> Learned:
-        """What was learned and decided so far. Only reads, so a scrape may call it on its own thread."""
+        """Learned latencies and counts of decisions. Only reads, so a metrics scrape may call it on its own thread."""
         runs = self._runs
         return describe(
             self._queue,
@@ -117,7 +118,7 @@ class Batcher:
         )
 
     def saturation(self) -> float | None:
-        """Offered rows divided by those that can be computed; None if that is unknown. From any thread."""
+        """Offered rows divided by the rows that can be computed; None if that is unknown. Any thread."""
         runs = self._runs
         classes = self._queue.classes()
         max_rows = runs.policy.max_rows
@@ -129,7 +130,10 @@ class Batcher:
         )
 
     def _admit(self, request: InflightRequest, shape_class: ShapeClass, terms: Terms, now_ns: int) -> None:
-        """Admit a request. Sets its size, its level and its deadlines: for its outputs, instead of its answer."""
+        """Admit a request, or raise ServeError. Sets its size, level and deadlines.
+
+        ``finish_by_ns`` of the request is the deadline of its outputs, earlier than that of its answer in ``terms``.
+        """
         runs = self._runs
         policy = runs.policy
         request.nbytes = tensor_bytes(request.inputs)
@@ -153,7 +157,7 @@ class Batcher:
             )
 
     def _piece_rows(self, request: InflightRequest) -> int:
-        """The most rows of such a request that run together: ``max_rows``, or fewer if they have much text."""
+        """Maximum rows of this request in one run: ``max_rows``, or fewer if they have much text."""
         policy = self._runs.policy
         max_rows = policy.max_rows if policy.lone_rows is None else policy.lone_rows  # inlined: once per request
         return most_rows(request.text_units, request.rows, max_rows) if self._has_texts else max_rows
@@ -167,7 +171,7 @@ class Batcher:
     ) -> InflightRequest:
         """Enqueue a piece of a request that was admitted at ``queued_ns``."""
         runs = self._runs
-        if not runs.instances.count:  # the last one was lost since the piece before
+        if not runs.instances.count:  # the last one was lost after the previous piece was enqueued
             raise ServeError(ErrorKind.NOT_READY, runs.closed_because, retry_after_s=1)
         piece = request.child(inputs, len(inputs[0]))
         piece.nbytes = tensor_bytes(inputs)
@@ -177,9 +181,9 @@ class Batcher:
         if self._has_texts:
             piece.text_units = text_units(inputs)
         now_ns = self._clock()
-        piece.timing.queued_ns = now_ns  # its place in the queue
+        piece.timing.queued_ns = now_ns  # decides its place in the queue
         runs.enqueue(piece, shape_class, now_ns)
-        piece.timing.queued_ns = queued_ns  # the request waits since then
+        piece.timing.queued_ns = queued_ns  # its queue time counts from the admission of the request
         return piece
 
     def _on_pieces_done(self, _: object) -> None:

@@ -1,9 +1,9 @@
-"""Wait for a moment for the next requests of callers that were just answered.
+"""Delays batches briefly for the next requests of callers that were just answered.
 
-In a closed loop, a caller sends its next request as soon as it has an answer. A batch that starts with the first of
-these requests leaves the others behind for a whole run; a batch that waits for them serves such callers 1.2 to 1.7
-times as fast (simulated, ``loadtests/batching_simulation.py``). Requests that arrive independently of answers gain
-nothing, so only arrivals beyond the usual rate count.
+In a closed loop, a caller sends its next request as soon as it receives an answer. A batch that starts with the first
+of these requests makes the others wait for a whole run. A batch that waits for them serves such callers 1.2 to 1.7
+times as fast (simulated, ``loadtests/batching_simulation.py``). A wait gains nothing for requests that arrive
+independently of answers, so only arrivals beyond the background rate count.
 """
 
 from typing import Final
@@ -13,17 +13,17 @@ from ortserve.batching.latency import Line
 _BINS: Final = 8
 _GAIN: Final = 0.1
 _MAX_SHARE: Final = 0.5
-"""Longest wait, as a share of L(1)."""
+"""Maximum wait, as a share of the time of a batch of one row."""
 _LEAST_ROWS: Final = 0.5
-"""Fewer expected rows are not waited for."""
+"""Minimum number of expected rows for a wait."""
 _SURE: Final = 1.05
-"""The ratio of rows a second that a wait must promise over starting at once."""
+"""Minimum ratio of the predicted throughput with a wait to that of starting at once."""
 _TRIAL: Final = 1000
 """After this many waits, their measured gain decides whether the class continues to wait."""
 
 
 class ClosedLoopWait:
-    """When the rows of one shape class arrive after an answer, and what waiting for them has gained so far.
+    """Learns when rows of one shape class arrive after an answer, and measures the gain of waiting for them.
 
     Times are monotonic nanoseconds. Loop thread only.
 
@@ -32,7 +32,7 @@ class ClosedLoopWait:
     """
 
     def __init__(self, answered_ns: int, solo_ns: float) -> None:
-        """Begin with a first answer, as for ``on_answer``."""
+        """Begin with a first answer; the arguments are those of ``on_answer``."""
         self.is_on = True
         self._window_ns = _MAX_SHARE * solo_ns
         # Rows that usually arrive by the end of each bin of the window, beyond the background rate.
@@ -65,7 +65,7 @@ class ClosedLoopWait:
         self._answered_ns = now_ns
 
     def on_arrival(self, rows: int, now_ns: int) -> None:
-        """Note rows that arrive."""
+        """Note ``rows`` that arrive now."""
         if self._window_ns <= 0:
             return
         after_ns = now_ns - self._answered_ns
@@ -78,8 +78,8 @@ class ClosedLoopWait:
     def wait_until(self, waiting_rows: int, max_rows: int, line: Line, now_ns: int) -> int | None:
         """Until when to wait for more rows now that an instance is free; None to start at once.
 
-        Of the ends of bins, this is the one that promises most rows a second: (n + m) / (b + a·(n + m) + δ), for a wait
-        of δ in which m rows join the n that wait.
+        The result is the end of the bin with the highest predicted throughput: (n + m) / (b + a·(n + m) + δ), if m rows
+        join the n waiting ones during a wait of δ.
         """
         if not self.is_on or waiting_rows >= max_rows:
             return None
@@ -107,7 +107,7 @@ class ClosedLoopWait:
         return True
 
     def end_wait(self, rows: int, line: Line, now_ns: int) -> None:
-        """Count what a wait has gained, if a batch of ``rows`` rows starts after one."""
+        """End the present wait, if there is one, with a batch of ``rows`` rows, and add its gain."""
         if self._wait is None:
             return
         began_ns, waiting_rows = self._wait
@@ -122,11 +122,11 @@ class ClosedLoopWait:
             self._gain_ns = 0.0
 
     def abandon_wait(self) -> None:
-        """End a wait after which no request is left."""
+        """End a wait without counting it, because no request is left."""
         self._wait = None
 
     def _learn(self, lasted_ns: int) -> None:
-        """Average the arrivals between the last answer and the next one into the usual ones."""
+        """Average the arrivals since the last answer, ``lasted_ns`` ago, into the usual ones."""
         self._later_rows *= 1 - _GAIN
         self._later_ns *= 1 - _GAIN
         if lasted_ns > self._window_ns:

@@ -1,7 +1,7 @@
 """The strategy ``direct``: each sequence has a row of its own in the batches of its group.
 
 There is a group of slots for each instance, and one batch of a group runs at a time. A batch spans slot 0 to the
-highest slot with a request in it. Rows without one are zeros, with READY false.
+highest slot with a request. Rows of slots without a request are zeros, with READY false.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 
 EnqueueSlots: TypeAlias = Callable[[InflightRequest, Hashable], object]
-"""Enqueues a batch of slots with its shape class, which no other batch shares; raises ServeError if it is rejected."""
+"""Enqueues a batch of slots under a shape class that it shares with no other batch; raises ServeError to reject it."""
 
 _LATE: Final = "Request timeout expired: its deadline passed in its slot"
 
 
 @dataclass(slots=True, init=False)
 class Waiting:
-    """A request that waits in its slot: its shape class, and when it came."""
+    """A request that waits in its slot: its shape class, and the time of its arrival."""
 
     key: Final[Hashable]
     arrived_ns: Final[int]
@@ -44,13 +44,14 @@ def choose_slots(ready: Mapping[int, Waiting], least: int, delay_ns: int, now_ns
     """Choose the slots of the next batch.
 
     Args:
-        ready: The requests that wait, at least one, by slot.
-        least: Slots that let a batch run at once.
-        delay_ns: How long the oldest request waits for as many.
-        now_ns: The present time.
+        ready: The waiting requests by slot, at least one.
+        least: Number of waiting requests with which a batch starts at once.
+        delay_ns: How long the oldest request waits for that number.
+        now_ns: Monotonic time.
 
     Returns:
-        The slots whose requests have the shape of the oldest one, ascending, and None; or none and when to ask again.
+        The slots whose requests have the shape class of the oldest one, ascending, and None; or no slots, and the time
+        at which to ask again.
     """
     oldest = min(ready.values(), key=_arrival)
     due_ns = oldest.arrived_ns + delay_ns
@@ -60,7 +61,7 @@ def choose_slots(ready: Mapping[int, Waiting], least: int, delay_ns: int, now_ns
 
 
 def form_rows(turns: Mapping[int, Turn], padding: Arrays) -> Arrays:
-    """The inputs of a batch: the requests' by slot, and ``padding`` in the slots below the highest that have none."""
+    """Form the inputs of a batch: a row for each slot up to the highest with a request, ``padding`` for empty slots."""
     slots = max(turns) + 1
     parts = [turns[slot].inputs if slot in turns else padding for slot in range(slots)]
     return tuple([np.concatenate(arrays) if slots > 1 else arrays[0] for arrays in zip(*parts, strict=True)])
@@ -85,15 +86,15 @@ class DirectRuns:
         """Start without requests.
 
         Args:
-            runs: Whose requests run.
-            groups: The number of instances.
-            slots: Of each; 1 for a model that is not batched.
-            enqueue: Hands a batch to the batcher.
-            shape_class: Of the inputs of one request; equal for those that may share a batch.
-            loop: The running one.
+            runs: The sequences whose requests run.
+            groups: Number of groups, one for each instance.
+            slots: Slots of each group; 1 for a model that is not batched.
+            enqueue: Enqueues a batch in the batcher.
+            shape_class: The shape class of a request with these inputs; equal for requests that may share a batch.
+            loop: The running event loop.
             clock: Monotonic nanoseconds.
-            delay_ns: How long a request waits until ``min_utilization`` of the slots have one.
-            min_utilization: 0 to run at once.
+            delay_ns: How long a request waits until ``min_utilization`` of the slots have a request.
+            min_utilization: Share of the slots; 0 to run at once.
         """
         least = max(1, -int(-slots * min_utilization // 1))
         self._groups: Final = [
@@ -138,13 +139,13 @@ class _Group:
         self._turns: dict[int, Turn] = {}
         self._ready: dict[int, Waiting] = {}
         self._again: deque[tuple[int, Turn]] = deque()
-        """Requests of a batch that failed; each runs without the others, so that only one that is at fault fails."""
+        """Slots and requests of a failed batch. Each runs again alone, so that only the requests at fault fail."""
         self._is_running = False
         self._is_woken = False
         self._timer: asyncio.TimerHandle | None = None
 
     def offer(self, slot: int, turn: Turn) -> None:
-        """It is the turn of this request."""
+        """Accept a request whose turn has come."""
         try:
             key = self._shape_class(turn.inputs)
         except Exception as error:  # noqa: BLE001 - any error is for the request
@@ -155,14 +156,14 @@ class _Group:
         self._wake()
 
     def withdraw(self, slot: int, turn: Turn) -> bool:
-        """Take a request back that is in no batch yet."""
+        """Take back a request, if no batch contains it yet. Returns False if one does."""
         if self._turns.get(slot) is not turn:
             return False
         del self._turns[slot], self._ready[slot]
         return True
 
     def hurry(self) -> None:
-        """Delay nothing any more."""
+        """Start batches without a delay from now on."""
         self._delay_ns = 0
         self._wake()
 
@@ -219,7 +220,7 @@ class _Group:
         self._is_running = True
         try:
             batch.inputs = form_rows(turns, self._runs.tensors.padding_row(some) if len(turns) < slots else ())
-            # Batches of two groups share no run, nor do those of one shape with other slots.
+            # The number of the group in the shape class keeps batches of two groups out of one run.
             self._enqueue(batch, (self._number, key))
         except Exception as error:  # noqa: BLE001 - any error is for the requests
             batch.on_settled = None
@@ -249,7 +250,7 @@ class _Group:
 
 
 def _copy_times(turn: Turn, run: Timing) -> None:
-    """The times of a run that began after the request came."""
+    """Copy the times of a run to the request that it answers."""
     timing = turn.request.timing
     timing.taken_ns = run.taken_ns
     timing.staged_ns = run.staged_ns

@@ -1,9 +1,9 @@
-"""Where a run executes: on which instance, and on its worker thread or on the event loop itself.
+"""Chooses where a run executes: on which instance, and on its worker thread or on the event loop.
 
-A hop between threads takes longer than a very short run, and a run on the loop takes all requests that became readable
-in the same turn into one batch. But the loop stands still meanwhile. So the time of a run and the time of all runs of a
-turn are limited, by predictions that rest on the number of rows, for models whose time that number bounds
-(``engine/bounded_time``).
+A switch between threads takes longer than a very short run, and a run on the loop batches all requests that became
+readable in the same turn. But it blocks the loop. So the predicted time of each run, and of all runs in one turn, is
+limited. Predictions depend on the number of rows only, so only models whose run time that number bounds may use the
+loop (``engine/bounded_time``).
 """
 
 import asyncio
@@ -26,12 +26,12 @@ MAX_OVERRUN_NS: Final = 2_000_000
 """A run on the loop that takes longer bars its model from the loop: either predictions do not hold for the model, or
 something interrupted the run."""
 TRIAL_RUNS: Final = 1000
-"""So many runs in a row must be short on a worker before a barred model may use the loop again; after each further bar
-twice as many. At most one run in a thousand then exceeds the limit, so the 99th percentile stays as it is."""
+"""Number of consecutive short runs on a worker after which a barred model may use the loop again; it doubles with each
+further bar. So at most one run in a thousand exceeds the limit, and the 99th percentile does not change."""
 
 _STAGING_GAIN: Final = 0.1
 _LEND_MARGIN_NS: Final = 100_000
-"""A second batch is lent this much earlier than its staging seems to take: about the delay of timers and threads."""
+"""Additional lead time of a second batch beyond its predicted staging time: about the delay of timers and threads."""
 
 
 class Instances:
@@ -50,7 +50,7 @@ class Instances:
         self._depth = depth
         self._busy_until_ns: dict[Runner, float] = {}
         self._in_flight: dict[Runner, deque[float]] = {}
-        """Predicted times of the runs of an instance, if instances take several."""
+        """Predicted times of the runs of each instance, in order, if instances take several."""
         self._ended_ns: dict[Runner, int] = {}
         self._lost: set[Runner] = set()
         self._staging_ns = 0.0
@@ -61,7 +61,7 @@ class Instances:
         return bool(self._busy_until_ns)
 
     def lend_next(self, predicted_ns: float, now_ns: int) -> float:
-        """Lend the last of the free instances to a run of the predicted time, 0 for an unknown one.
+        """Lend the last free instance to a run. ``predicted_ns`` is 0 if its time is unknown.
 
         Returns:
             When the run begins: now, or at the predicted end of the run before it.
@@ -75,7 +75,7 @@ class Instances:
         return begins_ns
 
     def give_back(self, runner: Runner, taken_ns: int, now_ns: int) -> int:
-        """End the run that was chosen at ``taken_ns``. Returns since when the instance had no other run."""
+        """End the run that was chosen at ``taken_ns``. Returns when it began: then, or when the run before it ended."""
         if not self.lends_ahead:
             del self._busy_until_ns[runner]
             if runner not in self._lost:
@@ -84,30 +84,30 @@ class Instances:
         began_ns = max(taken_ns, self._ended_ns.get(runner, 0))
         self._ended_ns[runner] = now_ns
         in_flight = self._in_flight[runner]
-        in_flight.popleft()  # by microseconds the wrong one, if a plain run overtook the copies of a bound one
+        in_flight.popleft()  # the wrong one for some microseconds, if a plain run overtook the copies of a bound one
         if in_flight:
             self._busy_until_ns[runner] = now_ns + in_flight[0]
-            return began_ns  # not free yet: the next batch is as far from its turn as it was before
+            return began_ns  # not free yet: ``free_ahead`` frees it shortly before the end of its other run
         del self._busy_until_ns[runner]
         if runner not in self.free and runner not in self._lost:
             self.free.append(runner)
         return began_ns
 
     def observe_staging(self, staging_ns: int) -> None:
-        """Learn from a batch how long it takes from the choice until its rows are staged."""
+        """Learn the staging time of a batch: from the time it is chosen until its rows are staged."""
         self._staging_ns += _STAGING_GAIN * (staging_ns - self._staging_ns)
 
     def ahead_due_ns(self) -> int | None:
-        """When the next instance may take a second batch while none is free; None if none may."""
+        """When the first instance may take a second batch, while no instance is free; None if no instance may."""
         dues = [self._busy_until_ns[runner] for runner in self._can_take_second()]
         return int(min(dues) - 1.5 * self._staging_ns - _LEND_MARGIN_NS) if dues else None
 
     def free_ahead(self) -> None:
-        """Free the instance for which that time has come."""
+        """Free the instance of ``ahead_due_ns`` for a second batch."""
         self.free.append(min(self._can_take_second(), key=self._busy_until_ns.__getitem__))
 
     def retire(self, runner: Runner) -> None:
-        """Never lend an instance again, whose device is lost."""
+        """Stop lending an instance, because its device is lost."""
         if runner not in self._lost:
             self._lost.add(runner)
             self.count -= 1
@@ -115,7 +115,7 @@ class Instances:
             self.free.remove(runner)
 
     def abandon(self, runner: Runner) -> None:
-        """Never lend an instance again whose run does not end, nor wait for it."""
+        """Stop lending an instance, and stop waiting for it, because its run does not end."""
         self.retire(runner)
         self._busy_until_ns.pop(runner, None)
         self._in_flight.pop(runner, None)
@@ -138,10 +138,10 @@ class Instances:
 
 
 class InlineBudget:
-    """The time that runs may take of one turn of the event loop, shared by all models. Loop thread only."""
+    """The time that runs of all models together may take in one turn of the event loop. Loop thread only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, activity: LoopActivity | None = None) -> None:
-        """``activity`` shows the watchdog which run the loop executes; None if nothing watches the loop."""
+        """``activity`` shows the watchdog which run the loop executes; None without a watchdog."""
         self._loop = loop
         self.activity: Final = activity or LoopActivity()
         self._left_ns = MAX_TURN_NS
@@ -165,14 +165,14 @@ class InlineRuns:
     def __init__(
         self, budget: InlineBudget, name: str = "", *, barred_because: str = "", cpu_clock: Clock | None = None
     ) -> None:
-        """Allow short runs on the loop unless there is a reason against them.
+        """Allow short runs on the loop, unless ``barred_because`` is set.
 
         Args:
             budget: Shared by all models of the loop.
-            name: Of the model, for the log.
+            name: Name of the model, for the log.
             barred_because: Why no run may use the loop; empty if runs may.
             cpu_clock: CPU time of the calling thread in nanoseconds, if a run does all its work on that thread;
-                otherwise None. An elapsed time also contains the time of other processes and threads.
+                otherwise None. Elapsed time also includes other processes and threads.
         """
         self._budget = budget
         self._name = name
@@ -197,8 +197,8 @@ class InlineRuns:
     def end(self, elapsed_ns: int) -> bool:
         """End a run. Returns whether it exceeded the limit, which bars the model from the loop.
 
-        The host of a virtual machine may interrupt a run at any time, and not every machine counts that apart from the
-        run's own CPU time. So the bar ends once runs on a worker were short (``observe_on_worker``).
+        The host of a virtual machine may interrupt a run at any time, and not every machine excludes the interruption
+        from the CPU time of the run. So the bar ends after enough short runs on a worker (``observe_on_worker``).
         """
         self._budget.activity.step = NOTHING
         if elapsed_ns <= MAX_OVERRUN_NS:
@@ -220,7 +220,7 @@ class InlineRuns:
         return True
 
     def observe_on_worker(self, run_latency: LatencyModel, rows: int, elapsed_ns: float) -> None:
-        """Count a run of ``rows`` rows on a worker towards the end of the bar, if the loop would take such runs."""
+        """Count a run of ``rows`` rows on a worker towards the end of the bar, if such runs could use the loop."""
         if not self._trials_left:
             return
         predicted_ns = run_latency.predict_ns(rows)

@@ -1,6 +1,6 @@
-"""A group of requests that run together: its batch, its rows of the outputs, and what follows if its run fails.
+"""Groups of requests that run together: forms their batches, settles them, and divides them after a failed run.
 
-A failed batch is halved, and then divided into its requests, until each request that fails is alone.
+A failed batch is halved a limited number of times and then divided into its requests, to isolate those that fail.
 """
 
 import logging
@@ -69,7 +69,7 @@ def form_batch(requests: Sequence[InflightRequest], rows: int, bucket: int) -> B
 
 
 def form_first_row(request: InflightRequest) -> Batch:
-    """A batch of the first row of a request only."""
+    """Form a batch of only the first row of a request."""
     return Batch(tuple([(array[:1],) for array in request.inputs]), 1, 1)
 
 
@@ -82,10 +82,10 @@ def settle_batch(
 ) -> int:
     """Settle each request with its rows of ``result``: views of the outputs of the batch.
 
-    ``ragged`` divides the outputs of a model whose requests may differ in shape; None for rows.
+    ``ragged`` divides the outputs of a model whose requests may differ in shape; None to divide by rows.
 
     Returns:
-        The number of rows that were computed for requests which were cancelled meanwhile.
+        The number of rows that were computed for requests that were cancelled meanwhile.
 
     Raises:
         ServeError: internal, before any request is settled, if an output of a shared batch has another number of rows
@@ -155,7 +155,7 @@ def divide(failed: RequestGroup, error: Exception) -> list[RequestGroup]:
 
 
 def fail_group(group: RequestGroup, taken_ns: int, error: Exception) -> None:
-    """Fail the requests of a group that does not run again: one request, or several whose run was too long."""
+    """Fail the requests of a group that does not run again: one request, or several after a run over its limit."""
     if not isinstance(error, ServeError):
         logger.error("a run failed unexpectedly", exc_info=error)
         error = ServeError(ErrorKind.INTERNAL, "the run failed")

@@ -1,9 +1,9 @@
 """Requests that are too large for one run: more rows than a batch may have, or more text than a run may take.
 
-They run in pieces, some at a time, and the outputs of the pieces are copied together. Text is limited because ONNX
-Runtime holds the interpreter lock while it copies strings, which stops the event loop. Measured on a virtual AMD EPYC
-core with ONNX Runtime 1.31.1: 60 to 100 ns for an element of an input and 75 to 150 ns for one of an output, and 0.2 to
-0.9 ns and 1.2 to 2 ns for each of their bytes.
+They run in pieces, some at a time, and the outputs of the pieces are joined. Text is limited because ONNX Runtime holds
+the interpreter lock while it copies strings, which stops the event loop. Measured on a virtual AMD EPYC core with ONNX
+Runtime 1.31.1: 60 to 100 ns per element of an input plus 0.2 to 0.9 ns per byte, and 75 to 150 ns per element of an
+output plus 1.2 to 2 ns per byte.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 MAX_QUEUED_PIECES: Final = 64
-"""Pieces of one request that are queued at a time: more than run at a time, and each takes memory while it waits."""
+"""Maximum number of queued pieces of one request: more than run at a time. Each takes memory while it waits."""
 
 _MAX_ANSWER_BYTES: Final = 2**31 - 1
 """The size limit of a gRPC message."""
@@ -28,11 +28,12 @@ _INLINE_BYTES: Final = 1024 * 1024
 """Larger outputs of a piece are copied on a thread: the kernel clears the pages of a new answer while it is written."""
 
 MAX_TEXT_UNITS: Final = 16_384
-"""Of a run: that many short texts, or 512 KiB of long ones, which hold the lock for up to 4 ms."""
+"""Maximum amount of text in a run: this many short texts, or 512 KiB of long ones. Either holds the interpreter lock
+for up to 4 ms."""
 _BYTES_PER_UNIT: Final = 32
 _COUNTED: Final = 1024
-"""Elements of an input whose characters are counted, which takes about 40 µs; of a larger input, evenly spaced ones
-are counted for all."""
+"""Maximum number of elements of an input whose characters are counted, which takes about 40 µs. The total of a larger
+input is estimated from evenly spaced elements."""
 
 
 async def run_in_pieces(
@@ -41,14 +42,14 @@ async def run_in_pieces(
     """Run a request in pieces of at most ``max_rows`` rows.
 
     Args:
-        inputs: In the order of the signature.
+        inputs: Inputs in the order of the signature.
         rows: Length of the batch axis.
-        max_rows: Of a piece.
+        max_rows: Maximum rows of a piece.
         enqueue: Enqueues a piece.
 
     Raises:
-        ServeError: As ``enqueue`` or ``JoinedRows.add``, or what the first piece failed with. The other pieces are
-            cancelled.
+        ServeError: The error of ``enqueue``, of ``JoinedRows.add``, or of the first piece that failed. The other pieces
+            are cancelled.
     """
     pieces: deque[InflightRequest] = deque()
     joined = JoinedRows(rows)
@@ -82,7 +83,7 @@ def split_rows(inputs: Arrays, rows: int, max_rows: int) -> Iterator[Arrays]:
 
 
 class JoinedRows:
-    """The outputs of a request of ``rows`` rows, copied together from those of its pieces in order."""
+    """The outputs of a request of ``rows`` rows, copied from the outputs of its pieces in order."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -93,8 +94,8 @@ class JoinedRows:
         """Copy the outputs of the next piece, which has ``rows`` rows.
 
         Raises:
-            ServeError: internal, if an output has another number of rows than the piece, or other dimensions than the
-                outputs of the pieces before; invalid_input, if the answer exceeds the limit of a message.
+            ServeError: internal, if an output has another number of rows than the piece, or other dimensions than in
+                earlier pieces; invalid_input, if the answer exceeds the size limit of a gRPC message.
         """
         check_rows(piece, rows)
         if not self._outputs:
@@ -117,12 +118,12 @@ class JoinedRows:
         self._joined = end
 
     def outputs(self) -> Arrays:
-        """The whole outputs, once all pieces were added."""
+        """The joined outputs, after all pieces were added."""
         return self._outputs
 
 
 def text_units(inputs: Arrays) -> int:
-    """The amount of text of a request: one unit for each text and one for 32 bytes, estimated for many texts."""
+    """The amount of text of a request: one unit per text and one per 32 bytes, estimated if there are many texts."""
     units = 0
     for array in inputs:
         if not array.dtype.hasobject or not array.size:
@@ -136,7 +137,7 @@ def text_units(inputs: Arrays) -> int:
 
 
 def most_rows(units: int, rows: int, max_rows: int) -> int:
-    """The most rows of a run of such a request, at least 1: fewer than ``max_rows`` if it has much text."""
+    """Maximum rows per run of a request with ``units`` of text in ``rows`` rows: at least 1, at most ``max_rows``."""
     if units <= MAX_TEXT_UNITS:
         return max_rows
     return max(1, min(max_rows, rows * MAX_TEXT_UNITS // units))

@@ -14,7 +14,7 @@ _MOST: Final = 2.0
 for milliseconds does not mislead the next hundred."""
 _LEAST_NS: Final = 1.0
 _MOST_NS: Final = 2.0**63
-"""A clock measures no shorter and no longer times. Knots keep these limits, so predictions are positive and finite."""
+"""Limits of the times that are learned, so that predictions are positive and finite. No real run exceeds them."""
 _QUANTILE: Final = 0.95
 _QUANTILE_GAIN: Final = 0.1
 
@@ -39,8 +39,8 @@ class LatencyModel:
         """Begin with known times.
 
         Args:
-            known: Rows and nanoseconds that were measured before, such as in warm-up. Times that no clock
-                measures are ignored.
+            known: Rows and nanoseconds that were measured before, such as in warm-up. Times outside the limits, such
+                as 0, are ignored.
             most: An observation counts as at most this multiple of its prediction, and at least the inverse.
         """
         self._most = most
@@ -53,7 +53,7 @@ class LatencyModel:
                 self._set_knot(rows, ns)
 
     def observe(self, rows: int, ns: float) -> None:
-        """Learn from a batch. A time that no clock measures, such as 0, is ignored."""
+        """Learn from a batch. A time outside the limits, such as 0, is ignored."""
         if not _LEAST_NS <= ns < _MOST_NS:
             return
         self.observations += 1
@@ -119,7 +119,7 @@ class LatencyModel:
     def _extend(self, rows: int) -> float:
         last = self._sizes[-1]
         if len(self._sizes) == 1:
-            # With one knot, the part that does not grow with the rows is unknown: none is assumed.
+            # With one knot, the part that does not grow with the rows is unknown and taken as 0.
             return self._knots[last] * max(1.0, rows / last)
         before = self._sizes[-2]
         slope = max(0.0, (self._knots[last] - self._knots[before]) / (last - before))

@@ -1,4 +1,7 @@
-"""The strategy ``oldest``: each request whose turn it is goes to the batcher, which batches different sequences."""
+"""The strategy ``oldest``: enqueues each request in the batcher when its turn comes.
+
+The batcher batches requests of different sequences.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +18,7 @@ Enqueue: TypeAlias = Callable[[InflightRequest, Terms], object]
 
 
 class OldestRuns:
-    """Gives each request whose turn it is to the batcher. Loop thread only."""
+    """Enqueues each request in the batcher when its turn comes. Loop thread only."""
 
     def __init__(self, runs: SequenceRuns, enqueue: Enqueue, loop: asyncio.AbstractEventLoop) -> None:
         self._runs: Final = runs
@@ -33,7 +36,7 @@ class OldestRuns:
             # Not in this turn: many requests of a sequence that all fail at once would nest their calls.
             self._loop.call_soon(self._runs.on_failed, turn, error)
         else:
-            child.timing.queued_ns = turn.arrived_ns  # it waits since then
+            child.timing.queued_ns = turn.arrived_ns  # the queue time counts from the arrival of the request
 
     def withdraw(self, turn: Turn) -> bool:
         child = turn.run

@@ -1,4 +1,4 @@
-"""Plan what becomes of queued requests: which the next batch takes, and which can no longer be answered in time.
+"""Chooses the requests of the next batch, and those that can no longer be answered in time.
 
 Pure functions of the queued requests, the policy, the latency model and the time. ``scheduler`` acts on the results.
 """
@@ -16,7 +16,7 @@ from ortserve.core.inflight import InflightRequest
 
 TIMEOUT_PASSED: Final = "its timeout passed in the queue"
 DEADLINE_PASSED: Final = "its deadline came too near for an answer in the queue"
-"""The time that is left is what encoding and writing the answer takes, or nothing."""
+"""At most the time that is reserved for encoding and writing the answer is left."""
 OUT_OF_REACH: Final = "its deadline can no longer be met, after a wait in the queue"
 AT_COST_OF_OTHERS: Final = f"{OUT_OF_REACH}, but at the cost of others"
 PASSED_IN_SEARCH: Final = "its deadline came too near for an answer while its batch ran again"
@@ -27,14 +27,14 @@ class BatchPolicy:
     """Limits of batches, as configured or as found in warm-up.
 
     Attributes:
-        max_rows: Most rows of a batch.
+        max_rows: Maximum rows of a batch.
         queue_delay_ns: How long a batch with fewer rows waits for more, counted from the arrival of its oldest request.
-        preferred_rows: A batch of one of these sizes starts without the delay. Empty: only one of ``max_rows`` does.
+        preferred_rows: A batch of one of these sizes starts without the delay. Empty: only a full batch does.
         buckets: Ascending sizes that batches are padded to, the last at least ``max_rows``. Empty: no padding.
         closed_loop_wait: Whether a batch is delayed for a moment if callers usually send their next request soon after
             an answer.
-        lone_rows: Most rows of a batch that holds a single request, if no batch holds several; None if batches may.
-            ``max_rows`` is 1 then: no request waits for another to join it, and queued work is counted by the row.
+        lone_rows: Maximum rows of a batch if each holds a single request; None if requests share batches. If set,
+            ``max_rows`` is 1, so that no request waits for others to join it, and queued work is counted row by row.
     """
 
     max_rows: int
@@ -46,7 +46,7 @@ class BatchPolicy:
 
     @property
     def request_rows(self) -> int:
-        """Most rows of one request that run together."""
+        """Maximum rows of one request in one run."""
         return self.max_rows if self.lone_rows is None else self.lone_rows
 
     def bucket_for(self, rows: int) -> int:
@@ -88,7 +88,7 @@ def run_requests_alone(policy: BatchPolicy) -> BatchPolicy:
 class Take:
     """Evict the first ``evicted`` requests, and run the next ``count``, which have ``rows`` rows in total, now.
 
-    The evicted requests could be in time only in a batch so small that others would be late.
+    The evicted requests could finish in time only in a batch so small that others would be late.
     """
 
     count: Final[int]
@@ -113,19 +113,20 @@ def plan_batch(
 ) -> Take | WaitUntil:
     """Plan the next batch now that an instance is free: all queued requests that fit, at once unless a delay is set.
 
-    A batch is made small enough that all its deadlines are met if the latency model knows the size, unless more
-    requests would be late for it than are saved. A set delay ends early for a request that it would make late.
+    If a deadline would be missed, the batch is reduced to the largest one that meets all its deadlines. If such a small
+    batch would make more requests late than it saves, the first requests are evicted instead (``_without_tightest``).
+    A configured delay is skipped or ends early if it would make a request late.
 
     Args:
-        waiting: Requests of one shape class in queue order, at least one. A request with more rows than ``max_rows``,
-            which was lowered since, or with more text than a run may have, runs alone.
+        waiting: Requests of one shape class in queue order, at least one. A request runs alone if it has more text than
+            a run may have, or more rows than ``max_rows``, which may have been lowered after it was queued.
         policy: See ``BatchPolicy``.
-        latency: Of batches of this class.
+        latency: Predicts the batches of this class.
         now_ns: Monotonic time.
     """
     count = rows = texts = 0
     is_full = False
-    finish_by_ns: int | None = None  # the first of all deadlines
+    finish_by_ns: int | None = None  # the earliest deadline
     for request in waiting:
         texts += request.text_units
         if count and (rows + request.rows > policy.max_rows or texts > MAX_TEXT_UNITS):
@@ -158,7 +159,7 @@ def plan_batch(
 
 @dataclass(slots=True, init=False)
 class _Forecast:
-    """Predicts how long batches take, and whether their requests would be in time, as seen from now."""
+    """Predicts how long batches take that begin now or later, and whether they meet the deadlines of their requests."""
 
     policy: Final[BatchPolicy]
     latency: Final[LatencyModel]
@@ -180,7 +181,7 @@ class _Forecast:
 
 
 def _most_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _Forecast) -> Take | None:
-    """The most of the first ``count`` requests that together meet all their deadlines; None if not even one does."""
+    """The longest prefix of the first ``count`` requests that meets all its deadlines as a batch; None without one."""
     best: Take | None = None
     rows = 0
     finish_by_ns: float = math.inf
@@ -194,15 +195,17 @@ def _most_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _For
 
 
 def _without_tightest(waiting: Sequence[InflightRequest], small: Take, forecast: _Forecast) -> Take | None:
-    """A batch without the first requests, whose deadlines need one as small as ``small``; None to run ``small``.
+    """Plan a batch without the first requests, whose deadlines only a batch as small as ``small`` meets.
 
-    Under load, small batches cost throughput: the requests behind them are late, need a small batch in turn, and in
-    the end almost nothing is answered. So a request is evicted if all of these hold:
+    Under load, small batches cost throughput: the requests behind them become late and need small batches in turn,
+    until almost no request is answered in time. So a request is evicted if all of these hold:
 
     - the small batch would make the next one late;
     - a batch without this request, and without those before it, is in time;
-    - that batch answers more: more rows than the small one, by more than full batches answer in the time that it takes
-      longer.
+    - that batch is worth its longer time: full batches compute fewer rows in the additional time than it adds.
+
+    Returns:
+        None to run ``small``.
     """
     max_rows = forecast.policy.max_rows
     level = waiting[0].level  # no request is evicted for one of a lower priority
@@ -212,7 +215,7 @@ def _without_tightest(waiting: Sequence[InflightRequest], small: Take, forecast:
         return None
     for evicted, late in enumerate(requests[: small.count], 1):
         if late.finish_by_ns is None or late.timing.queued_ns >= forecast.now_ns:
-            return None  # it would not be the wait that made it late
+            return None  # the wait in the queue is not what makes it late
         batch = _fill(requests[evicted:], max_rows)
         if batch and forecast.is_in_time(batch):
             rows = _rows(batch)
@@ -226,7 +229,7 @@ def _without_tightest(waiting: Sequence[InflightRequest], small: Take, forecast:
 
 
 def _fill(requests: Sequence[InflightRequest], max_rows: int) -> Sequence[InflightRequest]:
-    """The first requests, as many as fit into a batch."""
+    """As many of the first requests as fit into a batch."""
     rows = texts = 0
     for count, request in enumerate(requests):
         rows += request.rows
@@ -242,7 +245,7 @@ def _rows(requests: Sequence[InflightRequest]) -> int:
 
 def may_wait(waiting: Sequence[InflightRequest], count: int, batch_ns: float, until_ns: int) -> bool:
     """Whether a batch of the first ``count`` requests that takes ``batch_ns`` stays in time if it waits."""
-    # A shorter wait is no choice: a timer may fire a millisecond late.
+    # A wait until just before a deadline is not tried, because a timer may fire a millisecond late.
     return all(
         (request.start_by_ns is None or until_ns < request.start_by_ns)
         and (request.finish_by_ns is None or until_ns + batch_ns < request.finish_by_ns)
@@ -251,7 +254,7 @@ def may_wait(waiting: Sequence[InflightRequest], count: int, batch_ns: float, un
 
 
 def _largest_preferred(waiting: Sequence[InflightRequest], count: int, sizes: Sequence[int]) -> Take | None:
-    """The most first requests whose rows add up to one of ``sizes``."""
+    """The longest prefix of the first ``count`` requests whose rows add up to one of ``sizes``; None without one."""
     best: Take | None = None
     rows = 0
     for taken in range(count):
@@ -264,7 +267,7 @@ def _largest_preferred(waiting: Sequence[InflightRequest], count: int, sizes: Se
 def _fit_bucket(
     waiting: Sequence[InflightRequest], count: int, rows: int, policy: BatchPolicy, latency: LatencyModel
 ) -> Take:
-    """Pad up to the next bucket, or run fewer requests in the bucket below, whichever takes less time a row."""
+    """Pad up to the next bucket, or run fewer requests in the bucket below, whichever takes less time per row."""
     up = policy.bucket_for(rows)
     if up == rows or up == policy.buckets[0]:
         return Take(count, rows)
@@ -282,7 +285,7 @@ def _fit_bucket(
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A request that does not run, and the reason for its caller."""
+    """A request to evict, and the reason for its caller."""
 
     request: InflightRequest
     reason: str
@@ -290,7 +293,7 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The requests of a shape class whose time has passed, and when the next one's will."""
+    """The expired requests of a shape class, and when the next one expires; infinite if none will."""
 
     evictions: Sequence[Eviction]
     next_ns: float
@@ -299,13 +302,13 @@ class Sweep:
 def find_unfit(
     requests: Iterable[InflightRequest], policy: BatchPolicy, latency: LatencyModel, now_ns: int
 ) -> list[Eviction]:
-    """Find the requests that could be in the next batch and must not be.
+    """Find the requests at the front of a queue that are too late to run.
 
     Args:
-        requests: Of one shape class in queue order. The search ends with the requests of a full batch.
-        policy: Gives the size of a full batch.
-        latency: Of batches of this class.
-        now_ns: Monotonic.
+        requests: Requests of one shape class in queue order. The search ends once the others fill a batch.
+        policy: Defines the size of a full batch.
+        latency: Predicts the batches of this class.
+        now_ns: Monotonic time.
     """
     evictions: list[Eviction] = []
     rows = 0
@@ -314,8 +317,8 @@ def find_unfit(
             reason, by_ns = _passed(request, now_ns), request.finish_by_ns
             if reason is None and by_ns is not None and latency.observations >= MIN_OBSERVATIONS:
                 least_ns = policy.batch_ns(request.rows, latency)
-                # Only if the wait made it late. An idle server admits a request even if the prediction is too long for
-                # it; such a request must run, or a wrong prediction would never be corrected.
+                # Only if the wait made it late. An idle server admits a request even if its predicted time exceeds the
+                # deadline. Such a request must run, or a wrong prediction would never be corrected.
                 if by_ns - now_ns < least_ns <= by_ns - request.timing.queued_ns:
                     reason = OUT_OF_REACH
             if reason is not None:
@@ -328,7 +331,7 @@ def find_unfit(
 
 
 def find_expired(requests: Iterable[InflightRequest], now_ns: int) -> Sweep:
-    """Find the requests whose deadline or timeout has passed, at any position, and when the next one's will."""
+    """Find the requests at any position whose deadline or timeout has passed, and when the next one expires."""
     evictions: list[Eviction] = []
     next_ns = math.inf
     for request in requests:
@@ -344,7 +347,7 @@ def find_expired(requests: Iterable[InflightRequest], now_ns: int) -> Sweep:
 
 
 def find_late_in_search(requests: Iterable[InflightRequest], now_ns: int) -> list[InflightRequest]:
-    """Find the requests of a failed batch that are late by now. Their runs have begun, so only deadlines count."""
+    """Find the requests of a failed batch that are late by now. They have run, so queue timeouts no longer apply."""
     return [
         request
         for request in requests

@@ -13,36 +13,38 @@ from ortserve.core.inflight import QUEUED, RUNNING, InflightRequest
 from ortserve.core.terms import Alone
 
 MAX_CLASSES: Final = 64
-"""Shape classes whose learned latencies are kept while they have no queued request; the least recently used is
-evicted first."""
+"""Maximum number of shape classes. Beyond it, the least recently used class without queued requests is evicted, with
+its learned latencies."""
 DUE_RUNS: Final = 10
 LEAST_DUE_NS: Final = 1_000_000_000
-"""Every request is due after the time of ``DUE_RUNS`` full batches, or after this time if that is longer, unless its
-deadline is earlier. So neither early deadlines, nor later requests without one, can starve a request."""
+"""A request is due at its deadline, but at most the time of ``DUE_RUNS`` full batches, or this time if it is longer,
+after it was queued. So neither requests with early deadlines nor later ones without a deadline can starve it."""
 
 _DUE_AFTER_BATCHES: Final = 16
-"""The time in which requests are due is computed anew after this many batches."""
+"""The time after which requests are due is computed again after this many batches."""
 _MAX_RUN_RATIO: Final = 1000.0
-"""Run times are learned almost as measured: if a model becomes slow, its second run does not use the event loop."""
+"""A run time counts as at most this multiple of its prediction. It is high, so that one very slow run already keeps
+the next one off the event loop."""
 
 _order = attrgetter("order")
 
 
 class ShapeClass:
-    """The queued requests of one shape in their order, and how long their batches take.
+    """The queued requests of one shape class in order, and the learned times of their batches.
 
     Attributes:
         key: Equal for requests that may share a batch.
-        requests: By priority level, then by when they are due: in order of arrival, but for early deadlines.
+        requests: Sorted by priority level, then by due time: in order of arrival, except for early deadlines.
         rows: Total rows of ``requests``.
-        batch_latency: Of a batch, from when it is formed until its outputs are on the event loop.
-        run_latency: Of the model alone; it decides about runs on the event loop.
-        closed_loop: How soon callers send their next request, and the wait for them. None before the first answer after
-            which a batch may wait; no wait follows runs on the event loop.
+        batch_latency: Time from the formation of a batch, or the end of the run before it on its instance, until its
+            outputs reach the event loop.
+        run_latency: Time of the computation alone. It decides which runs use the event loop.
+        closed_loop: Learns when callers send their next requests, and delays batches for them. None until a batch was
+            answered that ran on a worker while the policy allowed such delays.
         has_limits: Whether a queued request may have a deadline or a timeout; False again once the class is empty.
-        runs_alone: Whether the class is that of a single request, which runs as it is, of any size.
-        accepts_one_row: Whether the model is known to accept one row of this shape. A shape that it rejects by itself
-            it may accept in a batch, and mix the rows.
+        runs_alone: Whether the class holds a single request, which runs undivided at any size.
+        accepts_one_row: Whether batches may run without a trial of one row: the model accepted one row of this shape,
+            or needs no trial. A model may accept a shape in a batch that it rejects in one row, and mix the rows.
     """
 
     __slots__ = (
@@ -117,7 +119,7 @@ class ShapeClass:
 
 
 class RequestQueue:
-    """The shape classes of a model. The class whose first request is due first is served first. Loop thread only."""
+    """The shape classes of a model, served in the order of their first requests. Loop thread only."""
 
     def __init__(
         self,
@@ -127,13 +129,14 @@ class RequestQueue:
         tries_one_row: bool = False,
         tried: Iterable[Hashable] = (),
     ) -> None:
-        """Make an empty queue.
+        """Create an empty queue.
 
         Args:
-            known_batches: Rows and nanoseconds that warm-up measured; every new shape class begins with them.
-            known_runs: Likewise, of runs.
-            tries_one_row: Whether requests of a new shape class share no batch until the model ran one row of it.
-            tried: Keys of shape classes of which one row ran in warm-up.
+            known_batches: Rows of batches and their times in nanoseconds, measured in warm-up. Every new shape class
+                begins with them.
+            known_runs: The same for the computation alone.
+            tries_one_row: Whether the first run of a new shape class is a trial of one row.
+            tried: Keys of the shape classes of which warm-up ran one row.
         """
         self._tries_one_row = tries_one_row
         self._tried = frozenset(tried)
@@ -145,7 +148,7 @@ class RequestQueue:
         self.rows = 0
         """Rows of all queued requests."""
         self.nbytes = 0
-        """Bytes of their inputs."""
+        """Bytes of the inputs of all queued requests."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

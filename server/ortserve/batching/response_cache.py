@@ -1,7 +1,7 @@
-"""Outputs of answered requests, for requests that are equal: same load of a model version, same inputs.
+"""A cache of model outputs for equal requests: those with the same inputs to the same load of a model version.
 
-Equal requests that come while one of them runs wait for its outputs. Which outputs a request asks for, and how they are
-encoded, is decided after the cache, which holds all outputs of the model.
+A request that arrives while an equal one runs waits for the outputs of that run. An entry holds all outputs of the
+model. The requested ones are selected and encoded afterwards.
 """
 
 import asyncio
@@ -34,10 +34,11 @@ _INLINE_BYTES: Final = 256 * 1024
 """Larger inputs are digested, and larger outputs copied, on a thread: a MiB takes about a millisecond to digest."""
 _INLINE_TEXTS: Final = 1024
 _ENTRY_BYTES: Final = 512
-"""Of an entry beside its elements."""
+"""Memory of an entry in addition to its elements."""
 _FORGOTTEN_AT_ONCE: Final = 1000
 _MAX_LARGE: Final = 64
-"""Requests whose outputs are copied on threads at a time. The outputs of others are not stored."""
+"""Maximum number of requests whose large outputs are copied on threads at a time. Those of further ones are not
+stored."""
 
 
 @dataclass(slots=True)
@@ -48,12 +49,14 @@ class _Entry:
 
 
 class ResponseCache:
-    """The entries of all models. If they need too much memory, the least recently used go. Loop thread only.
+    """The entries of all models. Beyond ``max_bytes``, the least recently used entries are evicted.
+
+    Loop thread only, except ``key`` and ``reading``.
 
     Attributes:
-        max_bytes: Of all entries.
-        nbytes: Of all entries now.
-        evictions: Entries that went because others needed their memory.
+        max_bytes: Maximum size of all entries.
+        nbytes: Current size of all entries.
+        evictions: Number of entries that were evicted.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -62,17 +65,17 @@ class ResponseCache:
         self.evictions = 0
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._keys: dict[int, set[Key]] = {}
-        """Of each load with entries."""
+        """Keys of the entries of each load."""
         self._loads = 0
-        # Secret, because with a known key two inputs with one digest can be prepared.
+        # Secret, because a client that knows the key could prepare two inputs with one digest.
         self._secret: Final = os.urandom(32)
 
     def reading(self) -> CacheReading:
-        """For metrics. From any thread."""
+        """The present counts, for metrics. Any thread."""
         return CacheReading(len(self._entries), self.nbytes, self.max_bytes, self.evictions)
 
     def begin_load(self) -> int:
-        """A number that no other load has, so that no load finds entries of another."""
+        """Return a number that no other load has, so that no load finds entries of another."""
         self._loads += 1
         return self._loads
 
@@ -81,7 +84,7 @@ class ResponseCache:
 
         Args:
             load: From ``begin_load``.
-            inputs: In the order of the model's signature; texts are ``str`` or ``bytes`` in arrays of objects.
+            inputs: Inputs in the order of the signature; texts are ``str`` or ``bytes`` in arrays of objects.
         """
         digest = blake2b(key=self._secret, digest_size=16)
         for array in inputs:
@@ -97,14 +100,14 @@ class ResponseCache:
         return load, digest.digest()
 
     def find(self, key: Key) -> "_Entry | None":
-        """The entry of a key, which is then the most recently used one."""
+        """The entry of a key, which becomes the most recently used one; None if there is none."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
     def store(self, key: Key, outputs: Arrays, run_ns: int) -> None:
-        """Keep outputs, which nothing changes any more; too large ones are not kept."""
+        """Store outputs, which must not change any more. Outputs larger than the cache are not stored."""
         nbytes = _ENTRY_BYTES + arrays_bytes(outputs)
         if nbytes > self.max_bytes or key in self._entries:
             return
@@ -118,7 +121,7 @@ class ResponseCache:
             self.evictions += 1
 
     async def forget(self, load: int) -> None:
-        """Drop the entries of a load that has ended. Pauses, so that other work of the loop is not delayed."""
+        """Drop the entries of a load that has ended. Pauses regularly, so that other work of the loop can run."""
         keys = self._keys.get(load, set())
         while keys:
             self.nbytes -= self._entries.pop(keys.pop()).nbytes
@@ -128,12 +131,12 @@ class ResponseCache:
 
 
 class CachedRuns:
-    """The cache as one load of a model version uses it. Loop thread only."""
+    """The use of the cache by one load of a model version. Loop thread only."""
 
     def __init__(
         self, cache: ResponseCache, counts: CacheCounts, loop: asyncio.AbstractEventLoop, clock: Clock
     ) -> None:
-        """``counts`` is where lookups are counted; ``clock`` gives monotonic nanoseconds."""
+        """``counts`` counts lookups; ``clock`` returns monotonic nanoseconds."""
         self.cache: Final = cache
         self.counts: Final = counts
         self.loop: Final = loop
@@ -145,10 +148,10 @@ class CachedRuns:
         self._idle: asyncio.Event | None = None
 
     def submit(self, request: InflightRequest, terms: Terms, enqueue: Enqueue) -> None:
-        """Settle a request from the cache, with an equal request that runs, or by a run of its own.
+        """Settle a request from the cache, with the outputs of an equal request that runs, or by a run of its own.
 
         Raises:
-            ServeError: Of ``enqueue``.
+            ServeError: The error of ``enqueue``.
         """
         if _is_large(request.inputs):
             task = request.settle_by(self._submit_large(request, terms, enqueue))
@@ -158,10 +161,10 @@ class CachedRuns:
             self._look_up(request, terms, enqueue, self.cache.key(self._load, request.inputs), self.clock())
 
     async def wait_until_idle(self) -> None:
-        """Wait until nothing will be enqueued any more for the requests that were submitted.
+        """Wait until every submitted request was enqueued or needs no run.
 
-        A request may be enqueued long after it was submitted: when its inputs are digested, or when the run that it
-        waits for was rejected.
+        A request may be enqueued long after it was submitted: after its inputs were digested, or after the run that it
+        waited for was rejected.
         """
         while self._digests or self.under_way:
             self._idle = asyncio.Event()
@@ -173,7 +176,7 @@ class CachedRuns:
         await self.cache.forget(self._load)
 
     def resubmit(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, key: Key) -> None:
-        """Submit a request again whose shared run was rejected for the terms of another request."""
+        """Submit a request again after the run that it shared failed because of another request's deadline."""
         try:
             self._look_up(request, terms, enqueue, key, self.clock())
         except ServeError as error:
@@ -197,7 +200,7 @@ class CachedRuns:
         return await child
 
     def end(self, key: Key, run: "SharedRun") -> None:
-        """Let no further request join a run."""
+        """Stop further requests from joining a run."""
         if self.under_way.get(key) is run:
             del self.under_way[key]
             if self._idle is not None:
@@ -222,7 +225,7 @@ class CachedRuns:
             counts.hit_ns += now_ns - began_ns
             counts.saved_ns += entry.run_ns
             _set_times(request.timing, now_ns)
-            self.loop.call_soon(request.complete, entry.outputs)  # callers expect outputs only after this returned
+            self.loop.call_soon(request.complete, entry.outputs)  # callers expect outputs only after ``submit`` returns
             return
         run = self.under_way.get(key)
         if run is not None and run.suits(terms):
@@ -239,7 +242,7 @@ class CachedRuns:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that waits for a run, since ``joined_ns``."""
+    """A request that waits for a shared run, and the time at which it joined (monotonic)."""
 
     request: InflightRequest
     terms: Terms
@@ -248,7 +251,7 @@ class _Waiting:
 
 
 class SharedRun:
-    """A run, and the requests that it answers. It is cancelled when all of them are."""
+    """A run, and the requests that it answers. It is cancelled when all of them are cancelled."""
 
     def __init__(self, runs: CachedRuns, key: Key, request: InflightRequest, terms: Terms) -> None:
         """``request`` is the first one, with its terms."""
@@ -261,7 +264,7 @@ class SharedRun:
         self._waiting: dict[InflightRequest, _Waiting] = {}
 
     def suits(self, terms: Terms) -> bool:
-        """Whether a request may wait for this run: if it is not more urgent and has no earlier deadline."""
+        """Whether a request with ``terms`` may wait for this run: it is not more urgent and has no earlier deadline."""
         own = self._terms
         return (own.level or 1) <= (terms.level or 1) and all(
             late is None or (early is not None and early <= late)
@@ -269,7 +272,7 @@ class SharedRun:
         )
 
     def start(self, enqueue: Enqueue) -> None:
-        """Enqueue the run, which may settle it at once. Raises ServeError, if it is rejected."""
+        """Enqueue the run, which may be settled at once. Raises ServeError if it is rejected."""
         self._runs.under_way[self._key] = self
         self.join(self._first, self._terms, enqueue, 0)
         try:
@@ -280,7 +283,7 @@ class SharedRun:
             raise
 
     def join(self, request: InflightRequest, terms: Terms, enqueue: Enqueue, now_ns: int) -> None:
-        """Answer a further request, equal to the first one, too."""
+        """Settle this request, which is equal to the first one, with the run."""
         self._waiting[request] = _Waiting(request, terms, enqueue, now_ns)
         request.withdraw = self._leave
 
@@ -291,7 +294,7 @@ class SharedRun:
             self._child.cancel()
 
     def _end(self) -> list[_Waiting]:
-        """Let no further request join. Returns those that wait."""
+        """Stop further requests from joining. Returns the waiting ones."""
         self._runs.end(self._key, self)
         waiting, self._waiting = self._waiting, {}
         return list(waiting.values())
@@ -319,10 +322,10 @@ class SharedRun:
             one.request.complete(outputs)
 
     def _fail(self, waiting: list[_Waiting], error: BaseException) -> None:
-        """Fail the requests. If the run was too late for the first one, only that one: the others run again.
+        """Fail the requests. If the run missed the first one's deadline, only that one fails; the others run again.
 
-        A run that cannot meet its deadline may be rejected as overloaded, also by a later step of an ensemble. Requests
-        with the same deadline would be rejected, too.
+        A run that cannot meet its deadline may also be rejected as overloaded, even by a later step of an ensemble.
+        Requests with the same deadline would be rejected again, so they fail in that case.
         """
         kind = error.kind if isinstance(error, ServeError) else None
         by_ns = self._terms.finish_by_ns
@@ -336,13 +339,13 @@ class SharedRun:
 
 
 def _set_times(timing: Timing, now_ns: int) -> None:
-    """Of a request that is answered from the cache: nothing is queued, staged or computed."""
+    """Set the times of a request that is answered from the cache: queue, staging and computation take no time."""
     timing.queued_ns = timing.taken_ns = timing.staged_ns = timing.computed_ns = now_ns
-    timing.batch_rows = 0  # of a candidate of a rollout that failed before
+    timing.batch_rows = 0  # a candidate of a rollout that failed before may have set it
 
 
 def _share_times(timing: Timing, run: Timing, joined_ns: int) -> None:
-    """Of a request that joined a run: the run's, but not before it joined."""
+    """Set the times of a request that joined a run: the times of the run, but none before it joined."""
     timing.queued_ns = joined_ns
     timing.taken_ns = max(joined_ns, run.taken_ns)
     timing.staged_ns = max(joined_ns, run.staged_ns)

@@ -1,7 +1,7 @@
-"""Whether the rows of a batch are independent, checked while serving: a request that shared a batch runs again alone.
+"""Checks while serving whether the rows of a batch are independent: a request that shared a batch runs again alone.
 
-The batcher offers each batch to a model's ``RowChecks``, and runs what they have to run once no request waits. At most
-one request is kept at a time.
+The batcher passes each batch to the ``RowChecks`` of its model, and runs the request to check once no other request
+waits. At most one request is kept at a time.
 """
 
 import logging
@@ -28,11 +28,11 @@ SHARE: Final = 100
 MAX_INPUT_BYTES: Final = 2**20
 """Requests with larger inputs are not checked, as the event loop copies them."""
 MAX_VALUES: Final = 16_384
-"""Bound on the compared values of all outputs of a request, which the event loop compares; larger outputs are compared
-at evenly spaced places."""
+"""Maximum number of values, over all outputs of a request, that the event loop compares. Larger outputs are compared at
+evenly spaced places."""
 _MOST_KINDS: Final = 2
 _MOST_INPUTS: Final = 3
-"""Bounds on the description of neighbours, so that a log line stays short."""
+"""Maximum numbers of shapes and of inputs in the description of neighbours, so that a log line stays short."""
 
 AGREED: Final = "agreed"
 DIFFERED: Final = "differed"
@@ -41,7 +41,7 @@ FAILED: Final = "failed"
 OUTCOMES: Final = (AGREED, DIFFERED, NOT_DETERMINISTIC, FAILED)
 
 Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
-"""Of the inputs of a request; None for one that is absent."""
+"""The shapes of the inputs of a request; None for an absent input."""
 
 
 class Answer:
@@ -60,7 +60,7 @@ class Difference:
     """The answer to a request depended on its batch: two runs alone agree with each other and not with the batch.
 
     Attributes:
-        reason: Which output, and how far the answers are from each other.
+        reason: Which output differs, and by how much.
         neighbours: The shapes of the other requests of the batch.
     """
 
@@ -72,7 +72,7 @@ class Difference:
 
 
 class Sample:
-    """A request to run alone, its answer in the batch (``together``), and its first answer alone once that is there."""
+    """A request to run alone, its answer in the batch (``together``), and its first answer alone; None before."""
 
     __slots__ = ("alone", "inputs", "nbytes", "neighbours", "rows", "shape_class", "text_units", "together")
 
@@ -94,7 +94,13 @@ class RowChecks:
     """Decides which requests run again, and judges their answers. Loop thread only, except ``counts``."""
 
     def __init__(self, signature: ModelSignature, clock: Clock, *, is_coarse: bool = False) -> None:
-        """Check a batched model; ``signature`` has its first outputs, and ``is_coarse`` is as in ``core.tensor``."""
+        """Check a batched model.
+
+        Args:
+            signature: The signature of the model; its outputs, the first ones of each run, are compared.
+            clock: Monotonic nanoseconds.
+            is_coarse: See ``core.tensor.agree``.
+        """
         self._inputs = signature.inputs
         self._outputs = signature.outputs
         self._ragged = signature.ragged
@@ -117,7 +123,7 @@ class RowChecks:
         return self._sample is not None and not self._is_running
 
     def observe(self, group: RequestGroup, result: BatchResult) -> None:
-        """Count a batch that ran, before its requests are settled; keep a copy of one of them where a check is due."""
+        """Count a batch before its requests are settled. If a check is due, keep a copy of one of them."""
         self._ran_ns += result.run_ns
         if len(group.requests) < 2:
             return
@@ -130,7 +136,7 @@ class RowChecks:
                 logger.exception("a request could not be kept for a check")
 
     def next_group(self) -> RequestGroup | None:
-        """The request to run alone now that an instance is idle; None where there is none."""
+        """The request to run alone now that an instance is idle; None if there is none."""
         sample = self._sample
         if sample is None or self._is_running:
             return None
@@ -143,7 +149,7 @@ class RowChecks:
         return RequestGroup(sample.shape_class, (request,), request.rows, is_check=True)
 
     def judge(self, request: InflightRequest) -> Difference | None:
-        """Judge the run of ``next_group``'s request. Returns the difference that ends batching, None without one."""
+        """Judge the run of the request of ``next_group``. Returns the difference that ends batching, or None."""
         sample = self._sample
         assert sample is not None, "no check is running"
         self._sample, self._is_running = None, False
@@ -161,7 +167,7 @@ class RowChecks:
         return Difference(self._compare(sample.together, sample.alone), self._describe(sample.neighbours))
 
     def _judge(self, sample: Sample, alone: Answer) -> str:
-        """The outcome of a check; empty where the request has to run once more."""
+        """The outcome of a check; empty if the request has to run once more."""
         if not self._compare(sample.together, alone):
             return AGREED if sample.alone is None else NOT_DETERMINISTIC
         if sample.alone is None:
@@ -170,7 +176,11 @@ class RowChecks:
         return NOT_DETERMINISTIC if self._compare(sample.alone, alone) else DIFFERED
 
     def _take(self, group: RequestGroup, outputs: Arrays) -> Sample | None:
-        """Copy one request of a batch, at another place each time, with one row if possible; None for a large one."""
+        """Copy one request of a batch, at another place each time, and with one row if there is such a request.
+
+        Returns:
+            None if the request is too large, or if the outputs cannot be divided.
+        """
         requests = group.requests
         divided: list[Arrays] = []
         if self._ragged is not None:
@@ -203,7 +213,7 @@ class RowChecks:
         return Answer(outputs[: len(self._outputs)])
 
     def _compare(self, one: Answer, other: Answer) -> str:
-        """Say how the answers differ; empty where they do not."""
+        """How the answers differ; empty if they agree."""
         for index, spec in enumerate(self._outputs):
             if one.shapes[index] != other.shapes[index]:
                 shapes = f"{list(one.shapes[index])} and {list(other.shapes[index])}"

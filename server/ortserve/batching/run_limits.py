@@ -26,13 +26,14 @@ logger: Final = logging.getLogger(__name__)
 
 _NS_PER_S: Final = 1_000_000_000
 LEAST_LIMIT_NS: Final = 60 * _NS_PER_S
-"""Of runs with a predicted time. Most end in a thousandth of it."""
+"""Minimum time limit of runs with a predicted time. Most runs end in a thousandth of it."""
 UNKNOWN_LIMIT_NS: Final = 600 * _NS_PER_S
-"""Of runs without a prediction, such as the first of a shape."""
+"""Time limit of runs without a prediction, such as the first of a shape."""
 _MULTIPLE: Final = 20
-"""Of the predicted time: far more than other work on the machine explains."""
+"""Time limit as a multiple of the predicted time: far more than other work on the machine explains."""
 LEAST_LATE_RUN_NS: Final = 1 * _NS_PER_S
-"""A run continues this long after all its deadlines have passed: most end soon, and teach the latency model."""
+"""Minimum time of a run before it is terminated because all its deadlines have passed. Most runs end by then, and the
+latency model learns their times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class RunLimits:
     """Time limits of the runs of one model.
 
     Attributes:
-        timeout_ns: As configured; None to derive it from the predicted time.
+        timeout_ns: The configured limit; None to derive it from the predicted time.
         grace_ns: An instance is abandoned if a terminated run has not ended after this time.
     """
 
@@ -48,7 +49,7 @@ class RunLimits:
     grace_ns: int = 5 * _NS_PER_S
 
     def limit_ns(self, predicted_ns: float) -> float:
-        """The limit of a run of the predicted time, 0 for an unknown one."""
+        """The time limit of a run. ``predicted_ns`` is 0 if its time is unknown."""
         if self.timeout_ns is not None:
             return float(self.timeout_ns)
         return max(LEAST_LIMIT_NS, _MULTIPLE * predicted_ns) if predicted_ns else float(UNKNOWN_LIMIT_NS)
@@ -86,9 +87,9 @@ class RunEvents:
     """Callbacks for runs over their limits, called on the loop.
 
     Attributes:
-        on_timeout: For each run that is terminated.
-        on_abandoned: For each instance that is abandoned because its run does not end: the instance, the reason, and
-            whether it was the last one of the model, after which nothing runs.
+        on_timeout: Called for each run that is terminated.
+        on_abandoned: Called for each instance that is abandoned because its run does not end, with the instance, the
+            reason, and whether it was the last instance of the model.
     """
 
     on_timeout: Callable[[], object]
@@ -118,16 +119,16 @@ class RunWatch:
         """Watch no run yet.
 
         Args:
-            name: Of the model, for errors and the log.
-            limits: Of its runs.
+            name: Name of the model, for errors and the log.
+            limits: Time limits of its runs.
             instances: The batcher's own, as are ``share``, ``scheduler`` and ``decisions``.
-            share: Gives back the threads of abandoned runs.
-            scheduler: Takes what waited behind an abandoned run.
+            share: Releases the threads of abandoned runs.
+            scheduler: Schedules groups again that waited behind an abandoned run.
             decisions: Counts terminated and abandoned runs.
             events: None for no callbacks.
             fail_all: Called with the reason when no instance is left.
             wake: Called when requests may run on another instance.
-            loop: Of the calling thread.
+            loop: The event loop of the calling thread.
             clock: Monotonic nanoseconds.
         """
         self._name = name
@@ -153,7 +154,7 @@ class RunWatch:
         begins_ns: float,
         taken_ns: int,
     ) -> None:
-        """Watch a run that is chosen now and begins at ``begins_ns``, after the run before it on its instance."""
+        """Watch a run that was chosen at ``taken_ns`` and begins at ``begins_ns``, after the previous run there."""
         limit_ns = self._limits.limit_ns(predicted_ns)
         due_ns = begins_ns + limit_ns
         late_ns = latest_deadline_ns(group)
@@ -203,7 +204,7 @@ class RunWatch:
         run.runner.terminate(run.batch)
 
     def _abandon(self, run: Run, now_ns: int) -> None:
-        """Abandon an instance whose run does not end. Its next group runs on another instance."""
+        """Abandon an instance whose run does not end. A group that waited behind that run is scheduled again."""
         reason = f"a run has not ended for {(now_ns - run.taken_ns) / 1e9:.1f} s, although it was terminated"
         runner = run.runner
         runner.abandon()

@@ -1,6 +1,6 @@
-"""The requests of one batcher that wait: which run next, and the eviction of those that are late or cancelled.
+"""Chooses which waiting requests of one batcher run next, and evicts late and cancelled ones.
 
-``planner`` decides, as pure functions.
+The pure functions of ``planner`` make the decisions.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ from ortserve.core.inflight import InflightRequest
 from ortserve.errors import ErrorKind, ServeError
 
 _MIN_SWEEP_INTERVAL_NS: Final = 1_000_000
-"""Between two sweeps of the queue. The timers of the event loop have whole milliseconds."""
+"""Minimum time between two sweeps of the queue. Timers of the event loop have a resolution of a millisecond."""
 _SWEEP_INTERVAL_PER_REQUEST_NS: Final = 1_000
-"""Much longer than a sweep takes for a request, so that sweeps take a small share of the event loop's time."""
+"""Minimum time between two sweeps, per queued request. A sweep takes far less, so it uses little of the loop's time."""
 
 
 class Scheduler:
-    """The requests that wait for one batcher, in its queue or to run again; true while there are any.
+    """The waiting requests of one batcher, queued or to run again after a failed batch; true while there are any.
 
-    One timer serves the whole queue. It is set for the first request that may expire and stays set when that request
-    leaves in time, as nearly all do: then it fires in vain, and the sweep finds the next time. So a request with a
-    deadline costs nothing, and a deadline that passes deep in the queue is answered when it passes. Loop thread only.
+    One timer serves the whole queue. It is set for the earliest time at which a request expires, and stays set when
+    that request is dequeued in time, as nearly all are: the next sweep then finds nothing and sets it again. So
+    deadlines cost almost nothing, and a request expires in time at any position in the queue. Loop thread only.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Scheduler:
         return self._queue.rows > 0 or bool(self._again)
 
     def run_again(self, groups: Iterable[RequestGroup]) -> None:
-        """Schedule groups before everything that is queued."""
+        """Schedule groups before all queued requests."""
         self._again.extend(groups)
 
     def next_group(self, policy: BatchPolicy, now_ns: int) -> RequestGroup | WaitUntil | None:
@@ -70,7 +70,7 @@ class Scheduler:
         Parts of failed batches run first, then the shape class that is due first.
 
         Returns:
-            None if nothing is queued, and a time if all that is queued had better wait until then.
+            None if no request waits; a ``WaitUntil`` with the earliest time if every batch is delayed.
         """
         while self._again:
             group = self._evict_from_search(self._again.popleft(), now_ns)
@@ -98,7 +98,7 @@ class Scheduler:
             if isinstance(plan, Take):
                 evicted = self._queue.take(shape_class, plan.evicted) if plan.evicted else ()
                 group = RequestGroup(shape_class, self._queue.take(shape_class, plan.count), plan.rows)
-                # Only now: the callback of a failed request may enqueue or cancel others.
+                # Last, because the callback of a failed request may enqueue or cancel others.
                 for request in evicted:
                     self._fail_late(request, AT_COST_OF_OTHERS)
                 return group
@@ -113,12 +113,12 @@ class Scheduler:
             self._fire_after(expires_ns, now_ns)
 
     def on_cancelled(self, request: InflightRequest) -> None:
-        """Remove a cancelled request, which may have left the queue already."""
+        """Remove a cancelled request from the queue, if it is still there."""
         if self._queue.remove_one(request):
             self._decisions.left += 1
 
     def fail_all(self, error: ServeError) -> None:
-        """Fail everything that waits."""
+        """Fail all waiting requests."""
         for shape_class in self._queue.waiting():
             for request in self._queue.take(shape_class, len(shape_class.requests)):
                 request.fail(error)
@@ -133,7 +133,7 @@ class Scheduler:
     def _wait_for_closed_loop(
         self, shape_class: ShapeClass, closed_loop: ClosedLoopWait, plan: Take, policy: BatchPolicy, now_ns: int
     ) -> Take | WaitUntil:
-        """Delay a batch for a moment if the class's callers usually send their next request that soon."""
+        """Delay a batch briefly if callers of this class usually send their next requests soon after an answer."""
         latency, max_rows = shape_class.batch_latency, policy.max_rows
         line = latency.line(max_rows)
         if line is None:
@@ -152,7 +152,7 @@ class Scheduler:
         return plan
 
     def _evict_from_search(self, group: RequestGroup, now_ns: int) -> RequestGroup:
-        """The part of a group that runs again: without cancelled requests and without those that are late by now."""
+        """Fail the late requests of a group that runs again. Returns the group without these and cancelled ones."""
         for request in find_late_in_search(group.requests, now_ns):
             request.timing.taken_ns = now_ns  # a run was started, so metrics do not count a rejection
             self._fail_late(request, PASSED_IN_SEARCH)
@@ -188,6 +188,6 @@ class Scheduler:
             self._fail_late(eviction.request, eviction.reason)
 
     def _fail_late(self, request: InflightRequest, reason: str) -> None:
-        """Fail a request that is not queued any more because it is late. Its callback may enqueue or cancel others."""
+        """Fail a late request that was removed from the queue. Its callback may enqueue or cancel others."""
         error = ServeError(ErrorKind.DEADLINE, f"Request timeout expired: {reason}")
         self._decisions.dropped_late += request.fail(error)

@@ -1,6 +1,6 @@
-"""Admission of the requests of sequences: which fit no sequence, and which find too many before them.
+"""Admission of requests of sequences: rejects requests that fit no sequence, and those that exceed a limit.
 
-``sequences`` asks before it begins a sequence or lets a request wait, and reports what both hold.
+``sequences`` calls it before it begins a sequence or queues a request, and reports states and waiting requests to it.
 """
 
 from typing import Final
@@ -13,7 +13,7 @@ from ortserve.errors import ErrorKind, SequenceError, ServeError
 
 
 class SequenceLimits:
-    """Bounds of the sequences of a model, in numbers of sequences, bytes of states, and rows and bytes that wait."""
+    """Limits of a model: the number of sequences, bytes of their states, and rows and bytes of waiting requests."""
 
     __slots__ = ("queue_bytes", "queue_rows", "sequences", "state_bytes")
 
@@ -25,15 +25,17 @@ class SequenceLimits:
 
 
 class SequenceAdmission:
-    """Checks the requests of sequences, and counts what sequences hold. Loop thread only, but for reading counts.
+    """Checks requests of sequences, and counts states and waiting requests.
+
+    Loop thread only, except for reading the counts.
 
     Attributes:
-        state_bytes: Of the states of all sequences.
-        waiting_rows: Requests whose turn has not come.
+        state_bytes: Bytes of the states of all sequences.
+        waiting_rows: Number of requests whose turn has not come; each has one row.
     """
 
     def __init__(self, model: str, tensors: SequenceTensors, limits: SequenceLimits) -> None:
-        """``model`` is the name, for errors; ``tensors`` are its hidden ones."""
+        """``model`` is its name, for errors; ``tensors`` are its hidden tensors."""
         self.state_bytes = 0
         self.waiting_rows = 0
         self._waiting_bytes = 0
@@ -42,11 +44,11 @@ class SequenceAdmission:
         self._limits: Final = limits
 
     def check(self, request: InflightRequest, part: SequencePart) -> None:
-        """Check what a request says about its sequence.
+        """Check the sequence parameters of a request.
 
         Raises:
-            ServeError: SequenceError for a request without an id or of several rows; invalid_input for an id of another
-                datatype than the model expects.
+            ServeError: SequenceError for a request without an id or with several rows; invalid_input for an id of
+                another datatype than the model expects.
         """
         if not part.id:
             raise SequenceError(
@@ -77,7 +79,7 @@ class SequenceAdmission:
         )
 
     def check_room(self, sequences: int) -> None:
-        """Check that another sequence may begin beside so many.
+        """Check that a sequence may begin in addition to ``sequences`` others.
 
         Raises:
             ServeError: overloaded.
@@ -98,11 +100,11 @@ class SequenceAdmission:
             )
 
     def has_outgrown(self, state_bytes: int) -> bool:
-        """Whether a sequence with so large a state must end, because all states take more than they may."""
+        """Whether a sequence with a state of ``state_bytes`` must end, because all states exceed their limit."""
         return self.state_bytes > self._limits.state_bytes and state_bytes > self._tensors.initial_bytes
 
     def why_full(self, nbytes: int) -> str:
-        """Why a request of ``nbytes`` must not wait; empty if it may. A single one always may."""
+        """Why a request of ``nbytes`` must not wait; empty if it may. It always may if no other request waits."""
         limits = self._limits
         if not self.waiting_rows or (
             self.waiting_rows < limits.queue_rows and self._waiting_bytes + nbytes <= limits.queue_bytes
@@ -115,11 +117,11 @@ class SequenceAdmission:
         )
 
     def enter(self, turn: Turn) -> None:
-        """A request begins to wait."""
+        """Count a request that begins to wait."""
         self.waiting_rows += 1
         self._waiting_bytes += turn.nbytes
 
     def leave(self, turn: Turn) -> None:
-        """A request waits no more."""
+        """Count a request that no longer waits."""
         self.waiting_rows -= 1
         self._waiting_bytes -= turn.nbytes

@@ -31,14 +31,14 @@ model was unloaded."""
 
 
 def ends_sequence(kind: ErrorKind, *, is_pipelined: bool) -> bool:
-    """Whether a sequence ends with a request that failed before any of it ran, so that no later one runs without it.
+    """Whether a sequence ends because one of its requests failed before it ran. Later ones must not run without it.
 
-    A rejected request can be sent again by a client that awaits each answer: no later one waits or is on its way. A
-    caller whose deadline has passed, or that has cancelled, does not learn whether its request ran.
+    A client that awaits each answer can send a rejected request again: no later request waits or was sent. A client
+    whose deadline has passed, or that has cancelled, does not learn whether its request ran.
 
     Args:
-        kind: Of the error.
-        is_pipelined: Whether the client has sent a request of the sequence before the answer of an earlier one.
+        kind: The kind of the error.
+        is_pipelined: Whether the client has sent a request of the sequence before the answer to an earlier one.
     """
     is_rejected = kind in (ErrorKind.OVERLOADED, ErrorKind.NOT_READY)
     return kind in (ErrorKind.CANCELLED, ErrorKind.DEADLINE) or (is_rejected and is_pipelined)
@@ -48,9 +48,10 @@ class Turn:
     """One request of a sequence, from its arrival until its run has ended.
 
     Attributes:
-        request: Of the client; the sequence goes on if it is cancelled during its run.
-        inputs: Of the model, once its turn has come; before that those of the client.
-        run: What is enqueued for it; None before, and for a run that holds rows of other sequences, too.
+        request: The client's request. If it is cancelled during its run, the sequence continues.
+        inputs: The client's inputs; all inputs of the model once the turn has come.
+        run: The run of this request in the batcher; None before, and with the strategy ``direct``, whose runs hold rows
+            of several sequences.
     """
 
     __slots__ = ("arrived_ns", "inputs", "is_end", "is_start", "nbytes", "request", "run", "sequence", "terms")
@@ -74,14 +75,14 @@ class Sequence:
 
     Attributes:
         id_array: The value of the control of kind ``id``; None without one.
-        states: Kept from its last successful run.
-        state_bytes: Their size.
-        slot: Its number; ``NO_SLOT`` while it waits for one.
+        states: The states after the last successful run, or the first states.
+        state_bytes: Size of ``states``.
+        slot: Number of its slot; ``NO_SLOT`` while it waits for one.
         waiting: Requests whose turn has not come.
-        running: The request whose turn it is.
-        is_open: Whether it accepts further requests: its end was not seen.
-        is_pipelined: Whether a request of it came before an earlier one was answered.
-        ended_because: For metrics.
+        running: The request whose turn it is; None if no request runs.
+        is_open: Whether the sequence accepts further requests.
+        is_pipelined: Whether a request of the sequence arrived before an earlier one was answered.
+        ended_because: One of ``END_REASONS``, for metrics.
     """
 
     __slots__ = (
@@ -111,15 +112,15 @@ class Sequence:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of it waits or runs."""
+        """Whether no request of the sequence waits or runs."""
         return self.running is None and not self.waiting
 
 
 class SequenceTable:
     """The sequences by id, their slots, and their order of idleness. Loop thread only.
 
-    Slots are numbered so that number ``n`` is slot ``n // groups`` of group ``n % groups``: the lowest free slot is
-    given first, spread over the groups.
+    Slot number ``n`` is slot ``n // groups`` of group ``n % groups``. The lowest free number is assigned first, so
+    sequences are spread over the groups.
     """
 
     def __init__(self, slots: int, max_idle_ns: int) -> None:
@@ -127,16 +128,16 @@ class SequenceTable:
         self.slots: Final = slots
         self._open: dict[SequenceId, Sequence] = {}
         self._holders: set[Sequence] = set()
-        # Of a plain dict, finding the first key takes time in proportion to those removed before it.
+        # Not a plain dict: finding its first key takes time in proportion to the keys removed before it.
         self._backlog: OrderedDict[Sequence, None] = OrderedDict()
         self._idle: OrderedDict[Sequence, int] = OrderedDict()
-        """Since when, in this order."""
+        """Idle sequences and the time at which each became idle, in that order."""
         self._free: list[int] = []
-        """Slots that were given back; a heap."""
+        """Released slots; a heap."""
         self._next_slot = 0
 
     def __len__(self) -> int:
-        """The number of sequences, those included whose last request still runs."""
+        """The number of sequences, including those whose last request still runs."""
         return len(self._holders) + len(self._backlog)
 
     @property
@@ -146,11 +147,11 @@ class SequenceTable:
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for one."""
+        """Sequences that wait for a slot."""
         return len(self._backlog)
 
     def find(self, sequence_id: SequenceId) -> Sequence | None:
-        """The sequence that accepts requests with this id."""
+        """The sequence that accepts requests with this id; None if there is none."""
         return self._open.get(sequence_id)
 
     def open_sequences(self) -> list[Sequence]:
@@ -158,7 +159,7 @@ class SequenceTable:
         return list(self._open.values())
 
     def add(self, sequence: Sequence) -> None:
-        """Add a new sequence. It gets a slot, or waits for one behind the others."""
+        """Add a new sequence. It receives a slot, or waits for one behind the others."""
         self._open[sequence.id] = sequence
         if self._free:
             self._hold(sequence, heappop(self._free))
@@ -169,14 +170,14 @@ class SequenceTable:
             self._backlog[sequence] = None
 
     def close(self, sequence: Sequence) -> None:
-        """Accept no further request with its id; the id is free for a new sequence at once."""
+        """Stop accepting requests of a sequence. Its id is free for a new sequence at once."""
         if sequence.is_open:
             sequence.is_open = False
             del self._open[sequence.id]
         self._idle.pop(sequence, None)
 
     def remove(self, sequence: Sequence) -> Sequence | None:
-        """Remove a closed sequence. Returns the one that gets its slot now, if one waits."""
+        """Remove a closed sequence. Returns the waiting sequence that receives its slot now; None if there is none."""
         assert not sequence.is_open
         self._backlog.pop(sequence, None)
         if sequence not in self._holders:
@@ -191,11 +192,11 @@ class SequenceTable:
         return following
 
     def rest(self, sequence: Sequence, now_ns: int) -> None:
-        """A sequence has become idle."""
+        """Note that a sequence has become idle."""
         self._idle[sequence] = now_ns
 
     def resume(self, sequence: Sequence, now_ns: int) -> bool:
-        """A sequence is idle no more. Returns False if it has been idle for too long."""
+        """Note that a sequence is no longer idle. Returns False if it was idle for too long."""
         since_ns = self._idle.pop(sequence, None)
         return since_ns is None or now_ns - since_ns < self.max_idle_ns
 

@@ -1,4 +1,4 @@
-"""The timers of sequences: those that are idle for too long, and those that wait too long for a slot."""
+"""Timers for sequences that are idle for too long, and for sequences that wait too long for a slot."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from ortserve.batching.sequence_table import Sequence, SequenceTable
 from ortserve.clock import Clock
 
 ENDED_AT_ONCE: Final = 1000
-"""Sequences that end in one turn of the event loop, about 5 ms; the others in the next ones."""
+"""Maximum number of sequences that end in one turn of the event loop, which takes about 5 ms. The others end later."""
 _LATE_TIMER_S: Final = 0.001
-"""The idle timer wakes this much late, so that at least one sequence has expired by then."""
+"""Additional delay of the idle timer, so that at least one sequence has expired when it fires."""
 
 
 class SequenceTimers:
-    """Reports sequences whose time is over. Loop thread only."""
+    """Reports sequences that are idle, or wait for a slot, for too long. Loop thread only."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class SequenceTimers:
 
         Args:
             table: Knows when idle sequences expire.
-            loop: The running one.
+            loop: The running event loop.
             clock: Monotonic nanoseconds.
             on_expired: Removes a sequence that was idle for too long.
             on_waited: Ends a sequence that has waited too long for a slot.
@@ -42,7 +42,7 @@ class SequenceTimers:
         self._limits: dict[Sequence, tuple[int, asyncio.TimerHandle]] = {}
 
     def watch_idle(self) -> None:
-        """Wake when the next sequence expires. A timer that is set stays: it wakes earlier than a later one would."""
+        """Set the timer for the next sequence that expires. A timer that is already set stays, as it fires earlier."""
         if self._idle_timer is not None:
             return
         due_ns = self._table.next_expiry_ns()
@@ -61,13 +61,13 @@ class SequenceTimers:
         self._limits[sequence] = (by_ns, handle)
 
     def stop_limit(self, sequence: Sequence) -> None:
-        """Note that a sequence does not wait for a slot any more."""
+        """Note that a sequence no longer waits for a slot."""
         known = self._limits.pop(sequence, None)
         if known is not None:
             known[1].cancel()
 
     def close(self) -> None:
-        """Watch idle sequences no more."""
+        """Stop the idle timer."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
 

@@ -1,8 +1,8 @@
-"""Sequences of requests: one request of a sequence runs at a time, and its states are kept for the next one.
+"""Sequences of requests: one request of a sequence runs at a time, and its states are stored for the next one.
 
-``SequenceRuns`` stands between the served model and the batcher. A strategy runs the requests whose turn it is:
-``oldest_sequences`` gives each to the batcher, which batches those of different sequences; ``direct_sequences`` forms
-batches of slots itself.
+``SequenceRuns`` sits between the served model and the batcher. A strategy runs each request when its turn comes:
+``oldest_sequences`` enqueues it in the batcher, which batches requests of different sequences; ``direct_sequences``
+forms batches of slots itself.
 """
 
 import asyncio
@@ -43,18 +43,18 @@ _TIMED_OUT: Final = "timeout of the corresponding sequence has been expired"
 
 
 class Strategy(Protocol):
-    """Runs the requests whose turn it is."""
+    """Runs each request when its turn comes."""
 
     def run(self, turn: Turn) -> None:
         """Run a request, or fail it: ``SequenceRuns.on_computed`` or ``on_failed`` is called once, possibly at once."""
         ...
 
     def withdraw(self, turn: Turn) -> bool:
-        """Take back a request, if no run of it has begun. Returns False if one has."""
+        """Take back a request whose run has not begun. Returns False if it has."""
         ...
 
     def hurry(self) -> None:
-        """Delay nothing any more, because no further requests will come."""
+        """Stop delaying batches, because no further requests will arrive."""
         ...
 
 
@@ -70,14 +70,14 @@ class SequenceRuns:
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
     ) -> None:
-        """Serve no sequence yet. ``strategy`` has to be set before the first request.
+        """Start without sequences. ``strategy`` has to be set before the first request.
 
         Args:
-            model: Its name, for errors.
+            model: Name of the model, for errors and the log.
             tensors: The hidden tensors.
-            table: Empty.
-            limits: Of sequences and of requests that wait.
-            loop: The running one.
+            table: An empty table.
+            limits: Limits of sequences and of waiting requests.
+            loop: The running event loop.
             clock: Monotonic nanoseconds.
         """
         self.tensors: Final = tensors
@@ -94,26 +94,28 @@ class SequenceRuns:
 
     @property
     def waiting_rows(self) -> int:
-        """Requests whose turn has not come. From any thread."""
+        """Number of requests whose turn has not come; each has one row. Any thread."""
         return self._admission.waiting_rows
 
     def reading(self) -> SequenceReading:
-        """For metrics. From any thread."""
+        """The present counts, for metrics. Any thread."""
         return SequenceReading(self._table.active, self._table.waiting, self._admission.state_bytes, self._ends.copy())
 
     def submit(self, request: InflightRequest, terms: Terms, part: SequencePart) -> None:
         """Enqueue a request behind the earlier ones of its sequence.
 
-        It is settled with the outputs that clients may request. Its ``inputs`` are then all those of the model.
+        It is settled with the outputs that clients may request. If it succeeded, ``inputs`` are then all inputs of the
+        model. An error of the batcher fails it later.
 
         Args:
-            request: Of one row, with the inputs of clients in the form of the model.
-            terms: Only its deadlines hold; ``start_by_ns`` only while the sequence waits for a slot.
-            part: From the request's parameters.
+            request: A request of one row, with the client's inputs in the form of the model.
+            terms: Only its deadlines apply; ``start_by_ns`` only while the sequence waits for a slot.
+            part: The sequence parameters of the request.
 
         Raises:
-            ServeError: SequenceError for a request that fits no sequence; overloaded if there are too many sequences,
-                states or waiting requests; not_ready for a new sequence while the server stops; any of the batcher.
+            ServeError: SequenceError for a request that fits no sequence, and (not_ready) for a new sequence while the
+                server stops; overloaded if there are too many sequences, states or waiting requests; invalid_input for
+                an id of another datatype than the model expects.
         """
         self._admission.check(request, part)
         now_ns = self._clock()
@@ -139,7 +141,7 @@ class SequenceRuns:
             self._advance(sequence)
 
     def end(self, sequence_id: SequenceId) -> None:
-        """End a sequence, if there is one: a request of it was dropped before it came here. Those that wait fail."""
+        """End a sequence, if it exists, after one of its requests was dropped before ``submit``. Waiting ones fail."""
         sequence = self._table.find(sequence_id)
         if sequence is None:
             return
@@ -149,17 +151,17 @@ class SequenceRuns:
             self._remove(sequence)
 
     def is_pipelined(self, sequence_id: SequenceId) -> bool:
-        """Whether the client of a sequence has sent a request of it before the answer of an earlier one."""
+        """Whether the client of a sequence has sent a request before the answer to an earlier one."""
         sequence = self._table.find(sequence_id)
         return sequence is not None and sequence.is_pipelined
 
     def begin_drain(self) -> None:
-        """Accept no new sequences; the present ones may end."""
+        """Reject new sequences. The present ones continue until they end."""
         self._is_draining = True
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sequence has begun that has not ended."""
+        """Whether every sequence has ended."""
         return not len(self._table)
 
     async def wait_until_empty(self) -> None:
@@ -169,13 +171,13 @@ class SequenceRuns:
             await self._empty.wait()
 
     async def close(self) -> None:
-        """Run all requests that wait, and drop the states. No request may come any more."""
+        """Run all waiting requests, then drop the states. ``submit`` must not be called any more."""
         self._is_draining = True
         assert self.strategy is not None
         self.strategy.hurry()
         remaining = self._table.open_sequences()
         while remaining:
-            sequence = remaining.pop()  # freeing all of them at the end would take long, too
+            sequence = remaining.pop()  # one by one: to free all of them at the end would hold the loop, too
             if sequence.is_open:  # it may have ended during a pause
                 self._table.close(sequence)
                 sequence.ended_because = UNLOADED
@@ -187,7 +189,7 @@ class SequenceRuns:
         self._timers.close()
 
     def on_computed(self, turn: Turn, outputs: Arrays) -> None:
-        """Keep the states and answer the request. Called by the strategy, with all outputs of the model for one row."""
+        """Store the states and settle the request. The strategy calls it with all outputs of the model for one row."""
         sequence = turn.sequence
         states: Arrays = ()
         if sequence.is_open or sequence.waiting:
@@ -211,15 +213,15 @@ class SequenceRuns:
             )
             self._end(sequence, EVICTED, self._admission.not_started(sequence.id))
         self._after(sequence)
-        # After the next request of the sequence was enqueued: callers may enqueue and cancel requests.
+        # After the next request of the sequence was enqueued, because callbacks may enqueue and cancel requests.
         turn.request.inputs = turn.inputs
         turn.request.complete(outputs[: self.tensors.shown_outputs])
 
     def on_failed(self, turn: Turn, error: BaseException) -> None:
         """Fail the request. Called by the strategy.
 
-        The states stay as they were, so that the request can be repeated. A sequence whose first request failed ends,
-        and one whose request was dropped without a run, if later ones would run without it.
+        The states do not change, so that the client can repeat the request. The sequence ends if its first request
+        failed, or if the request was dropped before its run and later ones could run without it.
         """
         sequence = turn.sequence
         sequence.running = None
@@ -252,8 +254,8 @@ class SequenceRuns:
         """Queue a request behind others.
 
         Raises:
-            ServeError: overloaded, if too many wait. The sequence ends after its earlier requests: later ones, which
-                may be on their way, must not run without this one.
+            ServeError: overloaded, if too many requests wait. The sequence then ends after its earlier requests,
+                because later ones, which the client may have sent already, must not run without this one.
         """
         sequence = turn.sequence
         turn.nbytes = max(1, tensor_bytes(turn.inputs))
@@ -299,7 +301,7 @@ class SequenceRuns:
             self._timers.watch_idle()
 
     def _remove(self, sequence: Sequence) -> None:
-        """A sequence has ended; its slot goes to the next one that waits."""
+        """Remove a sequence that has ended, and run the one that receives its slot."""
         self._admission.state_bytes -= sequence.state_bytes
         sequence.state_bytes = 0
         sequence.states = ()
@@ -315,7 +317,7 @@ class SequenceRuns:
             self._empty = None
 
     def _end(self, sequence: Sequence, reason: str, error: ServeError) -> None:
-        """End a sequence before its time: fail its requests that wait. The caller removes it if nothing runs."""
+        """End a sequence early: fail its waiting requests. The caller removes it if no request runs."""
         self._table.close(sequence)
         sequence.ended_because = reason
         waiting = list(sequence.waiting)
@@ -326,19 +328,19 @@ class SequenceRuns:
             turn.request.fail(error)
 
     def _on_cancelled(self, turn: Turn, _: InflightRequest) -> None:
-        """A client has cancelled its request."""
+        """End the sequence of a request that its client cancelled before the run began."""
         sequence = turn.sequence
         assert self.strategy is not None
         if sequence.running is turn:
             if not self.strategy.withdraw(turn):
-                return  # it runs to its end, and the sequence goes on
+                return  # the run completes, and the sequence continues
             sequence.running = None
         elif turn in sequence.waiting:
             sequence.waiting.remove(turn)
             self._admission.leave(turn)
         else:
             return
-        # The following requests were sent for a state that this one would have made.
+        # Later requests expect the state that this one would have computed.
         error = SequenceError(ErrorKind.CANCELLED, f"an earlier request of sequence {sequence.id} was cancelled")
         is_over = sequence.running is None
         self._end(sequence, CANCELLED, error)
@@ -351,6 +353,6 @@ class SequenceRuns:
         self._remove(sequence)
 
     def _on_waited(self, sequence: Sequence) -> None:
-        """A sequence has waited too long for a slot."""
+        """End a sequence that has waited too long for a slot."""
         self._end(sequence, TIMED_OUT, SequenceError(ErrorKind.NOT_READY, _TIMED_OUT))
         self._remove(sequence)

@@ -1,4 +1,4 @@
-"""Share threads between models fairly by predicted work, not by batches or requests.
+"""Shares threads fairly between models: by predicted work, not by batches or requests.
 
 Each run holds some of the threads. While all are held, models wait, and the model with the least work so far runs next
 (start-time fair queueing). So a model with long batches gets no more of the threads than one with short batches.
@@ -53,13 +53,13 @@ class Share:
         """Count a run that ``may_start`` allowed and that holds no threads because it uses the event loop.
 
         Args:
-            predicted_ns: Of the run.
+            predicted_ns: Predicted time of the run; 0 if it is unknown.
             wants_more: Whether ``may_start`` is called again soon; otherwise the turn passes on.
         """
         shared = self._shared
         self._count(predicted_ns)
         if wants_more:
-            # It waits from now on; otherwise the next run to begin would move the clock past its share.
+            # The share counts as waiting; otherwise the next run to begin would move the clock past it.
             shared.waiting[self] = None
         else:
             shared.waiting.pop(self, None)
@@ -103,11 +103,11 @@ class SharedThreads:
     """The threads that all models of the host share. Loop thread only.
 
     Attributes:
-        threads: How many there are.
+        threads: Number of threads.
         free_threads: Threads that no run holds.
         waiting: Shares that want to start a run.
         running: The number of runs of each share that holds threads.
-        clock_ns: The virtual clock: the work that every share has had which is not ahead of the others.
+        clock_ns: The virtual clock: the least work so far of the shares that want to run. It never goes back.
     """
 
     def __init__(self, threads: int, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,6 +1,6 @@
-"""What a batcher measures and counts: arrivals, the time of answers, saturation, and its decisions.
+"""Measurements and counts of a batcher: arrivals, the time of answers, saturation, and its decisions.
 
-Operators read them as plain numbers, which are made when they are asked for.
+``describe`` makes plain numbers of them for operators, only when they are read.
 """
 
 import math
@@ -18,14 +18,14 @@ _DEVIATION_GAIN: Final = 1 / 4
 _DEVIATIONS: Final = 2
 """Two mean deviations are 1.6 standard deviations of a normal distribution: 19 of 20 batches are answered faster."""
 _ANSWER_INTERVAL_NS: Final = 2_000_000
-"""Between two measured batches: a measurement takes a turn of the event loop."""
+"""Minimum time between two measured batches, because a measurement takes a turn of the event loop."""
 _MAX_RATIO: Final = 10
 """An observation counts as at most this multiple of the mean, so that one long pause does not reject the next hundred
 requests."""
 
 
 class ArrivalRate:
-    """Rows that arrive a second, rejected ones included: an exponentially weighted rate with a memory of 5 s.
+    """Arriving rows per second, including rejected ones: an exponentially weighted rate with a memory of 5 s.
 
     Written on the loop thread only.
     """
@@ -45,7 +45,7 @@ class ArrivalRate:
             self._at_ns = now_ns
 
     def per_s(self, now_ns: int) -> float:
-        """Rows a second."""
+        """Rows per second."""
         passed_ns = now_ns - self._at_ns
         if self._at_ns == 0 or passed_ns <= 0:
             return self._per_s
@@ -60,7 +60,7 @@ class AnswerTime:
 
     Attributes:
         high_ns: The time in which nearly all batches are answered; 0 before the first measurement.
-        due_ns: From when on another batch is measured (monotonic).
+        due_ns: Time from which the next batch may be measured (monotonic).
     """
 
     __slots__ = ("_deviation_ns", "_mean_ns", "due_ns", "high_ns")
@@ -72,7 +72,7 @@ class AnswerTime:
         self.due_ns = 0
 
     def observe(self, computed_ns: int, now_ns: int) -> None:
-        """Learn from a batch whose outputs came to the loop at ``computed_ns`` and whose answers are written now."""
+        """Learn from a batch whose outputs reached the loop at ``computed_ns`` and whose answers are written now."""
         self.due_ns = now_ns + _ANSWER_INTERVAL_NS
         ns = now_ns - computed_ns
         if not self._mean_ns:
@@ -86,7 +86,7 @@ class AnswerTime:
     def share_ns(self, left_ns: int) -> int:
         """The part of the time until a deadline that is reserved for the answer.
 
-        At least half of the time stays for the queue and the run, so that a wrong measurement rejects only some
+        At least half of the time remains for the queue and the run, so that a wrong measurement cannot reject all
         requests.
         """
         return int(min(self.high_ns, max(0, left_ns) / 2))
@@ -95,7 +95,7 @@ class AnswerTime:
 def saturation(
     offered_rows_per_s: float, *, batch_rows: int, batch_ns: float | None, parallel_batches: int
 ) -> float | None:
-    """Offered rows a second divided by the rows that can be computed a second: the signal to start more servers.
+    """Offered rows per second divided by the rows that can be computed per second: the signal to start more servers.
 
     Above 1, more rows arrive than can ever be answered.
 
@@ -169,14 +169,14 @@ class Learned:
     """The state of a batcher at one moment.
 
     Attributes:
-        max_rows: Most rows of a batch.
+        max_rows: Maximum rows of a batch.
         queued_rows: Rows of all queued requests.
-        arrival_rows_per_s: A mean over the last seconds, rejected rows included.
-        saturation: See ``saturation``.
-        answer_ms: Subtracted from every deadline: 19 of 20 batches are encoded and written in this time.
+        arrival_rows_per_s: Mean over the last seconds, including rejected rows.
+        saturation: See the function ``saturation``.
+        answer_ms: Time reserved before every deadline: the answers of 19 of 20 batches are encoded and written in it.
         off_loop_because: Why no run uses the event loop; empty if short runs do.
-        decisions: See there.
-        classes: Most recently used first.
+        decisions: See ``Decisions``.
+        classes: Shape classes, most recently used first.
     """
 
     max_rows: int

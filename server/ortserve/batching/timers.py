@@ -1,7 +1,7 @@
 """Timers that fire at a given time, with a resolution of 0.1 ms on Linux.
 
-The timers of an event loop have whole milliseconds (uvloop's are libuv's), which is longer than most waits here. Linux
-has timers as file descriptors; Python offers them since 3.13, and ctypes does before that.
+Timers of an event loop have a resolution of a millisecond (uvloop uses those of libuv), which is longer than most waits
+here. Linux offers timers as file descriptors. They are called through ctypes, because Python has them only since 3.13.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ class Timer(Protocol):
         ...
 
     def close(self) -> None:
-        """Never call back again."""
+        """Stop the timer for good; it does not call back any more."""
         ...
 
 

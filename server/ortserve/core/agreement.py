@@ -1,4 +1,4 @@
-"""How far the outputs of a model are from those of the model that it came from, and whether that is too far. Pure."""
+"""Errors of the outputs of a model against those of a reference model, and bounds of these errors. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -10,19 +10,21 @@ import numpy as np
 from ortserve.errors import invalid_input
 
 MEASURES: Final = ("max", "relative", "cosine", "top1", "accuracy")
-"""What can be bounded. All are 0 for equal outputs; larger is worse."""
+"""The measures that can be bounded. All are 0 for equal outputs; larger is worse."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputError:
-    """How far one output is from the reference, over all samples. Infinite if shapes or non-finite elements differ.
+    """Errors of one output against the reference, over all samples.
+
+    If shapes or non-finite elements differ, ``top1`` is 1 and the other errors are infinite.
 
     Attributes:
-        name: Of the output.
+        name: Name of the output.
         max: Largest absolute difference of two elements; for texts and booleans, 1 if any differ.
         relative: ``max`` divided by the largest absolute element of the reference.
         cosine: 1 minus the cosine between a sample's output and the reference, for the worst sample.
-        top1: Share of positions whose largest element along the last axis is another one. For integers, texts and
+        top1: Share of positions whose largest element along the last axis has another index. For integers, texts and
             booleans, both ``cosine`` and ``top1`` are the share of elements that differ.
     """
 
@@ -35,13 +37,13 @@ class OutputError:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How two models agree.
+    """The agreement of a model with its reference.
 
     Attributes:
         samples: The number of samples that were compared.
         outputs: The errors of each output.
-        accuracy: Share of the labels that the model finds; None without labels.
-        reference_accuracy: The same of the reference.
+        accuracy: Share of the labels that the model predicts; None without labels.
+        reference_accuracy: Share of the labels that the reference predicts; None without labels.
     """
 
     samples: int
@@ -50,7 +52,7 @@ class Agreement:
     reference_accuracy: float | None = None
 
     def error(self, measure: str) -> float:
-        """The worst error of any output; for ``accuracy``, what the model loses against the reference.
+        """The worst error of any output; for ``accuracy``, the loss of the model against the reference.
 
         Raises:
             ServeError: invalid_input: ``accuracy`` without labels.
@@ -64,7 +66,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class ErrorBound:
-    """The largest error that is accepted.
+    """The maximum accepted error.
 
     Attributes:
         measure: One of ``MEASURES``.
@@ -78,7 +80,7 @@ class ErrorBound:
         return f"{self.measure}={self.most:g}"
 
     def excess(self, agreement: Agreement) -> str:
-        """How the bound is exceeded, in words; empty if it is kept."""
+        """Describes how the bound is exceeded; empty if it is not."""
         error = agreement.error(self.measure)
         return "" if error <= self.most else f"{self.measure} error {error:.3g} exceeds {self.most:g}"
 
@@ -88,10 +90,10 @@ def parse_bound(text: str, option: str = "--max-error") -> ErrorBound:
 
     Args:
         text: The value of the option.
-        option: Its name, for the error.
+        option: Name of the option, for the error.
 
     Raises:
-        ServeError: invalid_input, naming what is expected.
+        ServeError: invalid_input, for any other text.
     """
     measure, equals, number = text.rpartition("=")
     try:
@@ -108,7 +110,7 @@ class AgreementMeter:
     """Collects errors batch by batch."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Args: names: Of the outputs, in their order."""
+        """``names`` are those of the outputs, in order."""
         self._outputs: Final = [_OutputMeter(name) for name in names]
         self._samples = 0
         self._labelled = [0, 0, 0]
@@ -126,10 +128,10 @@ class AgreementMeter:
             reference: Outputs of the reference, rows on axis 0.
             candidate: Outputs of the model for the same inputs.
             samples: Rows of the run.
-            labels: Of these rows; None without.
+            labels: Labels of these rows; None without labels.
 
         Raises:
-            ServeError: invalid_input: no output has a class for each label.
+            ServeError: invalid_input: no output has a class or scores for each label.
         """
         for meter, expected, found in zip(self._outputs, reference, candidate, strict=True):
             meter.add(expected, found, samples)
@@ -148,10 +150,10 @@ class AgreementMeter:
 
 
 def predicted_hits(outputs: Sequence[np.ndarray], labels: np.ndarray) -> int:
-    """How many labels the outputs of a classifier predict.
+    """Count the labels that the outputs of a classifier predict.
 
-    The first output decides that has one integer or text per label, or else, for integer labels, the first that has
-    scores of at least two classes.
+    The first output with one integer or text per label decides. Without one, the first output with scores of at least
+    two classes decides, for integer labels.
 
     Raises:
         ServeError: invalid_input: there is no such output.
@@ -224,7 +226,7 @@ class _OutputMeter:
 
 
 def _cosine_error(expected: np.ndarray, found: np.ndarray) -> float:
-    """Of the worst row. A row of zeros agrees only with zeros."""
+    """The cosine error of the worst row. A row of zeros agrees only with zeros."""
     lengths = np.linalg.norm(expected, axis=1), np.linalg.norm(found, axis=1)
     product = lengths[0] * lengths[1]
     cosines = (expected * found).sum(axis=1) / np.where(product == 0, 1, product)

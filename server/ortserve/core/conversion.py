@@ -1,4 +1,4 @@
-"""Conversion between the tensors that clients see and those of batches: rows on axis 0, the model's own dimensions."""
+"""Conversion between tensors of clients and tensors of batches, with rows on axis 0 and the model's own dimensions."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Reshape:
 
 @dataclass(frozen=True, slots=True)
 class MoveAxis:
-    """Moves one axis: the batch axis of an input to the front, or that of an output to its place for clients."""
+    """Moves one axis: the batch axis of an input to the front, or that of an output to its position for clients."""
 
     source: int
     target: int
@@ -68,7 +68,7 @@ class RepeatForRows:
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """Takes an output without rows from the first row; each row of a batch holds all of it."""
+    """Takes an output without rows from the first row of a batch; each row holds the whole output."""
 
     reshape: Reshape | None = None
 
@@ -85,7 +85,7 @@ def repeated(array: np.ndarray, rows: int) -> np.ndarray:
 def match_batch_axis(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
     """Remove or add a batch axis of 1 between a model with batches and one without. Returns a view.
 
-    An array that ``spec`` does not fit even then is returned as it is.
+    An array that does not fit ``spec`` with this change either is returned unchanged.
     """
     dimensions = len(spec.shape)
     if array.ndim == dimensions or spec.has_any_shape:
@@ -105,7 +105,7 @@ class Conversions:
     outputs: tuple[Conversion | None, ...]
 
     def to_model(self, inputs: Arrays, rows: int = 1) -> Arrays:
-        """Convert a request's inputs of ``rows`` rows to their form in batches. Placeholders of omitted inputs stay."""
+        """Convert a request's inputs of ``rows`` rows to their form in batches. Placeholders do not change."""
         return _apply(self.inputs, inputs, rows)
 
     def to_client(self, outputs: Arrays) -> Arrays:
@@ -118,7 +118,7 @@ class Conversions:
 
 
 def same_elements(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether both forms always have the same number of elements, with free dimensions that correspond in order."""
+    """Whether two shapes always have equal numbers of elements, if their free dimensions correspond in order."""
     return _between_free(one) == _between_free(other)
 
 

@@ -1,4 +1,4 @@
-"""Encoded requests, encoders of answers, and where a request is decoded."""
+"""Interfaces of encoded requests and of encoders of answers, and the choice where a request is decoded."""
 
 from enum import Enum, auto
 from typing import Any, Protocol, TypeVar
@@ -21,7 +21,7 @@ class Reading(Enum):
 
 
 class EncodedRequest(Protocol):
-    """One request in the bytes of its protocol, from a frontend, and how to decode it."""
+    """One request in the bytes of its protocol, from a frontend, which it can decode."""
 
     is_short: bool
     """Whether ``reading`` is INLINE because the body is small."""
@@ -49,7 +49,7 @@ class JsonRequest(EncodedRequest, Protocol):
     """A request that another process can decode."""
 
     def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
-        """The name of its reader (``codecs/json_process``), its body, and the reader's further arguments, picklable."""
+        """Name of the reader (``codecs/json_process``), body, and further picklable arguments of the reader."""
         ...
 
 

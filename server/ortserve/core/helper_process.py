@@ -1,7 +1,7 @@
-"""Processes of this package that do work which would hold the interpreter lock, or could end the process.
+"""Helper processes for work that would hold the interpreter lock of the server, or could end its process.
 
-A helper process receives work as parts on a socket and sends parts back: byte strings, of which large ones are moved
-without the interpreter lock.
+A helper process receives and returns byte strings, called parts, over a socket. Large parts are transferred without the
+interpreter lock.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from ortserve.errors import ErrorKind, ServeError, out_of_memory
 Parts: TypeAlias = list[bytes | memoryview]
 
 LARGE_BYTES: Final = 64 * 1024
-"""From this size on, parts are received into ``LargeMemory``."""
+"""Parts above this size are received into ``LargeMemory``."""
 _TIMEOUT_S: Final = 60
-"""For each part that is sent to a process or received from it. A process decodes 64 MB of JSON in 2 s."""
+"""Timeout of each send to a process and each receive from it. A process decodes 64 MB of JSON in 2 s."""
 _COUNT: Final = struct.Struct("<I")
 _NICENESS: Final = 5
 """Small requests, which the server itself handles, take precedence over those of helper processes."""
@@ -45,8 +45,8 @@ class HelperProcess:
 
         Args:
             module: A module of this package whose ``main`` calls ``serve``.
-            task: What the process does, for errors: ``reads JSON``.
-            memory: For large results.
+            task: The task of the process, for errors, such as ``reads JSON``.
+            memory: Memory for large results.
         """
         self._module = module
         self._task = task
@@ -55,7 +55,7 @@ class HelperProcess:
         self._connection: socket.socket | None = None
 
     def call(self, arguments: Any, content: bytes | memoryview) -> list[memoryview]:
-        """Have the process do its work on bytes.
+        """Let the process work on bytes, and wait for the result.
 
         Args:
             arguments: Anything picklable.
@@ -65,7 +65,8 @@ class HelperProcess:
             The parts of the result; ``unpack`` reads the first one.
 
         Raises:
-            ServeError: overloaded, if the process cannot be started, or ends meanwhile, mostly for lack of memory.
+            ServeError: overloaded, if the process cannot be started, or ends before it answers, mostly for lack of
+                memory.
         """
         connection = self._connection
         if connection is None or self._process is None or self._process.poll() is not None:
@@ -84,7 +85,7 @@ class HelperProcess:
             raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
 
     def close(self) -> int | None:
-        """End the process, which must not be in use. Returns its status; None if there is none."""
+        """Kill the process, which must not be in use. Returns its exit status; None without a process."""
         connection, process = self._connection, self._process
         self._connection = self._process = None
         if connection is not None:
@@ -97,11 +98,11 @@ class HelperProcess:
     def _start(self) -> socket.socket:
         """Start the process. Raises OSError."""
         ours, theirs = socket.socketpair()
-        # Limits of the system's calls, each of which moves a whole part without the interpreter lock. With a timeout of
-        # Python's each would move only what a buffer of 200 KB holds.
+        # Timeouts of the system calls, each of which moves a whole part without the interpreter lock. With a timeout of
+        # Python's socket, each call would move only as much as a buffer of 200 KB holds.
         for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _TIMEOUT_S, 0))
-        # Not with ``-m``, which does not run compiled modules.
+        # ``-m`` would not run compiled modules.
         command = [sys.executable, "-c", f"from {self._module} import main; main()", str(theirs.fileno())]
         # The process does no linear algebra, and numpy's threads would reserve address space.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
@@ -124,9 +125,9 @@ def serve(work: Callable[[Any, memoryview], Parts], task: str, niceness: int = _
     Ignores stop signals, which may be sent to the whole process group.
 
     Args:
-        work: From the arguments and the content of a call to the parts of its result, of which ``pack`` makes the first
-            one. May raise ServeError and MemoryError, which ``unpack`` raises in the server.
-        task: For what memory may be missing, for errors.
+        work: Returns the parts of the result for the arguments and the content of a call; the first part is made by
+            ``pack``. May raise ServeError or MemoryError, for which ``unpack`` raises a ServeError in the server.
+        task: The task in the error that too little memory is left for it.
         niceness: Added to the nice level of the server.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -137,7 +138,7 @@ def serve(work: Callable[[Any, memoryview], Parts], task: str, niceness: int = _
     connection = socket.socket(fileno=int(sys.argv[1]))
     memory = LargeMemory()
     with contextlib.suppress(EOFError, ConnectionError):
-        while True:  # without names for parts, whose memory would be in use until the next ones come
+        while True:  # no variable refers to parts: their memory would be in use until the next ones arrive
             _send(connection, _do(work, task, *_receive(connection, memory)))
 
 
@@ -151,12 +152,12 @@ def _do(work: Callable[[Any, memoryview], Parts], task: str, arguments: memoryvi
 
 
 def pack(result: Any) -> bytes:
-    """The first part of a result: anything picklable."""
+    """Encode the first part of a result: anything picklable."""
     return pickle.dumps(result)
 
 
 def unpack(part: memoryview) -> Any:
-    """What ``pack`` packed. Raises the ServeError that the work raised instead."""
+    """Decode the first part of a result. Raises the ServeError of the work, if it failed."""
     result = pickle.loads(part)  # noqa: S301 - from our own process, over a socket pair
     if isinstance(result, ServeError):
         raise result

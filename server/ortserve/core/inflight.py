@@ -17,36 +17,36 @@ from ortserve.errors import ErrorKind, ServeError
 logger: Final = logging.getLogger(__name__)
 
 RECEIVED: Final = 0
-"""The body is complete. It is decoded and checked, or something that comes before the queue is awaited."""
+"""The body is complete. The request is being decoded and checked, or waits for a step before the queue."""
 QUEUED: Final = 1
 RUNNING: Final = 2
 """In a batch that was started, or that waits to run again after a failure."""
 COMPUTED: Final = 3
-"""The outputs are there. A child ends here."""
+"""The outputs are computed. This is the last state of a child."""
 DONE: Final = 4
 """The answer is encoded."""
 FAILED: Final = 5
 CANCELLED: Final = 6
-"""A state only grows, and a request is settled from ``COMPUTED`` on."""
+"""A state only grows. From ``COMPUTED`` on, a request is settled."""
 
 
 class InflightRequest:
     """A request from the moment its body is complete until it is answered. Loop thread only.
 
     Attributes:
-        timing: Filled in step by step; children share their parent's.
-        inputs: In the order of the signature; in the form of the model once the request is queued.
-        rows: Length of the batch axis, 1 for a model without one.
+        timing: Times of the request, set step by step; children share the object of their parent.
+        inputs: Inputs in the order of the signature; in the form of the model once the request is queued.
+        rows: Length of the batch axis; 1 for a model without one.
         state: One of the states above.
-        level: Priority, 1 first.
-        due_ns: Place in the queue within a level: the deadline, or an earlier time against starvation (monotonic).
-        finish_by_ns: Deadline of the outputs, None for none; see ``core.terms.Terms``, also for ``start_by_ns``.
-        start_by_ns: Deadline of the start of a run, None for none.
+        level: Priority level; 1 runs first.
+        due_ns: Position in the queue within a level: the deadline, or an earlier time against starvation (monotonic).
+        finish_by_ns: Deadline of the outputs; None without one. See ``core.terms.Terms``, also for ``start_by_ns``.
+        start_by_ns: Deadline of the start of a run; None without one.
         nbytes: Size of the inputs.
-        shape_class_key: Of the queue that it waits in.
-        text_units: See ``batching/large_requests``; 0 for a model without texts.
-        on_settled: Called once with this request when it is settled, before that call returns. Its exceptions are
-            logged, because the other requests of the batch must still be settled.
+        shape_class_key: Key of the shape class in whose queue the request waits.
+        text_units: Amount of text, see ``batching/large_requests``; 0 for a model without texts.
+        on_settled: Called once with this request while it is being settled. Its exceptions are logged, because the
+            other requests of the batch must still be settled.
         withdraw: Called with this request when it is cancelled: removes it from its queue or cancels its task.
     """
 
@@ -125,10 +125,12 @@ class InflightRequest:
         return True
 
     def cancel(self) -> bool:
-        """Settle without an outcome, because the caller does not wait any more; its place in the queue is free at once.
+        """Settle without an outcome, because the caller no longer waits. A queued request leaves its queue at once.
+
+        Outputs that are not answered yet are dropped.
 
         Returns:
-            False if it was answered, failed or cancelled before. Outputs that are not answered yet are dropped.
+            False if it was answered, failed or cancelled before.
         """
         if self.state >= DONE:
             return False
@@ -141,7 +143,7 @@ class InflightRequest:
         return True
 
     def take_outputs(self) -> Arrays:
-        """Hand the outputs over, once: their memory stays leased for as long as anything refers to them.
+        """Return the outputs, once: their memory stays leased for as long as anything refers to them.
 
         Raises:
             BaseException: The error of the request.
@@ -158,14 +160,14 @@ class InflightRequest:
         raise asyncio.InvalidStateError("the request has no outputs")
 
     def settle_by(self, work: Coroutine[Any, Any, Arrays]) -> "asyncio.Task[Arrays]":
-        """Run ``work`` in a task and settle with what it returns or raises; cancelling the request cancels the task."""
+        """Run ``work`` in a task, and settle with its result or error. Cancelling the request cancels the task."""
         task = asyncio.create_task(work)
         self.withdraw = partial(_cancel, task)
         task.add_done_callback(self._on_task_done)
         return task
 
     def __await__(self) -> Generator[Any, None, Arrays]:
-        """Wait in a task and take the outputs. The request is cancelled if the task is."""
+        """Wait in a task and take the outputs. If the task is cancelled, the request is cancelled, too."""
         if self.state < COMPUTED:
             settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.on_settled = partial(_wake, settled)
@@ -177,7 +179,7 @@ class InflightRequest:
         return self.take_outputs()
 
     def _on_task_done(self, task: "asyncio.Task[Arrays]") -> None:
-        if task.cancelled():  # by something else than ``cancel``: the caller still waits
+        if task.cancelled():  # not by ``cancel``, so the caller still waits
             self.fail(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))
         elif (error := task.exception()) is not None:
             self.fail(error)

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 MAX_KEPT_BYTES: Final = 128 * 2**20
-"""Two bodies of the default maximum size."""
+"""Maximum size of all blocks that stay with the process: two bodies of the default maximum size."""
 _MAX_BLOCKS: Final = 64
 _STEPS: Final = 4
 """Block sizes per power of two, so that a body wastes at most a fifth of its block."""
@@ -70,7 +70,7 @@ class LargeMemory:
         return self.lend(size)[1]
 
     def lend(self, size: int) -> tuple[Block, memoryview]:
-        """As ``take``, with its block. References to the block do not keep it in use."""
+        """Like ``take``, but returns the block, too. References to the block do not keep it in use."""
         with self._lock:
             index = self._find(size)
             if index >= 0:

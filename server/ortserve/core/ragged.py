@@ -29,9 +29,9 @@ class BatchInput:
     """An input that the server derives from the shapes of another one.
 
     Attributes:
-        name: Of the model's input.
+        name: Name of the input in the model.
         datatype: INT32 or FP32.
-        kind: What it holds, one of the constants of this module.
+        kind: The kind of its values, one of the constants of this module.
         source: Index of the input whose shapes it describes.
     """
 
@@ -47,7 +47,7 @@ class BatchInput:
         self.source = source
 
     def make(self, arrays: Arrays) -> np.ndarray:
-        """The tensor for a batch whose requests have the arrays ``arrays`` of the source, each ``(rows_i, *item_i)``.
+        """Make the tensor for a batch. ``arrays`` are the source input of its requests, each ``(rows_i, *item_i)``.
 
         Raises:
             ServeError: too_large, for more elements than an INT32 counts.
@@ -75,13 +75,13 @@ class BatchInput:
 
 
 class RaggedTensors:
-    """What is special about the batches of a ragged model.
+    """The inputs and outputs of a ragged model that are joined, derived or divided by element.
 
     Attributes:
         joined: Indices of the inputs whose elements are joined to one tensor of one axis, request after request.
-        batch_inputs: Follow the inputs of clients in the session.
-        scattered: For outputs of one axis that are divided like an input: the index of that input by their own.
-        output_names: For errors.
+        batch_inputs: Inputs that the server derives; they follow the clients' inputs in the session.
+        scattered: Outputs of one axis that are divided like an input: index of the input by index of the output.
+        output_names: Names of the outputs, for errors.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class RaggedTensors:
         """Give each request its part of the outputs: views.
 
         Args:
-            outputs: Of the batch.
-            inputs: Of each request, in the order of the batch.
-            rows: Of the batch.
+            outputs: Outputs of the batch.
+            inputs: Inputs of each request, in the order of the batch.
+            rows: Rows of the batch.
 
         Raises:
             ServeError: internal, for an output that does not have one row for each row of the batch, or one element for

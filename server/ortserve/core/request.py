@@ -34,9 +34,9 @@ class InferRequest:
     """A decoded request; its names and shapes are not checked against the model yet.
 
     Attributes:
-        model_version: ``""`` if the server chooses the version.
-        inputs: Without those that ``regions`` names.
-        outputs: Empty for all outputs of the model.
+        model_version: The requested version; ``""`` if the server chooses it.
+        inputs: The inputs in the request, without those in ``regions``.
+        outputs: The requested outputs; empty for all outputs of the model.
         binary_output: Selects the encoding of REST for outputs that are not listed.
         raw_input: The bytes of the model's only input, whose name, datatype and shape the signature defines; ``inputs``
             are then empty.
@@ -104,5 +104,5 @@ class InferResponse:
         self.placed = placed
 
     def output_bytes(self) -> int:
-        """The memory of the outputs, with that of their texts."""
+        """The memory of the outputs, including their texts."""
         return arrays_bytes(tuple([tensor.array for tensor in self.outputs]))

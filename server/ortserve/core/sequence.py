@@ -18,14 +18,14 @@ READY: Final = "ready"
 END: Final = "end"
 ID: Final = "id"
 _OBJECT_BYTES: Final = 64
-"""Of a text beside its letters."""
+"""Memory of a text in addition to its letters."""
 
 
 @dataclass(slots=True, init=False)
 class SequencePart:
-    """The part of a request in its sequence. The id 0 or ``""`` is that of no sequence.
+    """The part of a request in its sequence. The id 0 or ``""`` stands for no sequence.
 
-    ``is_ahead`` says that an ensemble got the request before it had answered an earlier one of the sequence.
+    ``is_ahead`` means that an ensemble received the request before it had answered an earlier one of the sequence.
     """
 
     id: Final[SequenceId]
@@ -50,7 +50,7 @@ class SequencePart:
 class ControlTensor:
     """A control input: its kind, and its value for one request as arrays of one element.
 
-    ``off`` is also the value of padding rows, for a control of kind ``id`` too, whose ``on`` is not used.
+    ``off`` is also the value of padding rows. For a control of kind ``id``, ``on`` is not used.
     """
 
     kind: Final[str]
@@ -67,13 +67,13 @@ class ControlTensor:
 
 @dataclass(slots=True, init=False)
 class StateTensor:
-    """A state: the model's names of it, and its place and shape.
+    """A state of a model: an output that is the input of the next run.
 
     Attributes:
         input: Name of the input.
         output: Name of the output.
-        output_index: Of the output among those of the model.
-        shape: That the input accepts, in the form of batches, -1 for any size; None for any shape.
+        output_index: Index of the output among those of the model.
+        shape: Shape that the input accepts, in the form of batches; -1 for any size, None for any shape.
     """
 
     input: Final[str]
@@ -90,7 +90,7 @@ class StateTensor:
     def check(self, shape: tuple[int, ...]) -> None:
         """Check that the next run can take an output of this shape as its input.
 
-        In a batch, an array of other rows would shift those of other sequences.
+        In a batch, an array with another number of rows would shift the rows of other sequences.
 
         Raises:
             ServeError: internal.
@@ -112,18 +112,18 @@ class StateTensor:
 
 
 class SequenceTensors:
-    """The hidden tensors of a model: after the clients' inputs its controls, then its states.
+    """The hidden tensors of a model. Its controls follow the clients' inputs, and its states follow the controls.
 
-    All arrays are those of one request in the form of batches: of one row for a batched model.
+    All arrays are those of one request in the form of batches: with one row for a batched model.
 
     Attributes:
-        controls: In the order of the model's inputs.
-        initial: The first states of a sequence, in the memory of the host; nothing writes to them.
-        first_states: What a sequence begins with: ``initial``, or what refers to it elsewhere.
-        initial_bytes: The size of ``first_states``.
-        states: In the order of ``initial``.
-        shown_outputs: The first outputs of the model, which clients may request.
-        id_datatype: Of the control of kind ``id``; None without one.
+        controls: Controls in the order of the model's inputs.
+        initial: The first states of a sequence, in host memory; never written to.
+        first_states: The states with which a sequence begins: ``initial``, or references to copies in other memory.
+        initial_bytes: Size of ``first_states``.
+        states: Descriptions of the states, in the order of ``initial``.
+        shown_outputs: Number of outputs, from the first on, that clients may request.
+        id_datatype: Datatype of the control of kind ``id``; None without one.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class SequenceTensors:
         first_states: Arrays = (),
         padding: Arrays = (),
     ) -> None:
-        """``first_states`` are empty for ``initial``; ``padding`` are the states of padding rows, empty for zeros."""
+        """Empty ``first_states`` stand for ``initial``. ``padding`` are the states of padding rows; empty for zeros."""
         self.controls: Final = controls
         self.initial: Final = initial
         self.first_states: Final = first_states or initial
@@ -148,19 +148,19 @@ class SequenceTensors:
 
     @property
     def are_elsewhere(self) -> bool:
-        """Whether the states are kept in other memory than the host's."""
+        """Whether the states are stored in other memory than the host's."""
         return self.first_states is not self.initial
 
     def kept_elsewhere(self, first_states: Arrays, padding: Arrays) -> "SequenceTensors":
-        """The same tensors with states that are kept in other memory, such as a device's.
+        """The same tensors with states in other memory, such as that of a device.
 
-        An array of one element, an object that refers to the state, takes the place of each state. The length of the
-        object is the size of the state in bytes, and its ``shape`` is that of the state.
+        Each state is then an array of one element: an object that refers to the state. The length of the object is the
+        size of the state in bytes, and its ``shape`` is that of the state.
         """
         return SequenceTensors(self.controls, self.initial, self.states, self.shown_outputs, first_states, padding)
 
     def id_array(self, sequence_id: SequenceId) -> np.ndarray | None:
-        """The value of the control of kind ``id``: of integers the low bits. None without such a control."""
+        """The value of the control of kind ``id``: the low bits of an integer, or a text. None without the control."""
         like = self._id_off
         if like is None:
             return None
@@ -186,12 +186,12 @@ class SequenceTensors:
         return (*inputs, *hidden, *states)
 
     def first(self, inputs: Arrays, rows: int) -> Arrays:
-        """The inputs of ``rows`` requests that start sequences; for warm-up."""
+        """The inputs of ``rows`` requests that start sequences, for warm-up."""
         whole = self.extend((), None, True, False, self.initial)
         return (*inputs, *[array if rows == 1 else np.repeat(array, rows, axis=0) for array in whole])
 
     def padding_row(self, inputs: Arrays) -> Arrays:
-        """A row of zeros and empty texts in the shapes of the model's ``inputs`` of one request; nothing is true."""
+        """A padding row in the shapes of ``inputs``, all inputs of one request: zeros, empty texts, controls off."""
         first_control = len(inputs) - len(self.initial) - len(self.controls)
         row = [array if is_absent(array) else _zeros_like(array) for array in inputs]
         for index, control in enumerate(self.controls):
@@ -204,7 +204,7 @@ class SequenceTensors:
         """Copies of the states among the outputs of one request, whose memory is that of a batch.
 
         Raises:
-            ServeError: internal, if the next run cannot take one.
+            ServeError: internal, if the next run cannot accept a state.
         """
         states: list[np.ndarray] = []
         for state in self.states:
@@ -217,7 +217,7 @@ class SequenceTensors:
 
 
 def arrays_bytes(arrays: Arrays) -> int:
-    """The memory of arrays, with the texts or the states elsewhere that they refer to."""
+    """The memory of arrays, including texts and states in other memory that they refer to."""
     total = 0
     for array in arrays:
         total += array.nbytes

@@ -14,7 +14,7 @@ class TensorSpec:
 
     Attributes:
         shape: The full shape, -1 for a free dimension.
-        dim_names: The model's names of its dimensions, ``""`` for unnamed or fixed ones; empty if they were not read.
+        dim_names: The model's names of the dimensions, ``""`` for unnamed or fixed ones; empty if they were not read.
         is_optional: Requests may omit the input.
         batch_axis: The axis with one entry per row. None for a tensor without rows, which is the same for a whole
             batch, and for all tensors of a model that is not batched.
@@ -82,7 +82,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
-    """Inputs and outputs of a model, in its own order.
+    """Inputs and outputs of a model, in the model's order.
 
     Attributes:
         unbatched_because: Why each request must run alone; empty if rows of several requests may share a batch, along

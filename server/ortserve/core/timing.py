@@ -14,9 +14,9 @@ answer passed to the transport. ``encode`` includes the wakeup of the event loop
 class Timing:
     """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields.
 
-    Only ``begun_ns`` is earlier: when the head of the request was complete, 0 if the protocol does not show it.
-    ``batch_rows`` is the number of rows of the request's batch, 0 if none was computed. ``steps`` are the ended
-    steps of an ensemble.
+    Only ``begun_ns`` is earlier than the others: when the head of the request was complete, 0 if the protocol does not
+    show it. ``batch_rows`` is the number of rows of the request's batch, 0 if no batch was computed. ``steps`` are the
+    ended steps of an ensemble.
     """
 
     received_ns: int
@@ -79,11 +79,11 @@ class EndedStep:
 
     Attributes:
         model: Name of the member.
-        version: Of the member.
-        timing: The points that the step reached; not changed any more.
-        ended_ns: Monotonic.
+        version: Version of the member.
+        timing: The points that the step reached; no longer changed.
+        ended_ns: End of the step (monotonic).
         kind: Kind of error; None for a step that was answered.
-        rows: Of the step's request.
+        rows: Rows of the step's request.
     """
 
     model: Final[str]

@@ -4,7 +4,7 @@ import re
 from typing import Final
 
 STABLE: Final = "stable"
-"""The label whose version answers requests that name no version, if the model has it."""
+"""The label of the version that answers requests without a version, if the model has this label."""
 
 LABEL_PATTERN: Final = "[A-Za-z_][A-Za-z0-9_.-]{0,62}"
 """A label is never a number, and needs no escaping in a URL."""

@@ -16,14 +16,14 @@ _SCHEME: Final = b"bearer"
 
 
 class Group(StrEnum):
-    """Calls that share their keys; also the ``group`` label of metrics. Health calls have no group and are open."""
+    """Groups of calls that share keys; also the ``group`` label of metrics. Health calls have no group and are open."""
 
     INFER = "infer"
     """Inference and generation, unary and streamed."""
     METADATA = "metadata"
     """Metadata, configurations, statistics, the index, the documentation and reflection."""
     CONTROL = "control"
-    """Loading, changes of labels, shared memory, trace and log settings, both changing and reading them."""
+    """Loading, changes of labels, and both reading and changing shared memory, trace settings and log settings."""
     METRICS = "metrics"
     """The metrics port."""
 
@@ -44,7 +44,7 @@ class RefusedKeyError(ServeError):
 
 
 class Keyring:
-    """The digests of all keys, and the groups that each opens."""
+    """The digests of all keys, and the groups that each key opens."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Keyring:
         *,
         compare: Callable[[bytes, bytes], bool] = hmac.compare_digest,
     ) -> None:
-        """``compare`` takes the same time for all bytes of one length."""
+        """``compare`` must take the same time for all bytes of one length."""
         groups = tuple(Group)
         masks: dict[bytes, int] = {}
         for group, known in digests.items():
@@ -89,10 +89,10 @@ class Guard:
         """Check that a call has a key of the group: ``Bearer KEY``.
 
         Args:
-            authorizations: All values of its ``authorization`` header.
+            authorizations: All values of the call's ``authorization`` header.
 
         Raises:
-            RefusedKeyError: unauthenticated without a known key, forbidden with a key of other groups only.
+            RefusedKeyError: unauthenticated without a known key; forbidden with a key of other groups only.
             ServeError: invalid_input, for more than one value.
         """
         group = self.group
@@ -125,14 +125,14 @@ class Access:
         """The keys that are valid now; replaced as a whole."""
         self.on_refusal: Final = on_refusal
         self.guards: Final[Mapping[Group, Guard]] = {group: Guard(self, group) for group in Group if group in guarded}
-        """By group; the other groups are open."""
+        """The guards by group; the other groups are open."""
 
 
 def _bearer(authorizations: Sequence[str | bytes]) -> bytes | None:
     """The key in the values of ``authorization`` (RFC 6750, section 2.1); None if they have no key.
 
     Raises:
-        ServeError: invalid_input, for several values: proxies on the path could differ in the one that they use.
+        ServeError: invalid_input, for several values, because proxies on the path could use different ones.
     """
     if not authorizations:
         return None

@@ -1,8 +1,8 @@
-"""Busy polling: keep the event loop awake between the last answer and the next request.
+"""Busy polling: keeps the event loop awake between the last answer and the next request.
 
-A loop that sleeps is woken by the kernel on a processor that has become cold, which takes longer than the whole answer
-of a tiny model. A loop that polls pays with processor time. So it polls only if the next request is likely to arrive
-soon, as that of a client that sends one request after the other. ``PollPolicy`` decides; ``BusyPolling`` acts.
+The kernel wakes a sleeping loop on a processor that has become cold, which takes longer than the whole answer of a tiny
+model. Polling costs processor time. So the loop polls only if the next request is likely to arrive soon, as from a
+client that sends one request after the other. ``PollPolicy`` decides; ``BusyPolling`` acts.
 
 The loop checks for I/O without waiting while a callback is due in its next turn, so a callback that schedules itself
 keeps it awake. Each such turn releases the interpreter lock during the check.
@@ -19,12 +19,12 @@ _ASK_INTERVAL_NS: Final = 5_000_000
 """How long a result of ``may_poll`` holds: the call is not compiled and takes some microseconds."""
 
 DEFAULT_MAX_NS: Final = 200_000
-"""Longest gap worth polling for. At 5,000 evenly spaced requests a second a process is busy for a third of its time
-anyway; slower loads have longer gaps."""
+"""Longest gap worth polling for. With 5,000 evenly spaced requests per second, a process is busy for a third of its
+time anyway. Slower loads have longer gaps."""
 
 _GAPS: Final = 8
 _LIKELY: Final = 6
-"""This many of the last ``_GAPS`` gaps must have been short enough."""
+"""Number of the last ``_GAPS`` gaps that must have been short enough."""
 
 _GAIN: Final = 0.125
 _LEAST_BUDGET_NS: Final = 20_000
@@ -33,11 +33,11 @@ _WASTE_SHARE: Final = 0.05
 """The share of all time that polling may take without a request at its end."""
 
 _MAX_CREDIT_NS: Final = 2_000_000
-"""Most waste at once, after a time without any."""
+"""Limit of the time for wasted polling that accumulates by ``_WASTE_SHARE``."""
 
 
 class PollPolicy:
-    """Learns the gaps between the last answer and the next request, over all callers. Times are monotonic ns."""
+    """Learns the gaps between the last answer and the next request, over all callers. Times are in monotonic ns."""
 
     def __init__(self, max_ns: int = DEFAULT_MAX_NS) -> None:
         """``max_ns`` is the longest time to poll for one request; 0 for never."""
@@ -60,7 +60,7 @@ class PollPolicy:
             self._gap_ns += _GAIN * (gap_ns - self._gap_ns) if self._gap_ns else gap_ns
 
     def budget_ns(self, now_ns: int) -> int:
-        """How long to poll at most now that the last request is answered; 0 to sleep."""
+        """Maximum time to poll now that the last request is answered; 0 to sleep."""
         if not self.is_likely:
             return 0
         earned_ns = (now_ns - self._credited_ns) * _WASTE_SHARE
@@ -92,7 +92,7 @@ class BusyPolling:
         self._turn_callback: Final = self._turn
         self._in_flight = 0
         self._idle_since_ns = 0  # 0 while requests are in flight
-        self._began_ns = 0  # of the present polling; 0 without any
+        self._began_ns = 0  # when the present polling began; 0 while the loop does not poll
         self._until_ns = 0
         self._is_due = False
         self._is_allowed = False
@@ -102,7 +102,7 @@ class BusyPolling:
         self._misses = 0
 
     def reading(self) -> PollReading:
-        """The counts so far. From any thread."""
+        """The counts so far. Any thread."""
         return PollReading(self._polled_ns, self._hits, self._misses)
 
     def on_request(self, now_ns: int) -> None:

@@ -26,14 +26,14 @@ class Call(InflightRequest):
 
     Attributes:
         protocol: ``http`` or ``grpc``, for metrics.
-        timeout_ns: How long the caller waits for the answer, None if it did not say.
-        trace: None if the call is not sampled.
-        request: None until the body is decoded.
-        served: The version that answers, None until it is found.
-        response: The answer before it is encoded, if a task made it; otherwise None.
-        headers: Of the call, for ``Rollout``.
-        earlier: Set when the call before it in its stream was submitted, or has ended; None outside of streams.
-        submitted: The same of this call.
+        timeout_ns: How long the caller waits for the answer; None if it did not say.
+        trace: The trace of the call; None if it is not sampled.
+        request: The decoded body; None until it is decoded.
+        served: The version that answers; None until it is found.
+        response: The answer before it is encoded, if a task built it; otherwise None.
+        headers: All headers of the call, for ``Rollout``.
+        earlier: Set when the previous call of the stream was submitted or has ended; None outside of streams.
+        submitted: Set when this call was submitted or has ended; None outside of streams.
         encoder: Encodes the answer.
         encoding: The encoded answer while a thread works on it; otherwise None.
         on_answer: Called once with the encoded answer.
@@ -81,16 +81,16 @@ class Call(InflightRequest):
 
     @property
     def would_overtake(self) -> bool:
-        """Whether the call before it in its stream is still decoded, or waits for its model or for shared memory."""
+        """Whether the previous call of the stream is still being decoded, or waits for its model or shared memory."""
         return self.earlier is not None and not self.earlier.is_set()
 
     async def wait_for_earlier(self) -> None:
-        """Wait for the call before it in its stream, so that the requests of a sequence run as they came."""
+        """Wait until the previous call of the stream is submitted, so that a sequence runs in the order of arrival."""
         if self.earlier is not None:
             await self.earlier.wait()
 
     def report_answer(self, answer: Any) -> None:
-        """Hand over the encoded answer."""
+        """Pass the encoded answer to the caller."""
         on_answer = self.on_answer
         assert on_answer is not None
         # The callbacks may refer to the call: such a cycle would leave its memory to the garbage collector.
@@ -98,7 +98,7 @@ class Call(InflightRequest):
         on_answer(answer)
 
     def report_error(self, error: ServeError) -> None:
-        """Hand over a copy of the error for this caller."""
+        """Pass a copy of the error to the caller."""
         on_error = self.on_error
         assert on_error is not None
         self.on_answer = self.on_error = None
@@ -120,21 +120,21 @@ class Call(InflightRequest):
 async def try_candidate(
     candidate: str, rollout: Rollout, call: Call, request: InferRequest, registry: Registry
 ) -> Arrays:
-    """Run a request on the candidate of a rollout or, if it fails, on the version that it is tried for."""
+    """Run a request on the candidate of a rollout or, if that fails, on the version that the request names."""
     try:
         tried = registry.find(request.model_name, candidate)
         outputs = await run_on(tried, call, request)
         tried.cut_back(outputs, call.inputs)
-    except Exception as error:  # noqa: BLE001 - callers never get the failure of a candidate
+    except Exception as error:  # noqa: BLE001 - a failure of a candidate never reaches the caller
         failure = error.with_traceback(None)
     else:
         rollout.candidate_answered(call.timing)
         return outputs
     call.timing.taken_ns = 0  # no run of the version has started
-    # Found again, because the version may have been replaced meanwhile.
+    # Looked up again, because the version may have been replaced meanwhile.
     served = call.served = registry.find(request.model_name, request.model_version)
     outputs = await run_on(served, call, request)
-    rollout.candidate_failed(failure)  # not for a request that fails on both
+    rollout.candidate_failed(failure)  # not reached by a request that fails on both versions
     return outputs
 
 

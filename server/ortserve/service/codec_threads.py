@@ -29,7 +29,7 @@ class CodecThreads:
 
         Args:
             threads: Maximum number of bodies that are decoded or encoded at one time; others wait.
-            memory: For the tensors of large JSON; None for separate memory.
+            memory: Memory for the tensors of large JSON; None for a pool of its own.
         """
         self._memory = memory or LargeMemory()
         self._executor = ThreadPoolExecutor(
@@ -38,7 +38,7 @@ class CodecThreads:
         self._own = threading.local()
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``work`` on a thread. The future gets its result or its error."""
+        """Run ``work`` on a thread. The future holds its result or its error."""
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def read_json(self, request: JsonRequest) -> asyncio.Future[InferRequest]:

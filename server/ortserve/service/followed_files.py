@@ -1,8 +1,8 @@
-"""Files that the server rereads while it runs: when new content takes effect, and how often a problem is logged.
+"""Files that the server reads again while it runs: decides when new content takes effect, and logs problems once.
 
 The files are polled. File notifications miss some of the ways in which secrets are replaced (a swapped symbolic link, a
 copy, a rename), and reading small files on another thread costs almost nothing. SIGHUP, the customary signal to reload,
-keeps its meaning: it ends a server whose terminal is closed.
+still ends a server whose terminal is closed.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from ortserve.telemetry.logs import log_fault
 logger: Final = logging.getLogger(__name__)
 
 _SETTLE_S: Final = 1.0
-"""Longest wait for the next check after one that found new content, so that a removed key does not stay valid for
+"""Maximum wait for the next check after a check that found new content, so that a removed key does not stay valid for
 another interval, which may be an hour."""
 
 T = TypeVar("T")
@@ -31,10 +31,10 @@ class _Unreadable:
 
 
 class FollowedFiles(Generic[T]):
-    """Files that form one content, which takes effect as a whole. Loop thread only, one check at a time.
+    """Files whose content takes effect as a whole. Loop thread only, one check at a time.
 
-    New content takes effect when two checks find the same, because it may be half written at first. Content that cannot
-    be used changes nothing and is reported once, until the files are usable again.
+    New content takes effect when two consecutive checks find the same, because it may be half written at first. Content
+    that cannot be used changes nothing, and is reported once until the files are usable again.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class FollowedFiles(Generic[T]):
         """Follow files whose present content, ``content``, is in effect.
 
         Args:
-            content: Compared with ``==``.
-            read: Reads the files. Called in a thread; raises ServeError if the files cannot be read.
-            accept: Puts new content into effect, or raises ServeError. After the kind not_ready every check tries the
-                same content again.
+            content: The content in effect; compared with ``==``.
+            read: Reads the files. Called on a thread; raises ServeError if the files cannot be read.
+            accept: Puts new content into effect, or raises ServeError. After an error of the kind not_ready, every
+                check tries the same content again.
             reject: Called with the reason when new content cannot be used.
             recover: Called when, after ``reject``, the files hold the content in effect again.
         """
@@ -75,7 +75,7 @@ class FollowedFiles(Generic[T]):
         return is_settled
 
     async def follow(self, interval_s: float) -> None:
-        """Check again and again until cancelled. A fault does not end this, and is logged once."""
+        """Check at intervals until cancelled. A fault does not end the loop, and is logged once."""
         reported: str | None = None
         is_settled = True
         while True:

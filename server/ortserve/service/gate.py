@@ -1,4 +1,4 @@
-"""Admission of request bodies: the key, the size, and the memory that all bodies of the server may take together."""
+"""Admission of request bodies: checks the key and the size, and limits the memory of all bodies of the server."""
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -11,10 +11,10 @@ from ortserve.telemetry.tracing import Trace
 
 
 class BodyHead(Protocol):
-    """What admission reads from the head of a request."""
+    """The head of a request, as far as admission reads it."""
 
     def credentials(self) -> Sequence[str | bytes]:
-        """All values of ``authorization``."""
+        """All values of the header ``authorization``."""
         ...
 
     def body_bytes(self) -> int:
@@ -23,7 +23,7 @@ class BodyHead(Protocol):
 
 
 class BodyAdmission:
-    """Admits the bodies of one kind of request, before any of their bytes is kept. Loop thread only."""
+    """Admits the bodies of one kind of request before their bytes are stored. Loop thread only."""
 
     def __init__(
         self,
@@ -34,14 +34,14 @@ class BodyAdmission:
         max_body_bytes: int,
         guard: Guard | None = None,
     ) -> None:
-        """Admit nothing yet.
+        """Configure the admission.
 
         Args:
-            protocol: For ``count_rejected``.
-            hold: Reserves memory for a body, as ``BodyGate.hold``.
+            protocol: Protocol for ``count_rejected``.
+            hold: Reserves memory for a body, such as ``BodyGate.hold``.
             count_rejected: Counts a rejected request by protocol and kind, with the time when its head was complete and
                 its trace. None if such requests are not counted.
-            max_body_bytes: Of one body.
+            max_body_bytes: Maximum size of one body.
             guard: Checks the key of the caller; None if the requests need none.
         """
         self.max_body_bytes: Final = max_body_bytes
@@ -56,10 +56,10 @@ class BodyAdmission:
         """Check the key, the headers, the size and the memory, in this order.
 
         Args:
-            head: Of the request; None if its key and its headers are checked already, and ``body_bytes`` is given.
-            received_ns: When the head was complete.
-            trace: Of the request, ends if it is rejected.
-            body_bytes: The real size of a body that has arrived already, which ``head`` may not know.
+            head: Head of the request; None if its key and its headers are checked already, and ``body_bytes`` is given.
+            received_ns: When the head was complete (monotonic).
+            trace: Trace of the request, which ends if the request is rejected.
+            body_bytes: The actual size of a body that has arrived already, which ``head`` may not announce.
 
         Returns:
             The memory that is reserved for the body.
@@ -100,7 +100,7 @@ class BodyGate:
     """Limits the bytes of request bodies that the server holds at one time. Loop thread only.
 
     Attributes:
-        memory: For large bodies.
+        memory: Memory for large bodies.
     """
 
     def __init__(self, max_bytes: int, memory: LargeMemory | None = None) -> None:
@@ -112,7 +112,7 @@ class BodyGate:
         """Reserve ``size`` bytes for a body, until the end of a ``with`` block or until the release.
 
         Raises:
-            ServeError: overloaded. A server that holds nothing admits any body.
+            ServeError: overloaded. If no other bytes are reserved, a body of any size is admitted.
         """
         hold = Hold(self)
         hold.grow(size)
@@ -135,14 +135,14 @@ class Hold:
 
     @property
     def memory(self) -> LargeMemory:
-        """For the body, if it is large."""
+        """Memory for the body, if it is large."""
         return self._gate.memory
 
     def grow(self, size: int) -> None:
         """Reserve ``size`` bytes more, for a body of unknown length.
 
         Raises:
-            ServeError: overloaded; the bytes that were reserved before still are.
+            ServeError: overloaded; earlier reservations remain.
         """
         gate = self._gate
         others = gate.held_bytes - self._size
@@ -165,7 +165,7 @@ class Hold:
         """Set the reservation to ``size`` bytes.
 
         Raises:
-            ServeError: overloaded; the bytes that were reserved before still are.
+            ServeError: overloaded; the earlier reservation remains.
         """
         if size > self._size:
             self.grow(size - self._size)
@@ -173,7 +173,7 @@ class Hold:
             self.shrink(self._size - size)
 
     def shrink(self, size: int) -> None:
-        """Release ``size`` bytes, at most all."""
+        """Release ``size`` bytes, or all if fewer are reserved."""
         size = min(size, self._size)
         self._gate.held_bytes -= size
         self._size -= size

@@ -71,13 +71,14 @@ class InferenceService:
             registry: Finds models.
             recorder: Records calls that have ended.
             clock: Monotonic nanoseconds.
-            max_inflight_bytes: Most memory of all bodies and of what is decoded from them.
-            max_json_bytes: Of one body; None for 32 MiB, or as many as ``max_inflight_bytes`` has room to decode.
-            codec_threads: For long decoding and encoding; None for two threads.
-            shared_memory: None to reject requests that use it.
-            activity: Shows the watchdog when the loop decodes and encodes; None if nothing watches the loop.
-            polling: Learns when requests are in flight; None if the loop never polls.
-            memory: For large bodies; None for separate memory.
+            max_inflight_bytes: Maximum memory of all bodies and the tensors decoded from them.
+            max_json_bytes: Maximum JSON of one body; None for 32 MiB, or less if ``max_inflight_bytes`` is too small to
+                decode that much.
+            codec_threads: Threads for long decoding and encoding; None for two of its own.
+            shared_memory: The regions of clients; None to reject requests that use them.
+            activity: Shows the watchdog when the loop decodes and encodes; None without a watchdog.
+            polling: Polls while no request is in flight; None if the loop never polls.
+            memory: Memory for large bodies; None for a pool of its own.
         """
         self._activity = activity or LoopActivity()
         self._polling = polling
@@ -86,7 +87,7 @@ class InferenceService:
         self.gate: Final = BodyGate(max_inflight_bytes, memory)
         """Reserves the memory of bodies."""
         self.max_json_bytes: Final = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
-        """Of one request."""
+        """Maximum JSON of one request."""
         self._codecs = codec_threads or CodecThreads(2)
         self._recorder = recorder
         self._clock = clock
@@ -103,11 +104,11 @@ class InferenceService:
         """Begin a call, now that its body is complete.
 
         Args:
-            protocol: See ``Call``, also for ``timeout_ns``.
-            timeout_ns: How long the caller waits.
-            trace: Ends when the call is recorded; None if it is not sampled.
-            begun_ns: When the head was complete, 0 if that is unknown.
-            headers: Of the call, all of them.
+            protocol: See ``Call``.
+            timeout_ns: See ``Call``.
+            trace: Ends when the call is recorded; None if the call is not sampled.
+            begun_ns: When the head was complete; 0 if that is unknown.
+            headers: All headers of the call.
         """
         timing = Timing(self._clock())
         timing.begun_ns = begun_ns  # a keyword argument would take longer
@@ -123,15 +124,15 @@ class InferenceService:
     ) -> None:
         """Decode a body and start its request.
 
-        Exactly one of the callbacks is called, once and on the loop; ``on_error`` possibly before this returns. Neither
-        is called for a call that was cancelled before. Both must not raise.
+        Exactly one of the callbacks is called, once and on the loop; ``on_error`` possibly before this returns. After
+        ``call.cancel()`` neither is called. They must not raise.
 
         Args:
-            call: From ``receive``. ``call.cancel()`` ends it without an answer.
+            call: The result of ``receive``. ``call.cancel()`` ends it without an answer.
             body: Decoded here if that is quick, otherwise on a thread or in another process.
             encoder: Encodes the answer.
-            on_answer: Gets the encoded answer; the call is recorded.
-            on_error: Gets the error with its kind and a text for the caller; the call is recorded.
+            on_answer: Called with the encoded answer after the call was recorded.
+            on_error: Called with the error, whose text is for the caller, after the call was recorded.
         """
         call.encoder = encoder
         call.on_answer = on_answer
@@ -183,10 +184,10 @@ class InferenceService:
         submit(call, call, request, served)
 
     def _start_after_decoding(self, call: Call, body: EncodedRequest, reading: Reading) -> None:
-        """Decode a body on a thread or in another process, and start its request then.
+        """Decode a body on a thread or in another process, then start its request.
 
         Raises:
-            ServeError: too_large, for too much JSON; overloaded, if there is no memory to decode it.
+            ServeError: too_large, for too much JSON; overloaded, if too little memory is left to decode it.
         """
         if body.json_bytes > self.max_json_bytes:
             raise ServeError(
@@ -205,7 +206,7 @@ class InferenceService:
         task.add_done_callback(partial(_release_when_decoded, decoding, hold))
 
     async def _run_after_decoding(self, call: Call, decoding: "asyncio.Future[InferRequest]", hold: Hold) -> Arrays:
-        """Run a request that is being decoded; ``hold`` has the memory of decoding, then that of the tensors."""
+        """Run a request that is being decoded. ``hold`` reserves the memory of decoding, then that of the tensors."""
         request = await asyncio.shield(decoding)
         hold.count(sum([_memory_bytes(tensor) for tensor in request.inputs]))
         call.request = request
@@ -221,7 +222,7 @@ class InferenceService:
         return await self._run_in_steps(call, request)
 
     async def _run_in_steps(self, call: Call, request: InferRequest) -> Arrays:
-        """Run a request whose tensors may be in shared memory, or must still be decoded from its bytes."""
+        """Run a request whose tensors may be in shared memory, or may still have to be decoded from its bytes."""
         if request.regions is None:
             return await self._run(call, request, None)
         with RegionTransfer(self._shared_memory, request.regions, self.gate) as transfer:
@@ -230,7 +231,7 @@ class InferenceService:
 
     async def _run(self, call: Call, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
         """Run a request with all its inputs; ``transfer`` writes the outputs that are placed in regions."""
-        # Found again after each wait, because another version may have become ready meanwhile.
+        # Looked up again after each wait, because another version may have become ready meanwhile.
         served = call.served = self._registry.find(request.model_name, request.model_version)
         if served.takes_sequences and call.would_overtake:
             await call.wait_for_earlier()
@@ -268,7 +269,7 @@ class InferenceService:
             activity.request_id = call.request.id
         activity.step = ENCODE
         try:
-            # The outputs have no name here, so that the frame of a failure does not keep their memory leased.
+            # No variable refers to the outputs here, so that the frame of a failure does not keep their memory leased.
             answer = self._encode(call)
         except Exception as error:  # noqa: BLE001 - every error is reported to the caller
             self._end_failed()
@@ -280,7 +281,7 @@ class InferenceService:
         activity.step = NOTHING
 
     def _encode(self, call: Call) -> Any:
-        """Encode the answer of a call; None with ``call.encoding`` set if a thread encodes it.
+        """Encode the answer of a call. Returns None, with ``call.encoding`` set, if a thread encodes it.
 
         Raises:
             Exception: The error of the call, or of the encoding.
@@ -333,7 +334,7 @@ class InferenceService:
         call.report_answer(answer)
 
     def _end_failed(self) -> None:
-        """A call that was queued has ended without an answer."""
+        """Note that a call has ended without an answer."""
         self._activity.step = NOTHING
         if self._polling is not None:
             self._polling.on_end(self._clock())
@@ -343,7 +344,7 @@ class InferenceService:
         self._activity.step = NOTHING
         call.state = FAILED
         call.on_settled = None
-        if isinstance(error, ContentsError):  # the tensors could not be decoded; an unknown model comes first
+        if isinstance(error, ContentsError):  # the tensors could not be decoded; an unknown model takes precedence
             try:
                 call.served = self._registry.find(error.model, error.model_version)
             except ServeError as missing:
@@ -386,5 +387,5 @@ def _release_when_decoded(decoding: "asyncio.Future[InferRequest]", hold: Hold, 
 
 
 def _memory_bytes(tensor: Tensor) -> int:
-    """Memory of a tensor; the length of texts is that of the body, which is counted already."""
+    """Memory of a tensor. The contents of texts are as long as the body, which is counted already."""
     return tensor.array.size * TEXT_BYTES if tensor.datatype is DataType.BYTES else tensor.array.nbytes

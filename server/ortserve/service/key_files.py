@@ -1,4 +1,4 @@
-"""Key files: read at the start, and again while the server runs.
+"""Reads key files at the start, and again while the server runs.
 
 Keys are accepted from files only. A command line or an environment is visible to users that may list processes or
 describe a pod, is inherited by child processes and cannot change while the server runs.
@@ -30,14 +30,14 @@ _IS_KEY: Final = re.compile(rb"[A-Za-z0-9\-._~+/]+=*").fullmatch
 
 
 def read_keys(path: Path) -> frozenset[bytes]:
-    """The digests of the keys in a file, or in the files of a folder, such as a mounted Kubernetes Secret.
+    """Read the keys in a file, or in the files of a folder such as a mounted Kubernetes Secret. Returns their digests.
 
     Each line holds one key; empty lines and lines that begin with ``#`` are ignored. In a folder, files whose names
     begin with a dot are ignored.
 
     Raises:
         ServeError: invalid_input. The message contains neither keys nor the path, because an operator may have given a
-            key in the place of the path.
+            key instead of the path.
     """
     digests: set[bytes] = set()
     try:
@@ -56,7 +56,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, str]]:
-    """The files to read, each with its name in messages."""
+    """Yield the files to read, each with its name for messages."""
     if not is_folder(path):
         yield path, ""
         return
@@ -81,7 +81,7 @@ def _digests(content: bytes, name: str) -> Iterator[bytes]:
 
 
 class KeyFiles:
-    """The keys of each group, from the last valid content of its files that was the same in two checks."""
+    """The keys of each group, from the last valid content of its files that two consecutive checks found."""
 
     def __init__(self, paths: Mapping[Group, Path]) -> None:
         """Read all files; ``paths`` holds the guarded groups.
@@ -102,7 +102,7 @@ class KeyFiles:
         return Keyring(self._digests)
 
     def followed(self, access: Access) -> list[FollowedFiles[frozenset[bytes]]]:
-        """Follow the files of each group on its own, and replace the keyring of ``access`` when they change.
+        """Follow the files of each group separately, and replace the keyring of ``access`` when they change.
 
         If a file is missing, empty or malformed, its old keys stay valid and one log line reports it, so that a mistake
         in a file neither locks callers out nor opens a group.

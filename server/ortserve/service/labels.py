@@ -1,4 +1,4 @@
-"""Labels of versions while the server runs: read, changed, promoted and rolled back by calls."""
+"""Labels of versions while the server runs: calls read them, change them, promote versions and roll back."""
 
 import asyncio
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ class Label:
     """A label of a model.
 
     Attributes:
-        name: Of the label.
-        version: That it names.
-        state: Of the version, as the log names it; ``UNKNOWN`` for a version that the server does not have.
-        is_set_by_call: Whether a call set it; otherwise the model's configuration.
+        name: Name of the label.
+        version: The version that it names.
+        state: State of the version, as the log names it; ``UNKNOWN`` for a version that the server does not have.
+        is_set_by_call: Whether a call set the label; otherwise the model's configuration did.
     """
 
     name: str
@@ -36,8 +36,8 @@ class ModelLabels:
     """The labels of a model.
 
     Attributes:
-        labels: By name, sorted.
-        previous: The version that ``rollback`` would make ``stable`` again; None for none.
+        labels: The labels, sorted by name.
+        previous: The version that ``rollback`` would make ``stable`` again; None if there is none.
     """
 
     labels: tuple[Label, ...]
@@ -45,7 +45,7 @@ class ModelLabels:
 
 
 class LabelService:
-    """Answers calls about labels. A change is on the disk before it takes effect, in one step. Loop thread only."""
+    """Answers calls about labels. A change is on disk before it takes effect, in one step. Loop thread only."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry: Final = registry
@@ -65,18 +65,18 @@ class LabelService:
         )
 
     async def change(self, model: str, changes: Mapping[str, int | None]) -> ModelLabels:
-        """Change labels of a model, all in one step. Labels that ``changes`` does not name stay.
+        """Change labels of a model, all in one step. Labels that ``changes`` does not name do not change.
 
-        A change of ``stable`` leaves nothing to roll back to.
+        After a change of ``stable``, there is no version to roll back to.
 
         Args:
-            model: Its name.
-            changes: Versions by label, which must serve; None removes what calls set, so that the configuration's
-                version holds again, if it has the label.
+            model: Name of the model.
+            changes: Versions by label, which must serve. None removes the version that a call set, so that the version
+                in the configuration applies again, if it has the label.
 
         Raises:
             ServeError: not_found, for an unknown model or version; not_ready, for a version that does not serve;
-                invalid_input, for a name that cannot be a label; conflict, if the change cannot be kept.
+                invalid_input, for a name that cannot be a label; conflict, if the change cannot be stored.
         """
         for label in changes:
             if not is_label(label):
@@ -91,15 +91,15 @@ class LabelService:
             for label, version in changes.items():
                 if version is not None:
                     self.check_serves(model, version, f"label '{label}'")
-            previous = None if STABLE in changes else state.previous  # it belongs to the ``stable`` that is replaced
+            previous = None if STABLE in changes else state.previous  # it belongs to the replaced ``stable``
             await self._registry.change_state(model, replace(state, labels=kept, previous=previous))
         return self.read(model)
 
     async def promote(self, model: str, version: int) -> ModelLabels:
-        """Make a version ``stable`` in one step. The present one serves on, for ``rollback``.
+        """Make a version ``stable`` in one step. The present ``stable`` version continues to serve, for ``rollback``.
 
         Raises:
-            ServeError: As ``change``; conflict, if the version is ``stable`` already.
+            ServeError: The errors of ``change``; conflict, if the version is ``stable`` already.
         """
         async with self.lock(model):
             self.check_serves(model, version, "promote")
@@ -114,10 +114,10 @@ class LabelService:
         return self.read(model)
 
     async def rollback(self, model: str) -> ModelLabels:
-        """Make the version ``stable`` again that was before the last ``promote``.
+        """Make the version ``stable`` again that was ``stable`` before the last ``promote``.
 
         Raises:
-            ServeError: As ``change``; conflict, if there is no such version.
+            ServeError: The errors of ``change``; conflict, if there is no such version.
         """
         async with self.lock(model):
             self._states(model)
@@ -130,7 +130,7 @@ class LabelService:
         return self.read(model)
 
     def _stable(self, model: str) -> int | None:
-        """The version that answers requests without a version; None if none does."""
+        """The version that answers requests without a version; None if there is none."""
         labels = self._registry.labels(model)
         return labels[STABLE] if STABLE in labels else max(self._registry.ready_versions(model), default=None)
 
@@ -154,5 +154,5 @@ class LabelService:
         )
 
     def lock(self, model: str) -> asyncio.Lock:
-        """Held during a change of a model's state."""
+        """The lock that is held during a change of a model's state."""
         return self._locks.setdefault(model, asyncio.Lock())

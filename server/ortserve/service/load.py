@@ -10,7 +10,7 @@ from ortserve.codecs.load_report import LoadReport
 from ortserve.telemetry.metrics import Metrics
 
 _FRESH_NS: Final = 500_000_000
-"""How long a report is reused: balancers read weights once a second."""
+"""How long a report is reused. Load balancers read weights once a second."""
 
 _MEMORY_NS: Final = 5e9
 """Time constant of the means, the same as that of the arrival rates in the saturation."""
@@ -18,7 +18,7 @@ _MEMORY_NS: Final = 5e9
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Counters at one moment; they only grow."""
+    """Counters at one moment. Only an unload of a model lowers the last two."""
 
     at_ns: int
     process_ns: int
@@ -38,7 +38,7 @@ class _Rates:
 
 
 class LoadMeter:
-    """Measures the load. Construct and use it on the loop thread, whose processor time is the load of the loop."""
+    """Measures the load. Constructed and used on the loop thread, whose processor time is the load of the loop."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class LoadMeter:
         self._counts = counts
         saturation = self._metrics.total_saturation()
         return LoadReport(
-            # The sum over models, because they share the device. The server is full when the device is, or when the
-            # event loop is, where requests to tiny models spend most of their time.
+            # The saturation is summed over models, because they share the device. The server is full when the device is
+            # full, or the event loop, where requests to tiny models spend most of their time.
             max(saturation, rates.loop),
             rates.processors / self._processors,
             rates.requests,

@@ -1,4 +1,4 @@
-"""The services that manage a running server: statistics and log settings, and the record of them for the frontends."""
+"""Statistics and log settings of a running server, and the record of all management services for the frontends."""
 
 import asyncio
 import time
@@ -23,18 +23,18 @@ _NS_PER_MS: Final = 1_000_000
 Setting: TypeAlias = bool | int | str
 
 LOG_FORMATS: Final = ("default", "ISO8601")
-"""The protocol's names. Both give lines with a time in ISO 8601, as this server always writes. Whether lines are text
-or JSON is the choice of the operator, whose collector expects one of them."""
+"""The protocol's names. With both, lines have a time in ISO 8601, as this server always writes. The operator chooses
+between text and JSON, because their log collector expects one of them."""
 
 _PER_TURN: Final = 25
-"""Models whose statistics are read in one turn of the event loop; with their encoding that takes about 2 ms."""
+"""Number of models whose statistics are read in one turn of the event loop; with encoding that takes about 2 ms."""
 
 _MAX_UINT32: Final = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStatistics:
-    """The statistics of a version; ``last_inference_ms`` is the time of its last answer since the epoch, 0 for none."""
+    """The statistics of a version. ``last_inference_ms`` is when it last answered, since the epoch; 0 for never."""
 
     last_inference_ms: int
     version: VersionStatistics
@@ -52,7 +52,7 @@ class StatisticsService:
     async def statistics(self, name: str = "", version: str = "") -> AsyncIterator[ModelStatistics]:
         """The statistics of a version, of all ready versions of a model, or, without a name, of all models.
 
-        Yields a few in each turn of the event loop: a server may have thousands.
+        Yields a few in each turn of the event loop, because a server may have thousands.
 
         Raises:
             ServeError: invalid_input, as the protocol requires, for a model or version that does not serve.
@@ -64,7 +64,7 @@ class StatisticsService:
                 await asyncio.sleep(0)
 
     def _named(self, name: str, version: str) -> list[ServedVersion]:
-        """Raises ServeError: As ``statistics``."""
+        """The versions that a call names. Raises ServeError: see ``statistics``."""
         if version:
             try:
                 return [self._registry.find(name, version)]
@@ -106,10 +106,10 @@ class LogSettings:
         }
 
     def update(self, changes: Mapping[str, object]) -> dict[str, Setting]:
-        """Change any of them and return all. Unknown keys and values of None are ignored.
+        """Change some settings and return all. Unknown keys and values of None are ignored.
 
         Raises:
-            ServeError: invalid_input, for an invalid value; unsupported, for ``log_file``. Nothing is changed then.
+            ServeError: invalid_input, for an invalid value; unsupported, for ``log_file``. No setting is changed then.
         """
         known = {key: value for key, value in changes.items() if value is not None}
         if "log_file" in known:

@@ -1,6 +1,6 @@
 """Descriptions of a version for the console: its row in the list, its live details, and its configuration.
 
-Loop thread only. Nothing here holds a path: callers see the last part of paths only.
+Loop thread only. Descriptions contain no paths: callers see only the last part of a path.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,14 +18,14 @@ from ortserve.registry.serving import ServedVersion
 from ortserve.telemetry.history import Rates
 
 _MOST_LABELS: Final = 1000
-"""Labels of an output that the console gets."""
+"""Maximum number of labels of an output that the console shows."""
 _MOST_SIZES: Final = 64
 _MOST_CLASSES: Final = 4
 _MOST_TEXT: Final = 400
 
 NOT_SET: Final = "default"
 NOT_IN_MEMORY: Final = "NOT_IN_MEMORY"
-"""The state of a version that the next request loads."""
+"""The state of a version that the next request for it loads."""
 
 
 def describe_row(record: VersionRecord, now: Rates, registry: Registry) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def describe_row(record: VersionRecord, now: Rates, registry: Registry) -> dict[
 
 
 def _state_of(record: VersionRecord) -> tuple[str, str]:
-    """The state of a version for people, and why: versions that requests load again are no failures."""
+    """The state of a version for viewers, and the reason. A version that requests load again is not a failure."""
     if not record.is_on_demand:
         return record.state.name, record.explanation
     if record.state is State.DRAINING:
@@ -69,13 +69,13 @@ def _state_of(record: VersionRecord) -> tuple[str, str]:
 
 
 def describe_live(record: VersionRecord) -> dict[str, Any]:
-    """The measurements of a version: the sizes of its batches, and what its batcher has learned."""
+    """The measurements of a version: the sizes and times of its batches, and the learned state of its batcher."""
     served, metrics = record.served, record.metrics
     sizes = sorted(metrics.batches.items(), key=lambda known: -known[1].count)[:_MOST_SIZES]
     document: dict[str, Any] = {
         "name": record.model,
         "version": record.label,
-        # The time of a batch as the latency model counts it: staging, computing and the way back to the event loop.
+        # The time of a batch as the latency model counts it: staging, computation and the return to the event loop.
         "sizes": sorted(
             (rows, series.count, (series.stage_ns + series.compute_ns + series.return_ns) / 1e6 / max(1, series.count))
             for rows, series in sizes
@@ -110,12 +110,12 @@ class ModelDetails:
     """Describes one version for the console."""
 
     def __init__(self, registry: Registry, server_origins: Mapping[str, str]) -> None:
-        """``server_origins`` are those of the server's options that are set, by name."""
+        """``server_origins`` maps each server option that is set to its origin."""
         self._registry = registry
         self._server_origins = server_origins
 
     def describe(self, name: str, version: str) -> dict[str, Any]:
-        """The inputs, outputs, properties and configuration of a version, failed ones included.
+        """The inputs, outputs, properties and configuration of a version, also of a failed one.
 
         Raises:
             ServeError: not_found.
@@ -165,7 +165,7 @@ class ModelDetails:
 
 
 def _choices(served: ServedModel) -> Iterator[Setting]:
-    """What the server chose or learned where the configuration leaves it open."""
+    """Values that the server chose or learned because the configuration does not set them."""
     options: ModelOptions = served.options
     yield Setting("execution provider in use", served.execution_provider, "chosen from execution_providers")
     if options.max_rows is None:
@@ -187,5 +187,5 @@ def _tensor(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """Three digits: a value that has hardly changed is not sent again."""
+    """Round to three digits, so that a value that has hardly changed is not sent again."""
     return float(f"{value:.3g}")

@@ -38,7 +38,7 @@ class ServerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """Metadata of a model. ``versions`` are the ready ones; ``properties`` explain to operators how the model runs."""
+    """Metadata of a model. ``versions`` are the ready ones; ``properties`` tell operators how the model runs."""
 
     name: str
     versions: tuple[str, ...]
@@ -66,7 +66,7 @@ class ModelService:
         self._is_exiting = False
         self._news = asyncio.Event()
         self._are_versions_ready: bool | None = None
-        """Whether no version prevents readiness; None if it was not computed since the last news."""
+        """Whether no version prevents readiness; None if it was not computed since the last change."""
         registry.on_change = self._announce_news
 
     @property
@@ -76,11 +76,11 @@ class ModelService:
 
     @property
     def lost(self) -> str:
-        """The lost device and the reason, empty if no device is lost. Only a new process can use the device again."""
+        """The lost device and the reason; empty if no device is lost. Only a new process can use the device again."""
         return self._registry.lost
 
     def begin_exit(self) -> None:
-        """Turn readiness off for good."""
+        """Make the server not ready until its end."""
         self._is_exiting = True
         self._announce_news()
 
@@ -94,7 +94,7 @@ class ModelService:
         self._are_versions_ready = None
 
     def tally(self) -> tuple[int, int, int]:
-        """The number of models with a ready version, of those with a failed one instead, and of those with neither."""
+        """The numbers of models with a ready version, of others with a failed version, and of the remaining ones."""
         states = [{version.state for version in versions} for versions in self._registry.models().values()]
         served = sum(State.READY in known for known in states)
         failed = sum(State.FAILED in known and State.READY not in known for known in states)
@@ -107,7 +107,7 @@ class ModelService:
     def is_ready(self) -> bool:
         """Whether initial loading is over, the server is not stopping, and no required model has failed.
 
-        False for good once a device is lost.
+        Always False after a device was lost.
         """
         if self._is_exiting or not self._registry.is_loaded or self.lost:
             return False
@@ -130,7 +130,7 @@ class ModelService:
     def is_model_ready(self, name: str, version: str) -> bool:
         """Whether this version, or for ``""`` any version, of the model answers requests; False for an unknown model.
 
-        A model that the next request loads is ready: clients that ask before they send would never send one.
+        A model that the next request loads is ready, because clients that check readiness first would never send one.
         """
         try:
             self._registry.find(name, version)
@@ -144,13 +144,13 @@ class ModelService:
         """Load a model that is not in memory, for a call that describes it.
 
         Raises:
-            ServeError: As ``Registry.wait_for``, but not for models that no request loads.
+            ServeError: The errors of ``Registry.wait_for``, but not for models that no request loads.
         """
         try:
             self._registry.find(name, version)
         except NotInMemoryError:
             await self._registry.wait_for(name, version)
-        except ServeError:  # the call itself finds out
+        except ServeError:  # the call itself reports it
             pass
 
     def is_known(self, name: str) -> bool:
@@ -169,9 +169,9 @@ class ModelService:
         return self._registry.find(name, version).learned()
 
     async def model_config(self, name: str, version: str) -> ModelConfig:
-        """The configuration in effect of a version, or for ``""`` of the one that answers requests without one.
+        """The effective configuration of a version; for ``""``, of the one that answers requests without a version.
 
-        A thread describes it: with thousands of tensors that takes 10 ms.
+        It is built on a thread, because that takes 10 ms for thousands of tensors.
 
         Raises:
             ServeError: not_found or not_ready.
@@ -179,7 +179,7 @@ class ModelService:
         return await asyncio.to_thread(describe_config, self._registry.find(name, version))
 
     def model_metadata(self, name: str, version: str) -> ModelMetadata:
-        """Describe a version, or for ``""`` the one that answers requests without one.
+        """Describe a version; for ``""``, the one that answers requests without a version.
 
         Raises:
             ServeError: not_found or not_ready.

@@ -1,8 +1,7 @@
-"""The live data of the console: all versions sampled for the history, and frames that all viewers share.
+"""The live data of the console: samples of all versions for the history, and frames that all viewers share.
 
-Without viewers one pass over the versions every 5 s fills the history. With viewers there is one pass a second; it
-makes one frame with the rows that changed, which is encoded once for all of them. Nothing here is on the path of a
-request.
+Without viewers, one pass over the versions every 5 s fills the history. With viewers, there is a pass each second. It
+produces one frame with the changed rows, which is encoded once for all viewers. No request passes through this module.
 """
 
 import asyncio
@@ -35,12 +34,12 @@ logger: Final = logging.getLogger(__name__)
 
 MAX_VIEWERS: Final = 32
 _MAX_WAITING: Final = 8
-"""Frames that may wait for a slow viewer, a few seconds of them, before it is dropped."""
+"""Maximum number of events, of a few seconds, that wait for a slow viewer before its stream is closed."""
 _MAX_RINGS: Final = 1000
-"""11 MB. Versions beyond are shown live, without a history."""
+"""Maximum number of histories, which take 11 MB. Further versions are shown live, without a history."""
 _LIVE_INTERVAL_S: Final = 1.0
 _PER_TURN: Final = 50
-"""Versions that are read in one turn of the event loop, in less than 1 ms."""
+"""Number of versions that are read in one turn of the event loop, in less than 1 ms."""
 
 Encode: TypeAlias = Callable[[str, Mapping[str, Any]], bytes]
 """Encodes an event: its name and its document."""
@@ -53,18 +52,18 @@ class Viewer:
 
     def __init__(self, watched: VersionKey | None) -> None:
         self.watched: Final = watched
-        """The version whose details it gets, too."""
+        """The version whose details are sent, too; None without one."""
         self._events: deque[bytes] = deque()
         self._news = asyncio.Event()
         self._is_open = True
 
     @property
     def is_open(self) -> bool:
-        """Whether further events come."""
+        """Whether further events may be added."""
         return self._is_open
 
     def add(self, event: bytes) -> None:
-        """Add an event. A viewer for which too many wait already is closed."""
+        """Add an event. The stream is closed if too many events wait already."""
         if len(self._events) >= _MAX_WAITING:
             self.close()
         elif self._is_open:
@@ -72,7 +71,7 @@ class Viewer:
             self._news.set()
 
     def close(self) -> None:
-        """End the stream after the events that wait."""
+        """End the stream after the waiting events."""
         self._is_open = False
         self._news.set()
 
@@ -86,7 +85,7 @@ class Viewer:
 
 @dataclass(slots=True)
 class _Version:
-    """What is kept of a version between two passes."""
+    """The data of a version that is stored between two passes."""
 
     record: VersionRecord
     sampled: Counts
@@ -109,12 +108,12 @@ class Observation:
         *,
         encode: Encode,
     ) -> None:
-        """Observe nothing yet.
+        """Start without samples and viewers.
 
         Args:
-            registry: Of the versions.
-            read_rollouts: The rollouts by model.
-            read_server: The state of the server for each frame.
+            registry: The registry of the versions.
+            read_rollouts: Reads the rollouts by model.
+            read_server: Reads the state of the server for each frame.
             clock: Monotonic nanoseconds.
             encode: Encodes events.
         """
@@ -129,7 +128,7 @@ class Observation:
         self._opening = asyncio.Lock()
         """Held while all versions are read for the first viewer, and while the catalog is followed."""
         self._rollouts: dict[str, dict[str, Any]] = {}
-        """By model, as viewers have them."""
+        """The rollouts by model, as viewers last received them."""
         self._sample = 0
         self._rings = 0
         self._is_closed = False
@@ -154,7 +153,7 @@ class Observation:
                 log_fault(logger, "the console could not read the models", error)
 
     async def _is_visited_within(self, seconds: float) -> bool:
-        """Whether a viewer comes in this time."""
+        """Wait for a viewer. Returns whether one arrived within ``seconds``."""
         self._arrival.clear()
         try:
             async with asyncio.timeout(max(0.0, seconds)):
@@ -164,7 +163,7 @@ class Observation:
         return True
 
     async def view(self, watched: VersionKey | None) -> Viewer:
-        """Open a stream. It begins with all versions, and with the history of the watched one, which may come later.
+        """Open a stream. It begins with the history of the watched version, which may appear later, and all versions.
 
         Raises:
             ServeError: overloaded, for too many viewers; not_ready, while the server drains.
@@ -215,7 +214,7 @@ class Observation:
         return {"models": rows, "gone": gone, "rollouts": rollouts, "server": server}
 
     def _renew_rollouts(self) -> dict[str, dict[str, Any] | None]:
-        """Read the rollouts. Returns those that changed; None for those that are gone."""
+        """Read the rollouts. Returns the changed ones by model; None for a removed one."""
         now = {model: status.describe() for model, status in self._read_rollouts().items()}
         before, self._rollouts = self._rollouts, now
         gone = {model: None for model in before if model not in now}
@@ -241,14 +240,14 @@ class Observation:
             self._publish(changed, gone)
 
     async def _in_turns(self) -> AsyncIterator[_Version]:
-        """All versions, a few in each turn of the event loop."""
+        """Yield all versions, a few in each turn of the event loop."""
         for number, version in enumerate(list(self._versions.values()), 1):
             yield version
             if number % _PER_TURN == 0:
                 await asyncio.sleep(0)
 
     async def _renew(self) -> list[VersionKey]:
-        """Follow the catalog, a few versions in each turn of the event loop. Returns the versions that are gone."""
+        """Follow the catalog, a few versions in each turn of the event loop. Returns the removed versions."""
         known: set[VersionKey] = set()
         for number, record in enumerate(list(self._registry.records()), 1):
             key = (record.model, record.label)
@@ -256,7 +255,7 @@ class Observation:
             version = self._versions.get(key)
             if version is None:
                 self._versions[key] = _Version(record, read_counts(record.metrics, self._clock()), {})
-            elif version.record is not record:  # loaded anew: counts begin at 0, and the history goes on
+            elif version.record is not record:  # loaded again: counts begin at 0, and the history continues
                 version.record, version.seen, version.errors = record, None, {}
                 version.sampled = read_counts(record.metrics, self._clock())
             if number % _PER_TURN == 0:

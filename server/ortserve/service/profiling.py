@@ -1,7 +1,7 @@
 """Profiles of models that serve: batches are kept as they run, then run again in a second session with a profiler.
 
-The serving session is not touched. Keeping a batch takes references to its arrays, which nothing writes to after they
-were decoded, so the event loop copies nothing. The second session runs on a thread of its own.
+The serving session is not touched. A kept batch refers to its arrays, which are not written to after decoding, so the
+event loop copies nothing. The second session runs on a thread of its own.
 """
 
 import asyncio
@@ -36,20 +36,21 @@ from ortserve.registry.served import ServedModel
 MAX_REQUESTS: Final = 1000
 MAX_TIMEOUT_S: Final = 300.0
 MAX_KEPT_BYTES: Final = 64 * 2**20
-"""Of the inputs of all batches that are kept."""
+"""Maximum size of the inputs of all kept batches."""
 MAX_EVENTS: Final = 60_000
-"""Of the profiler: about 150 MB of memory while it records, and 40 MB of trace."""
+"""Maximum number of events of the profiler: about 150 MB of memory while it records, and 40 MB of trace."""
 _MAX_RUNS_S: Final = 60.0
 _NICE: Final = 10
-"""Priority of the profile's threads: requests go first. Threads inherit it from the one that opens the session."""
+"""Nice level of the profile's threads, so that requests take precedence. Threads inherit it from the one that opens the
+session."""
 _WEIGHTS_FOLDER: Final = "session.model_external_initializers_file_folder_path"
 
 
 @dataclass(slots=True)
 class ProfiledBatch:
-    """A batch with its times in the serving session, with the profiler, and in the same session afterwards without it.
+    """A batch with its times: in the serving session, with the profiler, and afterwards in that session without it.
 
-    Times of the calling thread on a processor are ``cpu``.
+    Attributes named ``cpu`` are the processor time of the calling thread.
     """
 
     rows: int
@@ -66,11 +67,11 @@ class ServerProfile:
     """Profiled batches and their trace.
 
     Attributes:
-        settings: Of the session, as far as they are not defaults.
-        call_overhead_us: How much of the recorded time of each call of a node is the profiler's own.
-        warm_up_runs: Runs at the beginning of the trace that are not of ``batches``.
-        ended_because: Why there are fewer requests than asked; empty if there are not.
-        trace: ONNX Runtime's, a JSON array.
+        settings: Settings of the session that differ from their defaults.
+        call_overhead_us: Time that the profiler itself adds to the recorded time of each call of a node.
+        warm_up_runs: Number of runs at the beginning of the trace that are not in ``batches``.
+        ended_because: Why fewer requests were profiled than asked for; empty otherwise.
+        trace: The trace of ONNX Runtime, a JSON array.
     """
 
     version: str
@@ -94,7 +95,7 @@ class ProfilingService:
         self._present: _Profile | None = None
 
     def close(self) -> None:
-        """End the present profile, as the server stops."""
+        """End the present profile, because the server stops."""
         if self._present is not None:
             self._present.stop("the server is stopping")
 
@@ -102,15 +103,15 @@ class ProfilingService:
         """Keep the batches of the next requests of a model, and profile them.
 
         Args:
-            name: Of the model.
-            version: ``""`` for the highest that serves.
-            requests: How many to keep; the last batch may have more.
-            timeout_s: Time to wait for them. What came by then is profiled.
+            name: Name of the model.
+            version: Version to profile; ``""`` for the one that answers requests without a version.
+            requests: Number of requests to keep; the last batch may exceed it.
+            timeout_s: Maximum wait for them. Requests that ran by then are profiled.
 
         Raises:
             ServeError: unsupported, if the option is off or the model is not on the CPU; conflict, during another
                 profile; invalid_input, for values over the limits; not_found or not_ready, without such a model;
-                otherwise as ``_Profile``.
+                otherwise the errors of ``_Profile``.
         """
         if not self._options.profiling:
             raise ServeError(
@@ -134,7 +135,7 @@ class ProfilingService:
         try:
             await present.keep(timeout_s)
             loop = asyncio.get_running_loop()
-            # A thread of its own, as its low priority lasts until its end.
+            # A thread of its own, because its low priority lasts until it ends.
             thread = ThreadPoolExecutor(1, thread_name_prefix="profile")
             running = thread.submit(present.run)
             thread.shutdown(wait=False)
@@ -148,7 +149,7 @@ class ProfilingService:
             present.stop("the caller has left")  # the thread ends after its present run
 
     def _free(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
-        """Called on the profile's thread at its end."""
+        """Allow the next profile. Called on the thread of a profile at its end."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(setattr, self, "_present", None)
 
@@ -168,12 +169,12 @@ class _Profile:
         self._kept: list[tuple[Batch, ProfiledBatch]] = []
         self._nbytes = 0
         self._done = asyncio.Event()
-        """Nothing more is kept; the two below say why there are fewer requests than asked."""
+        """Set when no further batch is kept. The next two attributes give the reason, if too few requests were kept."""
         self._ended_because, self._kind = "", ErrorKind.NOT_READY
         self._stopped_because = ""
 
     def stop(self, reason: str) -> None:
-        """End it; the next run of its thread fails."""
+        """End the profile. The next run of its thread fails."""
         self.end(reason)
         self._stopped_because = reason
 
@@ -181,8 +182,8 @@ class _Profile:
         """Keep the next batches of the model.
 
         Raises:
-            ServeError: deadline, if none ran in time; not_ready, if the model was unloaded before one did; too_large,
-                if the first one is.
+            ServeError: deadline, if no batch ran in time; not_ready, if the model was unloaded before one ran;
+                too_large, if the first batch exceeds ``MAX_KEPT_BYTES``.
         """
         self.served.tap_batches(self)
         try:
@@ -216,7 +217,7 @@ class _Profile:
         """Run the batches with the profiler, then without it, on the calling thread, whose priority it lowers.
 
         Raises:
-            ServeError: The model's files have changed, the session cannot be opened, a run fails, or one has too many
+            ServeError: The model's files have changed, the session cannot be opened, a run fails, or a run has too many
                 events.
         """
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -265,7 +266,7 @@ class _Profile:
             raise ServeError(ErrorKind.CONFLICT, message)
 
     def _most_runs(self, folder: Path) -> int:
-        """How many batches the profiler can record."""
+        """Maximum number of batches that the profiler can record."""
         events = profiler_events(self._loaded.operators)
         if events is None:
             session, batches = self._open(folder)

@@ -1,4 +1,4 @@
-"""Records a call once it has ended: in metrics, trace files, the access log and its own trace."""
+"""Records a call when it has ended: in metrics, trace files, the access log and its own trace."""
 
 from dataclasses import replace
 from typing import Final
@@ -13,7 +13,8 @@ from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.tracing import EndedRequest, Trace
 
 _EARLY_NS: Final = 20_000_000
-"""A caller that watches its deadline itself may cancel this much earlier: its clock began before the request came."""
+"""A caller that enforces its deadline itself may cancel this much earlier, since its clock began before the request
+arrived."""
 
 
 class Recorder:
@@ -27,7 +28,7 @@ class Recorder:
         trace_writer: TraceWriter | None = None,
         access_log: AccessLog | None = None,
     ) -> None:
-        """Without ``trace_writer`` no trace files are written, without ``access_log`` no lines."""
+        """Without ``trace_writer``, no trace files are written; without ``access_log``, no access log."""
         self._metrics = metrics
         self._clock = clock
         self._trace_writer = trace_writer
@@ -57,7 +58,7 @@ class Recorder:
         ended_ns = self._clock()
         duration_ns = ended_ns - timing.received_ns
         if self._trace_writer is not None or call.trace is not None:
-            # Both read it later. The batch of a cancelled call may still run, and writes to the original.
+            # Both read the copy later. The batch of a cancelled call may still run, and writes to the original.
             timing = replace(timing)
         if served is None:
             self._metrics.observe_unknown(protocol, kind, duration_ns)
@@ -81,7 +82,7 @@ class Recorder:
             _end_trace(call, call.trace, timing, ended_ns, kind)
 
     def cancelled(self, call: Call) -> None:
-        """Record a cancelled call: its caller disconnected, or its deadline passed and the transport answered."""
+        """Record a cancelled call: its caller disconnected, or the transport answered that its deadline has passed."""
         waited_ns, timeout_ns = self._clock() - call.timing.received_ns, call.timeout_ns
         is_over = timeout_ns is not None and waited_ns >= timeout_ns - min(_EARLY_NS, timeout_ns // 10)
         self.failed(call, ErrorKind.DEADLINE if is_over else ErrorKind.CANCELLED)
@@ -97,9 +98,9 @@ class Recorder:
 
 
 class SamplingRecorder(Recorder):
-    """A recorder of a server with ``record_dir``: it also records the inputs of answered requests.
+    """The recorder of a server with ``record_dir``, which also records the inputs of answered requests.
 
-    A class of its own, so that the calls of other servers do not even look for a recording.
+    A separate class, so that calls of other servers do not check for a recording.
     """
 
     def answered(self, call: Call) -> None:
@@ -110,7 +111,7 @@ class SamplingRecorder(Recorder):
 
 
 def log_fields(call: Call) -> dict[str, str]:
-    """Model, version and request id of a call, empty while unknown, and the ids of its trace if it has one."""
+    """Model, version and request id of a call, empty while unknown, and the ids of its trace if it is sampled."""
     trace = call.trace
     return {
         "model": call.request.model_name if call.request else "",

@@ -1,4 +1,4 @@
-"""The tensors of one request in shared memory: copies inputs out before the run and outputs in after it."""
+"""The tensors of one request in shared memory: copies inputs out before its run, and outputs in after it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,8 +15,7 @@ from ortserve.service.gate import BodyGate
 from ortserve.service.shared_memory import SharedMemory
 
 _INLINE_COPY_BYTES: Final = 2 * 1024 * 1024
-"""Largest copy on the event loop, which takes about 0.15 ms; a thread makes larger ones, and decodes and encodes many
-texts."""
+"""Maximum size of a copy on the event loop, which takes about 0.15 ms. Larger copies, and many texts, use a thread."""
 
 
 class RegionTransfer:
@@ -26,8 +25,8 @@ class RegionTransfer:
         """Lease the regions, and reserve memory for the inputs.
 
         Raises:
-            ServeError: unsupported, not_found or invalid_input, as ``SharedMemory.lease``; too_large or overloaded, for
-                inputs of more bytes than the server may hold.
+            ServeError: The errors of ``SharedMemory.lease``; too_large or overloaded, for inputs of more bytes than the
+                server may hold.
         """
         self._use = use
         self._threads = regions.threads
@@ -47,10 +46,10 @@ class RegionTransfer:
             raise
 
     async def fetch(self, model: str) -> list[Tensor]:
-        """Copy the inputs out of their regions; ``model`` is the name in messages.
+        """Copy the inputs out of their regions. ``model`` is the name of the model, for errors.
 
         Raises:
-            ServeError: invalid_input, if bytes are invalid for their tensor or were removed.
+            ServeError: invalid_input, if bytes are invalid for their tensor, or the region has become too small.
         """
         fetched: list[Tensor] = []
         text_bytes = sum(given.span.byte_size for given in self._use.inputs if given.datatype is DataType.BYTES)
@@ -62,8 +61,8 @@ class RegionTransfer:
         """Copy the outputs that the caller requested in regions. Sizes are checked before the first write.
 
         Raises:
-            ServeError: internal, if a region is too small for its output or cannot be written; invalid_input, if its
-                memory was removed.
+            ServeError: internal, if a span is too small for its output or a region cannot be written; invalid_input, if
+                the region has become too small.
         """
         placed = [tensor for tensor in outputs if tensor.name in self._use.outputs]
         texts = sum(tensor.array.size for tensor in placed if tensor.datatype is DataType.BYTES)
@@ -86,7 +85,7 @@ class RegionTransfer:
         if not is_long and not self._leases.may_wait:
             copy()
             return
-        # A thread cannot be stopped: after a cancellation its copy continues, on memory that must stay open.
+        # A thread cannot be stopped: after a cancellation its copy continues, and its memory must stay open.
         self._copying = asyncio.get_running_loop().run_in_executor(self._threads, copy)
         await asyncio.shield(self._copying)
 

@@ -19,10 +19,10 @@ ControlMode: TypeAlias = Literal["none", "poll", "explicit"]
 ALL_MODELS: Final = "*"
 
 _MOST_PARAMETERS: Final = 16 * 1024
-"""Of a load, most of which are files; as many fields as a gRPC message may have."""
+"""Maximum number of parameters of a load, most of which are files: as many as the fields of a gRPC message."""
 
 _PER_TURN: Final = 250
-"""Models of the index in one turn of the event loop; with their encoding that takes about 2 ms."""
+"""Number of models that are listed in one turn of the event loop; with encoding that takes about 2 ms."""
 
 _PROTOCOL_STATES: Final = {
     State.LOADING: "LOADING",
@@ -48,7 +48,7 @@ class RepositoryService:
     """Answers the repository calls. Loop thread only."""
 
     def __init__(self, registry: Registry, *, mode: ControlMode, load_models: Collection[str] = ()) -> None:
-        """``load_models`` are the models that the mode ``explicit`` loads at the start; ``*`` for all."""
+        """``load_models`` are the models that the mode ``explicit`` loads at the start; ``*`` means all."""
         self._registry = registry
         self._mode = mode
         self._load_models = load_models
@@ -80,7 +80,7 @@ class RepositoryService:
     async def index(self, *, only_ready: bool = False) -> AsyncIterator[IndexEntry]:
         """Every version that the server knows, and every model that is in the repositories now, sorted by name.
 
-        Yields some in each turn of the event loop: a server may have thousands.
+        Yields some in each turn of the event loop, because a server may have thousands.
         """
         present: Collection[str] = ()
         if not only_ready:
@@ -102,7 +102,7 @@ class RepositoryService:
         """Load or reload a model. Returns when it serves.
 
         Args:
-            name: Of the model.
+            name: Name of the model.
             parameters: ``config``, a configuration as JSON text, and with it the model's files as bytes, named
                 ``file:<version>/<file>``. They are in effect until the next load.
 
@@ -132,8 +132,8 @@ class RepositoryService:
         """Unload a model if it is loaded. Returns when its last request is answered.
 
         Args:
-            name: Of the model.
-            parameters: ``unload_dependents``, a boolean: whether the members of an ensemble are unloaded, too, but for
+            name: Name of the model.
+            parameters: ``unload_dependents``, a boolean: whether the members of an ensemble are unloaded, too, except
                 those that other ensembles contain.
 
         Raises:

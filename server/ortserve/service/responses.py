@@ -21,26 +21,26 @@ from ortserve.registry.serving import ServedVersion
 _NOTHING_PLACED: Final = ()
 
 MAX_ELEMENTS: Final = 1_000_000
-"""Most elements of an output that is classified."""
+"""Maximum number of elements of an output that is classified."""
 
 _UNORDERED: Final = frozenset({DataType.BOOL, DataType.FP16, DataType.BF16, DataType.BYTES})
-"""Datatypes without classes in the extension."""
+"""Datatypes that the extension does not classify."""
 
 _SHORT_WORK: Final = 25_000
-_TEXT_WORK: Final = 40  # elements that are searched in the time that formatting one takes
+_TEXT_WORK: Final = 40  # number of elements that are searched in the time in which one is formatted
 
 
 def build_response(request: InferRequest, served: ServedVersion, outputs: Arrays) -> InferResponse:
     """Choose the requested outputs and classify those for which classes are requested. Any thread.
 
     Args:
-        request: Valid for the model.
+        request: A request that is valid for the model.
         served: The version that ran.
-        outputs: In the order of its signature, as clients see them.
+        outputs: Its outputs in the order of the signature, as clients see them.
 
     Raises:
-        ServeError: unsupported, for an output that is a sequence of tensors which do not stack; invalid_input, for one
-            that is too large to classify.
+        ServeError: unsupported, for an output that is a sequence of tensors of different shapes; invalid_input, for an
+            output that is too large to classify.
     """
     signature = served.signature
     if request.outputs:
@@ -62,7 +62,7 @@ def build_response(request: InferRequest, served: ServedVersion, outputs: Arrays
 
 
 def classifies_long(request: InferRequest, served: ServedVersion, outputs: Arrays) -> bool:
-    """Whether ``build_response`` takes too long for the event loop, because of the classes of an output."""
+    """Whether ``build_response`` takes too long for the event loop because it classifies outputs."""
     for output in request.outputs:
         if output.classes:
             index = served.signature.output_index[output.name]
@@ -79,7 +79,7 @@ def _classified(tensor: Tensor, spec: TensorSpec, classes: int, served: ServedVe
 
 
 def _check_stacked(name: str, array: np.ndarray, served: ServedVersion) -> None:
-    """Raises ServeError: unsupported, if an output is a sequence of tensors that do not stack."""
+    """Raises ServeError: unsupported, if an output is a sequence of tensors of different shapes."""
     if why := why_not_stacked(array):
         raise ServeError(
             ErrorKind.UNSUPPORTED,
@@ -89,7 +89,7 @@ def _check_stacked(name: str, array: np.ndarray, served: ServedVersion) -> None:
 
 
 def check_classifiable(output: TensorSpec, model: str) -> None:
-    """Raises ServeError: invalid_input, for an output without classes: of another datatype, or with rows elsewhere."""
+    """Raises ServeError: invalid_input, for an output of an unsupported datatype, or with rows not on axis 0."""
     if output.datatype in _UNORDERED:
         raise invalid_input(
             f"class result not available for output '{output.name}' of model '{model}' "
@@ -112,16 +112,16 @@ def classify(output: Tensor, classes: int, labels: Sequence[str], *, is_batched:
     """Select the largest elements, of each row if rows are batched, otherwise of the whole tensor. Any thread.
 
     Args:
-        output: ``check_classifiable`` accepts it; NaN counts as less than any number.
-        classes: At least 1; reduced to the number of elements.
-        labels: By index in the row; empty and missing ones are omitted.
-        is_batched: Whether axis 0 is the batch.
+        output: An output that ``check_classifiable`` accepts. NaN counts as less than any number.
+        classes: Number of elements to select, at least 1; reduced to the number that exist.
+        labels: Labels by index in the row. Empty and missing labels are omitted.
+        is_batched: Whether axis 0 is the batch axis.
 
     Returns:
         A BYTES tensor of shape ``(rows, k)``, or ``(k,)``; largest first, equal elements by their index.
 
     Raises:
-        ServeError: invalid_input for more than ``MAX_ELEMENTS``.
+        ServeError: invalid_input for more than ``MAX_ELEMENTS`` elements.
     """
     array = output.array
     if array.size > MAX_ELEMENTS:
@@ -150,7 +150,7 @@ def _format_largest(row: np.ndarray, count: int, labels: Sequence[str]) -> list[
 
 
 def _largest(row: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the ``count`` largest elements, in descending order, equal elements in that of their indices."""
+    """Indices of the ``count`` largest elements, in descending order; equal elements in the order of their indices."""
     keys = np.where(np.isnan(row), -np.inf, row) if row.dtype.kind == "f" else row
     if count < row.size:
         least = np.partition(keys, row.size - count)[row.size - count]

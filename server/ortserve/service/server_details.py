@@ -22,7 +22,7 @@ _STATM: Final = Path("/proc/self/statm")
 
 
 class ServerDetails:
-    """Describes the server for the console. Loop thread only, but for ``devices``."""
+    """Describes the server for the console. Loop thread only, except ``devices``."""
 
     def __init__(
         self,
@@ -41,16 +41,16 @@ class ServerDetails:
         """Begin to count processor time.
 
         Args:
-            options: Of the server.
-            origins: Where they were set; options with their default are missing.
-            models: Whether the server is ready.
+            options: Options of the server.
+            origins: Where each option was set; options with their default are missing.
+            models: Reports whether the server is ready.
             guarded: Groups that need keys.
-            runtime_version: Of ONNX Runtime.
-            processors: That the process may use.
-            memory_limit_bytes: Of the process.
-            stalls: Reads those of the event loop.
+            runtime_version: Version of ONNX Runtime.
+            processors: Number of processors that the process may use.
+            memory_limit_bytes: Memory limit of the process.
+            stalls: Reads the stalls of the event loop.
             read_devices: Reads the state of the GPUs in use; may wait for their driver.
-            read_memory: Reads what the models hold of the host's memory.
+            read_memory: Reads the host memory that the models hold.
         """
         self._options = options
         self._origins = origins
@@ -69,11 +69,11 @@ class ServerDetails:
         self._connections: Callable[[], Mapping[str, int]] = dict
 
     def listens(self, ports: Mapping[str, int], connections: Callable[[], Mapping[str, int]]) -> None:
-        """Set the ports that were bound, and what counts the open connections; both by protocol."""
+        """Set the bound ports by protocol, and a callback that counts the open connections by protocol."""
         self._ports, self._connections = ports, connections
 
     def live(self) -> dict[str, Any]:
-        """What changes while the server runs, read for each frame in about 20 µs."""
+        """The values that change while the server runs. Read for each frame, in about 20 µs."""
         now = (time.monotonic(), time.process_time())
         if (passed_s := now[0] - self._cpu[0]) >= 0.5:
             self._utilization = (now[1] - self._cpu[1]) / passed_s
@@ -94,7 +94,7 @@ class ServerDetails:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Everything but the GPUs. Blocks on nothing."""
+        """The whole description except the GPUs. Does not block."""
         options = self._options
         return {
             "versions": {

@@ -17,13 +17,13 @@ CUDA_SHARED_MEMORY: Final = "cuda_shared_memory"
 """The protocol's names for these extensions."""
 
 OpenOnDevice: TypeAlias = Callable[[str, bytes, int, int], RegionMemory]
-"""Opens memory on a GPU for a region: by the name of the region, the handle of the allocation, the number of the GPU,
+"""Opens memory on a GPU for a region, given the name of the region, the handle of the allocation, the number of the GPU
 and the size in bytes. Blocks. Raises ServeError."""
 
 _DISABLED: Final = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm' (option allow_client_shm) to enable."
 )
-_MAX_SIZE: Final = 2**63 - 1  # of a file
+_MAX_SIZE: Final = 2**63 - 1  # the maximum size of a file
 _MAX_NAME: Final = 1024
 
 
@@ -71,14 +71,14 @@ class SharedMemory:
 
         Args:
             is_allowed: Whether callers may register regions.
-            open_on_device: Called on the threads; None without GPUs.
+            open_on_device: Opens memory on GPUs; called on ``threads``. None without GPUs.
             max_regions: Maximum number of regions. Each holds a file descriptor, so the default is a quarter of the
                 descriptors that the process may open.
         """
         self.is_allowed = is_allowed
         self._open_on_device = open_on_device
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="shared-memory")
-        """For copies that would block the loop; started with the first copy."""
+        """Threads for copies that would block the loop; each starts when it is first needed."""
         self._max_regions = max_regions or _quarter_of_descriptors()
         self._regions: dict[str, _Region] = {}
 
@@ -86,10 +86,10 @@ class SharedMemory:
         """Let requests use ``byte_size`` bytes, from ``offset`` on, of the shared memory object ``key`` as ``name``.
 
         Raises:
-            ServeError: unsupported, if the operator does not allow it; already_exists, for a name that is in use;
+            ServeError: unsupported, if the operator does not allow regions; already_exists, for a name in use;
                 overloaded, for too many regions; invalid_input, for a name that is empty or too long, a key that is not
-                the name of an object, a region of 0 bytes and bytes beyond the object's end; internal, if the object
-                cannot be opened.
+                the name of an object, a region of 0 bytes, and bytes beyond the end of the object; internal, if the
+                object cannot be opened.
         """
         self._check_name(name)
         if not (0 <= offset <= _MAX_SIZE and 0 <= byte_size <= _MAX_SIZE):
@@ -106,10 +106,10 @@ class SharedMemory:
             name: The name that requests use.
             handle: The ``cudaIpcMemHandle_t`` of the allocation.
             device_id: The number of the GPU in this process.
-            byte_size: Of the region.
+            byte_size: Size of the region.
 
         Raises:
-            ServeError: As ``register``; invalid_input also without GPUs and for an invalid handle.
+            ServeError: The errors of ``register``; invalid_input also without GPUs and for an invalid handle.
         """
         self._check_name(name)
         if byte_size == 0:
@@ -132,11 +132,11 @@ class SharedMemory:
         self._regions[name] = region
 
     def unregister(self, name: str) -> None:
-        """Unregister a region, or all for ``""``. Requests that use it finish; an unknown name is no error."""
+        """Unregister a region, or all for ``""``. Requests that use it continue; an unknown name is not an error."""
         self._unregister(RegionStatus, name)
 
     def unregister_cuda(self, name: str) -> None:
-        """As ``unregister``, for regions on GPUs."""
+        """Like ``unregister``, for regions on GPUs."""
         self._unregister(CudaRegionStatus, name)
 
     def status(self, name: str) -> list[RegionStatus]:
@@ -148,7 +148,7 @@ class SharedMemory:
         return self._describe(RegionStatus, name, "system")
 
     def cuda_status(self, name: str) -> list[CudaRegionStatus]:
-        """As ``status``, for regions on GPUs."""
+        """Like ``status``, for regions on GPUs."""
         return self._describe(CudaRegionStatus, name, "cuda")
 
     def lease(self, spans: Iterable[RegionSpan]) -> "Leases":
@@ -227,7 +227,7 @@ class SharedMemory:
                 unused.append(region.memory)
         if unused:
             # On a thread: closing the last descriptor of an unlinked object waits until the kernel has freed its pages.
-            # One task for all, of which there may be thousands.
+            # One task closes all regions, of which there may be thousands.
             self.threads.submit(_close, unused)
 
 
@@ -253,7 +253,7 @@ class Leases:
 
 def _close(memories: Sequence[RegionMemory]) -> None:
     for memory in memories:
-        with suppress(Exception):  # the others are closed in any case
+        with suppress(Exception):  # a failure must not keep the others open
             memory.close()
 
 

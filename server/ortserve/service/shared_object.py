@@ -1,9 +1,9 @@
 """A caller's POSIX shared memory object: opened by name, read and written through its descriptor, never mapped.
 
-The caller may shorten the object at any time, and access to the removed pages of a mapping ends the process with
-SIGBUS, even right after a check of the size. ``pread`` and ``pwrite`` report an error instead. They also make a copy,
-which validation needs: the caller may still write, and must not change a tensor between its check and its use. Copies
-from and to a mapping would be faster.
+The caller may shorten the object at any time. An access to removed pages of a mapping ends the process with SIGBUS,
+even right after a check of the size; ``pread`` and ``pwrite`` report an error instead. They also copy, which validation
+needs: otherwise the caller could change a tensor between its check and its use. Copies from and to a mapping would be
+faster.
 """
 
 import os
@@ -18,7 +18,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108  # where Linux keeps the objects of shm_open
 RESERVED_PREFIX: Final = "triton_python_backend_shm_region_"
-"""Prefix of names that Triton does not let clients use."""
+"""Prefix of names that Triton forbids clients to use."""
 
 
 class SharedObject(RegionMemory):
@@ -68,7 +68,7 @@ class SharedObject(RegionMemory):
                 count = os.pwrite(self._descriptor, rest, start)
                 start += count
                 rest = rest[count:]
-        except OSError as error:  # no memory for pages that were never written
+        except OSError as error:  # such as no memory for pages that were never written
             raise ServeError(
                 ErrorKind.INTERNAL, f"cannot write to shared memory region '{self._region}': {error.strerror}"
             ) from error
@@ -89,7 +89,7 @@ class SharedObject(RegionMemory):
 
 
 def invalid_arguments(region: str, reason: str) -> ServeError:
-    """The error of a registration with invalid arguments, in Triton's words."""
+    """The error of a registration with invalid arguments, with the text of Triton."""
     return invalid_input(f"failed to register shared memory region '{region}': invalid args: {reason}")
 
 
@@ -100,7 +100,7 @@ def _open(region: str, key: str) -> int:
     if name.startswith(RESERVED_PREFIX):
         raise invalid_arguments(region, f"keys that start with '{RESERVED_PREFIX}' are reserved, got '{key}'")
     try:
-        # As shm_open; NONBLOCK so that a pipe of that name is rejected instead of waited for.
+        # The flags of shm_open, and NONBLOCK, so that a pipe of that name is rejected instead of waited for.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(FOLDER / name, flags)
     except (OSError, UnicodeEncodeError):

@@ -1,7 +1,7 @@
 """Trace files: the protocol's settings for them, and the choice of the requests that are written.
 
 As in Triton's trace extension, each change restarts the count of requests. Models without settings of their own are
-counted together; a model with some of its own follows the server's in the others.
+counted together. A model with some settings of its own uses those of the server for the others.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from ortserve.telemetry.trace_files import Sampling, TraceFiles, encode_record
 TraceSetting: TypeAlias = str | list[str]
 
 TRACE: Final = "trace"
-"""The extension's name, announced if traces can be written."""
+"""Name of the extension, announced if traces can be written."""
 
 _LEAST: Final = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
 _MOST: Final = 2**31 - 1
@@ -33,7 +33,7 @@ class TraceSettings:
     """Validates and stores the settings, and returns the sampling of a model's requests. Loop thread only."""
 
     def __init__(self, registry: Registry, options: TraceFileOptions, files: TraceFiles | None) -> None:
-        """Begin with the options. Without ``files`` the only level is ``OFF``."""
+        """Begin with the settings of ``options``. Without ``files``, the only level is ``OFF``."""
         self._registry = registry
         self._files = files
         self._start: Final = {
@@ -43,13 +43,13 @@ class TraceSettings:
             "log_frequency": options.trace_log_frequency,
         }
         self._own: dict[str, dict[str, int]] = {"": {}}
-        """Settings that were changed, by model, ``""`` for the server."""
+        """Changed settings by model; ``""`` for the server."""
         self._server = self._sampling(self._start)
         self._models: dict[str, Sampling] = {}
-        """Of models with settings of their own."""
+        """The sampling of each model with settings of its own."""
 
     def read(self, model: str = "") -> dict[str, TraceSetting]:
-        """All settings of a model or, for ``""``, of the server. ``trace_count`` is the remaining count.
+        """All settings of a model or, for ``""``, of the server. ``trace_count`` is the remaining number.
 
         Raises:
             ServeError: not_found, for an unknown model.
@@ -66,15 +66,16 @@ class TraceSettings:
         }
 
     def update(self, changes: Mapping[str, object], model: str = "") -> dict[str, TraceSetting]:
-        """Change any of them and return all.
+        """Change some settings and return all.
 
         Args:
-            changes: None, or an empty list, resets a setting: of a model to the server's, of the server to the option.
-            model: As for ``read``.
+            changes: New values by setting. None, or an empty list, resets a setting: of a model to that of the server,
+                of the server to the option.
+            model: Name of the model; ``""`` for the server.
 
         Raises:
             ServeError: not_found, for an unknown model; invalid_input, for an unknown setting or an invalid value;
-                unsupported, for another file, mode or level. Nothing is changed then.
+                unsupported, for another file, mode or level. No setting is changed then.
         """
         self._check_model(model)
         own = self._kept(model)
@@ -164,17 +165,17 @@ class TraceWriter:
 
         Args:
             protocol: ``http`` or ``grpc``.
-            timing: Read in the next turn of the loop; no thread writes to it any more.
-            request_id: The caller's.
-            model: Its name.
+            timing: Times of the request, which must not change any more: they are read in the next turn of the loop.
+            request_id: The id that the caller sent.
+            model: Name of the model.
             version: The version that was found.
-            ended_ns: When its answer or error was made.
-            is_answered: False if it was cancelled.
+            ended_ns: When the answer or the error was ready (monotonic).
+            is_answered: False if the request was cancelled.
         """
         sampling = self._settings.of(model)
         if sampling.take():
             named = (next(self._numbers), model, version, request_id, protocol)
-            # In the next turn of the loop: this one sends the answer, unless a thread compresses it first.
+            # In the next turn of the loop, because this one sends the answer, unless a thread compresses it first.
             asyncio.get_running_loop().call_soon(self._collect, sampling, named, timing, ended_ns, is_answered)
 
     def _collect(
@@ -189,7 +190,7 @@ class TraceWriter:
         records = [encode_record(*named, timing, ended_ns=ended_ns, sent_ns=sent_ns)]
         number, _, _, request_id, protocol = named
         records += self._steps(timing, number, request_id, protocol)
-        # One element for the sampling, which counts requests.
+        # A single element, because the sampling counts requests.
         sampling.collect(b",".join(records))
 
     def _steps(self, timing: Timing, parent: int, request_id: str, protocol: str) -> Iterator[bytes]:
@@ -202,7 +203,7 @@ class TraceWriter:
 
 
 def _checked(key: str, value: object, *, can_trace: bool) -> int | None:
-    """The setting as a number; None for one with a single possible value. Raises ServeError."""
+    """The setting as a number; None for a setting with a single possible value. Raises ServeError."""
     values = [str(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
     if key == "trace_file":
         raise ServeError(ErrorKind.UNSUPPORTED, "trace file location can not be updated through network protocol")

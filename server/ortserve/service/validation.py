@@ -1,6 +1,6 @@
-"""Validate a request against the signature of its model, and read its parameters and raw inputs.
+"""Validates requests against the signature of their model, and reads their parameters and raw inputs.
 
-The error texts are those that Triton's clients know.
+The error texts are those of Triton, which its clients know.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
     """Check names, datatypes, shapes and rows.
 
     Returns:
-        The input arrays in the order of the signature, with absent ones for optional inputs that were left out, and the
-        rows: the common length of the batch axes, which may be 0, or 1 for a model without a batch axis.
+        The input arrays in the order of the signature, with placeholders for omitted optional inputs, and the rows: the
+        common length of the batch axes, which may be 0, or 1 for a model without a batch axis.
 
     Raises:
         ServeError: invalid_input, with the input or output, the expectation and the value; unsupported for an input or
-            output that the model has and the protocol cannot carry.
+            output of the model that is not served.
     """
     for output in request.outputs:
         if output.name not in signature.output_index:
@@ -56,7 +56,7 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
             )
         if (len(shape) != len(spec.shape) and not spec.has_any_shape) or len(shape) < spec.least_axes:
             raise shape_error(shape, spec, signature, model)
-        for size, expected in zip(shape, spec.shape, strict=False):  # of as many axes, where any are declared
+        for size, expected in zip(shape, spec.shape, strict=False):  # equal lengths, unless no shape is declared
             if size != expected and expected != -1:
                 raise shape_error(shape, spec, signature, model)
         axis = spec.batch_axis
@@ -74,7 +74,7 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
 
 
 def _may_do_without(given: dict[str, Tensor], signature: ModelSignature) -> bool:
-    """Whether all that is missing is optional, and nothing is unknown. A batch needs some input to count rows by."""
+    """Whether all missing inputs are optional and no input is unknown. A batch needs an input that defines its rows."""
     return (
         signature.has_optional_inputs
         and given.keys() <= signature.inputs_by_name.keys()
@@ -133,11 +133,12 @@ _ID_BITS: Final = 64
 
 
 def read_sequence_part(parameters: Mapping[str, Parameter], protocol: str) -> SequencePart:
-    """Read the parameters of a request to a model with sequences; other models ignore them.
+    """Read the sequence parameters of a request. Only models with sequences use them.
 
     Args:
-        parameters: Of the request.
-        protocol: ``grpc``, which has no unsigned integers of this width: a negative one has the bits of a large one.
+        parameters: Parameters of the request.
+        protocol: Protocol of the request. With ``grpc``, which lacks unsigned integers of 64 bits, a negative id stands
+            for the unsigned integer with the same bits.
 
     Raises:
         ServeError: invalid_input for a value of the wrong type, unsupported for a text of more than 128 bytes.
@@ -178,16 +179,17 @@ def _unsigned(parameters: Mapping[str, Parameter], name: str) -> int:
 
 
 def read_raw_input(data: bytes | memoryview, signature: ModelSignature, model: str) -> Tensor:
-    """Make the only input of a model from a raw request: a body that consists of its bytes.
+    """Decode the only input of a model from a raw request, whose body consists of the bytes of this input.
 
     Name, datatype and shape are those of the signature: one row if rows are batched, and at most one free dimension,
-    which the length of ``data`` determines. BYTES are one string, ``data`` itself, without a length prefix.
+    which the length of ``data`` determines. For BYTES, ``data`` is a single string without a length prefix.
 
     Returns:
         A tensor that is a read-only view of ``data``, except for BYTES.
 
     Raises:
-        ServeError: invalid_input, if the model has several inputs or ``data`` does not fit the shape.
+        ServeError: invalid_input, if the model has several inputs or ``data`` does not fit the shape; too_large, for
+            too long a string.
     """
     if len(signature.inputs) != 1:
         raise invalid_input(

@@ -1,6 +1,6 @@
-"""Rollouts: a version is tried with requests of clients before it takes the place of ``stable``.
+"""Rollouts: a version is tried with requests of clients before it becomes ``stable``.
 
-``decision`` compares outputs, keeps times and judges (pure), ``live`` sends requests to the candidate, ``control``
+``decision`` compares outputs, counts times and judges the candidate (pure), ``live`` sends requests to it, ``control``
 starts and ends rollouts.
 """
 

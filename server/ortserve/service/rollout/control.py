@@ -24,12 +24,12 @@ from ortserve.telemetry.readings import RolloutReading
 logger: Final = logging.getLogger(__name__)
 
 _RETRY_S: Final = 5.0
-"""Until the end of a rollout that could not be kept is tried again."""
+"""Delay of another attempt to store the end of a rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """What the figures of a rollout compare: the version ``stable``, its files, and those of the candidate."""
+    """The versions that the figures of a rollout compare: the version ``stable``, its files, and the candidate's."""
 
     stable: int | None
     stable_source: VersionSource | None
@@ -41,11 +41,11 @@ class RolloutStatus:
     """The rollout of a model.
 
     Attributes:
-        options: None for a model without a rollout.
-        problem: Why requests do not reach the candidate; empty if they do.
-        figures: Since the rollout, the server, or a load of other files of its versions began.
+        options: Options of the rollout; None for a model without a rollout.
+        problem: Why requests do not reach the candidate, or the end of the rollout could not be stored; else empty.
+        figures: Figures since the start of the rollout or of the server, or since files of a version changed.
         worst: Largest error of any compared request, by measure.
-        ended: How the last rollout ended; None if none has.
+        ended: How the last rollout ended; None if no rollout has ended.
     """
 
     options: RolloutOptions | None
@@ -66,7 +66,7 @@ class RolloutStatus:
 
 
 class RolloutService:
-    """Answers calls about rollouts, and keeps one live rollout per model. Loop thread only."""
+    """Answers calls about rollouts, and owns at most one live rollout per model. Loop thread only."""
 
     def __init__(self, registry: Registry, labels: LabelService, clock: Clock) -> None:
         self._registry = registry
@@ -74,7 +74,7 @@ class RolloutService:
         self._clock = clock
         self._live: dict[str, LiveRollout] = {}
         self._compared: dict[str, _Compared] = {}
-        """What the live rollout of a model compares."""
+        """The versions that the live rollout of each model compares."""
         self._reported: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="compare")
         self._ending: set[asyncio.Task[None]] = set()
@@ -87,7 +87,7 @@ class RolloutService:
         return self._status(model, options, "" if options is None else self._problem(model, options))
 
     def read_all(self) -> dict[str, RolloutStatus]:
-        """The rollouts of all models that have one, or had one; cheap without any."""
+        """The rollouts of all models that have or had one. Fast if there are none."""
         found = {}
         for model in sorted({*self._live, *self._reported, *self._registry.changed_models()}):
             options = self._registry.rollout(model)
@@ -96,12 +96,12 @@ class RolloutService:
         return found
 
     async def start(self, model: str, document: Mapping[str, object]) -> RolloutStatus:
-        """Start a rollout, or change the one that runs. It holds instead of that of the configuration.
+        """Start a rollout, or change the running one. It replaces that of the configuration.
 
         Raises:
-            ServeError: not_found, for an unknown model or version; invalid_input, for options; conflict, without a
-                label ``stable`` for another version, or if the change cannot be kept; not_ready, if a version does not
-                serve; unsupported, for sequences and ensembles.
+            ServeError: not_found, for an unknown model or version; invalid_input, for invalid options; conflict,
+                without a label ``stable`` on another version, for sequences and ensembles, or if the change cannot be
+                stored; not_ready, if the candidate does not serve.
         """
         self._labels.read(model)
         options = make_rollout_options(document, "rollout")
@@ -114,7 +114,7 @@ class RolloutService:
         return self.read(model)
 
     async def stop(self, model: str) -> RolloutStatus:
-        """End a rollout and leave the labels as they are. Raises ServeError: conflict, without one."""
+        """End a rollout without a change of labels. Raises ServeError: not_found; conflict, without a rollout."""
         self._labels.read(model)
         async with self._labels.lock(model):
             options = self._registry.rollout(model)
@@ -124,10 +124,10 @@ class RolloutService:
         return self.read(model)
 
     async def promote(self, model: str, version: int | None) -> ModelLabels:
-        """Make a version ``stable`` in one step; None for the candidate of the rollout, which then ends.
+        """Make a version ``stable`` in one step; None for the candidate of the rollout. Promoting it ends the rollout.
 
         Raises:
-            ServeError: As ``LabelService.promote``; conflict, without a version and a rollout.
+            ServeError: The errors of ``LabelService.promote``; conflict, with neither a version nor a rollout.
         """
         self._labels.read(model)
         async with self._labels.lock(model):
@@ -141,10 +141,10 @@ class RolloutService:
         return await self._labels.promote(model, version)
 
     async def rollback(self, model: str) -> ModelLabels:
-        """End the rollout of a model; without one, make the version ``stable`` again that was before.
+        """End the rollout of a model; without one, undo the last promotion.
 
         Raises:
-            ServeError: As ``LabelService.rollback``.
+            ServeError: The errors of ``LabelService.rollback``.
         """
         self._labels.read(model)
         async with self._labels.lock(model):
@@ -155,7 +155,7 @@ class RolloutService:
         return await self._labels.rollback(model)
 
     def readings(self) -> list[RolloutReading]:
-        """Of all live rollouts, for metrics. Only reads, so a scrape may call it on its own thread."""
+        """The readings of all live rollouts, for metrics. Only reads, so a scrape may call it on its own thread."""
         return [
             RolloutReading(
                 live.model,
@@ -176,7 +176,7 @@ class RolloutService:
         return RolloutStatus(options, problem, figures, worst, self._registry.state_of(model).ended)
 
     async def _end(self, model: str, ended: EndedRollout) -> None:
-        """Keep the end of a rollout, and with a promotion the label. Called with the model's lock."""
+        """Store the end of a rollout and, if it promotes, the label. The caller holds the model's lock."""
         state = self._registry.state_of(model)
         state = replace(state, rollout=None, ended=ended)
         if ended.result == "promoted":
@@ -253,12 +253,12 @@ class RolloutService:
         task.add_done_callback(self._ending.discard)
 
     async def _conclude(self, live: LiveRollout, decision: Decision) -> None:
-        """Carry out what the rules decided; later, if it cannot be kept. The candidate gets no requests meanwhile."""
+        """Carry out a decision of the rules. If it cannot be stored, try again later, without requests meanwhile."""
         model, candidate = live.model, live.options.candidate
         async with self._labels.lock(model):
-            self._refresh(model)  # other files of a version may serve, which the figures are not of
+            self._refresh(model)  # versions may serve other files by now, to which the figures do not apply
             if self._live.get(model) is not live:
-                return  # a call has ended or changed it, or it has begun anew
+                return  # a call has ended or changed the rollout, or it was replaced
             try:
                 if decision.result == "promoted":
                     self._labels.check_serves(model, candidate, "promote")

@@ -1,4 +1,4 @@
-"""What a rollout measures of its candidate, and when it ends by itself: a decision from figures and rules. Pure."""
+"""The figures of a rollout's candidate, and the decision by its rules when the rollout ends. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ MEASURES = ("max", "relative", "cosine", "top1")
 
 _CLASSES_PER_OCTAVE: Final = 8
 _CLASSES: Final = 35 * _CLASSES_PER_OCTAVE
-"""Up to 2^35 ns, half a minute; longer times count as that."""
+"""Number of classes, up to 2^35 ns or half a minute. Longer times count in the last class."""
 
 
 def errors_of(
@@ -24,11 +24,11 @@ def errors_of(
     """The worst error of any output by measure; infinite if the candidate lacks an output or has another datatype.
 
     Args:
-        stable: Outputs in the order of ``signature``, as clients see them.
-        signature: Of ``stable``.
-        candidate: Outputs in the order of ``candidate_signature``.
-        candidate_signature: Of the candidate.
-        rows: Of the request.
+        stable: Outputs of ``stable`` in the order of ``signature``, as clients see them.
+        signature: Signature of ``stable``.
+        candidate: Outputs of the candidate in the order of ``candidate_signature``, as clients see them.
+        candidate_signature: Signature of the candidate.
+        rows: Rows of the request.
     """
     pairs = []
     for spec, expected in zip(signature.outputs, stable, strict=True):
@@ -50,7 +50,7 @@ def disagrees(errors: Mapping[str, float], tolerance: Mapping[Measure, float]) -
 class Latencies:
     """Times of many requests in little memory, and their percentiles with an error of at most 9 %.
 
-    They are counted by size, each class 9 % longer than the one before.
+    Times are counted in classes, each 9 % longer than the one before.
     """
 
     def __init__(self) -> None:
@@ -78,16 +78,17 @@ class Figures:
     """The figures of a candidate so far. Times are seconds, None while there are too few.
 
     Attributes:
-        requests: To the candidate, answered or failed.
-        failed: Of these, those that failed and that ``stable`` answered.
+        requests: Requests that the candidate answered or failed.
+        failed: Requests that the candidate failed and ``stable`` answered.
         rejected: Requests that the candidate did not accept, because it was busy or not ready.
-        shed: Requests of a shadow that were not sent, because the server had other work.
+        shed: Requests that a shadow did not copy to the candidate, or whose copies were rejected, because the server
+            had other work.
         compared: Requests whose outputs were compared.
-        disagreed: Of these, those that differed by more than the tolerance.
-        stable_requests: Requests whose times ``stable_p99_s`` is of.
+        disagreed: Compared requests whose outputs differed by more than the tolerance.
+        stable_requests: Number of times in ``stable_p99_s``.
         stable_p99_s: 99th percentile of the times of ``stable``.
-        candidate_p99_s: The same of the candidate.
-        candidate_requests: Requests whose times ``candidate_p99_s`` is of.
+        candidate_p99_s: 99th percentile of the times of the candidate.
+        candidate_requests: Number of times in ``candidate_p99_s``.
     """
 
     requests: int = 0
@@ -111,7 +112,7 @@ class Decision:
 
 
 def decide(rules: RolloutRules, seen: Figures) -> Decision | None:
-    """Judge a candidate. None to go on."""
+    """Judge a candidate. Returns None to continue the rollout."""
     if reason := _excess(rules, seen):
         return Decision("rolled_back", reason)
     if rules.promote_after is None or seen.requests < max(rules.promote_after, rules.min_requests):
@@ -125,7 +126,7 @@ def decide(rules: RolloutRules, seen: Figures) -> Decision | None:
 
 
 def _excess(rules: RolloutRules, seen: Figures) -> str:
-    """The first rule that is broken, in words; empty if all are kept."""
+    """The first violated rule, in words; empty if the candidate satisfies all."""
     for what, bound, count, of in (
         ("max_error_rate", rules.max_error_rate, seen.failed, seen.requests),
         ("max_disagreement", rules.max_disagreement, seen.disagreed, seen.compared),
@@ -139,7 +140,7 @@ def _excess(rules: RolloutRules, seen: Figures) -> str:
 
 
 def _p99_ratio(rules: RolloutRules, seen: Figures) -> float | None:
-    """None while there are too few times."""
+    """The p99 of the candidate divided by that of ``stable``; None while there are too few times."""
     if min(seen.candidate_requests, seen.stable_requests) < rules.min_requests:
         return None
     if not seen.stable_p99_s or seen.candidate_p99_s is None:

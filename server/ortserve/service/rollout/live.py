@@ -29,23 +29,23 @@ from ortserve.telemetry.logs import log_fault
 logger: Final = logging.getLogger(__name__)
 
 MOST_COPIES: Final = 4
-"""Copies of requests that may be under way: each holds the tensors of its request."""
+"""Maximum number of copies in progress; each holds the tensors of its request."""
 MOST_COPIED_BYTES: Final = 64 * 1024 * 1024
-"""Of the tensors of all copies of one model."""
+"""Maximum size of the tensors of all copies of one model."""
 MOST_COMPARED_INLINE: Final = 1024
-"""Outputs of at most so many elements are compared on the event loop; larger ones by a thread."""
+"""Maximum number of output elements that are compared on the event loop; a thread compares larger outputs."""
 
 _JUDGED_EVERY: Final = 16
-"""Requests between two judgements of times."""
+"""Number of requests between two judgements, if none failed or disagreed."""
 _BUSY: Final = (ErrorKind.OVERLOADED, ErrorKind.DEADLINE, ErrorKind.NOT_READY, ErrorKind.CANCELLED)
-"""Errors by which a busy version rejects a request. They do not depend on the model."""
+"""Kinds of errors with which a busy version rejects a request. They do not depend on the model."""
 
 Outcome = Literal["answered", "failed", "rejected", "shed", "agreed", "disagreed"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A request that ``stable`` has answered and that the candidate runs, too."""
+    """A request that ``stable`` has answered and the candidate runs, too."""
 
     request: InferRequest
     outputs: Arrays
@@ -71,13 +71,13 @@ class LiveRollout(Rollout):
         """Begin without figures.
 
         Args:
-            model: Its name.
-            options: Of the rollout.
+            model: Name of the model.
+            options: Options of the rollout.
             find: Finds a version of a model; raises ServeError.
             clock: Monotonic nanoseconds.
             threads: Compare large outputs.
             on_decision: Called once, when the rules end the rollout.
-            draw: A random number from 0 to 1.
+            draw: Returns a random number from 0 to 1.
         """
         self.model: Final = model
         self.options: Final = options
@@ -94,7 +94,7 @@ class LiveRollout(Rollout):
         self._copied_bytes = 0
         self.is_over = False
         self.problem = ""
-        """Why its end cannot be kept; empty while it runs."""
+        """Why the end of the rollout cannot be stored; empty otherwise."""
         self.outcomes: dict[Outcome, int] = dict.fromkeys(
             ("answered", "failed", "rejected") if self.is_canary else ("failed", "shed", "agreed", "disagreed"), 0
         )
@@ -103,7 +103,7 @@ class LiveRollout(Rollout):
         self._stable_times, self._candidate_times = Latencies(), Latencies()
 
     def figures(self) -> Figures:
-        """What was seen so far. From any thread."""
+        """The figures so far. Any thread."""
         count = self.outcomes.get
         compared = count("agreed", 0) + count("disagreed", 0)
         return Figures(
@@ -218,7 +218,7 @@ class LiveRollout(Rollout):
         return (self._draw() if value is None else self._place_of(value)) < self.options.share
 
     def _sticky_value(self, request: InferRequest, headers: Headers) -> str | None:
-        """What requests of one side have in common; None if the request has nothing of the kind."""
+        """The value by which requests are assigned to a version; None if the request has none."""
         options = self.options
         if options.sticky and (parameter := request.parameters.get(options.sticky)) is not None:
             return str(parameter)
@@ -230,7 +230,7 @@ class LiveRollout(Rollout):
         return value.decode("latin-1") if isinstance(value, bytes) else value
 
     def _place_of(self, value: str) -> float:
-        """A number from 0 to 1 that is the same for equal values on all servers, so that a share only adds values."""
+        """A number from 0 to 1, equal for equal values on all servers. So a larger share only adds values."""
         digest = blake2b(value.encode(errors="replace"), digest_size=8, key=self._key).digest()
         return int.from_bytes(digest, "big") / 2**64
 
