@@ -219,7 +219,7 @@ def test_requests_without_an_answer_time_out() -> None:
 @pytest.mark.parametrize("way", ["wrong", "nonsense"])
 def test_wrong_outputs_are_seen(way: str) -> None:
     with small_server(behave=lambda number: way if number >= LONE else "ok") as lying:
-        ran = bench(lying.url, "--model", "m", "--rate", "300", *SHORT, "--warmup", "0", "--json")
+        ran = bench(lying.url, "--model", "m", "--rate", "100", "--seconds", "2", "--warmup", "0", "--json")
 
     checked = ran.point["outputs"]
     assert checked["checked"] == checked["different"] == ran.failures["wrong_output"] >= 4
@@ -578,7 +578,7 @@ def test_models_in_this_process(name: str) -> None:
 
 
 def test_inputs_that_requests_may_omit_are_not_bound(tmp_path: Path) -> None:
-    ran = bench(interfaces.optional_bias(tmp_path / "optional.onnx"), "--way", "bound", *SHORT, "--json")
+    ran = bench(interfaces.optional_bias(tmp_path / "optional.onnx"), "--way", "bound", "--seconds", "2", "--json")
 
     assert (ran.status, ran.result["problems"]) == (0, [])
     assert ran.point["outputs"]["checked"] > 0

@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
-from liveness import asking_for_liveness
+from liveness import LivenessCaller, asking_for_liveness
 from models import builders
 from ortserve.frontends.grpc.native import frames
 from servers import (
@@ -89,23 +89,32 @@ def data_frames(count: int) -> bytes:
     return frames.PREFACE + frames.settings({}) + head + message + frames.frame(frames.DATA, 0, 1, PART) * count
 
 
+def leaves_others_their_turns(liveness: LivenessCaller, act: Callable[[], object]) -> bool:
+    """Whether others wait less than 0.15 s. Another program may have the processor in some of the trials."""
+    for _ in range(10):
+        liveness.longest_wait_s()
+        act()
+        if liveness.longest_wait_s() < 0.15:
+            return True
+    return False
+
+
 @pytest.mark.parametrize(("port", "make"), [("http", chunks), ("grpc", data_frames)], ids=["http", "grpc"])
 def test_request_in_tiny_parts_leaves_others_their_turns(
     tmp_path: Path, port: str, make: Callable[[int], bytes]
 ) -> None:
     with serving(tmp_path, "--grpc-transport", "native") as server, asking_for_liveness(server.http) as liveness:
         host, _, number = getattr(server, port).rpartition(":")
-        waits_s = []
-        for _ in range(3):  # another program may have the processor during one of them
-            liveness.longest_wait_s()
+
+        def send() -> None:
             with (
                 socket.create_connection((host, int(number))) as connection,
                 suppress(ConnectionError),  # the gRPC port takes it for a flood
             ):
                 connection.sendall(make(600_000))
                 time.sleep(0.2)
-            waits_s.append(liveness.longest_wait_s())
-    assert min(waits_s) < 0.15, waits_s
+
+        assert leaves_others_their_turns(liveness, send)
 
 
 def test_request_in_tiny_chunks_is_answered_and_so_is_the_next_one(tmp_path: Path) -> None:
@@ -131,15 +140,13 @@ def test_request_in_tiny_chunks_is_answered_and_so_is_the_next_one(tmp_path: Pat
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_configuration_of_thousands_of_tensors_leaves_others_their_turns(tmp_path: Path, protocol: str) -> None:
     add_model(tmp_path, "wide", builders.many_tensors, count=2000)
-    with serving(tmp_path, *SHORT_WARMUP) as server, asking_for_liveness(server.http) as liveness:
-        waits_s = []
-        with triton_clients(server) as (http, grpc):
-            client = http if protocol == "http" else grpc
-            for _ in range(3):
-                liveness.longest_wait_s()
-                client.get_model_config("wide")
-                waits_s.append(liveness.longest_wait_s())
-    assert min(waits_s) < 0.15, waits_s
+    with (
+        serving(tmp_path, *SHORT_WARMUP) as server,
+        asking_for_liveness(server.http) as liveness,
+        triton_clients(server) as (http, grpc),
+    ):
+        client = http if protocol == "http" else grpc
+        assert leaves_others_their_turns(liveness, lambda: client.get_model_config("wide"))
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("pairs")
     for name in ("wrong", "same", "sticky", "promoted", "by_hand"):
         add_pair(repository, name, builders.identity, builders.unnamed_dims if name == "wrong" else builders.identity)
-    add_pair(repository, "slower", lambda path: builders.slow(path, 150), lambda path: builders.slow(path, 900))
+    add_pair(repository, "slower", lambda path: builders.slow(path, 150), lambda path: builders.slow(path, 5000))
     add_pair(repository, "crashing", halves, builders.poison)
     add_pair(repository, "other_inputs", builders.identity, builders.poison)
     add_pair(repository, "cached", builders.identity, builders.identity, "response_cache: true\n")

@@ -109,11 +109,16 @@ async def test_every_answer_is_that_of_onnx_runtime_to_the_request_alone(
     server: ServerProcess, model: Exported
 ) -> None:
     name = served_name(model)
+    is_proven = model.verdict.outcome is Outcome.PROVEN and not model.at_shape
+    shares_batches = is_proven and model.path.parent == CORPUS and model.name not in DECLARED_FIXED
     async with triton.InferenceServerClient(server.grpc) as client:
         metadata = await client.get_model_metadata(name)
         requests = make_requests(model, [output.name for output in metadata.outputs])
-        answers = await ask_all(server, name, requests)
-        statistics = (await client.get_inference_statistics(name)).model_stats[0]
+        for _ in range(10):  # on a busy machine the requests may arrive one by one
+            answers = await ask_all(server, name, requests)
+            statistics = (await client.get_inference_statistics(name)).model_stats[0]
+            if not shares_batches or statistics.execution_count < statistics.inference_count:
+                break
     datatypes = {output.name: DataType(output.datatype) for output in metadata.outputs}
     for request, answer in zip(requests, answers, strict=True):
         for key, array in answer.items():
@@ -123,6 +128,5 @@ async def test_every_answer_is_that_of_onnx_runtime_to_the_request_alone(
                 assert [each.decode() for each in array.flat] == [str(each) for each in expected.flat]
             else:
                 assert agree(array, expected, datatypes[key]), key
-    is_proven = model.verdict.outcome is Outcome.PROVEN and not model.at_shape
-    if is_proven and model.path.parent == CORPUS and model.name not in DECLARED_FIXED:
+    if shares_batches:
         assert statistics.execution_count < statistics.inference_count
