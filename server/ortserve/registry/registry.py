@@ -292,11 +292,12 @@ class Registry:
         if failures is None:  # It is an ensemble, some of whose members do not serve.
             closure = await self._reader.read_members(source)
             known = self._sources | closure
-            await self._reconciler.apply_all(
-                (member for member in closure.values() if member.name != name and not self._is_served(member)),
-                forced=closure,
-            )
-            source, failures = await self._load_once(name, config, files, known)
+            with self._room.loading_together(closure):
+                await self._reconciler.apply_all(
+                    (member for member in closure.values() if member.name != name and not self._is_served(member)),
+                    forced=closure,
+                )
+                source, failures = await self._load_once(name, config, files, known)
         if source.problem:
             event = NOT_POLLED if source.has_files else "no version is available"
             raise load_failure(name, f"{event}: {source.problem}")
@@ -357,7 +358,8 @@ class Registry:
         kept = [source.name for source in changed if members_of(source) and not self._reconciler.stays_out(source)]
         forced = closure_of(kept, by_name)
         missing = [by_name[name] for name in forced if not self._catalog.ready(name)]
-        await self._reconciler.apply_all([*changed, *missing], forced=forced)
+        with self._room.loading_together(*(closure_of([name], by_name) for name in kept)):
+            await self._reconciler.apply_all([*changed, *missing], forced=forced)
         for name in self._sources.keys() - by_name.keys():
             log_event(logger, logging.INFO, "model is no longer in the repositories", model=name)
             await self._unload(name)
@@ -380,6 +382,11 @@ class Registry:
         Raises:
             ServeError: not_ready, if there is no room in memory or the load failed.
         """
+        with self._room.loading_together(closure_of([name], self._sources)):
+            await self._load_with_members(name)
+
+    async def _load_with_members(self, name: str) -> None:
+        """As ``_load_demanded``."""
         source = self._sources.get(name)
         for member in () if source is None else self._reconciler.missing_members(source):
             if any(record.makes_requests_wait for record in self._catalog.of(member).values()):

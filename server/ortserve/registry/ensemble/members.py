@@ -32,7 +32,7 @@ def _find(name: str, model: str, version: int, catalog: Catalog) -> ServedVersio
     try:
         return catalog.find(model, "" if version == LATEST else str(version))
     except NotInMemoryError:
-        raise NotInMemoryError(f"its member '{model}' is not in memory") from None
+        raise NotInMemoryError(f"ensemble '{name}' depends on '{model}', which is not in memory") from None
     except ServeError:
         raise invalid_input(
             f"ensemble '{name}' depends on '{model}' whose required version {version} is not loaded."

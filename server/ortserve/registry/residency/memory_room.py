@@ -1,7 +1,8 @@
 """Reserves memory for loads on the host and on each GPU, and evicts models to stay within a budget."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -108,6 +109,8 @@ class MemoryRoom:
         """Expected memory of the load under way, by device. Under a budget, only one load is under way at a time."""
         self._costs: dict[tuple[str, int], tuple[VersionSource, LoadCost]] = {}
         """Source and cost of the last load, by model and version."""
+        self._together: list[Collection[str]] = []
+        """Ensembles that are being loaded, each with its members."""
 
     @property
     def max_loads(self) -> int:
@@ -128,6 +131,20 @@ class MemoryRoom:
             sum(cost.load_ns for cost in costs),
             is_measured=all(cost.is_measured for cost in costs),
         )
+
+    @contextmanager
+    def loading_together(self, *ensembles: Collection[str]) -> Iterator[None]:
+        """Evict no member of an ensemble for another one of its members, unless they do not fit together.
+
+        Args:
+            ensembles: The models of each ensemble that is loaded meanwhile.
+        """
+        self._together += ensembles
+        try:
+            yield
+        finally:
+            for models in ensembles:
+                self._together.remove(models)
 
     def reserve(self, record: VersionRecord, source: VersionSource) -> int:
         """Reserve memory for a load, and evict models if necessary.
@@ -222,7 +239,7 @@ class MemoryRoom:
             NoRoomError: There is no room now, nor within the time that the load may wait.
         """
         now_ns = self._clock()
-        residents = self._residents(record.model)
+        residents = self._keep_members(record, self._residents(record.model))
         leaving: dict[str, None] = {}
         until_ns = 0
         for budget in self._budgets(cost, residents):
@@ -265,27 +282,57 @@ class MemoryRoom:
             NoRoomError: The members and the pinned models exceed a budget.
         """
         names = self._all_members(options)
+        total = self._expect_together(names)
+        if not total.is_measured:
+            return
+        for budget, held, missing in self._missing_together(total, names, self._residents(ensemble)):
+            self._counts.count_refusal("budget")
+            raise NoRoomError(
+                f"the members of '{ensemble}' need about {format_bytes(budget.need)} together{budget.where}, "
+                f"{budget.option} is {format_bytes(budget.nbytes)}, of which pinned models hold "
+                f"{format_bytes(held)}: {format_bytes(missing)} too few",
+                is_lasting=True,
+            )
+
+    def _keep_members(self, loading: VersionRecord, residents: list[Resident]) -> list[Resident]:
+        """Keep the members of ensembles that are being loaded with a version, unless they do not fit together.
+
+        Those that do not fit evict each other until each has been measured: ``_check_members`` then refuses them. A
+        reload, which needs room for both loads of its model, may evict them.
+        """
+        if any(one.version == loading.version for one in self._catalog.ready(loading.model)):
+            return residents
+        kept: set[str] = set()
+        for names in self._together:
+            total = self._expect_together(names)
+            if loading.model in names and not any(self._missing_together(total, names, residents)):
+                kept.update(names)
+        return [replace(one, is_kept=True) if one.name in kept and not one.members else one for one in residents]
+
+    def _expect_together(self, names: Collection[str]) -> LoadCost:
+        """What the known versions of models take together, without those that failed. Ensembles take nothing."""
         costs = [
             self._expect(one.model, one.version, one.source)
             for name in names
             for one in self._catalog.of(name).values()
             if one.source is not None and one.state is not State.FAILED and not member_names(_options(one.source))
         ]
-        if not all(cost.is_measured for cost in costs):
-            return
-        residents = self._residents(ensemble)
+        return LoadCost(
+            sum(cost.nbytes for cost in costs),
+            0,
+            sum_bytes(cost.on_devices for cost in costs),
+            is_measured=all(cost.is_measured for cost in costs),
+        )
+
+    def _missing_together(
+        self, total: LoadCost, names: Collection[str], residents: Sequence[Resident]
+    ) -> Iterator[tuple[_Budget, int, int]]:
+        """The budgets that models exceed together with the pinned ones, what these hold, and what is missing."""
         pinned = [one for one in residents if one.is_pinned and one.name not in names]
-        total = LoadCost(sum(cost.nbytes for cost in costs), 0, sum_bytes(cost.on_devices for cost in costs))
         for budget in self._budgets(total, residents):
             held = sum(budget.held_by(one) for one in pinned)
             if (missing := budget.need + held - budget.nbytes) > 0:
-                self._counts.count_refusal("budget")
-                raise NoRoomError(
-                    f"the members of '{ensemble}' need about {format_bytes(budget.need)} together{budget.where}, "
-                    f"{budget.option} is {format_bytes(budget.nbytes)}, of which pinned models hold "
-                    f"{format_bytes(held)}: {format_bytes(missing)} too few",
-                    is_lasting=True,
-                )
+                yield budget, held, missing
 
     def _all_members(self, options: ModelOptions) -> set[str]:
         """The members of an ensemble at any depth."""

@@ -234,6 +234,32 @@ async def test_ensemble_on_demand_comes_back_with_its_member(tmp_path: Path, mak
     assert await ask(registry, "pair") == "1"
 
 
+@pytest.mark.parametrize("way", ["request", "call", "poll"])
+async def test_load_of_an_ensemble_evicts_none_of_its_members(tmp_path: Path, make: Make, way: str) -> None:
+    for name in ("k", "m", "other"):
+        put(tmp_path, name, options="load_policy: on_demand")
+    steps = [("m", {"a": "x"}, {"b": "t"}), ("k", {"a": "t"}, {"b": "y"})]
+    text = members.ensemble_text(["x"], ["y"], steps, load_policy="on_demand")
+    folder = add_pair(tmp_path, load_policy="on_demand")
+    if way != "poll":
+        (folder / "model.yaml").write_text(text)
+    registry = make(int(4.25 * MIB))
+    await registry.load_all()
+    await ask(registry, "m" if way != "poll" else "pair")  # "m" is the least recently used one from now on
+    await ask(registry, "other")
+    for record in registry.records():
+        record.stays_until_ns = 0
+    if way == "call":
+        await registry.load("pair")
+    elif way == "poll":
+        (folder / "model.yaml").write_text(text)
+        await registry.poll()
+    if way != "request":
+        assert registry.ready_versions("pair") == [1]
+    assert await ask(registry, "pair") == "1"
+    assert registry.ready_versions("other") == []
+
+
 async def test_changed_ensemble_in_memory_loads_the_members_that_it_needs_now(tmp_path: Path, make: Make) -> None:
     put(tmp_path, "m")
     put(tmp_path, "other", options="load_policy: on_demand")
@@ -316,7 +342,7 @@ async def test_ensemble_does_not_fail_while_requests_wait_for_a_load_of_its_memb
     with writer:
         async with registry._reconciler.lock("pair"):
             failures = await registry._reconciler.apply(registry._sources["pair"], is_forced=True)
-        assert failures == ["version 1: its member 'm' is not in memory"]
+        assert failures == ["version 1: ensemble 'pair' depends on 'm', which is not in memory"]
         assert states(registry, "pair") == {1: (State.GONE, ON_DEMAND)}
         await asyncio.to_thread(writer.write, content)
     await asyncio.wait_for(waiting, 30)
