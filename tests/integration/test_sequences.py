@@ -13,6 +13,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
+from encodings_of_requests import triton_inputs
 from models import builders, sequences
 from servers import LONG_S, ServerProcess, add_model, json_input, read_metrics, rest_url, serving
 
@@ -280,7 +281,11 @@ def test_a_stream_reports_the_bad_request_only(server: ServerProcess) -> None:
     assert LATE in str(error)
 
 
-def test_a_request_that_takes_long_to_decode_is_not_overtaken_in_its_stream(server: ServerProcess) -> None:
+@pytest.mark.parametrize("between", ["", "plain", "absent"])
+def test_a_request_that_takes_long_to_decode_is_not_overtaken_in_its_stream(
+    server: ServerProcess, between: str
+) -> None:
+    """Also if requests of other models, which wait for none, are sent in between."""
     answers: Queue[tuple[Any, Any]] = Queue()
     one, lengths = next(IDS), [20_000, 1, 30_000, 2]
     with triton_grpc.InferenceServerClient(server.grpc) as client:
@@ -289,7 +294,10 @@ def test_a_request_that_takes_long_to_decode_is_not_overtaken_in_its_stream(serv
             tensor = triton_grpc.InferInput("INPUT", [1, length], "BYTES")
             tensor.set_data_from_numpy(np.full((1, length), b"x", object))
             client.async_stream_infer("marks", [tensor], sequence_id=one, sequence_start=number == 0)
-        found = [answers.get(timeout=LONG_S) for _ in lengths]
+            if between:
+                client.async_stream_infer(between, triton_inputs(triton_grpc, {"x": np.ones((1, 4), np.float32)}))
+        found = [answers.get(timeout=LONG_S) for _ in range(len(lengths) * (2 if between else 1))]
+    found = found[:: 2 if between else 1]
     assert [error for _, error in found] == [None] * len(lengths)
     totals = [int(result.as_numpy("TOTAL")[0, 0]) for result, _ in found]
     assert totals == np.cumsum(lengths).tolist()

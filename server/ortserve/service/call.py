@@ -21,6 +21,39 @@ from ortserve.service.validation import check_request, read_scheduling, read_seq
 from ortserve.telemetry.tracing import Trace
 
 
+class StreamPlace:
+    """The place of a call in its stream, so that the requests of a sequence run in their order. Loop thread only."""
+
+    __slots__ = ("_following", "_is_submitted", "_turn")
+
+    def __init__(self, earlier: "StreamPlace | None") -> None:
+        """``earlier`` is the place of the call before it; None for the first one."""
+        self._turn = asyncio.Event()
+        self._is_submitted = False
+        self._following: StreamPlace | None = None
+        if earlier is None or (earlier.is_reached and earlier._is_submitted):
+            self._turn.set()
+        else:
+            earlier._following = self
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether all calls before it were submitted, or have ended."""
+        return self._turn.is_set()
+
+    async def wait(self) -> None:
+        """Wait until the place is reached."""
+        await self._turn.wait()
+
+    def submit(self) -> None:
+        """Note that the call was submitted, or has ended."""
+        self._is_submitted = True
+        place = self
+        while place.is_reached and place._is_submitted and place._following is not None:
+            place = place._following
+            place._turn.set()
+
+
 class Call(InflightRequest):
     """A call from the moment its body is complete. The service fills in the rest step by step.
 
@@ -32,8 +65,7 @@ class Call(InflightRequest):
         served: The version that answers; None until it is found.
         response: The answer before it is encoded, if a task built it; otherwise None.
         headers: All headers of the call, for ``Rollout``.
-        earlier: Set when the previous call of the stream was submitted or has ended; None outside of streams.
-        submitted: Set when this call was submitted or has ended; None outside of streams.
+        place: The place of the call in its stream; None outside of streams.
         encoder: Encodes the answer.
         encoding: The encoded answer while a thread works on it; otherwise None.
         on_answer: Called once with the encoded answer.
@@ -41,17 +73,16 @@ class Call(InflightRequest):
     """
 
     __slots__ = (
-        "earlier",
         "encoder",
         "encoding",
         "headers",
         "on_answer",
         "on_error",
+        "place",
         "protocol",
         "request",
         "response",
         "served",
-        "submitted",
         "timeout_ns",
         "trace",
     )
@@ -69,8 +100,7 @@ class Call(InflightRequest):
         self.timeout_ns: Final = timeout_ns
         self.trace: Final = trace
         self.headers: Final = headers
-        self.earlier: asyncio.Event | None = None
-        self.submitted: asyncio.Event | None = None
+        self.place: StreamPlace | None = None
         self.request: InferRequest | None = None
         self.served: ServedVersion | None = None
         self.response: InferResponse | None = None
@@ -81,13 +111,8 @@ class Call(InflightRequest):
 
     @property
     def would_overtake(self) -> bool:
-        """Whether the previous call of the stream is still being decoded, or waits for its model or shared memory."""
-        return self.earlier is not None and not self.earlier.is_set()
-
-    async def wait_for_earlier(self) -> None:
-        """Wait until the previous call of the stream is submitted, so that a sequence runs in the order of arrival."""
-        if self.earlier is not None:
-            await self.earlier.wait()
+        """Whether a previous call of the stream is still being decoded, or waits for its model or shared memory."""
+        return self.place is not None and not self.place.is_reached
 
     def report_answer(self, answer: Any) -> None:
         """Pass the encoded answer to the caller."""
@@ -160,5 +185,5 @@ def submit(run: InflightRequest, call: Call, request: InferRequest, served: Serv
         served.submit(run, terms)
     else:
         served.submit_part(run, terms, read_sequence_part(request.parameters, call.protocol))
-    if call.submitted is not None:
-        call.submitted.set()
+    if call.place is not None:
+        call.place.submit()

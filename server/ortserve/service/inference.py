@@ -233,8 +233,8 @@ class InferenceService:
         """Run a request with all its inputs; ``transfer`` writes the outputs that are placed in regions."""
         # Looked up again after each wait, because another version may have become ready meanwhile.
         served = call.served = self._registry.find(request.model_name, request.model_version)
-        if served.takes_sequences and call.would_overtake:
-            await call.wait_for_earlier()
+        if served.takes_sequences and call.place is not None and call.would_overtake:
+            await call.place.wait()
             served = call.served = self._registry.find(request.model_name, request.model_version)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))

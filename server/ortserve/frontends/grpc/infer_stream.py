@@ -27,6 +27,7 @@ from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, ti
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
+from ortserve.service.call import StreamPlace
 from ortserve.service.gate import BodyAdmission
 from ortserve.telemetry.tracing import Trace, Tracing
 
@@ -142,8 +143,8 @@ class InferStream:
         self._ends_at_error = _ends_at_error(context)
         self._running: deque[asyncio.Task[bytes | memoryview | Status]] = deque()
         self._has_news = asyncio.Event()
-        self._submitted: asyncio.Event | None = None
-        """Event ``Call.submitted`` of the last request that was read."""
+        self._last: StreamPlace | None = None
+        """The place of the last request that was read."""
 
     async def serve(self) -> Status | None:
         """Answer every request that is read, until the caller has sent its last request or the server drains.
@@ -192,20 +193,18 @@ class InferStream:
             if data is None:
                 return
             self._quota.reserve(len(data))
-            earlier, self._submitted = self._submitted, asyncio.Event()
-            self._running.append(asyncio.create_task(self._answer(data, earlier, self._submitted)))
+            place = self._last = StreamPlace(self._last)
+            self._running.append(asyncio.create_task(self._answer(data, place)))
             self._has_news.set()
             del data  # free it while waiting for the next one
 
-    async def _answer(
-        self, data: bytes | memoryview, earlier: asyncio.Event | None, submitted: asyncio.Event
-    ) -> bytes | memoryview | Status:
+    async def _answer(self, data: bytes | memoryview, place: StreamPlace) -> bytes | memoryview | Status:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_STREAM_INFER, self._context.invocation_metadata())
         metadata = self._context.invocation_metadata() or ()
         call = self._inference.receive("grpc", time_left_ns(self._context), trace, 0, metadata)
-        call.earlier, call.submitted = earlier, submitted
+        call.place = place
         try:
             with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
@@ -214,7 +213,7 @@ class InferStream:
                 return status_of(error)
             answer = encode_stream_error(data, error.message, error.version)
         finally:
-            submitted.set()  # also if the request was not submitted
+            place.submit()  # also if the request was not submitted
         self._quota.exchange(len(data), len(answer))
         return answer
 
