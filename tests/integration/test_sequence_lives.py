@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -19,7 +20,8 @@ import tritonclient.grpc.aio as triton_aio
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
-from models import sequences
+from encodings_of_requests import triton_inputs
+from models import builders, sequences
 from servers import LONG_S, ServerProcess, add_model, json_input, read_metrics, rest_url, serving, starting
 
 FLAG = "control_input { name: '%s' control { kind: CONTROL_SEQUENCE_%s int32_false_true: [ 0, 1 ] } }"
@@ -33,6 +35,10 @@ STATE = "state { input_name: 'STATE' output_name: 'NEXT' data_type: TYPE_INT32 d
 SUM = (
     "max_rows: 8\nbatched: true\nrow_checks: false\n"
     "sequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\n"
+)
+ACCUMULATE = (
+    "batched: true\nsequences: {max_idle_s: 60, states: [{input: STATE, output: NEXT}], controls: "
+    "{START: {kind: start}, READY: {kind: ready}, END: {kind: end}, CORRID: {kind: id}}}\n"
 )
 VALUES = [11, 7, 5, 3, 2, 0, 1]
 IDS = iter(range(1, 1000))
@@ -324,3 +330,27 @@ def test_a_stopping_server_lets_sequences_end_and_refuses_new_ones(tmp_path: Pat
         assert total(ask(server, "m", 5, sequence_id=1, sequence_end=True)) == 11
         server.wait_for_line("drained")
         assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("transport", ["native", "grpcio"])
+def test_requests_are_answered_in_a_drain_that_a_sequence_outlives(tmp_path: Path, transport: str) -> None:
+    """A stream sends requests of another model until it ends, which must not cut any of them off."""
+    (add_model(tmp_path, "sum", sequences.accumulate) / "model.yaml").write_text(ACCUMULATE)
+    add_model(tmp_path, "slow", builders.slow)
+    inputs = triton_inputs(triton_grpc, {"x": np.zeros((1, 4), np.float32)})
+    answers: Queue[tuple[Any, Any]] = Queue()
+    flags = ("--warmup-s", "0.1", "--drain-timeout-s", "4", "--grpc-transport", transport)
+    with starting(tmp_path, *flags) as server, triton_grpc.InferenceServerClient(server.grpc) as client:
+        server.wait_until_loaded()
+        parameters = {"sequence_id": 1, "sequence_start": True}
+        first = {"inputs": [json_input("INPUT", np.ones((1, 1), np.int32))], "parameters": parameters}
+        httpx.post(rest_url(server, "sum"), json=first, timeout=LONG_S).raise_for_status()
+        client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        server.send(signal.SIGTERM)
+        error = None
+        while error is None:
+            with suppress(InferenceServerException):  # the stream has ended, as an answer says
+                client.async_stream_infer("slow", inputs)
+            _, error = answers.get(timeout=LONG_S)
+        assert "the server is shutting down" in str(error)
+        assert server.wait() == 0

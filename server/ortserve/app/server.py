@@ -25,6 +25,9 @@ logger: Final = logging.getLogger(__name__)
 _MIN_CLOSING_S: Final = 1.0
 """Minimum time for closing models, whose last runs may outlast their callers."""
 
+_SEQUENCES_SHARE: Final = 0.75
+"""Of the drain timeout, for sequences to end. Admitted requests have the rest at least."""
+
 _FLUSH_S: Final = 5.0
 """Time limit for writing the recorded requests that are still queued."""
 
@@ -140,7 +143,7 @@ class Server:
         parts.profiling.close()
         with contextlib.suppress(TimeoutError):
             # Requests of sequences that have begun are accepted until they end.
-            async with asyncio.timeout(options.drain_timeout_s):
+            async with asyncio.timeout(options.drain_timeout_s * _SEQUENCES_SHARE):
                 await parts.registry.wait_for_sequences()
         if parts.console is not None:
             parts.console.observation.close()
