@@ -26,7 +26,7 @@ _MIN_CLOSING_S: Final = 1.0
 """Minimum time for closing models, whose last runs may outlast their callers."""
 
 _SEQUENCES_SHARE: Final = 0.75
-"""Of the drain timeout, for sequences to end. Admitted requests have the rest at least."""
+"""Share of the drain timeout in which sequences may end. Admitted requests have at least the rest."""
 
 _FLUSH_S: Final = 5.0
 """Time limit for writing the recorded requests that are still queued."""
