@@ -29,8 +29,8 @@ _INDICES: Final = frozenset({"ArgMax", "ArgMin", "NonZero"}) | _SIZES
 _OF_FIRST_OPERAND: Final = """
     Abs Add BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Clip Compress Concat CumSum Div Expand Flatten Gather
     GatherElements GatherND Identity Max Min Mod Mul Neg Pad Pow Range ReduceMax ReduceMin ReduceProd ReduceSum Relu
-    Reshape ReverseSequence ScatterElements ScatterND Sign Slice Split Squeeze Sub Sum Tile TopK Transpose Trilu Unique
-    Unsqueeze
+    Reshape ReverseSequence ScatterElements ScatterND Sign Slice Split Squeeze StringConcat StringNormalizer Sub Sum
+    Tile TopK Transpose Trilu Unique Unsqueeze
 """
 _TYPED_BY: Final = {"OneHot": 2, "Where": 1} | dict.fromkeys(_OF_FIRST_OPERAND.split(), 0)
 """Operators whose results have the type of an operand, with the operand's index."""
@@ -42,7 +42,7 @@ def division_edits(model: Model) -> Edits:
     divides = any(node.op in _DIVISIONS and not node.domain for node in graph.nodes)
     if not divides or model.opsets.get("", 0) < _LEAST_OPSET:
         return {}
-    types = _types(graph)
+    types = element_types(graph)
     requested = {declared.name for declared in graph.inputs}
     edits = {}
     for node in graph.nodes:
@@ -60,7 +60,7 @@ def division_edits(model: Model) -> Edits:
     return edits
 
 
-def _types(graph: Graph) -> dict[str, int]:
+def element_types(graph: Graph) -> dict[str, int]:
     """The element types of tensors, as far as they follow from inputs, constants and nodes of ONNX."""
     types = {declared.name: declared.dtype for declared in graph.inputs if declared.is_tensor}
     types |= {name: tensor.dtype for name, tensor in graph.constants.items()}

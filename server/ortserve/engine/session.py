@@ -20,6 +20,7 @@ from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placem
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice, attach_providers, check_providers
 from ortserve.engine.runtime import missing_library
+from ortserve.engine.text_gathers import text_gather_edits
 from ortserve.engine.zip_maps import score_edits
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.model_file.damage import find_damage, find_pointer
@@ -101,7 +102,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
     _check_dimensions(model, options.settings)
     _check_scans(model)
     images = find_images(model)
-    edits = {**score_edits(model), **image_edits(images.values()), **division_edits(model)}
+    edits = {**score_edits(model), **image_edits(images.values()), **division_edits(model), **text_gather_edits(model)}
     provider = options.provider
     if provider.name == CPU:
         edits |= check_edits(model)
