@@ -122,6 +122,8 @@ def test_attention_without_heads_is_rejected(server: ServerProcess, model: str) 
     np.testing.assert_allclose(rest_json(server, model, {"x": whole})["y"], whole, rtol=1e-6)
     assert rest_json(server, model, {"x": no_steps})["y"].shape == (1, 0, 4)
     check_rejected(server, model, {"x": np.ones((1, 3, 0), np.float32)}, f"'x' is empty for model '{model}'")
+    # The axis instead of the shape, which may be that of the placeholder row for a request of no rows.
+    check_rejected(server, "heads", {"x": np.ones((0, 3, 0), np.float32)}, "got none along axis 2")
 
 
 def test_spectrum_with_an_empty_window_is_rejected(server: ServerProcess) -> None:

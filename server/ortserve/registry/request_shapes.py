@@ -205,7 +205,7 @@ def check_empty_axes(
         if not empty_axes.get(spec.name, frozenset()).intersection(axes):
             raise invalid_input(
                 f"input '{spec.name}' is empty for model '{model}', and ONNX Runtime may leave a part of an output "
-                f"unwritten then, or crash: expected at least 1 element, got shape {format_shape(array.shape)}"
+                f"unwritten then, or crash: expected at least 1 element, got none along axis {axes[0]}"
             )
 
 
