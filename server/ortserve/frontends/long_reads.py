@@ -6,7 +6,7 @@ up to 32 such reads (8 MB) of one socket before it serves others.
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from ortserve.clock import monotonic_ns
 from ortserve.frontends.large_body import Receiver
@@ -40,20 +40,22 @@ class Readable(Protocol):
     def resume_reading(self) -> None: ...
 
 
-class PartReader(asyncio.Protocol):
-    """A protocol that accepts a read in parts. Its ``data_received`` calls ``read_long`` for long reads."""
+class PartReader(Protocol):
+    """An ``asyncio.Protocol`` that accepts reads in parts. Its ``data_received`` passes long reads to ``read_long``."""
+
+    def data_received(self, data: bytes) -> None: ...
 
     def on_part(self, data: bytes) -> None:
         """Process the next part of a read."""
-        raise NotImplementedError
+        ...
 
     def on_read(self, data: bytes) -> None:
         """Handle the end of a read: all parts of ``data`` are processed."""
-        raise NotImplementedError
+        ...
 
     def may_read(self) -> bool:
         """Whether the transport may continue to read: the protocol has not paused it."""
-        raise NotImplementedError
+        ...
 
 
 def read_long(reader: PartReader, transport: Readable, data: bytes) -> None:
@@ -105,7 +107,7 @@ class _ShortReads(Receiver):
 
     def __init__(self, reader: PartReader, transport: Readable, data: bytes, end: int) -> None:
         """``data`` is the whole read, which was processed up to ``end``."""
-        super().__init__(reader)
+        super().__init__(cast("asyncio.Protocol", reader))
         self._reader = reader
         self._transport = transport
         self._buffer = memoryview(bytearray(SHORT_READ_BYTES))
@@ -129,17 +131,17 @@ class _ShortReads(Receiver):
         if nbytes < SHORT_READ_BYTES or transport.is_closing() or transport.get_protocol() is not self:
             return
         if monotonic_ns() - began_ns < _CHEAP_NS:
-            transport.set_protocol(self._reader)
+            transport.set_protocol(self._protocol)
         else:
             self._wait_for_turn()
 
     def eof_received(self) -> bool | None:
         self._has_ended = self._is_waiting
-        return True if self._is_waiting else self._reader.eof_received()
+        return True if self._is_waiting else self._protocol.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._data = b""
-        self._reader.connection_lost(exc)
+        self._protocol.connection_lost(exc)
 
     def _wait_for_turn(self) -> None:
         self._is_waiting = True
@@ -157,6 +159,6 @@ class _ShortReads(Receiver):
             self._data, self._end = b"", 0
         if transport.is_closing():
             return
-        if self._has_ended and not self._reader.eof_received():
+        if self._has_ended and not self._protocol.eof_received():
             transport.close()
         _read_on(transport, self._reader.may_read)

@@ -7,13 +7,13 @@ from typing import Final
 import pytest
 
 from fakes.transport import FakeTransport
-from ortserve.frontends.long_reads import SHORT_READ_BYTES, PartReader, read_long
+from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long
 
 LONG: Final = 256 * 1024
 COSTLY_S: Final = 0.003
 
 
-class Reader(PartReader):
+class Reader(asyncio.Protocol):
     """Takes ``part_s`` for each part, and stores what it got."""
 
     def __init__(self, part_s: float) -> None:

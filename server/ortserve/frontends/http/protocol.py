@@ -42,7 +42,7 @@ from ortserve.frontends.http.request_head import (
 )
 from ortserve.frontends.http.responses import CorkedTransport
 from ortserve.frontends.large_body import LargeBody, Receiver
-from ortserve.frontends.long_reads import SHORT_READ_BYTES, PartReader, read_long
+from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long
 from ortserve.service.gate import body_too_large
 
 _MAX_UNKNOWN_HEADS: Final = 16
@@ -57,7 +57,7 @@ _CLOSED_PARSER: Final = httptools.HttpRequestParser(object())
 """Replaces the parser of a lost connection: the parser and its protocol would form a reference cycle."""
 
 
-class HttpProtocol(PartReader):
+class HttpProtocol(asyncio.Protocol):
     """Reads the requests of one connection. Loop thread only.
 
     Attributes:
@@ -230,19 +230,7 @@ class HttpProtocol(PartReader):
     def on_chunk_complete(self) -> None:
         self._chunk_begin = -1
 
-    # Requests
-
-    def _read(self, data: bytes) -> None:
-        connection = self.connection
-        if connection.ignores_input:
-            connection.drop(len(data))
-            return
-        self._data_bytes = len(data)
-        if len(data) > SHORT_READ_BYTES:
-            read_long(self, self.transport, data)
-            return
-        self._parse(data)
-        self.on_read(data)
+    # Called by ``read_long``
 
     def on_part(self, data: bytes) -> None:
         if self.connection.ignores_input:
@@ -258,6 +246,20 @@ class HttpProtocol(PartReader):
 
     def may_read(self) -> bool:
         return not self.connection.is_read_paused
+
+    # Requests
+
+    def _read(self, data: bytes) -> None:
+        connection = self.connection
+        if connection.ignores_input:
+            connection.drop(len(data))
+            return
+        self._data_bytes = len(data)
+        if len(data) > SHORT_READ_BYTES:
+            read_long(self, self.transport, data)
+            return
+        self._parse(data)
+        self.on_read(data)
 
     def _parse(self, data: bytes) -> None:
         pieces: list[bytes | memoryview] = [data]

@@ -23,7 +23,7 @@ from ortserve.frontends.grpc.native.receiving import DRAIN_PING, Receiving
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.timeouts import CallTimeouts
 from ortserve.frontends.large_body import LARGE_BYTES, Receiver
-from ortserve.frontends.long_reads import SHORT_READ_BYTES, PartReader, read_long
+from ortserve.frontends.long_reads import SHORT_READ_BYTES, read_long
 
 logger: Final = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _LAST_CALLS_S: Final = 1.0
 """Time for which a draining connection accepts calls that may be on their way, if the peer does not answer the PING."""
 
 
-class Connection(PartReader):
+class Connection(asyncio.Protocol):
     """The connection of one socket. Loop thread only."""
 
     def __init__(
@@ -128,16 +128,6 @@ class Connection(PartReader):
         self.on_bytes(data)
         self.on_read(data)
 
-    def on_part(self, data: bytes) -> None:
-        self.on_bytes(data)
-
-    def on_read(self, data: bytes) -> None:
-        if self._reader.data_left >= LARGE_BYTES and self._receiving.placing() is not None:
-            self._transport.set_protocol(MessageReceiver(self))
-
-    def may_read(self) -> bool:
-        return self._writer.may_read()
-
     def eof_received(self) -> bool:
         """Answer the complete requests, then close: the peer sends nothing more.
 
@@ -172,6 +162,18 @@ class Connection(PartReader):
     def resume_writing(self) -> None:
         self._writer.resume()
         self._sending.on_window()
+
+    # Called by ``read_long``
+
+    def on_part(self, data: bytes) -> None:
+        self.on_bytes(data)
+
+    def on_read(self, data: bytes) -> None:
+        if self._reader.data_left >= LARGE_BYTES and self._receiving.placing() is not None:
+            self._transport.set_protocol(MessageReceiver(self))
+
+    def may_read(self) -> bool:
+        return self._writer.may_read()
 
     # Called by the receiver of large messages
 
