@@ -91,6 +91,7 @@ class HttpProtocol(asyncio.Protocol):
         """Whether the request offers another protocol. Its head is parsed a second time without the offer."""
         self._n_unknown_heads = 0
         self._data_bytes = 0
+        """Bytes of the current read that were parsed so far."""
         self._body_bytes = 0
         self._unfinished = UnfinishedInput(context.limits)
         self._chunk_begin = -1
@@ -236,13 +237,15 @@ class HttpProtocol(asyncio.Protocol):
         if self.connection.ignores_input:
             self.connection.drop(len(data))
         else:
+            self._data_bytes += len(data)
             self._parse(data)
 
     def on_read(self, data: bytes) -> None:
         if self._stage is not _REQUEST:
             if self._chunk_begin >= 0:
                 self._check_chunk(data)
-            self._on_unfinished()
+            self._on_unfinished(self._data_bytes)
+        self._data_bytes = 0
 
     def may_read(self) -> bool:
         return not self.connection.is_read_paused
@@ -250,16 +253,11 @@ class HttpProtocol(asyncio.Protocol):
     # Requests
 
     def _read(self, data: bytes) -> None:
-        connection = self.connection
-        if connection.ignores_input:
-            connection.drop(len(data))
-            return
-        self._data_bytes = len(data)
         if len(data) > SHORT_READ_BYTES:
             read_long(self, self.transport, data)
-            return
-        self._parse(data)
-        self.on_read(data)
+        else:
+            self.on_part(data)
+            self.on_read(data)
 
     def _parse(self, data: bytes) -> None:
         pieces: list[bytes | memoryview] = [data]
@@ -330,11 +328,10 @@ class HttpProtocol(asyncio.Protocol):
         """
         exchange = self.connection.newest
         assert exchange is not None
-        self._data_bytes = nbytes
         self._body_bytes += nbytes
         exchange.on_placed(nbytes)
         if not is_whole:
-            self._on_unfinished()
+            self._on_unfinished(nbytes)
             return
         self._renew_parser()
         if not self.transport.is_closing():
@@ -361,12 +358,12 @@ class HttpProtocol(asyncio.Protocol):
             if size > limits.max_header_bytes:
                 raise InvalidHeadError(too_large_headers(size, limits))
 
-    def _on_unfinished(self) -> None:
+    def _on_unfinished(self, read_bytes: int) -> None:
         """Limit the bytes that the parser holds, and receive the rest of a large body into its final memory."""
         connection = self.connection
         if connection.ignores_input:
             return
-        error = self._unfinished.check(self._stage, self._url, self._headers, self._data_bytes, self._body_bytes)
+        error = self._unfinished.check(self._stage, self._url, self._headers, read_bytes, self._body_bytes)
         if error is not None:
             self._reject_in_turn(error)
         elif self._stage is _BODY and connection.newest is not None:

@@ -247,6 +247,20 @@ async def test_known_head_with_a_value_over_the_limit_is_rejected() -> None:
     assert re.findall(rb"HTTP/1.1 (\d+)", written) == [b"200", b"431"]
 
 
+async def test_head_over_the_limit_is_rejected_in_a_part_of_a_read() -> None:
+    """As the rest of a costly read arrives, after reads that were shorter than the limit."""
+    written = bytearray()
+    protocol, _ = HttpSide().connect(written)
+    protocol.data_received(whole(0, b"X-Request-Id: 1"))
+    await turns()
+    large = whole(0, b"X-Request-Id: " + b"x" * 5000)
+    for part in (large[:3000], large[3000:]):
+        protocol.on_part(part)
+    protocol.on_read(large)
+    await turns()
+    assert re.findall(rb"HTTP/1.1 (\d+)", written) == [b"200", b"431"]
+
+
 @pytest.mark.parametrize("name", [b"Authorization", b"proxy-authorization", b"Cookie", b"X-Api-Key", b"x-any-other"])
 async def test_possible_credentials_are_not_cached(name: bytes) -> None:
     heads = CountingHeads()
