@@ -9,13 +9,8 @@ smallest number unchanged. All other results stay the same.
 from collections.abc import Iterable
 from typing import Final
 
-from ortserve.model_file.editing import GRAPH_NODE, Edits, write_attribute, write_constant, write_node
+from ortserve.model_file.editing import GRAPH_NODE, Edits, write_constant, write_node
 from ortserve.model_file.graph import INT32, INT64, Graph, Model, Node, Tensor, names_read
-from ortserve.model_file.protobuf import write_number
-
-# Numbers of onnx.proto (github.com/onnx/onnx), for the attributes that this module writes.
-_ATTRIBUTE_INT: Final = 3
-_KIND_INT: Final = 2
 
 _LEAST_OPSET: Final = 9
 """Earlier operator sets have no operator Where."""
@@ -110,8 +105,8 @@ def _without_fault(node: Node, dtype: int) -> Iterable[bytes]:
     yield write_node("Equal", "", [divisor, minus_one], is_minus_one)
     yield write_node("Where", "", [is_minus_one, one, divisor], safe)
     if node.op == "Mod":  # the remainder is 0 for both divisors, 1 and -1
-        fmod = write_number(_ATTRIBUTE_INT, 1 if node.attributes.get("fmod") else 0)
-        yield write_node("Mod", "", [dividend, safe], output, attributes=[write_attribute("fmod", fmod, _KIND_INT)])
+        fmod = 1 if node.attributes.get("fmod") else 0
+        yield write_node("Mod", "", [dividend, safe], output, attributes={"fmod": fmod})
         return
     yield write_node("Div", "", [dividend, safe], quotient)
     yield write_node("Neg", "", [dividend], opposite)

@@ -8,17 +8,8 @@ wrong, so that the request fails with an error of ONNX Runtime. All other result
 from collections.abc import Callable, Mapping, Set
 from typing import Final
 
-from ortserve.model_file.editing import GRAPH_NODE, Edits, write_attribute, write_constant, write_node
+from ortserve.model_file.editing import GRAPH_NODE, Edits, write_constant, write_node
 from ortserve.model_file.graph import BOOL, FLOAT, INT32, INT64, Dims, Model, Node
-from ortserve.model_file.protobuf import write_float, write_message, write_number
-
-# Numbers of onnx.proto (github.com/onnx/onnx), for the attributes that this module writes.
-_FLOAT: Final = 2
-_INT: Final = 3
-_STRING: Final = 4
-_KIND_FLOAT: Final = 1
-_KIND_INT: Final = 2
-_KIND_STRING: Final = 3
 
 _LEAST_OPSET: Final = 11
 """Before it Gather takes no negative indices."""
@@ -91,9 +82,7 @@ class _Checked:
     def add(self, operator: str, *sources: str, name: str = "", **attributes: int) -> str:
         """Add a node in front of the checked one, and return the name of its output."""
         output = self._new_name()
-        self._made.append(
-            write_node(operator, "", sources, output, attributes=_write_attributes(attributes), name=name)
-        )
+        self._made.append(write_node(operator, "", sources, output, attributes=attributes, name=name))
         return output
 
     def constant(self, dtype: int, *values: float, is_list: bool = False) -> str:
@@ -121,7 +110,8 @@ class _Checked:
     def write(self) -> bytes:
         node = self.node
         outputs = self._output, *node.outputs[1:]
-        attributes = _write_attributes(node.attributes)
+        # The checked operators have no other attributes.
+        attributes = {name: value for name, value in node.attributes.items() if isinstance(value, int | float | str)}
         itself = write_node(node.op, node.domain, self._inputs, *outputs, attributes=attributes)
         return b"".join([*self._made, itself, *self._after])
 
@@ -219,16 +209,3 @@ _CHECKS: Final[Mapping[tuple[str, str], Callable[[_Checked], None]]] = {
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 1.0
-
-
-def _write_attributes(attributes: Mapping[str, object]) -> list[bytes]:
-    """Attributes that are numbers or texts, of which the checked operators have no others."""
-    written = []
-    for name, value in attributes.items():
-        if isinstance(value, int):
-            written.append(write_attribute(name, write_number(_INT, value % 2**64), _KIND_INT))
-        elif isinstance(value, float):
-            written.append(write_attribute(name, write_float(_FLOAT, value), _KIND_FLOAT))
-        elif isinstance(value, str):
-            written.append(write_attribute(name, write_message(_STRING, value.encode()), _KIND_STRING))
-    return written

@@ -9,13 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from ortserve.engine.divisions import element_types
-from ortserve.model_file.editing import GRAPH_NODE, Edits, write_attribute, write_constant, write_node
+from ortserve.model_file.editing import GRAPH_NODE, Edits, write_constant, write_node
 from ortserve.model_file.graph import INT64, STRING, Dims, Graph, Model, Node
-from ortserve.model_file.protobuf import write_number
-
-# Numbers of onnx.proto (github.com/onnx/onnx), for the attributes that this module writes.
-_ATTRIBUTE_INT: Final = 3
-_KIND_INT: Final = 2
 
 _LEAST_OPSET: Final = 12
 """Before it GatherND has no ``batch_dims``."""
@@ -52,10 +47,10 @@ def _as_gather_nd(node: Node, axis: int) -> Iterator[bytes]:
     indices, one, shape, column_shape, column = (
         f"{output}/{name}" for name in ("indices", "one", "shape", "column_shape", "column")
     )
-    yield write_node("Cast", "", [given], indices, attributes=[_integer("to", INT64)])
+    yield write_node("Cast", "", [given], indices, attributes={"to": INT64})
     yield write_constant(one, INT64, 1, is_list=True)
     yield write_node("Shape", "", [indices], shape)
-    yield write_node("Concat", "", [shape, one], column_shape, attributes=[_integer("axis", 0)])
+    yield write_node("Concat", "", [shape, one], column_shape, attributes={"axis": 0})
     yield write_node("Reshape", "", [indices, column_shape], column)
     if axis:
         start, end, source_shape, before, repeated_shape, repeated = (
@@ -65,11 +60,7 @@ def _as_gather_nd(node: Node, axis: int) -> Iterator[bytes]:
         yield write_constant(end, INT64, axis, is_list=True)
         yield write_node("Shape", "", [source], source_shape)
         yield write_node("Slice", "", [source_shape, start, end], before)
-        yield write_node("Concat", "", [before, column_shape], repeated_shape, attributes=[_integer("axis", 0)])
+        yield write_node("Concat", "", [before, column_shape], repeated_shape, attributes={"axis": 0})
         yield write_node("Expand", "", [column, repeated_shape], repeated)
         column = repeated
-    yield write_node("GatherND", "", [source, column], output, attributes=[_integer("batch_dims", axis)])
-
-
-def _integer(name: str, value: int) -> bytes:
-    return write_attribute(name, write_number(_ATTRIBUTE_INT, value), _KIND_INT)
+    yield write_node("GatherND", "", [source, column], output, attributes={"batch_dims": axis})

@@ -5,7 +5,6 @@ lock. So this module edits the serialized model before a session is opened. It d
 opens the result, and the loader reads the classes.
 """
 
-import struct
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -14,23 +13,15 @@ from ortserve.model_file.editing import (
     GRAPH_OUTPUT,
     GRAPH_VALUE,
     Edits,
-    write_attribute,
     write_node,
     write_tensor,
 )
 from ortserve.model_file.graph import FLOAT, Model, Node, names_read
-from ortserve.model_file.protobuf import write_message, write_number
 
 Classes: TypeAlias = tuple[int | float | str, ...]
 """The keys of the maps, in the order of the columns."""
 
 _DOMAIN: Final = "ai.onnx.ml"
-
-# Field numbers of onnx.proto (github.com/onnx/onnx), for the attributes that this module writes.
-_ATTRIBUTE_FLOATS: Final = 7
-_ATTRIBUTE_INTS: Final = 8
-_KIND_FLOATS: Final = 6
-_KIND_INTS: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +80,7 @@ def _zip_map(node: Node) -> _ZipMap | None:
 def _nodes(zip_map: _ZipMap) -> bytes:
     count = len(zip_map.classes)
     checked = f"{zip_map.output}/checked"
-    scale = [
-        write_attribute(name, write_message(_ATTRIBUTE_FLOATS, struct.pack("<f", value) * count), _KIND_FLOATS)
-        for name, value in (("offset", 0.0), ("scale", 1.0))
-    ]
-    width = write_attribute("inputdimensions", write_number(_ATTRIBUTE_INTS, count), _KIND_INTS)
+    scale = {"offset": [0.0] * count, "scale": [1.0] * count}
     scaler = write_node("Scaler", _DOMAIN, [zip_map.scores], checked, attributes=scale)
-    return scaler + write_node("FeatureVectorizer", _DOMAIN, [checked], zip_map.output, attributes=[width])
+    width = {"inputdimensions": [count]}
+    return scaler + write_node("FeatureVectorizer", _DOMAIN, [checked], zip_map.output, attributes=width)

@@ -4,4 +4,4 @@
 the record of a file, ``damage`` finds damaged files, and ``editing`` writes models and replaces nodes for a session.
 """
 
-__all__ = ["damage", "editing", "graph", "protobuf", "reading"]
+__all__ = ["damage", "editing", "graph", "reading"]

@@ -4,12 +4,21 @@ The files of edited models do not change. Fields that are not replaced are copie
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import FLOAT, INT32, INT64
-from ortserve.model_file.protobuf import fields, mapped_file, write_message, write_number, write_tag, write_varint
+from ortserve.model_file.protobuf import (
+    fields,
+    mapped_file,
+    write_float,
+    write_message,
+    write_number,
+    write_tag,
+    write_varint,
+)
 
 # Field numbers of onnx.proto (github.com/onnx/onnx), for the fields that this module edits.
 _MODEL_IR_VERSION: Final = 1
@@ -34,15 +43,22 @@ _NODE_OPERATOR: Final = 4
 _NODE_ATTRIBUTE: Final = 5
 _NODE_DOMAIN: Final = 7
 _ATTRIBUTE_NAME: Final = 1
+_ATTRIBUTE_FLOAT: Final = 2
+_ATTRIBUTE_INT: Final = 3
+_ATTRIBUTE_STRING: Final = 4
 _ATTRIBUTE_TENSOR: Final = 5
+_ATTRIBUTE_FLOATS: Final = 7
+_ATTRIBUTE_INTS: Final = 8
 _ATTRIBUTE_KIND: Final = 20
-_KIND_TENSOR: Final = 4
 _CONSTANT_DIMS: Final = 1
 _CONSTANT_TYPE: Final = 2
 _CONSTANT_DATA: Final = 9
 _FORMATS: Final = {FLOAT: "f", INT32: "i", INT64: "q"}
 _OPSET_DOMAIN: Final = 1
 _OPSET_VERSION: Final = 2
+
+AttributeValue: TypeAlias = int | float | str | bytes | Sequence[int] | Sequence[float]
+"""A value of an attribute: an INT64, FP32 or text, a serialized tensor, or a list of one type of numbers."""
 
 Edits: TypeAlias = Mapping[tuple[int, str], bytes]
 """Replacements of fields of the graph, by field number and name. A node has the name of its first output here."""
@@ -67,27 +83,46 @@ def write_opset(domain: str, version: int) -> bytes:
 
 
 def write_node(
-    operator: str, domain: str, sources: Sequence[str], *targets: str, attributes: Iterable[bytes] = (), name: str = ""
+    operator: str,
+    domain: str,
+    sources: Sequence[str],
+    *targets: str,
+    attributes: Mapping[str, AttributeValue] = MappingProxyType({}),
+    name: str = "",
 ) -> bytes:
-    """Serialize a node; ``attributes`` are results of ``write_attribute``."""
+    """Serialize a node."""
     names = [(_NODE_INPUT, source) for source in sources] + [(_NODE_OUTPUT, target) for target in targets]
     names += (_NODE_NAME, name), (_NODE_OPERATOR, operator), (_NODE_DOMAIN, domain)
     named = b"".join(write_message(number, text.encode()) for number, text in names)
-    return write_message(GRAPH_NODE, named + b"".join(write_message(_NODE_ATTRIBUTE, each) for each in attributes))
+    given = b"".join(write_message(_NODE_ATTRIBUTE, _write_attribute(*each)) for each in attributes.items())
+    return write_message(GRAPH_NODE, named + given)
 
 
-def write_attribute(name: str, value: bytes, kind: int) -> bytes:
-    """Serialize an attribute; ``value`` is a serialized field of ``AttributeProto``, ``kind`` an ``AttributeType``."""
-    return write_message(_ATTRIBUTE_NAME, name.encode()) + value + write_number(_ATTRIBUTE_KIND, kind)
+def _write_attribute(name: str, value: AttributeValue) -> bytes:
+    if isinstance(value, bytes):
+        field, content = _ATTRIBUTE_TENSOR, write_message(_ATTRIBUTE_TENSOR, value)
+    elif isinstance(value, str):
+        field, content = _ATTRIBUTE_STRING, write_message(_ATTRIBUTE_STRING, value.encode())
+    elif isinstance(value, int):
+        field, content = _ATTRIBUTE_INT, write_number(_ATTRIBUTE_INT, value % 2**64)
+    elif isinstance(value, float):
+        field, content = _ATTRIBUTE_FLOAT, write_float(_ATTRIBUTE_FLOAT, value)
+    elif all(isinstance(number, int) for number in value):
+        field = _ATTRIBUTE_INTS
+        content = b"".join(write_number(_ATTRIBUTE_INTS, int(number) % 2**64) for number in value)
+    else:
+        field = _ATTRIBUTE_FLOATS
+        content = write_message(_ATTRIBUTE_FLOATS, struct.pack(f"<{len(value)}f", *value))
+    kind = write_number(_ATTRIBUTE_KIND, field - 1)  # types of attributes are numbered as their fields, less one
+    return write_message(_ATTRIBUTE_NAME, name.encode()) + content + kind
 
 
 def write_constant(name: str, dtype: int, *values: float, is_list: bool = False) -> bytes:
-    """A node with a constant of FP32, INT32 or INT64: a scalar, or a list."""
+    """Serialize a node with a constant of FP32, INT32 or INT64: a scalar, or a list."""
     data = struct.pack(f"<{len(values)}{_FORMATS[dtype]}", *values)
     dims = write_number(_CONSTANT_DIMS, len(values)) if is_list else b""
     tensor = dims + write_number(_CONSTANT_TYPE, dtype) + write_message(_CONSTANT_DATA, data)
-    value = write_attribute("value", write_message(_ATTRIBUTE_TENSOR, tensor), _KIND_TENSOR)
-    return write_node("Constant", "", [], name, attributes=[value])
+    return write_node("Constant", "", [], name, attributes={"value": tensor})
 
 
 def write_tensor(number: int, name: str, dtype: int, dims: Sequence[int | None]) -> bytes:
