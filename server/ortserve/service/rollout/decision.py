@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from ortserve.config.rollout import Measure, RolloutRules
 from ortserve.core.agreement import AgreementMeter
@@ -11,7 +11,7 @@ from ortserve.core.batch import Arrays
 from ortserve.core.signature import ModelSignature
 from ortserve.core.tensor import as_numbers
 
-MEASURES = ("max", "relative", "cosine", "top1")
+MEASURES: Final[tuple[str, ...]] = get_args(Measure)
 
 _CLASSES_PER_OCTAVE: Final = 8
 _CLASSES: Final = 35 * _CLASSES_PER_OCTAVE

@@ -85,7 +85,8 @@ def publish_version(
     Raises:
         ServeError: invalid_input: the model does not open, its interface differs, it disagrees with the golden samples,
             or the target cannot get a version.
-        OSError: The repository cannot be written. Nothing has changed then.
+        OSError: The repository cannot be written. Nothing has changed then, unless ``model.yaml`` of a model that
+            existed could not be replaced: the new version is in place, with the previous options.
     """
     published: Published | None = None
     while published is None:
