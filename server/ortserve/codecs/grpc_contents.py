@@ -219,13 +219,29 @@ def _floats(pieces: list[memoryview], datatype: DataType, *, is_run: bool) -> np
 
 
 def _integers(pieces: list[memoryview], datatype: DataType, *, is_run: bool) -> np.ndarray:
-    """Decode varints as protobuf does: values that exceed the datatype lose their upper bits."""
-    steps: list[np.ndarray] = []
+    """Decode varints as protobuf does: values that exceed the datatype lose their upper bits.
+
+    The result is allocated once and filled in steps. Joining an array per step takes twice the memory.
+    """
+    every = 2 if is_run else 1
+    values = np.empty(sum(_count_varints(piece) for piece in pieces) // every, datatype.numpy)
+    filled = 0
     for piece in pieces:
         for step in _varints(piece, pairs=is_run):
-            values = step[1::2] if is_run else step
-            steps.append(values != 0 if datatype is DataType.BOOL else values.astype(datatype.numpy))
-    return steps[0] if len(steps) == 1 else np.concatenate(steps)
+            elements = step[every - 1 :: every]
+            part = values[filled : filled + elements.size]
+            if datatype is DataType.BOOL:
+                np.not_equal(elements, 0, out=part)
+            else:
+                np.copyto(part, elements, casting="unsafe")
+            filled += elements.size
+    return values
+
+
+def _count_varints(data: memoryview) -> int:
+    """Count the last bytes of varints."""
+    steps = range(0, len(data), _STEP_BYTES)
+    return sum(int(np.count_nonzero(np.frombuffer(data[at : at + _STEP_BYTES], np.int8) >= 0)) for at in steps)
 
 
 def _varints(data: memoryview, *, pairs: bool) -> Iterator[np.ndarray]:
