@@ -144,7 +144,7 @@ def test_documented_timings_equal_those_of_the_manifests() -> None:
 
 
 def test_documented_channels_use_every_address() -> None:
-    """Round robin and the weighted one, with two servers' addresses in the place of the headless Service's name."""
+    """Round robin and weighted round robin; addresses of two servers replace the headless Service's name."""
     snippets = blocks("python", KUBERNETES)
     assert len(snippets) == 2
     with (

@@ -1,4 +1,4 @@
-"""``ortserve doctor`` as a process: this machine, repositories, and real servers."""
+"""``ortserve doctor`` in a process, on this machine, repositories and real servers."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def doctor(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subp
 
 
 def result_of(*arguments: str | Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The result, which must be valid by its schema, with a status that follows from its findings."""
+    """Run the command. Its result must conform to the schema, and the exit status must follow from the findings."""
     done = doctor(*arguments, "--json", env=env)
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(done.stdout)
@@ -52,7 +52,7 @@ def result_of(*arguments: str | Path, env: Mapping[str, str] | None = None) -> d
 
 
 def found(result: dict[str, Any], where: str) -> dict[str, str]:
-    """What was seen by kind, of the findings about one thing."""
+    """The findings about one thing: their texts by kind."""
     return {each["kind"]: each["seen"] for each in result["findings"] if where in each["where"]}
 
 
@@ -159,14 +159,14 @@ def test_metrics_that_need_a_key_get_it(tmp_path: Path, is_asked: bool) -> None:
 
 
 class OtherServer(BaseHTTPRequestHandler):
-    """Answers everything with a page."""
+    """Answers every request with a page."""
 
     def do_GET(self) -> None:
         self.send_response(404 if self.path == "/v2" else 200)
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Write no log."""
 
 
 @contextmanager
@@ -210,7 +210,7 @@ def test_interruption_is_one_line() -> None:
     assert (process.returncode, out, problem) == (130, "", "ortserve doctor: interrupted\n")
 
 
-@pytest.mark.timeout(600)  # the package may have to be installed
+@pytest.mark.timeout(600)  # the package may need to be installed
 def test_gpu_package_on_host_memory() -> None:
     try:
         environment = environment_on_host_memory(pace="late", devices="2")

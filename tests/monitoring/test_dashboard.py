@@ -93,7 +93,7 @@ def load_on(server: ServerProcess) -> Iterator[None]:
 
 
 class Prometheus:
-    """A real one, with the configuration of ``deploy/monitoring`` but the target, and looking twice a second."""
+    """A real Prometheus with the configuration of ``deploy/monitoring``, another target and two scrapes per second."""
 
     def __init__(self, folder: Path, target: str) -> None:
         config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
