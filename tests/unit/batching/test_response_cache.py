@@ -35,7 +35,7 @@ class Stage:
         return request
 
     def answer(self, output: float = 7.0) -> np.ndarray:
-        """Answer the first request of the queue. Returns the memory of its outputs, which a later run may use."""
+        """Answer the first request of the queue. Returns the memory of its outputs, which a later run may reuse."""
         memory = np.array([[output]], np.float32)
         self.queue.pop(0).complete((memory,))
         return memory
@@ -382,7 +382,7 @@ def test_a_load_closes_although_no_thread_can_be_started_for_a_copy(monkeypatch:
 
 
 def test_requests_are_enqueued_before_the_load_is_idle() -> None:
-    """Its batcher is closed then, and rejects whatever comes later."""
+    """Its batcher is then closed and rejects later requests."""
 
     async def test() -> None:
         stage = Stage()

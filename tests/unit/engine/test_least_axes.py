@@ -1,4 +1,4 @@
-"""The least numbers of axes, from the operators that read an input."""
+"""The minimum numbers of axes, derived from the operators that read an input."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Gather of texts: whole slices, as ONNX defines them, and other nodes as they are."""
+"""Gather of texts: whole slices, as ONNX defines them; other nodes are unchanged."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Files of a model that are not whole."""
+"""Incomplete files of a model."""
 
 from pathlib import Path
 

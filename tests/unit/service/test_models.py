@@ -22,7 +22,7 @@ from ortserve.telemetry.metrics import Metrics
 
 @pytest_asyncio.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
-    """``m`` in versions 2 and 3, both to be served, not loaded yet."""
+    """``m`` in versions 2 and 3, both configured to serve and not loaded yet."""
     for version in ("2", "3"):
         (tmp_path / "m" / version).mkdir(parents=True)
         builders.identity(tmp_path / "m" / version / "model.onnx")

@@ -1,4 +1,4 @@
-"""Addresses of servers, and blocking calls to what may answer there."""
+"""Addresses of servers, and blocking calls to the programs that answer there."""
 
 import socket
 import threading
@@ -53,7 +53,7 @@ def test_names_of_models_cannot_leave_their_place_in_the_path() -> None:
 
 @contextmanager
 def peer(answer: bytes) -> Iterator[Client]:
-    """A client of a server that answers its first call with these bytes, and then closes the connection."""
+    """A client of a server that answers its first call with these bytes and closes the connection."""
 
     def serve() -> None:
         connection, _ = listener.accept()

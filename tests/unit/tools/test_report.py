@@ -103,7 +103,7 @@ def test_progress_on_a_terminal_shows_no_control_characters_of_names(monkeypatch
 
 
 class Page(HTMLParser):
-    """Collects the ids of a page, and what it would load."""
+    """Collects the ids of a page, and the resources that it would load."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Each kind of finding: a made-up machine, repository or server that has it, and one that does not."""
+"""Each kind of finding: a simulated machine, repository or server that has it, and one that does not."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -150,7 +150,7 @@ OF_METRICS: dict[str, dict[str, float]] = {
 
 OF_LIMITS = {"few_open_files", "small_shared_memory"}
 OF_OPTIONS = {"invalid_option", "unknown_variable", "readable_secret", "open_shared_memory"}
-"""Tested below, with real files."""
+"""Findings that are tested below, with real files."""
 
 
 def kinds(found: Iterator[Finding] | list[Finding]) -> set[str]:

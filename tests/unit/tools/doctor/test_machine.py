@@ -1,4 +1,4 @@
-"""Machines read from made-up trees of files."""
+"""Machines, read from simulated trees of files."""
 
 import os
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ BIG = np.arange(LEAST_EXTERNAL_BYTES, dtype=np.float32).reshape(32, 32) / 1000
 
 
 def two_branches(path: Path) -> Path:
-    """Outputs a = x·W and b = z·V with equal W and V, and the branches of an If that read V, too."""
+    """Outputs a = x·W and b = z·V with equal W and V, and branches of an If that also read V."""
     branch = helper.make_graph(
         [helper.make_node("MatMul", ["z", "V"], ["inner"])],
         "branch",

@@ -1,4 +1,4 @@
-"""Operations and bytes of nodes, against loops that count them."""
+"""Operations and bytes of nodes, compared with loops that count them."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The command with virtual measurements: what it writes, and what it refuses."""
+"""The command with virtual measurements: the file that it writes, and the arguments that it rejects."""
 
 import json
 import re
