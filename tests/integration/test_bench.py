@@ -248,14 +248,14 @@ def free_port() -> int:
         return port
 
 
-def test_no_server() -> None:
+def test_absent_server_is_reported() -> None:
     for scheme in ("http", "grpc"):
         status, line = fails(f"{scheme}://127.0.0.1:{free_port()}", "--model", "m", "--timeout", "2")
         assert status == 1
         assert "no server answers" in line
 
 
-def test_server_of_another_kind(server: ServerProcess) -> None:
+def test_server_of_another_kind_is_reported(server: ServerProcess) -> None:
     with small_server(is_protocol=False) as other:
         status, line = fails(other.url, "--model", "m")
     assert (status, "expected a server of the Open Inference Protocol v2" in line) == (1, True)
@@ -330,13 +330,13 @@ def test_model_that_cannot_have_lone_synthetic_requests_says_what_it_needs(tmp_p
         (["--compare", __file__, __file__], "expected a result of bench --json"),
     ],
 )
-def test_wrong_arguments(server: ServerProcess, arguments: Sequence[str], problem: str) -> None:
+def test_wrong_arguments_are_rejected(server: ServerProcess, arguments: Sequence[str], problem: str) -> None:
     status, line = fails(*(argument.replace("URL", server.url) for argument in arguments))
     assert problem in line
     assert status == 2
 
 
-def test_wrong_models(tmp_path: Path) -> None:
+def test_wrong_models_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("not a model")
     whole = (EXAMPLE / "digits" / "1" / "model.onnx").read_bytes()
     (tmp_path / "half.onnx").write_bytes(whole[: len(whole) // 2])
@@ -361,7 +361,7 @@ def test_problems_beside_json_have_no_control_characters_of_names(tmp_path: Path
     assert (ran.status, "]0;title" in ran.err, "\x1b" in ran.err) == (1, True, False)
 
 
-def test_targets_are_needed() -> None:
+def test_command_without_a_target_is_rejected() -> None:
     ran = bench()
     assert (ran.status, "expected a target" in ran.err) == (2, True)
 
@@ -398,7 +398,7 @@ def requests_of(server: ServerProcess, model: str = "digits") -> int:
 
 
 @pytest.mark.parametrize("way", ["rest", "rest-binary", "shm", "grpc", "grpc-stream", "grpc shm"])
-def test_every_protocol_of_a_real_server(server: ServerProcess, way: str) -> None:
+def test_every_protocol_of_a_real_server_is_measured(server: ServerProcess, way: str) -> None:
     protocol = way.split()[-1]
     url = f"grpc://{server.grpc}" if "grpc" in way else server.url
     model = EXAMPLE / "digits"
@@ -455,7 +455,7 @@ def test_sequences_need_a_closed_loop_on_a_server(server: ServerProcess) -> None
         assert (status, text) == (2, f"--sequences: expected a closed loop on servers, got {got}")
 
 
-def test_server_with_tls_of_its_own_authority(tmp_path: Path) -> None:
+def test_server_with_a_private_authority_is_measured_over_tls(tmp_path: Path) -> None:
     secret = Secret(tmp_path / "secret")
     with serving("--example", *secret.flags, *SHORT_WARMUP, client=secret.client_context()) as server:
         urls = [f"https://{server.http}", f"grpcs://{server.grpc}"]
@@ -470,7 +470,7 @@ def test_server_with_tls_of_its_own_authority(tmp_path: Path) -> None:
     assert all(one["answers"] > 5 and one["outputs"]["different"] == 0 for one in ran.result["points"])
 
 
-def test_certificates_that_cannot_be_read() -> None:
+def test_unreadable_certificates_are_reported() -> None:
     status, line = fails("https://127.0.0.1:1", "--model", "digits", "--ca", __file__)
     assert (status, "--ca" in line) == (2, True)
 
@@ -563,7 +563,7 @@ def test_targets_take_turns_and_are_compared(server: ServerProcess, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["digits", "text_stats"])
-def test_models_in_this_process(name: str) -> None:
+def test_models_in_this_process_are_measured(name: str) -> None:
     ways = "run,batcher" if name == "text_stats" else "run,bound,batcher"
 
     ran = bench(EXAMPLE / name, "--way", ways, "--batch", "1,4", "--seconds", "0.3", "--warmup", "0.1", "--json")
@@ -590,13 +590,13 @@ def test_sequences_cannot_be_bound(tmp_path: Path) -> None:
     assert (status, "sequences cannot be bound" in line) == (2, True), line
 
 
-def test_open_loop_on_a_model_in_this_process() -> None:
+def test_open_loop_on_a_model_in_this_process_is_measured() -> None:
     ran = bench(EXAMPLE / "digits", "--rate", "100", "--seconds", "1", "--warmup", "0.1", "--json")
 
     assert ran.point["answers"] == ran.point["requests"] == 100
 
 
-def test_recorded_arrivals(server: ServerProcess, tmp_path: Path) -> None:
+def test_recorded_arrivals_are_replayed(server: ServerProcess, tmp_path: Path) -> None:
     times = tmp_path / "times.txt"
     times.write_text("\n".join(str(100 + 0.01 * number) for number in range(40)))
 

@@ -153,7 +153,7 @@ def test_memory_is_predicted_within_a_tenth(inspected: Inspected, kind: str, tmp
             assert within(0.1, one[f"{figure}_nbytes"], one[f"{figure}_measured_nbytes"]), (figure, one)
 
 
-def test_samples_of_the_user_are_run(inspected: Inspected, tmp_path: Path) -> None:
+def test_model_is_run_on_the_samples_of_the_user(inspected: Inspected, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", image=np.zeros((3, 1, 8, 8), np.float32))
 
     found = inspected(EXAMPLE / "digits", "--inputs", tmp_path / "data.npz", "--batch", "1,2")
@@ -238,7 +238,9 @@ def broken_models(folder: Path) -> dict[str, Path]:
         ("absent", "expected a model file"),
     ],
 )
-def test_broken_model_is_one_line(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_model_is_reported_in_one_line(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status = main(["inspect", str(broken_models(tmp_path)[name]), "--json"])
 
     printed = capsys.readouterr()

@@ -179,7 +179,7 @@ def half(path: Path) -> Path:
         (half, ("--precision", "fp16"), 1, "--precision fp16: no node computes with fp32 numbers"),
     ],
 )
-def test_refusals_leave_nothing(
+def test_rejected_models_leave_no_files(
     run: Run, tmp_path: Path, make: Any, arguments: tuple[str, ...], status: int, problem: str
 ) -> None:
     source = make(tmp_path / "source.onnx")

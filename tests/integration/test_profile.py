@@ -145,7 +145,7 @@ def test_operators_and_profiler_make_up_the_time(kind: str, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])
-def test_times_of_short_operators_are_without_the_profiler(
+def test_times_of_short_operators_exclude_the_profiler(
     threads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A Tanh of one number takes 0.3 µs, but the profiler records 1 to 3."""
@@ -171,7 +171,7 @@ def test_achieved_rate_is_that_of_the_whole_model(tmp_path: Path, capsys: pytest
     assert operations == pytest.approx(4 * 2 * 8 * 512 * 512, rel=0.001)
 
 
-def test_file_of_inputs_and_trace_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inputs_are_read_and_trace_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = tmp_path / "inputs.npz"
     (tensor,) = ort.InferenceSession(EXAMPLE / "digits" / "1" / "model.onnx").get_inputs()
     samples: dict[str, Any] = {tensor.name: np.random.default_rng(0).random((4, *tensor.shape[1:]), np.float32)}

@@ -111,7 +111,7 @@ def test_expensive_nodes_stay_in_floating_point_until_the_bound_is_kept(
     assert operators(out)["DequantizeLinear"] < 12
 
 
-def test_the_time_limit_holds_for_calibration(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_limit_includes_calibration(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = quantized(
         capsys, DIGITS, "-o", tmp_path / "out.onnx", "--mode", "static", "--calibration", data / "images.npz",
         "--max-error", "cosine=1", "--minutes", "0", "--seconds", "0",

@@ -58,7 +58,9 @@ def backlog(
         (1, backlog(busy_ns=100), 7, None),
     ],
 )
-def test_judgement(left_ns: float, before: Backlog, observations: int, verdict: TooLate | None) -> None:
+def test_request_is_late_only_if_it_can_no_longer_finish_in_time(
+    left_ns: float, before: Backlog, observations: int, verdict: TooLate | None
+) -> None:
     assert judge(left_ns, before, observations) == verdict
 
 

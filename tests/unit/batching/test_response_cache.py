@@ -117,7 +117,7 @@ def test_outputs_are_copied_before_their_memory_is_used_again() -> None:
     ],
     ids=["shape", "datatype", "width", "value", "texts"],
 )
-def test_other_inputs_run(other: tuple[np.ndarray, ...]) -> None:
+def test_different_inputs_are_run(other: tuple[np.ndarray, ...]) -> None:
     async def test() -> None:
         stage = Stage()
         stage.submit()
@@ -196,7 +196,7 @@ def test_equal_requests_wait_for_a_run_under_way() -> None:
     run(test)
 
 
-def test_errors_reach_all_who_wait_and_are_not_kept() -> None:
+def test_errors_reach_all_waiting_requests_and_are_not_cached() -> None:
     async def test() -> None:
         stage = Stage()
         requests = [stage.submit() for _ in range(2)]

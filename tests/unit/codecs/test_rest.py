@@ -73,7 +73,7 @@ def test_regions_are_none_without_region_parameters() -> None:
     assert decode({"inputs": [entry()], "outputs": [{"name": "y"}]}).regions is None
 
 
-def test_smallest_request() -> None:
+def test_smallest_request_is_decoded() -> None:
     request = decode({"inputs": [entry()]}, version="3")
     assert (request.model_name, request.model_version, request.id) == ("m", "3", "")
     assert (request.outputs, request.parameters, request.binary_output) == ([], {}, False)
@@ -82,7 +82,7 @@ def test_smallest_request() -> None:
     assert tensor.array.tolist() == [1, 2]
 
 
-def test_request_with_everything() -> None:
+def test_request_with_every_field_is_decoded() -> None:
     request = decode(
         {
             "id": "42",

@@ -140,7 +140,7 @@ async def test_server_stays_ready_after_a_failed_reload_and_after_an_unload(
     assert not models.is_ready()
 
 
-async def test_readiness_of_versions(registry: Registry) -> None:
+async def test_only_loaded_versions_are_ready(registry: Registry) -> None:
     await registry.load_all()
     models = service(registry)
     ready = {version: models.is_model_ready("m", version) for version in ("", "1", "2", "3", "x")}
@@ -157,7 +157,7 @@ async def test_server_metadata_lists_only_served_extensions(registry: Registry) 
     assert "trace" not in metadata.extensions, "settings are kept, but no traces written"
 
 
-async def test_model_metadata(registry: Registry) -> None:
+async def test_metadata_describe_the_model(registry: Registry) -> None:
     await registry.load_all()
     models = service(registry)
     metadata = models.model_metadata("m", "")

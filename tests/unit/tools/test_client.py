@@ -100,14 +100,14 @@ def test_answer_may_end_with_its_connection() -> None:
         assert client.call("/v2").json() == {}
 
 
-def test_silence_ends() -> None:
+def test_silent_server_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Client(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=0.05)
         with pytest.raises(ServeError, match=r"no server answers: waited 0\.05 s"):
             client.ask("/v2")
 
 
-def test_answer_that_never_ends_ends() -> None:
+def test_endless_answer_is_cut_off() -> None:
     has_left = threading.Event()
 
     def serve() -> None:

@@ -156,7 +156,7 @@ def test_an_empty_sample_that_would_end_the_process_fails(tmp_path: Path) -> Non
     assert "input 'x' is empty" in refused(make(tmp_path, builders.recurrent, arrays))
 
 
-def test_another_shape_fails(tmp_path: Path) -> None:
+def test_output_of_another_shape_fails_the_samples(tmp_path: Path) -> None:
     arrays = {"input.x": [[1.0, -1.0]], "output.y": [[1.0, 1.0]]}
     assert "got shape or elements that are not finite differ" in refused(make(tmp_path, interfaces.positive, arrays))
 

@@ -107,7 +107,7 @@ def test_missing_revision_and_wrong_token_are_errors_without_secrets(
     assert endpoint not in caught.value.message
 
 
-def test_files_of_a_revision_that_are_taken() -> None:
+def test_only_files_of_models_are_fetched_from_a_revision() -> None:
     assert plan_paths("m", ["model.onnx", "model.yaml", "model_int8.onnx", "config.json"]) == {
         "m/1/model.onnx": "model.onnx",
         "m/model.yaml": "model.yaml",

@@ -51,7 +51,7 @@ def test_open_loop_counts_from_the_schedule_and_closed_loop_from_the_sending() -
     assert by_sending.ms == pytest.approx(6)
 
 
-def test_figures_of_a_point() -> None:
+def test_figures_are_computed_from_latencies() -> None:
     latencies = np.random.default_rng(0).permutation(np.arange(1, 10_001) / 1e6)
 
     found = point(seen_of(latencies), slo_ms=5.0)

@@ -54,7 +54,7 @@ def test_writes_nothing_in_95_percent_of_searches_where_nothing_helps() -> None:
 
 @pytest.mark.parametrize("minutes", [0.5, 1, 3, 10])
 @pytest.mark.parametrize("open_s", [0.8, 4.0])
-def test_keeps_the_time(minutes: float, open_s: float) -> None:
+def test_search_ends_within_its_time(minutes: float, open_s: float) -> None:
     lab = VirtualLab(two_keys_help, open_s=open_s)
     search(lab, minutes=minutes)
     assert lab.now_s <= minutes * 60 * 1.1 + 4 * open_s * (minutes < 1)
@@ -95,7 +95,7 @@ def test_measures_a_much_slower_configuration_for_one_pair_only() -> None:
     assert lab.now_s / trials < 10
 
 
-def test_goes_on_after_it_was_killed(tmp_path: Path) -> None:
+def test_killed_search_resumes_from_its_journal(tmp_path: Path) -> None:
     """A trial that was interrupted is repeated; finished trials are not."""
     file = tmp_path / "journal"
     lab = VirtualLab(two_keys_help)
