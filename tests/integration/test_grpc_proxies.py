@@ -82,7 +82,7 @@ static_resources:
 PROXIES: Final = {
     "nginx": (NGINX, ("nginx", "-p", "{folder}", "-c")),
     "haproxy": (HAPROXY.replace("{bufsize}", "16384"), ("haproxy", "-db", "-f")),
-    # As in deploy/proxies.
+    # The value of deploy/proxies.
     "haproxy with larger buffers": (HAPROXY.replace("{bufsize}", "65536"), ("haproxy", "-db", "-f")),
     "envoy": (ENVOY, ("envoy", "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning", "-c")),
 }

@@ -129,7 +129,7 @@ def history(path: Path) -> Path:
 
 
 def growing_halves(path: Path) -> Path:
-    """As ``growing``, with a state of BF16."""
+    """Like ``growing``, with a BF16 state."""
     return _write(
         path,
         """halves (float[batch,1] INPUT, bfloat16[batch,past] PAST)

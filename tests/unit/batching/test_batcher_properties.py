@@ -695,7 +695,7 @@ CHECKS_OF_ANSWERS = (
     check_searches_are_short,
     check_close,
 )
-"""Without the checks of start times: a batch is chosen here before the previous one ends."""
+"""All checks but those of start times: with two batches at a time, one is chosen before the previous one ends."""
 
 
 CHECKS_OF_CHECKED = (
@@ -705,4 +705,4 @@ CHECKS_OF_CHECKED = (
     check_batches,
     check_close,
 )
-"""Without the bound on searches: once requests run alone, a search does not halve batches."""
+"""All checks but the bound on searches: once requests run alone, a search does not halve batches."""

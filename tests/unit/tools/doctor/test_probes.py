@@ -198,7 +198,7 @@ class FakeNvml:
     """Two GPUs; the second supports only the calls that find it."""
 
     class NVMLError(Exception):
-        """As NVML's module raises."""
+        """The error class of NVML's module."""
 
     def __getattr__(self, call: str) -> Any:
         answers: dict[str, Any] = {

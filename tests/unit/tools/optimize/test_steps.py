@@ -131,7 +131,7 @@ def test_sizes_are_written_without_a_copy_of_the_data(source: Path, target: Path
 
 
 def test_weights_that_callers_may_replace_are_not_shared(source: Path, target: Path) -> None:
-    """As in models of old exporters, which list weights among the inputs."""
+    """Models of old exporters list weights among the inputs."""
     model = onnx.load(source)
     model.graph.input.append(helper.make_tensor_value_info("W", TensorProto.FLOAT, BIG.shape))
     onnx.save(model, source)
