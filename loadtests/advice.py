@@ -1,15 +1,15 @@
 """What does each piece of advice in ONNX Runtime's performance guides gain here?
 
-Level: session, opened as the server opens it; the trials with callers: batcher, without a protocol. Expected: stated by
-trial, from the guides and from earlier figures, before this script ran for the first time.
+Level: a session, opened as the server opens it; for trials with callers: the batcher, without a protocol. Expected:
+each trial states its expectation, written from the guides and from earlier figures before the first run of this script.
 
     python loadtests/advice.py [--only TRIAL ...] [--pairs 3] [--blocks 2]
     python loadtests/advice.py --render
 
-Each trial compares two arms, which differ in one thing: an option of ``model.yaml``, a variable, or the form of the
-model's file. Each arm runs in a process of its own, since spinning threads, allocators and arenas belong to processes.
-Both processes take turns, in blocks; a trial repeats that with new processes (``--pairs``), because two processes of
-the same arm differ, too. Outputs of both arms are compared. Takes up to 12 minutes. Writes
+Each trial compares two arms that differ in one thing: an option of ``model.yaml``, an environment variable, or the form
+of the model's file. Each arm runs in a separate process, because spinning threads, allocators and arenas belong to a
+process. The two processes run blocks in turns. A trial repeats this with new processes (``--pairs``), because processes
+of the same arm also differ. Outputs of both arms are compared. Takes up to 12 minutes. Writes
 ``loadtests/results/advice.json`` and ``.md``, and the figures of ``docs/performance.md``; ``--render`` only writes the
 texts, from the JSON. With ``--only``, other trials keep their results.
 """
@@ -43,13 +43,13 @@ from harness import circumstances
 from ortserve.config.model import ModelOptions
 
 _SMALLEST: Final = np.finfo(np.float32).tiny
-"""Denormal numbers count as 0."""
+"""Smallest normal number; the comparison counts denormal numbers as 0."""
 LATER: Final = " Some trials later: "
 
 
 @contextlib.contextmanager
 def busy_process(is_wanted: bool) -> Iterator[None]:
-    """A process that keeps one processor busy, if it is wanted."""
+    """Keep one processor busy with a process, if ``is_wanted``."""
     if not is_wanted:
         yield
         return
@@ -61,14 +61,14 @@ def busy_process(is_wanted: bool) -> Iterator[None]:
 
 
 class Repository:
-    """Models in all forms and configurations, written when they are asked for."""
+    """Models in all forms and configurations, written on demand."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = count()
 
     def model(self, name: str, variant: str, options: Mapping[str, Any]) -> Path:
-        """``REPOSITORY/name`` with this form of the file and these options."""
+        """Write a model folder ``REPOSITORY/name`` with this form of the file and these options. Returns its path."""
         ModelOptions.model_validate(options)
         folder = self._folder / f"r{next(self._numbers)}" / name
         (folder / "1").mkdir(parents=True)
@@ -90,7 +90,7 @@ class Repository:
 
 
 def figure(pairs: Sequence[tuple[float, float]]) -> Figure:
-    """Of the values of each pair of processes, without and with the advice."""
+    """Summarize the pairs of values of two processes, without and with the advice."""
     without, advised = zip(*pairs, strict=True)
     ratios = [one / other for one, other in pairs]
     medians = statistics.median(without), statistics.median(advised)
@@ -110,7 +110,7 @@ def values_of(opened: Opened, blocks: Sequence[Block], kept: Kept) -> dict[str, 
 
 
 def compare(outputs: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
-    """The least cosine of the outputs of two arms."""
+    """The smallest cosine similarity of an output between two arms."""
     cosines = []
     for one, other in zip(outputs, others, strict=True):
         assert one.shape == other.shape
@@ -123,7 +123,7 @@ def compare(outputs: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> floa
 def run_pair(
     arms: Sequence[Arm], models: Sequence[Path], blocks: int, block_s: float
 ) -> tuple[list[dict[str, float]], float]:
-    """The values of both arms, each in a new process, and the cosine of their outputs."""
+    """Measure both arms in new processes. Returns the values of each, and the smallest cosine of their outputs."""
     with arms_of(arms, models) as processes, busy_process(arms[0].beside_busy):
         opened = [one.open() for one in processes]
         ran: list[list[Block]] = [[], []]
@@ -149,7 +149,7 @@ def run_trial(trial: Trial, repository: Repository, pairs: int, blocks: int) -> 
 
 
 def run_callers(trial: CallersTrial, repository: Repository, pairs: int) -> dict[str, Result]:
-    """Answers per second under callers, by ``ortserve bench``, which compares answers with those of lone runs."""
+    """Measure answers per second with ``ortserve bench``, which compares answers with those of single runs."""
     results = {}
     for name in trial.models:
         models = [str(repository.model(name, "source", options)) for options in (trial.without, trial.advised)]
@@ -157,14 +157,15 @@ def run_callers(trial: CallersTrial, repository: Repository, pairs: int) -> dict
         command = [sys.executable, "-m", "ortserve", "bench", *models, *load]
         rates = []
         for _ in range(pairs):
-            # Its status is 1 if its own process was too busy for percentiles, which these trials do not use.
+            # bench exits with 1 if its process was too busy for exact percentiles; these trials do not use percentiles.
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
             if not done.stdout:
                 raise RuntimeError(done.stderr)
             points = json.loads(done.stdout)["points"]
             for point in points:
                 assert not point["failures"], point["failures"]
-                assert not (point["outputs"] or {}).get("different"), point["outputs"]  # one in 37 is compared
+                # bench compares one answer in 37.
+                assert not (point["outputs"] or {}).get("different"), point["outputs"]
             rates.append((points[0]["throughput"]["value"], points[1]["throughput"]["value"]))
         turned = figure([(advised, without) for without, advised in rates])
         results[name] = Result({"rate": replace(turned, without=turned.advised, advised=turned.without)}, 1.0)
@@ -183,7 +184,7 @@ def main() -> None:
         return
     if find_library("mimalloc") is None:
         parser.error("mimalloc is missing: apt-get install libmimalloc2.0")
-    logging.disable(logging.WARNING)  # of the quantizer
+    logging.disable(logging.WARNING)  # silences the quantizer
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     earlier = advice_report.read() if chosen.only else Report("", {})
     where = f"{earlier.circumstances.partition(LATER)[0]}{LATER}{circumstances()}" if chosen.only else circumstances()
@@ -199,7 +200,7 @@ def main() -> None:
             found[key] = finding(key, trial, results)
             print(key, {name: one.figures for name, one in results.items()}, flush=True)
             findings = {key: found[key] for key in TRIALS if key in found}
-            advice_report.save(Report(where, findings))  # an interruption keeps what is measured
+            advice_report.save(Report(where, findings))  # after each trial: an interruption loses no results
     advice_report.render(advice_report.read())
 
 

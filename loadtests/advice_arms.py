@@ -1,7 +1,7 @@
-"""Arms of ``advice.py``: a model, opened in a process of its own as the server would open it, and its measured runs.
+"""Arms of ``advice.py``: each opens a model in a separate process as the server would, and measures its runs.
 
-``python loadtests/advice_arms.py`` is such a process. It reads pickled requests from standard input and writes pickled
-results to standard output. Between requests it waits, so that two processes can be measured in turns.
+``python loadtests/advice_arms.py`` starts such a process. It reads pickled requests from standard input and writes
+pickled results to standard output. It waits between requests, so that two processes can be measured in turns.
 """
 
 import gc
@@ -21,9 +21,9 @@ import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
 _LEAST_RUNS: Final = 3
-"""Of a block. A run of several sizes or sessions is one run of each."""
+"""Minimum number of runs per block, except that of several sizes or sessions a single run of each suffices."""
 _WARM_UP_S: Final = 0.02
-"""Before each block: a process that has just waited is slower for its first milliseconds."""
+"""Warm-up before each block: after a wait, a process is slower for its first milliseconds."""
 _LIMIT_S: Final = 120
 
 
@@ -32,18 +32,18 @@ class Arm:
     """One way of running a model.
 
     Attributes:
-        options: What ``model.yaml`` says, beside ``intra_op_threads: 1``.
-        variant: Which form of the model's file, one of ``advice_files.VARIANTS``.
-        environment: Variables of the process.
-        rows: Rows of a run; several sizes are one run, one after another.
+        options: Contents of ``model.yaml``, in addition to ``intra_op_threads: 1``.
+        variant: Form of the model's file, a key of ``advice_files.VARIANTS``.
+        environment: Environment variables of the process.
+        rows: Rows of a run. With several sizes, a run executes all of them in order.
         pause_ms: Pause before each run.
-        copies: How often the model is opened; a run uses all of them, one after another.
-        callers: Threads that run it at the same time.
-        opens: How often it is opened before, to measure that.
+        copies: Number of open sessions of the model. A run uses all of them, one after another.
+        callers: Number of threads that run the model concurrently.
+        opens: Number of preceding opens, to measure the time of opening.
         scale: Factor of floating-point inputs.
         is_bound: Whether inputs and outputs stay bound to their memory.
         has_global_threads: The server's option ``global_threads``.
-        same_as_requested: Whether the shared arena grows by what is requested instead of powers of two.
+        same_as_requested: Whether the shared arena grows by the requested size instead of by powers of two.
         beside_busy: Whether another process keeps a processor busy.
     """
 
@@ -64,7 +64,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A model that is open in another process: its outputs for fixed inputs, and the time of opening it, in ms."""
+    """A model open in another process: its outputs for fixed inputs, and the time in ms to open it."""
 
     outputs: Sequence[np.ndarray]
     open_ms: float
@@ -72,7 +72,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A stretch of runs: wall time of each in ms, CPU time per run in ms."""
+    """A series of runs: wall time of each in ms, CPU time per run in ms."""
 
     wall_ms: Sequence[float]
     cpu_ms: float
@@ -80,19 +80,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the process holds after its runs: MiB of anonymous memory beyond those before the
-    model was opened, and threads.
-    """
+    """Resources of the process after its runs: growth of anonymous memory in MiB since before opening, and threads."""
 
     mib: float
     threads: int
 
 
 class ArmProcess:
-    """The process of one arm, for the parent."""
+    """The parent's handle of an arm's process."""
 
     def __init__(self, arm: Arm, model: Path) -> None:
-        """Start it. ``model`` is ``REPOSITORY/name``."""
+        """Start the process. ``model`` is the folder ``REPOSITORY/name``."""
         environment = {"ORT_DISABLE_TELEMETRY": "1"} | dict(arm.environment)
         self._child = subprocess.Popen(
             [sys.executable, __file__], env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -105,12 +103,12 @@ class ArmProcess:
         return opened
 
     def run(self, seconds: float) -> Block:
-        """Run the model for about so long."""
+        """Run the model for about ``seconds``."""
         block: Block = self._ask(seconds)
         return block
 
     def end(self) -> Kept:
-        """End the process."""
+        """End the process. Returns the resources that it held."""
         kept: Kept = self._ask(None)
         self.close()
         return kept
@@ -133,7 +131,7 @@ class ArmProcess:
 
 @contextmanager
 def arms_of(arms: Sequence[Arm], models: Sequence[Path]) -> Iterator[list[ArmProcess]]:
-    """The processes of arms, for the length of the block. They start at the same time."""
+    """Start the processes of all arms at the same time; they end with the block."""
     started: list[ArmProcess] = []
     try:
         for arm, model in zip(arms, models, strict=True):
@@ -145,7 +143,7 @@ def arms_of(arms: Sequence[Arm], models: Sequence[Path]) -> Iterator[list[ArmPro
 
 
 def _memory_mib() -> float:
-    """Anonymous memory of this process. Mapped files, which several sessions share, do not count."""
+    """Anonymous memory of this process in MiB. Mapped files are excluded, because sessions share them."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
 
@@ -164,7 +162,7 @@ def inputs_for(session: Any, rows: int, scale: float = 1) -> dict[str, np.ndarra
 
 
 class _Measured:
-    """The model in its own process."""
+    """The model inside the arm's process."""
 
     def __init__(self, arm: Arm, path: Path) -> None:
         from ortserve.engine.runtime import Runtime
@@ -187,7 +185,7 @@ class _Measured:
         self._runs = [self._runner(session, rows) for rows in arm.rows for session in self._sessions]
         outputs = self._sessions[0].run(None, inputs_for(self._sessions[0], max(arm.rows), arm.scale))
         self.opened = Opened([np.array(one) for one in outputs], float(np.median(times[1:])) * 1e3 if times else 0)
-        self._timed_run()  # allocates
+        self._timed_run()  # the first run allocates memory
 
     def _open(self, path: Path) -> Any:
         """Open the model as the server does, with its ``model.yaml``."""
@@ -206,7 +204,7 @@ class _Measured:
         return open_session(subject.path, subject.name, opening)
 
     def _share_arena_that_grows_as_requested(self) -> None:
-        """In place of the server's, which has no option for it, as it gains little or loses."""
+        """Replace the server's shared arena. The server has no such option, because the gain is small or negative."""
         import onnxruntime as ort
 
         memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
@@ -245,7 +243,7 @@ class _Measured:
         return time.perf_counter() - began
 
     def run(self, seconds: float) -> Block:
-        """Run it for about so long."""
+        """Run the model for about ``seconds``, after a warm-up."""
         warm_up = 0
         began_s = time.perf_counter()
         while time.perf_counter() < began_s + _WARM_UP_S:
@@ -263,15 +261,15 @@ class _Measured:
         return Block([one * 1e3 for one in wall_s], (time.process_time() - cpu_s) / times * 1e3)
 
     def kept(self) -> Kept:
-        """What it holds now."""
+        """The resources that this process holds now."""
         gc.collect()
         return Kept(_memory_mib() - self._before_mib, sum(1 for _ in Path("/proc/self/task").iterdir()))
 
 
 def main() -> None:
-    """Answer requests until the parent ends this process: an arm with its model, seconds to run, None for the end."""
+    """Answer the parent's requests: first an arm with its model, then seconds to run, and at last None for ``Kept``."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not come between answers
+    os.dup2(2, 1)  # text that libraries print must not mix with answers
     import ortserve.tools.opening  # noqa: F401 - silences ONNX Runtime, and is loaded before memory is measured
 
     subject: _Measured | None = None
@@ -289,6 +287,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from advice_arms import main as main_of_module  # under the name by which the parent pickles its classes
+    from advice_arms import main as main_of_module  # the module name under which the parent pickles its classes
 
     main_of_module()

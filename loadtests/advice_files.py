@@ -1,4 +1,4 @@
-"""Models of ``advice.py``, and the forms of their files that pieces of advice ask for."""
+"""Models of ``advice.py``, and the variants of their files that the trials compare."""
 
 import shutil
 import subprocess
@@ -32,8 +32,8 @@ MODELS: Final[Mapping[str, Callable[[Path], object]]] = {
     "network": lambda path: residual(path, size=64),
     "dense": lambda path: mlp(path, layers=8, width=256),
 }
-"""Writers of models: a trained classifier of images; a tiny BERT of the exporter; MiniLM's and ResNet-50's sizes with
-random weights; dense layers."""
+"""Functions that write a model, by its name: a trained classifier of images; an exported tiny BERT; models of the sizes
+of MiniLM and ResNet-50 with random weights; dense layers."""
 
 
 def _link(source: Path, target: Path) -> None:
@@ -41,12 +41,12 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _optimized(source: Path, target: Path) -> None:
-    """Written by the server's option ``optimized_model_file``."""
+    """Write the model that the server's option ``optimized_model_file`` produces."""
     open_model(find_model(str(source)), threads=1, settings={"optimized_model_file": str(target)})
 
 
 def _open_weights(source: Path, target: Path) -> None:
-    """All weights are inputs, too, as old exporters wrote them."""
+    """Write the model with all weights as inputs too, as old exporters did."""
     model = onnx.load(source)
     for weight in model.graph.initializer:
         model.graph.input.append(onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims))
@@ -73,13 +73,13 @@ def _fused(source: Path, target: Path) -> None:
 
 
 def _quantized(source: Path, target: Path, mode: str, *arguments: str) -> None:
-    """Written by ``ortserve quantize``, without its own measurement."""
+    """Write the model that ``ortserve quantize`` produces, without its own measurement."""
     samples = source.with_name("samples.npz")
     session = ort.InferenceSession(str(source), providers=["CPUExecutionProvider"])
     np.savez(samples, allow_pickle=False, **inputs_for(session, _SAMPLES))
     calibration = [f"--calibration={samples}"] if mode == "static" else []
     command = [sys.executable, "-m", "ortserve", "quantize", str(source), "-o", str(target), f"--mode={mode}"]
-    checks = ["--max-error=cosine=1", "--seconds=0", "--json"]  # random weights: no accuracy to keep
+    checks = ["--max-error=cosine=1", "--seconds=0", "--json"]  # random weights have no accuracy to preserve
     command += [*calibration, *arguments, *checks]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
@@ -101,4 +101,4 @@ VARIANTS: Final[Mapping[str, Callable[[Path, Path], None]]] = {
         source, target, "static", "--activations=int8"
     ),
 }
-"""Forms of a file. Each writes its second argument from the first one."""
+"""Functions that write a variant of a model's file, by name. Arguments: the source and the target."""

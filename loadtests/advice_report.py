@@ -1,4 +1,4 @@
-"""What ``advice.py`` found: its records, its page of results, and the figures in ``docs/performance.md``."""
+"""Results of ``advice.py``: their records, the page of results, and the figures in ``docs/performance.md``."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Final
 RESULTS: Final = Path(__file__).parent / "results"
 GUIDE: Final = Path(__file__).parents[1] / "docs" / "performance.md"
 _CELL: Final = re.compile(r"[^|\n]*<!-- measured: ([\w ,-]+) -->")
-"""A cell of the guide that is written from the results of these trials."""
+"""A cell of the guide that this module fills from the results of the trials named in its comment."""
 _INTRODUCTION: Final = (
     "Each row compares two arms, each in a process of its own, in turns. The ratio is without ÷ with the advice, for "
     "rates with ÷ without, so that more than 1 is a gain: the median, and in parentheses the lowest and the highest "
@@ -23,7 +23,7 @@ _NAMES: Final = {"cpu": "CPU a run", "memory": "memory", "open": "opening", "p95
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measure without and with the advice: medians, and without ÷ with as median, lowest and highest process."""
+    """One measure without and with the advice: both medians, and the median, lowest and highest ratio of a pair."""
 
     without: float
     advised: float
@@ -34,7 +34,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a trial showed of one model; ``cosine`` compares the outputs of both arms."""
+    """The result of a trial on one model; ``cosine`` compares the outputs of both arms."""
 
     figures: Mapping[str, Figure]
     cosine: float
@@ -45,13 +45,13 @@ class Finding:
     """A trial with its results by model.
 
     Attributes:
-        advice: What was tried, in a sentence.
-        label: The same in a few words.
-        without: The arm without it, as text.
-        advised: The arm with it.
-        expected: What was expected before measuring.
-        shows: The measures that count, for the guide.
-        results: By model.
+        advice: The advice, in a sentence.
+        label: The advice in a few words.
+        without: Description of the arm that ignores the advice.
+        advised: Description of the arm that follows it.
+        expected: The expected result, stated before measuring.
+        shows: The measures that the guide reports.
+        results: Results by model.
     """
 
     advice: str
@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings by their keys, and where and when they were made."""
+    """All findings by their keys, and the machine, versions and date of the measurements."""
 
     circumstances: str
     findings: Mapping[str, Finding]
@@ -77,13 +77,13 @@ def save(report: Report) -> None:
 
 
 def render(report: Report) -> None:
-    """Write the page of results, and its figures into the guide."""
+    """Write the page of results, and fill the figures of the guide."""
     (RESULTS / "advice.md").write_text(page(report))
     GUIDE.write_text(with_figures(GUIDE.read_text(), report))
 
 
 def read() -> Report:
-    """The committed results."""
+    """Read the committed results."""
     document = json.loads((RESULTS / "advice.json").read_text())
     findings = {}
     for key, one in document["findings"].items():
@@ -96,7 +96,7 @@ def read() -> Report:
 
 
 def page(report: Report) -> str:
-    """The page of results."""
+    """The page of results as Markdown."""
     lines = [
         "# What pieces of advice gained",
         "",
@@ -131,7 +131,7 @@ def _rows(finding: Finding) -> Iterator[str]:
 
 
 def with_figures(guide: str, report: Report) -> str:
-    """The guide with the figures of these results in its marked cells."""
+    """Returns the guide with its marked cells filled from these results."""
     return _CELL.sub(lambda cell: f" {_cell(cell[1], report)} <!-- measured: {cell[1]} -->", guide)
 
 
@@ -149,7 +149,7 @@ def _cell(keys: str, report: Report) -> str:
 
 
 def _noise(report: Report) -> float:
-    """The largest difference of speed of an arm from itself, as a ratio of at least 1."""
+    """The largest ratio of speeds between processes of equal arms; at least 1."""
     speeds = [result.figures["speed"] for result in report.findings["noise"].results.values()]
     return max(max(one.high, 1 / one.low) for one in speeds)
 

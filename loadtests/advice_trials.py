@@ -1,4 +1,4 @@
-"""The trials of ``advice.py``: what is compared for each piece of advice, on which models, and what was expected."""
+"""The trials of ``advice.py``: for each piece of advice the compared arms, the models, and the expected result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,9 +12,9 @@ from advice_report import Finding, Result
 ALL: Final = ("digits", "encoder", "network")
 LARGE: Final = ("encoder", "network")
 SIZES: Final = (1, 6, 3, 8, 2)
-"""Rows of runs with changing shapes."""
+"""Rows of consecutive runs, for trials with changing shapes."""
 MIMALLOC: Final = "libmimalloc.so.2"
-"""Of the Debian package libmimalloc2.0."""
+"""Library of the Debian package libmimalloc2.0."""
 BLOCK_S: Final = 0.1
 
 
@@ -23,14 +23,14 @@ class Trial:
     """One piece of advice.
 
     Attributes:
-        advice: What is tried, in a sentence.
-        expected: What was expected before measuring.
-        models: On which models.
-        without: The arm without it.
-        advised: The arm with it.
-        shows: The measures that count: of ``speed``, ``cpu``, ``p95``, ``memory``, ``open``, ``threads``.
-        least_cosine: Of the outputs of both arms.
-        block_s: Length of a block of runs.
+        advice: The advice, in a sentence.
+        expected: The expected result, stated before measuring.
+        models: Names of the measured models.
+        without: The arm that ignores the advice.
+        advised: The arm that follows the advice.
+        shows: The reported measures: any of ``speed``, ``cpu``, ``p95``, ``memory``, ``open``, ``threads``.
+        least_cosine: Minimum cosine similarity between the outputs of both arms.
+        block_s: Duration of a block of runs in seconds.
     """
 
     advice: str
@@ -45,7 +45,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class CallersTrial:
-    """One piece of advice about requests that come together: two configurations under 16 callers in a closed loop."""
+    """One piece of advice about concurrent requests: two configurations under 16 callers in a closed loop."""
 
     advice: str
     expected: str
@@ -374,7 +374,7 @@ TRIALS: Final[Mapping[str, Trial | CallersTrial]] = {
 
 
 def described(arm: Arm, other: Arm) -> str:
-    """How an arm differs from another one."""
+    """Describe the difference between an arm and another one."""
     parts = []
     if arm.options != other.options and arm.options:
         parts.append(f"`{flow(arm.options)}`")

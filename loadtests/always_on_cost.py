@@ -1,14 +1,14 @@
 """How much does each permanent feature cost a REST JSON request?
 
-Level: HTTP protocol in process, everything beneath it as served. Expected: metrics and ``Server-Timing`` about 1 µs
-each of some 35, limits less, and known heads save about 10.
+Level: the HTTP protocol in process, with everything below it as in the server. Expected: of about 35 µs per request,
+metrics and ``Server-Timing`` cost about 1 µs each and limits less; known heads save about 10.
 
     python loadtests/always_on_cost.py [--rounds 15]
 
-Requests of 32 connections are handed to the HTTP protocol as a socket's bytes would be, and answers are taken
-where they would go to the socket, so that neither the kernel nor a load generator is in the figures. A feature is taken
-out by putting something in its place that does nothing; whole and without take turns. Every answer is checked for its
-status, some for their outputs. Writes ``loadtests/results/always_on_cost.md``.
+The script passes the requests of 32 connections to the HTTP protocol as a transport would, and receives answers in the
+place of the socket, so that the figures exclude the kernel and a load generator. A patch disables one feature at a
+time; the arms with and without it take turns. The status of every answer is checked, and the outputs of some. Writes
+``loadtests/results/always_on_cost.md``.
 """
 
 import argparse
@@ -63,7 +63,7 @@ ARMS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
     "limit on bytes held": _without_limits,
     "known heads": lambda: patch.object(protocol, "_MAX_UNKNOWN_HEADS", -1),
 }
-"""What is taken out, by name."""
+"""Patches that disable a feature, by its name."""
 
 
 class Callers:
@@ -85,7 +85,7 @@ class Callers:
             self._connections.append(connection)
 
     async def turn(self) -> bytes:
-        """A request of each, and the last answer."""
+        """Send a request on each connection and wait for all answers. Returns the last one."""
         self._waiting = CONNECTIONS
         self._are_answered.clear()
         for connection in self._connections:
@@ -106,7 +106,7 @@ class Callers:
 
 
 async def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
-    """CPU µs a request, by what is taken out."""
+    """CPU µs per request in each round, by the disabled feature."""
     (folder / "mlp" / "1").mkdir(parents=True)
     file = mlp(folder / "mlp" / "1" / "model.onnx")
     row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).round(6).astype(np.float32)

@@ -1,15 +1,15 @@
-"""How much of a bare ``session.run`` loop's throughput is left when the same model is served and batched?
+"""How much of the throughput of a bare ``session.run`` loop remains when the same model is served and batched?
 
 Level: server. Expected: at least 0.9 of the rows per second of a bare loop at the mean batch size served, for a model
 whose run of 32 rows takes 20 ms or more with one intra-op thread, under a saturating closed loop.
 
     python loadtests/batched_compute.py [--rounds 5] [--seconds 8] [--connections 64]
 
-In turns: the bare loop, with the server idle; the same while a program spins on the other processor; and the load (wrk,
-one row a request) on the server, whose answers a checker compares with ONNX Runtime's own meanwhile. The bare loop runs
-at the batch size that the server's own metrics show for the round before. Load generator and event loop share the
-second processor, and the second arm shows how much a busy second processor slows computation on the first: it does if
-both are threads of one core. The model is as deep as makes a run of 32 rows last 20 ms on this
+Three arms take turns: the bare loop with the server idle; the bare loop while a program spins on the other processor;
+and the load (wrk, one row per request) on the server, during which a checker compares answers with ONNX Runtime's. The
+bare loop runs at the batch size that the server's metrics show for the previous round. Load generator and event loop
+share the second processor. The second arm shows how much a busy second processor slows computation on the first, which
+happens if both are threads of one core. The depth of the model is chosen so that a run of 32 rows takes 20 ms on this
 machine. Writes ``loadtests/results/batched_compute.md``.
 """
 
@@ -41,7 +41,7 @@ LEAST_MS = 20.5
 
 
 def make_model(file: Path) -> ort.InferenceSession:
-    """Write the model, and open it with one thread."""
+    """Write the model and open it with one thread."""
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = 1
     session = ort.InferenceSession(str(heavy(file)), settings, providers=["CPUExecutionProvider"])
@@ -53,7 +53,7 @@ def make_model(file: Path) -> ort.InferenceSession:
 
 
 def run_ms(session: ort.InferenceSession) -> float:
-    """The median time of a run of 32 rows."""
+    """Median time of a run of 32 rows, in ms."""
     array = np.random.default_rng(32).standard_normal((32, 64)).astype(np.float32)
     runs = []
     for _ in range(20):

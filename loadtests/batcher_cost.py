@@ -1,13 +1,13 @@
-"""What does the batcher itself cost a request, in CPU time, at batches of 32?
+"""How much CPU time does the batcher itself take per request, with batches of 32?
 
-Level: function, beside a REST JSON request's whole CPU at the server level in the same run. Expected: about 5 µs a
-request, and no more than a tenth of the whole.
+Level: function; the same run measures the whole CPU of a REST JSON request at the server level. Expected: about 5 µs
+per request, and at most a tenth of the whole.
 
     python loadtests/batcher_cost.py [--rounds 5]
 
-A runner that answers at once stands for the model: what is measured is queueing, choosing, gathering, splitting and
-waking 32 callers, their futures and the event loop's turns included. Answers are checked once. The server serves a tiny
-MLP to 32 connections (wrk). Writes ``loadtests/results/batcher_cost.md``.
+A runner that answers at once replaces the model. The figure covers queueing, planning, gathering, splitting and waking
+32 callers, including their futures and the iterations of the event loop. Answers are checked once. The server serves a
+tiny MLP to 32 connections (wrk). Writes ``loadtests/results/batcher_cost.md``.
 """
 
 import argparse
@@ -43,7 +43,7 @@ HTTP, GRPC, METRICS = 18000, 18001, 18002
 
 
 class InstantRunner:
-    """Gives rows that were computed before."""
+    """Returns rows that were computed in advance."""
 
     def __init__(self, outputs: np.ndarray) -> None:
         self._outputs = outputs
@@ -67,7 +67,7 @@ class InstantRunner:
 
 
 async def batcher_us() -> float:
-    """CPU µs a request."""
+    """CPU µs of the batcher per request."""
     loop = asyncio.get_running_loop()
     outputs = np.arange(CALLERS * 10, dtype=np.float32).reshape(CALLERS, 10)
     runner = InstantRunner(outputs)

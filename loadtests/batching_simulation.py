@@ -1,17 +1,19 @@
-"""Does the batcher keep its figures under exactly known loads?
+"""Does the batcher reach its expected figures under exactly known loads?
 
 Level: batching (the server's own batcher, planner, admission and device on a virtual clock; runs only take time).
 Expected:
 
 1. Poisson arrivals up to 0.8 of capacity: mean latency at most 1.10 times the analytical bound.
-2. Mean latency at no load more than 3 % above that of the best fixed delay (0.5, 1, 2, 5, 10 ms).
-3. Offered 1.2 and 2 times the capacity with deadlines: at least 0.95 of it answered in time, p99 within the deadline.
-4. Closed loops of 4, 8 and 16 clients: no figure; which part of the possible gain the wait for returning callers gets.
-5. Two saturated models with batches of 1 and 20 ms on one device thread: half of the time each.
+2. At every load the mean latency is at most 3 % above that of the best fixed delay (0.5, 1, 2, 5, 10 ms).
+3. At 1.2 and 2 times the capacity with deadlines, answers in time reach at least 0.95 of the capacity, and the p99 is
+   within the deadline.
+4. Closed loops of 4, 8 and 16 clients: no expected figure. The result is the part of the possible gain that waiting
+   for returning callers achieves.
+5. Two saturated models with batches of 1 and 20 ms on one device thread each receive half of the time.
 
     python loadtests/batching_simulation.py [--processes N]
 
-All arms of a cell get the same seeded arrivals. Writes ``loadtests/results/batching_simulation.md`` and two plots.
+All arms of a cell receive the same seeded arrivals. Writes ``loadtests/results/batching_simulation.md`` and two plots.
 """
 
 import argparse
@@ -64,7 +66,7 @@ MOST_OF_BEST_DELAY: Final = 1.03
 OVERLOADS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0)
 JUDGED_OVERLOADS: Final = (1.2, 2.0)
 SLO_RUNS: Final = 5
-"""The deadline, in full batches."""
+"""Length of the deadline, in full batches."""
 LEAST_GOODPUT: Final = 0.95
 QUEUE_ROWS: Final = 4096
 """The server's default ``max_queue_rows``."""
@@ -78,7 +80,7 @@ MOST_UNFAIR: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One open load: all its arms get the same arrivals."""
+    """One open load; all its arms receive the same arrivals."""
 
     machine: Machine
     load: float
@@ -135,7 +137,7 @@ def describe(machine: Machine) -> str:
 
 
 def latency_arms(cell: Cell) -> dict[str, Outcome]:
-    # Long enough for errors of some 3 % at the highest loads, where queues take long to come and go.
+    # Long enough for an error of about 3 % at the highest loads, where queues build up and drain slowly.
     arrivals_ns = poisson_ns(cell.per_s, 20_000 if cell.load <= BOUND_UP_TO else 50_000, SEED)
     arms = {
         "ours": open_loop(cell.machine, arrivals_ns),

@@ -1,15 +1,16 @@
 """Does ``ortserve bench`` measure what established load generators measure?
 
-Level: server. The same load on the same server by ``ortserve bench``, wrk, h2load and perf_analyzer, one after the
-other in each round:
+Level: server. In each round ``ortserve bench``, wrk, h2load and perf_analyzer apply the same load to the same server,
+one after the other:
 
-- an open loop at a moderate rate, and a closed loop on a model that computes for some milliseconds, where the generator
-  has a small part of the work. Expected: the same figures within the spread of the rounds. In the open loop h2load
-  follows a script of times, late by up to a millisecond, so bench also sends at the very moments at which h2load did.
-- a closed loop on a small model, where generator and server take processors from each other. Expected: less throughput
-  than generators in C find, by about the part of the processor time that bench says it takes; bench says so itself.
+- an open loop at a moderate rate, and a closed loop on a model that computes for some milliseconds, so that the
+  generator does a small part of the work. Expected: the same figures within the spread of the rounds. In the open loop
+  h2load follows a script of send times and is up to a millisecond late, so bench also replays h2load's actual times.
+- a closed loop on a small model, where generator and server compete for processors. Expected: bench measures less
+  throughput than generators in C. The difference is about the share of processor time that bench reports for itself.
 
-wrk has closed loops only. Also: the CPU of a request in bench's own HTTP client and in aiohttp's, if that is installed.
+wrk supports closed loops only. The script also measures the CPU of a request in bench's own HTTP client and, if it is
+installed, in aiohttp's.
 
     python loadtests/bench_agreement.py [--rounds 4] [--seconds 3] [--concurrency 4] [--rate 400]
 
@@ -51,12 +52,12 @@ REPLAY = "ortserve bench, at the moments of h2load"
 WARM_UP_S = 0.5
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 HEAVY_STEPS = 60
-"""Of a row of the model that computes: some 5 ms on one thread."""
+"""Loop steps of the model that computes: about 5 ms a row on one thread."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A load on one of the models: a closed loop of ``callers``, or with a ``rate`` an open one."""
+    """A load on one of the models: a closed loop of ``callers``, or an open loop if ``rate`` is set."""
 
     title: str
     model: str
@@ -67,14 +68,14 @@ class Load:
 
     @property
     def tensor(self) -> Tensor:
-        """The one input, with one row."""
+        """The model's only input, with one row."""
         name = "image" if self.model == "digits" else "x"
         return Tensor(name, DataType.FP32, np.ones(self.shape, np.float32) / 8)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a generator reports, and in ``own`` what bench reports about itself."""
+    """The figures that a generator reports; ``own`` holds bench's figures about itself."""
 
     per_s: float
     p50_ms: float
@@ -83,7 +84,7 @@ class Seen:
 
 
 def by_bench(url: str, load: Load, protocol: str, arrivals: Path | None = None) -> Seen:
-    """``arrivals`` has the times in seconds at which to send."""
+    """Measure with bench. The file ``arrivals``, if given, lists the send times in seconds."""
     command = [sys.executable, "-m", "ortserve", "bench", url, "--model", load.model, "--json", f"--warmup={WARM_UP_S}"]
     how, seconds = f"--concurrency={load.callers}", load.seconds
     if arrivals is not None:
@@ -109,10 +110,11 @@ def by_wrk(url: str, load: Load, folder: Path, pid: int) -> Seen:
 
 
 def by_h2load(url: str, load: Load, folder: Path, *, is_grpc: bool) -> Seen:
-    """Open loops have one connection, as all clients of h2load would send at the same moments.
+    """Measure with h2load.
 
-    They follow a script, as with ``--rps`` h2load sends the requests of 10 ms one right after the other. The moments at
-    which it did send are then in the file ``moments`` of the protocol.
+    An open loop uses one connection, because all clients of h2load would send at the same times. It follows a script,
+    because with ``--rps`` h2load sends the requests of each 10 ms in one burst. The actual send times are written to
+    the file ``moments`` of the protocol.
     """
     log = folder / "log"
     log.unlink(missing_ok=True)
@@ -145,7 +147,7 @@ def moments(folder: Path, *, is_grpc: bool) -> Path:
 
 
 def by_perf_analyzer(program: PerfAnalyzer, address: str, load: Load) -> Seen:
-    # Three windows, called stable however they differ.
+    # Three windows; -s 999 accepts them as stable whatever their difference.
     window = str(round(load.seconds * 1000 / 3))
     how = ("--request-rate-range", str(load.rate)) if load.rate else ("--concurrency-range", str(load.callers))
     shape = f"{load.tensor.name}:{','.join(map(str, load.shape[1:]))}"
@@ -160,7 +162,7 @@ def by_perf_analyzer(program: PerfAnalyzer, address: str, load: Load) -> Seen:
 
 
 def cpu_of_clients(address: str, tensor: Tensor) -> str:
-    """CPU of one request in this process, by the client of bench and by aiohttp, in a loop of 4 callers."""
+    """CPU time per request in this process with bench's client and with aiohttp, in a closed loop of 4 callers."""
     import uvloop
 
     from ortserve.clock import monotonic_ns
@@ -232,7 +234,7 @@ def cpu_of_clients(address: str, tensor: Tensor) -> str:
 
 
 def measure(loads: Sequence[Load], rounds: int, program: PerfAnalyzer | None) -> tuple[list[list[str]], str]:
-    """A row of the table for each generator, and what the client of bench takes. The arms of a load alternate."""
+    """Returns a table row for each generator, and the CPU time of bench's client. The arms of a load alternate."""
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder, repository = Path(temporary), Path(temporary) / "models"
@@ -262,7 +264,7 @@ def measure_load(load: Load, rounds: int, program: PerfAnalyzer | None, folder: 
         found = program
         arms["gRPC", "perf_analyzer"] = lambda: by_perf_analyzer(found, grpc, load)
     for protocol in ("REST", "gRPC"):
-        arms[protocol, "h2load"]()  # warm-up, and the moments for the first replay
+        arms[protocol, "h2load"]()  # warm-up; also records the send times for the first replay
     results: dict[tuple[str, str], list[Seen]] = {key: [] for key in arms}
     for number in range(rounds):
         for key in arms if number % 2 == 0 else reversed(arms):

@@ -1,22 +1,22 @@
-"""What does a run cost with inputs and outputs bound to buffers, against arrays that are made anew?
+"""What does a run cost with inputs and outputs bound to buffers, against newly allocated arrays?
 
-Level: engine, one thread, CPU time of the process. Expected: 1 to 2 µs a run less for a tiny model, nothing to speak of
-where outputs are large, for ONNX Runtime takes their memory from an arena that it uses again, too.
+Level: engine, one thread, CPU time of the process. Expected: 1 to 2 µs less per run for a tiny model, and no
+significant difference with large outputs, because ONNX Runtime also reuses their memory from an arena.
 
     python loadtests/binding_cost.py [--rounds 25]
 
-Ways of running, each staging rows of single-row requests into one buffer first:
+Ways of running; each first stages the rows of single-row requests into one buffer:
 
 - plain: ``session.run`` on a dict of arrays;
-- bound: a binding kept for each number of rows, inputs and outputs bound once;
-- by address: one binding, inputs and outputs bound for each run by address and shape;
-- output bound anew: inputs bound once, the output for each run, as an OrtValue kept;
+- bound: a binding for each number of rows, with inputs and outputs bound once;
+- by address: one binding, with inputs and outputs bound for each run by address and shape;
+- output bound anew: inputs bound once, the output bound for each run, as a stored OrtValue;
 - inputs bound: inputs bound once, outputs allocated by ONNX Runtime.
 
-Then whole instances, as they serve, with binding and without. Then a request that fills its bucket alone: copied into
-the bound buffer, or bound where it is (and the buffer again afterwards). All arms take turns in each round; figures are
-the lowest of the rounds, which other work on the machine disturbs least. Outputs of the arms are compared. Writes
-``loadtests/results/binding_cost.md``.
+The script then measures whole instances, as they serve, with and without binding. At last it measures a request that
+fills its bucket alone: copied into the bound buffer, or bound at its own address (after which the buffer is bound
+again). All arms take turns in each round. Figures are the lowest of the rounds, because other work on the machine
+affects these least. Outputs of the arms are compared. Writes ``loadtests/results/binding_cost.md``.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def open_cpu(path: Path) -> onnxruntime.InferenceSession:
 
 
 def cpu_us(arms: Mapping[str, Arm], runs: int, rounds: int) -> dict[str, float]:
-    """Lowest CPU µs a run of each arm, whose answers must be equal."""
+    """Lowest CPU µs per run of each arm; all arms must give equal answers."""
     answers = [arm().copy() for arm in arms.values()]
     for answer in answers[1:]:
         np.testing.assert_array_equal(answer, answers[0])
@@ -128,13 +128,13 @@ def instances(path: Path, parts: Sequence[np.ndarray]) -> tuple[dict[str, Arm], 
         opened.append(Instance(session, signature, name="m", intra_op_threads=1, clock=monotonic_ns))
     opened[0]._binding = None
     batch = Batch((tuple(parts),), len(parts), len(parts))
-    opened[1].run(batch)  # from now on it is bound
+    opened[1].run(batch)  # creates the binding
     plain, bound = opened
     return {"plain": lambda: plain.run(batch).outputs[0], "bound": lambda: bound.run(batch).outputs[0]}, opened
 
 
 def lone(session: onnxruntime.InferenceSession, width: int) -> dict[str, Arm]:
-    # In turns, as requests' bodies are not in the cache either.
+    # Bodies are used in turns, because bodies of real requests are not in the cache either.
     bodies = [np.random.default_rng(number).standard_normal((1, width), np.float32) for number in range(8)]
     slab, out = np.empty((1, width), np.float32), np.empty((1, 1), np.float32)
     binding = session.io_binding()

@@ -1,4 +1,4 @@
-"""Two builds of the package, measured in turns; shared by ``compiled_cost`` and ``package_cost``."""
+"""Measures two builds of the package in turns; shared by ``compiled_cost`` and ``package_cost``."""
 
 import subprocess
 import sys
@@ -28,19 +28,19 @@ CALLS_CPU: Final = "gRPC, 64 calls at a time, CPU µs"
 _FIRST_PORT: Final = 18400
 
 Load: TypeAlias = Callable[[Way, Path], Mapping[str, float]]
-"""Loads one server, with a folder for files, and returns figures by their names."""
+"""Applies a load to one server and returns figures by name; the folder is for temporary files."""
 
 Measured: TypeAlias = Mapping[str, Mapping[str, Sequence[float]]]
 """Figures of all rounds, by the name of the build and of the figure."""
 
 
 def measure(environments: Mapping[str, Mapping[str, str]], loads: Sequence[Load], *, rounds: int) -> Measured:
-    """Load a server in each environment in turns. A first round is not counted.
+    """Start a server in each environment and load the servers in turns, after a warm-up round.
 
     Args:
-        environments: Two, by the name of the build: variables of the server, such as PYTHONPATH.
+        environments: Environment variables of each of two servers, such as PYTHONPATH, by the name of the build.
         loads: Applied one after the other; answers are checked meanwhile.
-        rounds: That count.
+        rounds: Number of counted rounds.
     """
     measured: dict[str, dict[str, list[float]]] = {name: {} for name in environments}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
@@ -67,7 +67,7 @@ def measure(environments: Mapping[str, Mapping[str, str]], loads: Sequence[Load]
 
 
 def load_by_wrk(seconds: int) -> Load:
-    """REST JSON with 32 connections and with one, for this time each."""
+    """REST JSON with 32 connections and with one, for ``seconds`` each."""
 
     def load(way: Way, folder: Path) -> Mapping[str, float]:
         many = wrk(way.url, way.body, folder, pid=way.pid, connections=32, seconds=seconds)
@@ -78,12 +78,12 @@ def load_by_wrk(seconds: int) -> Load:
 
 
 def load_by_grpcio(calls: int) -> Load:
-    """GRPC calls of one grpcio client, one after the other."""
+    """Sequential gRPC calls of one grpcio client."""
     return lambda way, _: {CALL_P50: calls_us(way, "mlp", way.row, way.expected, calls)}
 
 
 def load_by_h2load(calls: int) -> Load:
-    """GRPC calls of 8 connections with 8 streams each."""
+    """Concurrent gRPC calls on 8 connections with 8 streams each."""
 
     def load(way: Way, folder: Path) -> Mapping[str, float]:
         message = folder / "message"
@@ -103,7 +103,7 @@ def load_by_h2load(calls: int) -> Load:
 
 
 def comparison(title: str, measured: Measured, figures: Sequence[str], *, rounds: int) -> str:
-    """A page with each figure of both builds, and their ratio."""
+    """A page with each figure of both builds and their ratio."""
     (first, old), (second, new) = measured.items()
     rows = []
     for what in figures:
@@ -119,7 +119,7 @@ def comparison(title: str, measured: Measured, figures: Sequence[str], *, rounds
 
 
 def _grpc_message(row: np.ndarray) -> bytes:
-    """A request for the model in the frame of a gRPC message."""
+    """A request to the model, framed as a gRPC message."""
     request = pb.ModelInferRequest(model_name="mlp")
     request.inputs.add(name="x", datatype="FP32", shape=row.shape)
     request.raw_input_contents.append(row.tobytes())

@@ -1,17 +1,20 @@
-"""What does a loop that polls for the next request save a lone client, and what does it cost otherwise?
+"""What does an event loop that polls for the next request save a lone client, and what does it cost at other loads?
 
-Level: server. Expected, of ``--busy-poll-us 200`` against 0: at one client in a closed loop at most 0.45 of the
-median time over REST JSON and gRPC; idle the same CPU; at 200 requests a second, evenly spread or as a Poisson process,
-at most 1.1 of the CPU; at 32 clients no fewer requests a second.
+Level: server. Expected for ``--busy-poll-us 200`` against 0:
+
+- one client in a closed loop: at most 0.45 of the median time over REST JSON and gRPC
+- idle: the same CPU
+- 200 requests per second, evenly spaced or as a Poisson process: at most 1.1 times the CPU
+- 32 clients: at least as many requests per second
 
     python loadtests/busy_poll.py [--rounds 3] [--seconds 2] [--base DIR --base-name NAME] [--results DIR]
 
-All servers run all the time, one is asked at a time, in turns. With ``--base`` the server of another source tree, with
-its default options, takes its turns, too, and the aims are ratios to it. The one client, and that of the open loop
-while it waits for an answer, never sleeps (``spinning_client``), for its own waking is no part of the question; 32
-clients are wrk and h2load. One client of wrk, which sleeps, is there to compare with. Every answer of the one client is
-checked, of the 32 samples. CPU is that of the server's threads by the scheduler's own account. Writes
-``loadtests/results/busy_poll.md``.
+All servers run throughout and receive load in turns. With ``--base`` the server of another source tree, with its
+default options, takes turns too, and the goals are ratios to it. The single client never sleeps (``spinning_client``),
+nor does the open-loop client while it waits for an answer: the wake-up time of clients is not part of the question. wrk
+and h2load act as the 32 clients. A single wrk client, which sleeps, is measured for comparison. Every answer to the
+single client is checked, and samples of the answers to 32 clients. CPU is the run time of the server's threads as the
+scheduler counts it. Writes ``loadtests/results/busy_poll.md``.
 """
 
 import argparse
@@ -67,15 +70,15 @@ class Arm:
 
 
 def cpu_ns(pid: int) -> int:
-    """Time that the threads of a process have run, to the nanosecond (/proc/PID/task/TID/schedstat)."""
+    """Run time of all threads of a process in nanoseconds (/proc/PID/task/TID/schedstat)."""
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
 
 
 def closed_loop(arm: Arm, protocol: str, seconds: float) -> dict[str, float]:
-    """One client: median and 99th percentile in µs, requests a second, CPU µs a request."""
+    """Measure one client: median and 99th percentile in µs, requests per second, CPU µs per request."""
     times_ns: list[int] = []
     with closing(arm.caller(protocol)) as caller:
-        until_ns = time.perf_counter_ns() + int(0.2e9)  # learned, and warm
+        until_ns = time.perf_counter_ns() + int(0.2e9)  # warm-up, in which the server learns latencies
         while time.perf_counter_ns() < until_ns:
             caller.call()
         before_ns, began_ns = cpu_ns(arm.pid), time.perf_counter_ns()
@@ -92,7 +95,7 @@ def closed_loop(arm: Arm, protocol: str, seconds: float) -> dict[str, float]:
 
 
 def open_loop(arm: Arm, gaps_s: Iterator[float], seconds: float) -> dict[str, float]:
-    """A request at each due time, over REST: milliseconds of CPU a second."""
+    """Send a REST request at each due time. Returns milliseconds of CPU per second."""
     with closing(arm.caller("REST")) as caller:
         before_ns, began_s = cpu_ns(arm.pid), time.perf_counter()
         due_s = began_s
@@ -109,7 +112,7 @@ def even() -> Iterator[float]:
 
 
 def poisson(seed: int) -> Iterator[float]:
-    """The same for both servers of a round."""
+    """Gaps between arrivals in seconds; the seed makes them equal for both servers of a round."""
     draw = random.Random(seed)
     while True:
         yield draw.expovariate(OPEN_RATE)
@@ -155,7 +158,7 @@ Measure = Callable[[Arm, int], dict[str, float]]
 
 
 def measures(seconds: float) -> dict[str, Measure]:
-    """One round of measurements of each server; the round's number seeds the random choices."""
+    """The measurements of a round, by name; the number of the round seeds the arrival times."""
     return {
         "REST, one client": lambda arm, _: closed_loop(arm, "REST", seconds),
         "gRPC, one client": lambda arm, _: closed_loop(arm, "gRPC", seconds),

@@ -1,12 +1,12 @@
-"""Do closed-loop clients gain from a batch that waits a moment for their next requests?
+"""Do closed-loop clients gain if a batch briefly waits for their next requests?
 
-Level: server. Expected: at least 1.2 times the requests a second for 4 and 8 clients in a closed loop, and no loss for
-16, with a model whose run costs about the same for any number of rows (as small models on a GPU do).
+Level: server. Expected: at least 1.2 times the requests per second for 4 and 8 clients in a closed loop, and no loss
+for 16. The duration of the model's runs hardly depends on the number of rows, as with small models on a GPU.
 
     python loadtests/closed_loop_wait.py [--rounds 5] [--seconds 4]
 
-Two servers, with and without ``--no-closed-loop-wait``, are loaded in turns; meanwhile a checker compares answers with
-the right ones. Writes ``loadtests/results/closed_loop_wait.md``.
+Two servers, with and without ``--no-closed-loop-wait``, are loaded in turns. Meanwhile a checker compares answers with
+the expected ones. Writes ``loadtests/results/closed_loop_wait.md``.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from models.builders import slow  # noqa: E402
 PORTS = {"waiting": 18000, "not waiting": 18010}
 CLIENTS = (4, 8, 16)
 STEPS = 450
-"""Of the model's loop: about 2 ms a run."""
+"""Steps of the model's loop: about 2 ms per run."""
 
 
 def main() -> None:

@@ -1,25 +1,25 @@
 """What does it cost to read a request and to write its answer, by encoding and size, and how often is a tensor copied?
 
-One FP32 tensor each way, of 1 KB, 600 KB (an image) and 16 MB, through the codecs alone: bytes to ``InferRequest``, and
-an ``InferResponse`` of the same tensor to bytes. CPU time of the thread, the medians of interleaved rounds and their
-spread. A tensor is as good as copied whenever memory of its size is allocated, so copies are counted in a run apart:
-the most memory that a call had allocated at one time, as tracemalloc sees it, divided by the tensor's size.
+One FP32 tensor of 1 KB, 600 KB (an image) and 16 MB in each direction through the codecs alone: bytes to
+``InferRequest``, and an ``InferResponse`` with the same tensor to bytes. Figures are CPU times of the thread: medians
+of interleaved rounds and their spread. A separate run counts copies: the peak memory of a call, as tracemalloc measures
+it, divided by the tensor's size, because a copy allocates that size.
 
 Expected, and checked before anything is printed:
 
-- Reading binary tensors copies nothing, over REST and gRPC: arrays are views on the body until they are staged.
-- Writing them copies once: the body is one piece of bytes, because both servers take it as one.
-- JSON has no bound worth a check. While it is read, orjson sets 12 bytes aside for each byte of text, and a number
-  becomes an object of 24 bytes with an 8-byte place in a list; written, it is at most 20 bytes of text.
+- Reading binary tensors copies nothing, over REST and gRPC: arrays are views of the body until they are staged.
+- Writing binary tensors copies once: both servers require the body as a single bytes object.
+- JSON copies are not bounded. While reading, orjson reserves 12 bytes for each byte of text, and a number becomes an
+  object of 24 bytes with an 8-byte slot in a list; written, a number has at most 20 bytes of text.
 
-Then: would the event loop be freer if large bodies were read and answers written on a thread? The longest time that
-another thread, which asks for the interpreter as often as it can, had to wait for it meanwhile, as often as the server
-lets threads switch. Expected: not much for JSON, since orjson keeps the interpreter's lock from the first byte to the
-last, and so does numpy while it makes an array of a list: the wait is the longest of those steps.
+The second question: would the event loop be blocked less if a thread read large bodies and wrote answers? The figure is
+the longest time for which a second thread, which acquires the interpreter lock as often as it can, waits for the lock.
+The switch interval is the server's. Expected: little gain for JSON. orjson holds the interpreter lock from the first
+byte to the last, as does numpy while it converts a list to an array; the wait is the longest of those steps.
 
-Engine and sockets are not in it; those are in ``rest_throughput.py`` and ``large_requests.py``. Caveats: the body is
-warm in the cache as far as it fits; JSON's numbers are spelled as Python spells a float32, in 17 digits as a rule;
-times of waiting need a machine that does nothing else. Writes ``loadtests/results/codec_cost.md``.
+Engine and sockets are excluded; ``rest_throughput.py`` and ``large_requests.py`` measure them. Caveats: the body is
+warm in the cache as far as it fits; JSON numbers are written as Python writes a float32, usually in 17 digits; waiting
+times require an otherwise idle machine. Writes ``loadtests/results/codec_cost.md``.
 
     python loadtests/codec_cost.py [--rounds 11] [--seconds 0.05]
 """
@@ -51,12 +51,12 @@ from ortserve.core.tensor import Tensor
 
 SIZES = {"1 KB": 1_000, "600 KB": 600_000, "16 MB": 16_000_000}
 SLACK_BYTES = 20_000
-"""What a call allocates besides tensors: documents, messages, objects."""
+"""Allowance for allocations of a call besides tensors: documents, messages, objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One encoding at one size; the copies are bounds, None for none."""
+    """One encoding at one size. ``decode_copies`` and ``encode_copies`` are upper bounds; None means unbounded."""
 
     name: str
     size: str
@@ -122,10 +122,13 @@ def arms_of(size: str, nbytes: int) -> list[Arm]:
 
 
 def check(arm: Arm) -> tuple[float, float]:
-    """Fail where the tensor came wrong or was copied too often.
+    """Compare the tensor and count its copies.
 
     Returns:
-        The copies of reading and of writing.
+        The number of copies made by reading and by writing.
+
+    Raises:
+        SystemExit: The tensor differs, or was copied too often.
     """
     (tensor,) = arm.decode().inputs
     if not np.array_equal(tensor.array, arm.array):
@@ -144,7 +147,7 @@ def check(arm: Arm) -> tuple[float, float]:
 
 
 def cpu_us(step: Callable[[], object], seconds: float) -> float:
-    """CPU microseconds a call, over calls that take at least ``seconds`` in all."""
+    """CPU microseconds per call, over calls that together take at least ``seconds``."""
     calls = 0
     began = time.thread_time()
     while (taken := time.thread_time() - began) < seconds:
@@ -155,14 +158,14 @@ def cpu_us(step: Callable[[], object], seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One call on a thread: how long it took there, and the longest that another thread waited meanwhile. ms."""
+    """One call on a thread: its duration, and the longest wait of another thread meanwhile, in ms."""
 
     took: float
     longest: float
 
 
 def wait(step: Callable[[], object]) -> Wait:
-    """Make a call in a thread while this thread repeatedly acquires the interpreter lock."""
+    """Run ``step`` in a thread while this thread repeatedly acquires the interpreter lock."""
     took = 0.0
 
     def call() -> None:
@@ -177,13 +180,13 @@ def wait(step: Callable[[], object]) -> Wait:
     while thread.is_alive():
         now = time.perf_counter()
         longest, last = max(longest, now - last), now
-        time.sleep(0)  # lets go of the lock, as a loop that looks for what is readable does
+        time.sleep(0)  # releases the lock, as an event loop does when it polls its sockets
     return Wait(took * 1e3, max(longest, time.perf_counter() - last) * 1e3)
 
 
 @contextmanager
 def server_switch_interval() -> Iterator[None]:
-    """As set by ``app``: a waiting thread requests the lock after 50 µs, and gets it between two bytecodes."""
+    """Use the switch interval of ``app``: a waiting thread requests the lock after 50 µs and gets it at a bytecode."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.00005)
     try:
@@ -193,7 +196,7 @@ def server_switch_interval() -> Iterator[None]:
 
 
 def spell(samples: Sequence[float]) -> str:
-    """Median and range with the significant digits."""
+    """Median and range, with a decimal below 100."""
     digits = 1 if statistics.median(samples) < 100 else 0
     median, low, high = (f"{value:,.{digits}f}" for value in (statistics.median(samples), min(samples), max(samples)))
     return f"{median} ({low} to {high})"
@@ -218,7 +221,7 @@ def costs(arms: Sequence[Arm], rounds: int, seconds: float) -> str:
 
 
 def waits(arms: Sequence[Arm], rounds: int) -> str:
-    """The table of what a thread would spare the event loop."""
+    """The table of the event loop's waits, with and without a thread."""
     rows = []
     for arm in arms:
         for what, step in (("read", arm.decode), ("written", arm.encode)):

@@ -1,13 +1,13 @@
 """How much does compiling the request path save?
 
 Level: server. Expected: a REST JSON request takes at most 0.8 of the interpreted server's CPU at 32 connections, and
-less than its median time at one; so does a gRPC call.
+less than its median time at one connection. The same holds for a gRPC call.
 
-    make test-compiled PYTEST_ARGS=tests/unit/core    # which leaves the compiled package in .venv/compiled
+    make test-compiled PYTEST_ARGS=tests/unit/core    # builds the compiled package in .venv/compiled
     python loadtests/compiled_cost.py [--package .venv/compiled] [--rounds 7] [--seconds 3]
 
-Both servers run all the time, one is asked at a time by wrk and one grpcio client, as in ``grpc_latency``.
-Answers are compared with ONNX Runtime's own. Writes ``loadtests/results/compiled_cost.md``.
+Both servers run throughout; wrk and one grpcio client load them in turns, as in ``grpc_latency``. Answers are compared
+with ONNX Runtime's. Writes ``loadtests/results/compiled_cost.md``.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def check_build(name: str, environment: Mapping[str, str]) -> None:
-    """Raises RuntimeError: The package that Python finds in this environment is another one."""
+    """Raises RuntimeError if Python finds another build of the package in this environment."""
     command = [sys.executable, "-m", "ortserve", "version"]
     printed = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
     if f"request path {name}\n" not in printed:

@@ -1,11 +1,12 @@
-"""What does the console cost a server without viewers, and one with ten? How much memory does its history take?
+"""What does the console cost a server without viewers and with ten viewers? How much memory does its history take?
 
-Expected: without viewers one pass over the versions every 5 s, at most 0.1 % of a processor with 10 models; with ten
-viewers, half of them on the page of one model, at most 1 % more; 11 KB for each active version.
+Level: server; passes and memory: function. Expected: without viewers one pass over the versions every 5 s, at most 0.1
+% of a processor with 10 models; with ten viewers, half of them on the page of one model, at most 1 % more; 11 KB for
+each active version.
 
-Idle servers with and without the console run side by side, so that other work on the machine affects both; the
-processor time of each is read at the same moments. Server level. The passes over a thousand active versions and the
-memory of their rings are measured in one process. Writes ``loadtests/results/console_cost.md``.
+Idle servers with and without the console run side by side, so that other work on the machine affects both. Their
+processor times are read at the same moments. The passes over a thousand active versions and the memory of their rings
+are measured in one process. Writes ``loadtests/results/console_cost.md``.
 
     python loadtests/console_cost.py [--rounds 5] [--seconds 20]
 """
@@ -40,7 +41,7 @@ RESULTS = Path(__file__).parent / "results" / "console_cost.md"
 
 @contextmanager
 def viewing(port: int) -> Iterator[None]:
-    """Ten viewers, half of them of one model; fails if a stream brings nothing."""
+    """Connect ten viewers, half of them to one model's page. Fails if a stream stays empty."""
     ends, events = Event(), [0] * VIEWERS
 
     def view(number: int) -> None:
@@ -65,7 +66,7 @@ def viewing(port: int) -> Iterator[None]:
 
 
 def shares(ports: dict[str, int], pids: dict[str, int], seconds: float) -> dict[str, float]:
-    """Processor time of each server in percent of one processor."""
+    """CPU use of each server, in percent of one processor."""
     with viewing(ports["ten viewers"]):
         time.sleep(2)
         before, began = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic()
@@ -95,7 +96,7 @@ class Active:
 
 
 async def passes(rounds: int) -> tuple[list[float], list[float], float]:
-    """Milliseconds of a pass for the history and of one for a viewer, and the bytes of a ring."""
+    """Measure passes. Returns the ms of a pass for the history and of one for a viewer, and the bytes of a ring."""
     registry: Any = Active()
     observation = Observation(registry, dict, dict, monotonic_ns, encode=encode_event)
     await observation._pass(is_sample=True)

@@ -1,6 +1,6 @@
-"""The dense model that open-loop benchmarks serve: its repository, requests for it, and the right answers.
+"""The dense model that open-loop benchmarks serve: its repository, requests for it, and their correct answers.
 
-Batches of it take some milliseconds on one thread, so that queues form. Used by ``overload.py`` and
+Its batches take some milliseconds on one thread, so that queues form. Used by ``overload.py`` and
 ``fixed_windows.py``.
 """
 
@@ -19,17 +19,17 @@ from models.builders import heavy
 
 MAX_ROWS: Final = 16
 CALLERS: Final = 64
-"""Of the closed loop that finds the capacity: full batches always wait."""
+"""Callers of the closed loop that measures the capacity; with this many, a full batch is always waiting."""
 
 _NAME: Final = "heavy"
 STEPS: Final = 30
-"""Layers: full batches of so many take some 5 ms."""
+"""Layers of the model; its full batches take about 5 ms."""
 _VARIETY: Final = 16
 
 
 @dataclass(frozen=True)
 class DenseModel:
-    """One row a request, in turns of ``rows``; ``expected`` is what ONNX Runtime gives for each by itself."""
+    """The model with ``rows``, one per request in turns, and ONNX Runtime's answer to each row in ``expected``."""
 
     repository: Path
     rows: np.ndarray
@@ -41,11 +41,11 @@ class DenseModel:
         return f"/v2/models/{_NAME}"
 
     def requests(self, *headers: str) -> list[bytes]:
-        """Whole HTTP requests with these headers."""
+        """Complete HTTP requests with these additional headers, one per row."""
         return [self._request(row, headers) for row in self.rows]
 
     def check(self, number: int, body: bytes) -> None:
-        """Raises AssertionError where a body is not the answer to the request of that number."""
+        """Raises AssertionError if a body is not the answer to the request with that number."""
         answer = json.loads(body)["outputs"][0]["data"]
         np.testing.assert_allclose(answer, self.expected[number % len(self.rows)], rtol=1e-3, atol=1e-4)
 
@@ -58,7 +58,7 @@ class DenseModel:
 
 @contextmanager
 def dense_model(steps: int = STEPS) -> Iterator[DenseModel]:
-    """The model in a repository that lasts as long as the block: ``steps`` layers, ``MAX_ROWS`` at most, one thread."""
+    """Write the model to a temporary repository: ``steps`` layers, batches of ``MAX_ROWS`` at most, one thread."""
     rows = np.random.default_rng(0).standard_normal((_VARIETY, 64)).astype(np.float32).round(4)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / _NAME

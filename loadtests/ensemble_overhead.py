@@ -1,12 +1,12 @@
-"""What does a step of an ensemble cost a request, beside the run of its model?
+"""How much time does a step of an ensemble add to the run of its model?
 
-Level: engine, one process, no protocol. Expected: at most 60 µs a step with the compiled package.
+Level: engine, one process, no protocol. Expected: at most 60 µs per step with the compiled package.
 
     python loadtests/ensemble_overhead.py [--rounds 7] [--requests 2000]
 
-Three models that add 1 to 16 numbers are loaded as the server loads them. Both arms run one request at a time, in turn
-in each round: an ensemble of the three in a chain, and the same three requests submitted one after the other by the
-benchmark. The difference, divided by three, is the cost of a step. Answers are checked once. Prints the spread of the
+The server's loader loads three models that add 1 to 16 numbers. Both arms run one request at a time and take turns in
+each round: an ensemble that chains the three models, and the same three requests that the benchmark submits one after
+the other. The difference divided by three is the cost of a step. Answers are checked once. Prints the spread of the
 rounds.
 """
 
@@ -46,7 +46,7 @@ async def ask(served: ServedVersion, inputs: Arrays) -> Arrays:
 
 
 async def measure(folder: Path, rounds: int, requests: int) -> None:
-    """Load the models, and print the time of a request of both arms."""
+    """Load the models and print the time of a request for both arms."""
     shape = ("batch", 16)
     for name in STEPS:
         (folder / name / "1").mkdir(parents=True)

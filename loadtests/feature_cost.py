@@ -1,12 +1,12 @@
 """How much does each optional feature cost a REST JSON request?
 
-Level: server. Expected: load reports and traces that are left out 1 to 3 µs each of some 50; keys, an access log and
-TLS up to 10; a hit of the response cache no more than a request that runs the tiny model.
+Level: server. Expected: of about 50 µs per request, load reports and unsampled traces cost 1 to 3 µs each; keys, an
+access log and TLS up to 10. A hit of the response cache costs at most as much as a request that runs the tiny model.
 
     python loadtests/feature_cost.py [--rounds 5] [--seconds 3] [--connections 32]
 
-One server for each feature and one without any run all the time, one is loaded at a time, in turns. Limits on callers,
-metrics and ``Server-Timing`` cannot be turned off and are in all of them. The load generator (wrk) shares the servers'
+A server for each feature and one without any run throughout and are loaded in turns, one at a time. Limits on callers,
+metrics and ``Server-Timing`` cannot be disabled, so all servers have them. The load generator (wrk) shares the servers'
 processors. Writes ``loadtests/results/feature_cost.md``.
 """
 
@@ -38,7 +38,7 @@ NO_COLLECTOR = "--otlp-endpoint=http://127.0.0.1:9"
 
 @dataclass(frozen=True)
 class Feature:
-    """``name`` is for the table; ``flags`` enable the feature, ``headers`` are sent with its requests to ``model``."""
+    """A feature by its ``name`` in the table. ``flags`` enable it; requests to ``model`` carry ``headers``."""
 
     name: str
     flags: tuple[str, ...] = ()

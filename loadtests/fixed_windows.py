@@ -1,15 +1,15 @@
-"""Would a fixed queue delay do better than dispatch as soon as an instance is idle?
+"""Is a fixed queue delay better than dispatch as soon as an instance is idle?
 
-Level: server. Expected: no. At low load a delay only adds to the latency, at high load batches fill by themselves while
-the one before them runs; median and 99th percentile without delay should be the best, or within the noise, everywhere.
+Level: server. Expected: no. At low load a delay only adds latency. At high load a batch fills anyway while the previous
+one runs. Median and 99th percentile without delay should be the best, or within the noise of the best, at every load.
 
     python loadtests/fixed_windows.py [--rounds 5] [--seconds 4]
 
 Servers with ``--queue-delay-s`` 0, 0.001, 0.005 and 0.010 and the same dense model are loaded in turns by open-loop
-Poisson arrivals, at shares of the capacity that 64 callers in a closed loop find without delay. One arm more has no
-delay and ``--no-closed-loop-wait``, and one repeats the first: their difference is noise. All servers are
-started anew for each round, because no two processes are equally fast, and at 0.8 of capacity a server that is 1 %
-slower has a median 4 % longer (simulated). Samples of answers are compared with what ONNX Runtime gives by itself.
+Poisson arrivals, at shares of the capacity that 64 callers in a closed loop measure without delay. Another arm has no
+delay and ``--no-closed-loop-wait``, and one repeats the first arm to show the noise. All servers are restarted for each
+round, because no two processes are equally fast: at 0.8 of capacity a server that is 1 % slower has a 4 % longer median
+(simulated). Samples of answers are compared with ONNX Runtime's.
 Writes ``loadtests/results/fixed_windows.md`` and a plot.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
     with dense_model() as model:
         requests = model.requests()
         for number in range(options.rounds):
-            # The order of the arms has no effect on them: neither by port nor by the time of start or load.
+            # Rotate the arms, so that neither their ports nor the order of starts and loads favours one of them.
             arms = [list(ARMS)[(place + number) % len(ARMS)] for place in range(len(ARMS))]
             with ExitStack() as servers:
                 for arm in arms:
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def _plot(outcomes: dict[tuple[str, str], list[Outcome]], path: Path) -> None:
-    """One group of bars a load, one bar an arm: medians of the rounds, their range as a line."""
+    """Plot a group of bars per load with a bar per arm: medians of the rounds, with their range as a line."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     width = 0.8 / len(ARMS)
     for panel, (title, quantile) in zip(panels, (("p50", 0.5), ("p99", 0.99)), strict=True):

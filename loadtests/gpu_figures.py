@@ -2,19 +2,23 @@
 
 Level: engine (sections ``replay`` and ``overlap``), batcher and engine (``served``), server (``server``); the section
 ``checks`` runs ``tests/gpu``.
-Goals, each printed beside its figure: a plain bound run of a model with many kernels takes 1.5 times as long as a
-replay; served rows a second are 0.90 (as ResNet-50) and 0.95 (as BERT base) of a bare loop that copies nothing, at its
-best batch; the slower of copying and computing alone takes 0.9 of what a batch takes with both, on two buffer sets.
+Goals, each printed beside its figure:
+
+- A plain bound run of a model with many kernels takes 1.5 times as long as a replay.
+- The server reaches 0.90 (as ResNet-50) and 0.95 (as BERT base) of the rows per second of a bare loop that copies
+  nothing, at the best batch size of that loop.
+- On two buffer sets, the slower of copying alone and computing alone takes 0.9 of the time of a batch with both.
+
 Expected: replay gains most at small batches and nothing at large ones.
 
     python loadtests/gpu_figures.py [--device cuda] [--scale full] [--out loadtests/results/gpu_figures.md]
 
-One command, for a machine with a GPU and without a network: it needs what the server needs, onnx, cupy and, for
-``checks``, pytest. It makes its models itself, and compares their answers with ONNX Runtime's on the CPU first. Each
-section is a process of its own, as a capture that fails may take its GPU with it, and writes its lines to the file as
-they come; within one, a model that fails is a line of the table. All of it ends within
-``--budget-s``, nine minutes less the start-up time, even if a section hangs. ``--device host --scale tiny`` runs it on
-host memory, where the figures mean nothing.
+The script is one command for a machine with a GPU and no network. It needs the server's dependencies, onnx, cupy and,
+for ``checks``, pytest. It generates its models and first compares their answers with ONNX Runtime's on the CPU. Each
+section runs in a separate process, because a failed capture may leave the GPU unusable, and writes its lines to the
+file at once. A model that fails becomes a line of its section's table. The script ends within ``--budget-s`` (nine
+minutes less the start-up time), even if a section hangs. ``--device host --scale tiny`` runs it on host memory, where
+the figures mean nothing.
 """
 
 import argparse
@@ -38,7 +42,7 @@ from typing import Any, Final, TypedDict, TypeVar
 HERE: Final = Path(__file__).parent
 SOURCES: Final = [str(HERE), str(HERE.parent / "server"), str(HERE.parent / "tests" / "support")]
 sys.path[:0] = SOURCES
-# For processes that are started from here, trials of captures among them: the package need not be installed.
+# Child processes, such as trials of captures, find the package here, so it need not be installed.
 os.environ["PYTHONPATH"] = os.pathsep.join([*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import ortserve  # noqa: E402, I001 - silences ONNX Runtime before it is imported
@@ -77,14 +81,17 @@ REPLAY_GOAL: Final = 1.5
 SERVED_GOALS: Final = {"as ResNet-50": 0.90, "as BERT base": 0.95}
 OVERLAP_GOAL: Final = 0.9
 ROUNDS: Final = 3
-"""In which the arms of ``served`` take turns."""
+"""Rounds of ``served``; its arms take turns in each."""
 FAILURE_TOLD: Final = 3
-"""Exit status of a section that has said why it failed."""
+"""Exit status of a section that has printed the reason of its failure."""
 IN_A_ROW: Final = 16
-"""Batches of each arm of ``overlap``, timed together."""
+"""Consecutive batches of each arm of ``overlap``, timed together."""
 PRECISIONS: Final[dict[str, type[np.floating]]] = {"FP32": np.float32, "FP16": np.float16}
 _TOLERANCE: Final = 0.2
-"""Largest difference to the CPU's answer, of its root mean square: TF32 and FP16 against FP32, through many layers."""
+"""Largest difference from the CPU's answer, relative to its root mean square.
+
+Allows for TF32 and FP16 against FP32 through many layers.
+"""
 
 
 _Model = TypeVar("_Model")
@@ -102,7 +109,7 @@ class ImageShape(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Scale:
-    """How large models are, and how long they are measured."""
+    """Sizes of the models, and durations of their measurements."""
 
     runs: int
     seconds: float
@@ -131,7 +138,7 @@ SCALES: Final = {
 
 
 class NoTrial(CaptureTrials):
-    """For host memory, on which no capture harms anybody."""
+    """Approves every capture: on host memory a capture cannot do harm."""
 
     def why_not(self, order: TrialRequest) -> str:
         return ""
@@ -149,7 +156,11 @@ class Bench:
     def loaded(
         self, path: Path, sizes: Sequence[int], *, captures: bool
     ) -> Iterator[tuple[LoadedModel, DeviceInstance]]:
-        """A model on the device, its answers compared with the CPU's."""
+        """Load a model on the device and compare its answers with the CPU's.
+
+        Raises:
+            RuntimeError: The model has no buffers or no replay, or an answer differs.
+        """
         is_host = self.device == "host"
         devices = Devices({CPU: DeviceProvider(HostDevice)}) if is_host else Devices()
         options = ModelOptions(
@@ -164,7 +175,7 @@ class Bench:
                 raise RuntimeError(f"no buffers: {loaded.on_device}")
             if captures and not loaded.on_device.replayed:
                 raise RuntimeError(f"no replay: {loaded.on_device.no_replay_because}")
-            for rows in sorted(sizes)[:2]:  # the others were compared with plain runs of the device
+            for rows in sorted(sizes)[:2]:  # loading compared the larger sizes with plain runs on the device
                 self._check(path, loaded, instance, rows)
             yield loaded, instance
         finally:
@@ -190,7 +201,7 @@ def as_batch(inputs: Arrays) -> Batch:
 
 
 def median_us(work: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """Medians of several arms, run in turns, after as many runs that do not count."""
+    """Median time of each arm over ``runs`` rounds in which arms take turns, after as many warm-up rounds."""
     times: list[list[int]] = [[] for _ in work]
     for turn in range(2 * runs):
         for arm, taken in zip(work, times, strict=True):
@@ -208,7 +219,7 @@ def binding_of(instance: DeviceInstance) -> DeviceBinding:
 
 
 def run_bound(instance: DeviceInstance, bound: BoundRun) -> None:
-    """Run what lies in the first buffers already, and wait for it; nothing is copied."""
+    """Run on the present contents of the first buffer set and wait for the end; copies nothing."""
     streams, computed = instance.streams, binding_of(instance).sets[0].computed
     streams.device.run(bound, streams.compute)
     streams.device.record(computed, streams.compute)
@@ -216,18 +227,22 @@ def run_bound(instance: DeviceInstance, bound: BoundRun) -> None:
 
 
 def run_whole(instance: DeviceInstance, bound: BoundRun, batch: Batch) -> None:
-    """Stage a batch into the first buffers, copy it in, run, and copy the answers out."""
+    """Stage a batch into the first buffer set, copy it in, run, and copy the answers out."""
     binding = binding_of(instance)
     binding.finish(binding.enqueue(batch, binding.sets[0], bound))
 
 
 def against(ratio: float, goal: float) -> str:
-    """A figure, its goal, and whether it was met, as three cells of a table."""
+    """Three cells of a table: a ratio, its goal, and ``met`` or ``missed``."""
     return f"{ratio:.3f} | ≥ {goal:.2f} | {'met' if round(ratio, 3) >= goal else 'missed'}"
 
 
 def each(models: Mapping[str, _Model], measure: Callable[[str, _Model], Iterator[str]]) -> Iterator[str]:
-    """The lines of all models, with what failed in the place of those of a model that does."""
+    """Yield the lines of all models; the line of a model that fails shows its error.
+
+    Raises:
+        RuntimeError: At the end, if a model failed.
+    """
     failed: list[str] = []
     for name, model in models.items():
         try:
@@ -240,7 +255,7 @@ def each(models: Mapping[str, _Model], measure: Callable[[str, _Model], Iterator
 
 
 def replay(bench: Bench) -> Iterator[str]:
-    """Replay against the same bound run without, by model and batch size."""
+    """Graph replay against plain bound runs, by model and batch size."""
     scale, folder = bench.scale, bench.folder
     sizes: dict[Path, tuple[int, ...]] = {}
     models: dict[str, Path] = {}
@@ -255,7 +270,7 @@ def replay(bench: Bench) -> Iterator[str]:
         sizes[path] = (1, 2, 4, 8)
 
     def measure(name: str, path: Path) -> Iterator[str]:
-        # The plain arm has a session that never captures, for that of one that does may be slower without its graph.
+        # The plain arm has its own session: a session with captures may run slower without its graph.
         with (
             bench.loaded(path, sizes[path], captures=True) as (loaded, instance),
             bench.loaded(path, sizes[path], captures=False) as (_, plain_instance),
@@ -276,7 +291,7 @@ def replay(bench: Bench) -> Iterator[str]:
                         scale.runs,
                     )
 
-                # On the thread that captured, to which a graph belongs; a session without any runs on each.
+                # A graph must be replayed on the thread that captured it; a session without graphs runs on any thread.
                 plain, replayed, whole, whole_replayed = instance.call(arms)
                 ratio = plain / replayed
                 figure = f"{ratio:.3f} | none | " if name == few_kernels else against(ratio, REPLAY_GOAL)
@@ -293,7 +308,7 @@ def replay(bench: Bench) -> Iterator[str]:
 
 
 def served(bench: Bench) -> Iterator[str]:
-    """Rows a second through batcher and instance, against a bare bound loop at its best batch, and ``session.run``."""
+    """Rows per second through batcher and instance, against a bare bound loop at its best batch and ``session.run``."""
     scale, folder = bench.scale, bench.folder
     models: dict[str, tuple[Path, float]] = {}
     for suffix, dtype in PRECISIONS.items():
@@ -335,7 +350,7 @@ def served(bench: Bench) -> Iterator[str]:
 
 
 class NothingToRun:
-    """A session in whose place nothing is computed, so that a batch's copies are all that happens."""
+    """Stands in for a session and computes nothing, so that a batch consists of its copies only."""
 
     def run_with_iobinding(self, binding: ort.IOBinding, options: ort.RunOptions) -> None: ...
 
@@ -343,7 +358,10 @@ class NothingToRun:
 def two_at_a_time(
     begin: Callable[[BufferSet], _Begun], finish: Callable[[_Begun], object], sets: Sequence[BufferSet]
 ) -> Callable[[], None]:
-    """``IN_A_ROW`` batches on two buffer sets in turns, each begun before the one before it is waited for."""
+    """Returns a function that runs ``IN_A_ROW`` batches on two buffer sets in turns.
+
+    Each batch begins before the function waits for the previous one.
+    """
 
     def run() -> None:
         begun = [begin(sets[0])]
@@ -356,7 +374,7 @@ def two_at_a_time(
 
 
 def overlap(bench: Bench) -> Iterator[str]:
-    """Copying and computing an image model's batches, each alone and both at a time on two buffer sets."""
+    """Copying and computing batches of an image model, each alone and both at once on two buffer sets."""
     path = gpu_models.residual(bench.folder / "image.onnx", **bench.scale.image, dtype=np.float16)
     yield "Each alone by the same way: a batch is begun before the one before it is waited for."
     yield ""
@@ -404,7 +422,7 @@ def overlap(bench: Bench) -> Iterator[str]:
 
 
 def per_second(work: Callable[[], object], rows: int, seconds: float) -> float:
-    """Rows a second of runs of so many rows, one after the other."""
+    """Rows per second of consecutive runs of ``rows`` rows."""
     for _ in range(3):
         work()
     runs, began = 0, time.perf_counter()
@@ -415,7 +433,7 @@ def per_second(work: Callable[[], object], rows: int, seconds: float) -> float:
 
 
 async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, seconds: float) -> float:
-    """Rows a second of closed-loop clients with one row each, four times as many as fit into a batch."""
+    """Rows per second of closed-loop clients with one row each; there are four times as many as fit into a batch."""
     loop = asyncio.get_running_loop()
     known = [(size.rows, size.round_trip_ns) for size in loaded.warm_up.latencies]
     runs = BatchRuns(
@@ -447,7 +465,7 @@ async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, se
 
 
 def plain_session(bench: Bench, path: Path, inputs: Arrays) -> Callable[[], object]:
-    """``session.run`` on host arrays, as anybody would make it."""
+    """Returns a plain ``session.run`` on host arrays, as a user would write it."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     if bench.device == "host":
@@ -461,17 +479,17 @@ def plain_session(bench: Bench, path: Path, inputs: Arrays) -> Callable[[], obje
 
 
 def checks(bench: Bench) -> Iterator[str]:
-    """The tests of a GPU: right answers by type and size, guards of replay, memory, failures."""
+    """GPU tests: correct answers by type and size, guards of replay, memory, failures."""
     root = HERE.parent
     which = ["-m", "gpu"] if bench.device == "cuda" else ["-k", "host and not every_datatype"]
     # The repository's own settings require plugins that a GPU machine may lack; these tests need none of them.
     settings = ["-c", os.devnull, "--rootdir", str(root), "--import-mode=importlib", "-o", "markers=gpu"]
-    settings += ["-o", "faulthandler_timeout=60"]  # then all threads say where they stand
-    settings += ["--confcutdir", str(root / "tests" / "gpu")]  # that of all tests imports what no test of a GPU needs
+    settings += ["-o", "faulthandler_timeout=60"]  # dumps the stacks of all threads of a hanging test
+    settings += ["--confcutdir", str(root / "tests" / "gpu")]  # tests/conftest.py imports packages that may be missing
     settings += ["-p", "no:cacheprovider", "-p", "no:asyncio"]
     arguments = ["-m", "pytest", "-v", "-rfEs", "--tb=short", *settings, *which, str(root / "tests" / "gpu")]
     yield "```text"
-    # Straight to where this process writes, so that what was tested is known even if the rest hangs.
+    # pytest writes directly to this process's output, so that finished tests are recorded even if a later one hangs.
     environment = os.environ | {"ORTSERVE_TEST_GPU": "1" if bench.device == "cuda" else ""}
     run = subprocess.run([sys.executable, "-u", *arguments], stderr=subprocess.STDOUT, check=False, env=environment)
     yield "```"
@@ -480,7 +498,7 @@ def checks(bench: Bench) -> Iterator[str]:
 
 
 def server(bench: Bench) -> Iterator[str]:
-    """The server as a whole: answers over both protocols, a client's GPU memory, and its ledger beside the driver's."""
+    """The whole server: answers over both protocols, GPU memory of a client, and the ledger against the driver."""
     folder = bench.folder / "repository"
     folder.mkdir()
     large = gpu_models.encoder(bench.folder / "bert.onnx", **bench.scale.bert, dtype=np.float32)
@@ -489,7 +507,10 @@ def server(bench: Bench) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the results: its lines, and its share of the time, which what those before it left over adds to."""
+    """A part of the results: the function that yields its lines, and its share of the time budget.
+
+    Time that earlier sections leave over is added to the share.
+    """
 
     lines: Callable[[Bench], Iterator[str]]
     share: float
@@ -509,12 +530,12 @@ SECTIONS: Final[dict[str, Section]] = {
 
 
 def describe_error(error: Exception) -> str:
-    """The error, for a cell of a table."""
+    """The error as text for a cell of a table."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".replace("|", "/")
 
 
 def machine(device: str) -> str:
-    """The machine and the versions."""
+    """Describe the machine and the versions."""
     known = [f"{os.cpu_count()} processors ({platform.machine()})", f"Python {platform.python_version()}"]
     known.append(f"onnxruntime {ort.__version__}, numpy {np.__version__}, ortserve {ortserve.__version__}")
     if device == "cuda":
@@ -545,14 +566,14 @@ def run_section(name: str, device: str, scale: str) -> int:
         except Exception as error:
             sys.stdout.write(f"\nFAILED: {describe_error(error)}\n")
             sys.stdout.flush()
-            os._exit(FAILURE_TOLD)  # what a failed capture left behind may hang an orderly exit
+            os._exit(FAILURE_TOLD)  # a regular exit may hang after a failed capture
     return 0
 
 
 def run_apart(arguments: Sequence[str], out: Path, timeout_s: float) -> str:
-    """Let a section append to the file. Returns the reason of its failure, or an empty string.
+    """Run a section in a process that appends to ``out``. Returns the reason of its failure, or an empty string.
 
-    It leads a group of processes, all of which end with it: tests and trials of captures are processes, too.
+    The process leads a process group. A timeout kills the whole group, which includes tests and trials of captures.
     """
     with out.open("a") as lines, subprocess.Popen(arguments, stdout=lines, start_new_session=True) as process:
         try:
@@ -564,7 +585,7 @@ def run_apart(arguments: Sequence[str], out: Path, timeout_s: float) -> str:
 
 
 def main() -> int:
-    """Run the sections, or the one that is named, and write the results. Returns 1 where one failed."""
+    """Run all sections, or only the named one, and write the results. Returns 1 if a section failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--scale", choices=tuple(SCALES), default="full")

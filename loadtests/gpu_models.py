@@ -1,4 +1,4 @@
-"""Models of the sizes that GPUs are measured with, made by ``onnx.helper`` with random weights: nothing to download."""
+"""Models of the sizes used to measure GPUs, generated with ``onnx.helper`` and random weights; needs no downloads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +56,7 @@ class _Graph:
 
 
 def mlp(path: Path, *, layers: int, width: int, dtype: type[np.floating] = np.float32) -> Path:
-    """Dense layers with tanh: x [batch, width] → y [batch, width]; two kernels a layer and hardly any work."""
+    """Dense layers with tanh: x [batch, width] → y [batch, width]; two kernels with little work per layer."""
     graph = _Graph(np.dtype(dtype))
     last = "x"
     for _ in range(layers):
@@ -66,10 +66,10 @@ def mlp(path: Path, *, layers: int, width: int, dtype: type[np.floating] = np.fl
 
 
 def counting(path: Path, width: int = 8) -> Path:
-    """A model that cannot be captured, since NonZero returns its count to the host: x [batch, width] → y, the same.
+    """A model that cannot be captured, because NonZero returns its count to the host: x [batch, width] → y, the same.
 
-    y = x + 0 · elements that are not 0. Rows do not depend on each other, but the analysis of the graph cannot know
-    that the product is 0: the model is batched only where ``batched: true`` says so.
+    y = x + 0 · (count of nonzero elements). Rows are independent, but the analysis of the graph cannot know that the
+    product is 0, so the model is batched only with ``batched: true``.
     """
     graph = _Graph(np.dtype(np.float32))
     found = graph.add("Shape", graph.add("NonZero", "x"))
@@ -89,7 +89,7 @@ def encoder(
     vocabulary: int = 1000,
     dtype: type[np.floating] = np.float32,
 ) -> Path:
-    """A transformer encoder as BERT is one: x INT64 [batch, length] → y [batch, hidden], the mean over the tokens."""
+    """A transformer encoder like BERT: x INT64 [batch, length] → y [batch, hidden], the mean over the tokens."""
     graph = _Graph(np.dtype(dtype))
     size = hidden // heads
     split = graph.constant(np.array([0, length, heads, size], np.int64))
@@ -124,7 +124,7 @@ def residual(
     classes: int = 1000,
     dtype: type[np.floating] = np.float32,
 ) -> Path:
-    """A convolutional network as ResNet-50 is one: x [batch, 3, size, size] → y [batch, classes]."""
+    """A convolutional network like ResNet-50: x [batch, 3, size, size] → y [batch, classes]."""
     graph = _Graph(np.dtype(dtype))
 
     def convolve(x: str, inputs: int, outputs: int, kernel: int, stride: int = 1) -> str:
@@ -144,7 +144,7 @@ def residual(
             way = graph.add("Relu", convolve(way, inner, inner, 3, stride))
             way = convolve(way, inner, 4 * inner, 1)
             short = last if block else convolve(last, channels, 4 * inner, 1, stride)
-            # Halved, or the sum of two such would grow from block to block, beyond what FP16 holds.
+            # Scaled, because the sum of both branches would otherwise grow from block to block and overflow FP16.
             last = graph.add("Relu", graph.add("Mul", graph.add("Add", way, short), graph.number(0.5**0.5)))
             channels = 4 * inner
     flat = graph.add("Flatten", graph.add("GlobalAveragePool", last))

@@ -1,7 +1,7 @@
-"""The server as a whole, in a process of its own, on a GPU or on the host: a section of ``gpu_figures``.
+"""The whole server in a separate process, on a GPU or on the host: a section of ``gpu_figures``.
 
-Of packages it needs grpcio, protobuf and onnxruntime, and on a GPU cupy and nvidia-ml-py, as the server does; therefore
-not ``harness``, which needs psutil.
+It needs only packages that the server needs: grpcio, protobuf and onnxruntime, and on a GPU cupy and nvidia-ml-py. It
+does not use ``harness``, which needs psutil.
 """
 
 import json
@@ -27,13 +27,13 @@ from ortserve.engine.provider_options import CPU
 from ortserve.example import repository_path
 
 LEDGER_GOAL: Final = 0.9
-"""The smaller of what the ledger and the driver say of a model's memory, divided by the larger."""
+"""Goal for a model's memory by the ledger and by the driver: the smaller figure divided by the larger."""
 _CALL_S: Final = 60.0
 _LOAD_S: Final = 240.0
 _NAMES: Final = {str(datatype.numpy): name for name, datatype in DATATYPES.items() if name not in ("BYTES", "BF16")}
 
-# A client with its tensors on the GPU: prints handles of an input, with the numbers of its argument, and of an output;
-# then, after a line, the numbers of the output.
+# A client with its tensors on the GPU. It fills an input with the numbers of its argument and prints the handles of the
+# input and of an output. After it reads a line, it prints the numbers of the output.
 _CLIENT: Final = """
 import sys
 import numpy as np
@@ -53,7 +53,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Server:
-    """A server that has started."""
+    """A running server."""
 
     def __init__(self, ports: dict[str, int]) -> None:
         self._http = f"http://127.0.0.1:{ports['http']}"
@@ -61,7 +61,7 @@ class Server:
         self._channel = grpc.insecure_channel(f"127.0.0.1:{ports['grpc']}")
 
     def call(self, method: str, request: Any, answer: type[_Answer], timeout_s: float = _CALL_S) -> _Answer:
-        """A call of gRPC."""
+        """Make a gRPC call."""
         path = f"/inference.GRPCInferenceService/{method}"
         parse: Callable[[bytes], _Answer] = answer.FromString  # type: ignore[attr-defined]
         call = self._channel.unary_unary(path, type(request).SerializeToString, parse)
@@ -69,7 +69,7 @@ class Server:
         return found
 
     def infer_rest(self, model: str, x: np.ndarray, name: str) -> np.ndarray:
-        """The first output, by JSON."""
+        """Infer with REST JSON. Returns the first output."""
         tensor = {"name": name, "shape": x.shape, "datatype": _NAMES[str(x.dtype)], "data": x.ravel().tolist()}
         body = json.dumps({"inputs": [tensor]}).encode()
         with urllib.request.urlopen(f"{self._http}/v2/models/{model}/infer", body, _CALL_S) as response:
@@ -77,7 +77,7 @@ class Server:
         return np.array(output["data"], DATATYPES[output["datatype"]].numpy).reshape(output["shape"])
 
     def infer_grpc(self, model: str, x: np.ndarray, name: str) -> np.ndarray:
-        """The first output, by gRPC."""
+        """Infer with gRPC. Returns the first output."""
         request = grpc_service_pb2.ModelInferRequest(model_name=model, raw_input_contents=[x.tobytes()])
         request.inputs.add(name=name, shape=x.shape, datatype=_NAMES[str(x.dtype)])
         answer = self.call("ModelInfer", request, grpc_service_pb2.ModelInferResponse)
@@ -96,7 +96,7 @@ class Server:
         self.call("CudaSharedMemoryRegister", request, shared_memory_pb2.CudaSharedMemoryRegisterResponse)
 
     def ledger_bytes(self, model: str) -> float:
-        """Memory of devices that a model holds."""
+        """Device memory that the server's ledger assigns to a model."""
         with urllib.request.urlopen(self._metrics, timeout=_CALL_S) as response:
             lines = response.read().decode().splitlines()
         own = [line for line in lines if re.match(rf'ortserve_device_ledger_bytes{{.*owner="{model}[/"]', line)]
@@ -105,7 +105,7 @@ class Server:
 
 @contextmanager
 def serving(repository: Path, *flags: str) -> Iterator[Server]:
-    """A server on free ports, after its initial loading."""
+    """Start a server on free ports and wait for the end of its initial loading."""
     ports = [part for name in ("http", "grpc", "metrics") for part in (f"--{name}-port", "0")]
     command = [sys.executable, "-m", "ortserve", "serve", str(repository), *ports, *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -129,16 +129,16 @@ def serving(repository: Path, *flags: str) -> Iterator[Server]:
 
 
 def used_bytes() -> int:
-    """Memory of the first GPU that is in use, as the driver counts it."""
+    """Used memory of the first GPU, as the driver counts it."""
     import pynvml
 
     pynvml.nvmlInit()
     device = pynvml.nvmlDeviceGetHandleByIndex(0)
-    return int(pynvml.nvmlDeviceGetMemoryInfo(device, version=pynvml.nvmlMemory_v2).used)  # without what is reserved
+    return int(pynvml.nvmlDeviceGetMemoryInfo(device, version=pynvml.nvmlMemory_v2).used)  # excludes reserved memory
 
 
 def one_row(spec: ort.NodeArg, seed: int) -> np.ndarray:
-    """Random numbers for an input of FP32, or tokens for one of INT64."""
+    """Random numbers for an FP32 input, or tokens for an INT64 input."""
     shape, random = [size if isinstance(size, int) else 1 for size in spec.shape], np.random.default_rng(seed)
     return random.random(shape, np.float32) if "float" in spec.type else random.integers(0, 8, shape, np.int64)
 
@@ -146,7 +146,7 @@ def one_row(spec: ort.NodeArg, seed: int) -> np.ndarray:
 def follow_requests(
     server: Server, model: str, path: Path, requests: int, is_near: Callable[[np.ndarray, np.ndarray], bool]
 ) -> Iterator[str]:
-    """One request after the other, whose answers are compared with the CPU's."""
+    """Send requests one after the other and compare their answers with the CPU's. Yields lines of results."""
     session = ort.InferenceSession(str(path), providers=[CPU])
     spec = session.get_inputs()[0]
     for protocol, infer in (("REST", server.infer_rest), ("gRPC", server.infer_grpc)):
@@ -164,7 +164,7 @@ def follow_requests(
 
 
 def share_memory(server: Server, path: Path, is_near: Callable[[np.ndarray, np.ndarray], bool]) -> str:
-    """A request whose input and output lie in GPU memory of another process."""
+    """Send a request whose input and output are in GPU memory of another process. Returns a line of results."""
     session = ort.InferenceSession(str(path), providers=[CPU])
     spec, output = session.get_inputs()[0], session.get_outputs()[0].name
     name, x = spec.name, one_row(spec, 0)
@@ -202,16 +202,16 @@ def whole_server(
 
     Args:
         device: ``cuda``, or ``host`` for the CPU.
-        folder: For the repository; empty.
-        large: The model.
-        requests: To each model by each protocol.
-        is_near: Whether an answer is near enough to the CPU's.
+        folder: Empty folder for the repository.
+        large: File of the large model.
+        requests: Number of requests to each model over each protocol.
+        is_near: Whether an answer is close enough to the CPU's.
 
     Yields:
         Lines of results.
 
     Raises:
-        Exception: What failed.
+        Exception: Any failure of a step.
     """
     is_gpu = device == "cuda"
     shutil.copytree(repository_path() / "digits", folder / "digits")

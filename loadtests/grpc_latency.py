@@ -1,12 +1,12 @@
 """How long does a gRPC call take on the native transport, compared with grpcio's?
 
-Level: server. Expected: a call on the native transport takes at most 0.65 of the median time on grpcio's, one in
-flight, and a call of 600 KB or 16 MB takes no longer.
+Level: server. Expected with one call in flight: a call on the native transport takes at most 0.65 of the median time on
+grpcio's; a call of 600 KB or 16 MB takes at most as long.
 
     python loadtests/grpc_latency.py [--rounds 5]
 
-One server for each transport runs all the time, and the servers are called in turns by one grpcio client, whose own
-share of a call is included. Answers are compared with ONNX Runtime's own. The caller shares the servers' processors.
+One server for each transport runs throughout. One grpcio client calls them in turns; times include the client's share.
+Answers are compared with ONNX Runtime's. The client shares the servers' processors.
 Writes ``loadtests/results/grpc_latency.md``.
 """
 
@@ -37,12 +37,12 @@ TRANSPORTS = {"grpcio": "--grpc-transport=grpcio", "native": "--grpc-transport=n
 PORTS = {"grpcio": 18220, "native": 18230}
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 LARGE = {"600 KB": (150_000, 40), "16 MB": (4_000_000, 8)}
-"""Numbers of a request, and calls of a round."""
+"""Numbers (FP32) of a request and calls per round, by name of the size."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A server, and how to ask it: the tiny MLP with this row, whose answer is known."""
+    """A server with its port, and a row for the tiny MLP with its expected answer."""
 
     pid: int
     port: int
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def calls_us(way: Way, model: str, array: np.ndarray, expected: np.ndarray, calls: int) -> float:
-    """Median time of calls, one after the other, by a grpcio client that sends a ``grpc-timeout`` with each."""
+    """Median time of sequential calls by a grpcio client that sends a ``grpc-timeout`` with each call."""
     request = pb.ModelInferRequest(model_name=model, raw_input_contents=[array.tobytes()])
     request.inputs.add(name="x", datatype="FP32", shape=array.shape)
     data = request.SerializeToString()

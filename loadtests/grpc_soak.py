@@ -1,12 +1,13 @@
-"""Does the native gRPC transport keep its memory flat over millions of calls?
+"""Does the memory of the native gRPC transport stay constant over millions of calls?
 
-Level: server. Expected: 10 minutes, at least 5 million calls on many short and long connections, none failed, and the
-last third of the run adds less than 5 MiB of resident memory.
+Level: server. Expected: in 10 minutes with at least 5 million calls on many short and long connections no call fails,
+and the last third of the run adds less than 5 MiB of resident memory.
 
     python loadtests/grpc_soak.py [--minutes 10] [--calls 5000000]
 
-Runs until both are reached. Calls are of all kinds: answered, refused, cancelled, with deadlines that pass, streamed
-and compressed; connections are used a while and left, properly or not. Writes ``loadtests/results/grpc_soak.md``.
+Runs until both the time and the number of calls are reached. Calls are of all kinds: answered, refused, cancelled,
+timed out, streamed and compressed. Connections are used for a while and closed, gracefully or not. Writes
+``loadtests/results/grpc_soak.md``.
 """
 
 import argparse
@@ -60,7 +61,7 @@ async def read(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> pb.ModelStrea
 
 
 class Soak:
-    """Callers until a time, and a count of what became of their calls."""
+    """Makes calls until a given time, and counts their outcomes."""
 
     def __init__(self, address: str, folder: Path) -> None:
         self.address = address
@@ -70,7 +71,7 @@ class Soak:
         self._body.write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
 
     def bulk(self) -> None:
-        """Many calls by h2load, on new connections."""
+        """Make many calls with h2load on new connections."""
         command = ["h2load", f"-n{BULK_CALLS}", "-c8", "-m16", "-d", str(self._body)]
         command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
         command.append(f"http://{self.address}{METHOD}ModelInfer")
@@ -80,7 +81,7 @@ class Soak:
         self.outcomes["answered"] += BULK_CALLS
 
     async def odd(self, rng: random.Random) -> None:
-        """A connection with a call of every kind."""
+        """Open a connection and make a call of every kind."""
         options = (("grpc.use_local_subchannel_pool", 1),)
         async with grpc.aio.insecure_channel(self.address, options) as channel:
             for _ in range(rng.randrange(1, 20)):
@@ -123,7 +124,7 @@ class Soak:
 
 
 async def run(soak: Soak, pid: int, *, seconds: float, calls: int) -> list[tuple[float, int, float]]:
-    """Time, calls so far and resident MiB, after each turn."""
+    """Run turns of calls. Returns the time, the calls so far and the resident MiB after each turn."""
     process = psutil.Process(pid)
     rng = random.Random(0)
     seen: list[tuple[float, int, float]] = []

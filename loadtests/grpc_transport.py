@@ -1,14 +1,14 @@
 """What does a gRPC call cost on the server's own transport, compared with grpcio's?
 
 Level: server. Expected: for the tiny MLP the native transport answers at least four times as many calls as grpcio's,
-and needs at most a quarter of its CPU for each.
+and uses at most a quarter of grpcio's CPU time per call.
 
     python loadtests/grpc_transport.py [--rounds 5] [--seconds 5] [--connections 4] [--streams 8]
 
-Both servers run all the time, one is loaded at a time, in turns, by two kinds of callers: h2load, whose header blocks
-never change, and grpcio clients in processes of their own, which are what users have. A checker compares answers with
-ONNX Runtime's own while the load is on. CPU is that of the server's process tree; the load generator shares its
-processors. Writes ``loadtests/results/grpc_transport.md``.
+Both servers run throughout and are loaded in turns by two kinds of callers: h2load, whose header blocks never change,
+and grpcio clients in separate processes, as users run them. A checker compares answers with ONNX Runtime's during the
+load. CPU is that of the server's process tree; the load generator shares its processors. Writes
+``loadtests/results/grpc_transport.md``.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Arm:
 
 
 def by_h2load(arm: Arm, folder: Path, *, connections: int, streams: int, seconds: float) -> int:
-    """Offer a closed loop by h2load; returns calls.
+    """Run a closed loop with h2load. Returns the number of calls.
 
     Raises:
         RuntimeError: h2load is missing, or a call failed.
@@ -86,13 +86,17 @@ def by_h2load(arm: Arm, folder: Path, *, connections: int, streams: int, seconds
 
 
 def by_grpcio(arm: Arm, pool: Executor, *, connections: int, streams: int, seconds: float) -> int:
-    """Offer a closed loop by grpcio's sync clients: a process a connection, with so many threads; returns calls."""
+    """Run a closed loop with grpcio's synchronous clients: a process per connection, a thread per stream.
+
+    Returns:
+        The number of calls.
+    """
     offer = partial(call_in_threads, arm, threads=streams, seconds=seconds)
     return sum(future.result(seconds + 60) for future in [pool.submit(offer) for _ in range(connections)])
 
 
 def call_in_threads(arm: Arm, *, threads: int, seconds: float) -> int:
-    """Call from so many threads on one connection; returns calls."""
+    """Call from several threads on one connection. Returns the number of calls."""
     until = time.monotonic() + seconds
     with grpc.insecure_channel(arm.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)

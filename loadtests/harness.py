@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: servers as processes, a load from wrk, CPU time of a process tree, tables."""
+"""Shared by the benchmarks: servers as processes, load by wrk, CPU time of a process tree, tables of results."""
 
 import json
 import multiprocessing
@@ -43,10 +43,10 @@ class Load:
 
 @contextmanager
 def running(command: Sequence[str], ready_url: str, environment: Mapping[str, str] = NOTHING) -> Iterator[int]:
-    """A server process from its readiness to the end of the block; yields its process id.
+    """Start a server process, wait until it is ready, and end it after the block. Yields its process id.
 
     Raises:
-        RuntimeError: It does not start, or another server answers at ``ready_url`` already.
+        RuntimeError: The server does not start, or another server already answers at ``ready_url``.
     """
     if _answers(ready_url):
         raise RuntimeError(f"another server answers at {ready_url} already")
@@ -60,7 +60,7 @@ def running(command: Sequence[str], ready_url: str, environment: Mapping[str, st
 
 @contextmanager
 def serving(repository: Path, port: int, *flags: str, environment: Mapping[str, str] = NOTHING) -> Iterator[int]:
-    """Start an ortserve on ``port`` (HTTP) and the two ports after it; yield its process id once it is ready."""
+    """Start ortserve on ``port`` (HTTP) and the next two ports. Yields its process id once it is ready."""
     ports = [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
     command = [sys.executable, "-m", "ortserve", "serve", str(repository), "--log-level=warning", *ports, *flags]
     with running(command, f"http://127.0.0.1:{port}/v2/health/ready", environment) as pid:
@@ -68,14 +68,14 @@ def serving(repository: Path, port: int, *flags: str, environment: Mapping[str, 
 
 
 def post(url: str, body: bytes) -> dict[str, object]:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # a server of ours
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # an ortserve
     with urllib.request.urlopen(request, timeout=30) as answer:
         document: dict[str, object] = json.load(answer)
     return document
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process and its children so far."""
+    """User and system time of a process and its children so far, in seconds."""
     total = 0.0
     root = psutil.Process(pid)
     for process in (root, *root.children(recursive=True)):
@@ -94,7 +94,7 @@ def wrk(
     seconds: int,
     headers: Mapping[str, str] = NOTHING,
 ) -> Load:
-    """Offer a closed loop of ``connections`` for ``seconds``, with these headers beside the content's type.
+    """Run a closed loop of ``connections`` with wrk for ``seconds``. ``headers`` are sent besides the content type.
 
     Raises:
         RuntimeError: wrk is missing, or an answer was an error.
@@ -126,7 +126,7 @@ def checking(check: Callable[[], None]) -> Iterator[None]:
     """Call ``check`` repeatedly in a thread while the block runs.
 
     Raises:
-        AssertionError: Whatever ``check`` raised, or that it never got to run.
+        AssertionError: ``check`` failed or never ran.
     """
     stop = Event()
     failures: list[Exception] = []
@@ -165,7 +165,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def circumstances(build: str = "compiled" if IS_COMPILED else "interpreted") -> str:
-    """Machine, versions, build of the package, commit and command, for the head of a report."""
+    """Describe machine, versions, build of the package, commit and command, for the head of a report."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     packages = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "uvicorn", "fastapi", "grpcio", "numpy"))
     processors = len(os.sched_getaffinity(0))
@@ -176,7 +176,7 @@ def circumstances(build: str = "compiled" if IS_COMPILED else "interpreted") -> 
 
 
 def receive(pipe: Pipe, silence_s: float) -> Any:
-    """The next message of a process. Raises TimeoutError after this silence."""
+    """Receive the next message of a process. Raises TimeoutError after ``silence_s`` without one."""
     if not pipe.poll(silence_s):
         raise TimeoutError("a process of this benchmark does not answer")
     return pipe.recv()
@@ -184,7 +184,7 @@ def receive(pipe: Pipe, silence_s: float) -> Any:
 
 @contextmanager
 def process(target: Any, *arguments: Any) -> Iterator[Pipe]:
-    """A process with a pipe; it ends on None or with the block."""
+    """Start a process and yield a pipe to it. The process ends when it receives None or when the block ends."""
     ours, theirs = _SPAWN.Pipe()
     started = _SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)
     started.start()
@@ -200,7 +200,7 @@ def process(target: Any, *arguments: Any) -> Iterator[Pipe]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and its child processes, some of which do not end by themselves."""
+    """End a server and its child processes; some do not end with their parent."""
     if process.poll() is not None:
         return
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]

@@ -1,13 +1,13 @@
-"""What do huge pages change for a model with large weights: opening it, running it, and freeing it?
+"""How do huge pages affect a model with large weights: opening it, running it and freeing it?
 
-Level: engine. Expected, of huge pages against pages of 4 KiB: freeing the session, which holds the interpreter lock and
-so stops the event loop of a server, takes at most a fifth; opening takes no longer; runs take as long, within the
-noise; memory grows by at most 5 %.
+Level: engine. Expected for huge pages against pages of 4 KiB: freeing the session takes at most a fifth of the time; it
+holds the interpreter lock and so blocks a server's event loop. Opening takes no longer, runs take as long within the
+noise, and memory grows by at most 5 %.
 
     python loadtests/huge_pages.py [--rounds 5]
 
-Each arm opens a model with 200 MB of weights three times in a process of its own, in turns; the tunable of glibc is all
-that differs. Outputs of both arms are compared. The kernel must give huge pages on request
+Each arm opens a model with 200 MB of weights three times in a separate process; the arms take turns and differ only in
+the tunable of glibc. Outputs of both arms are compared. The kernel must provide huge pages on request
 (/sys/kernel/mm/transparent_hugepage/enabled: madvise). Writes ``loadtests/results/huge_pages.md``.
 """
 
@@ -36,7 +36,7 @@ RUNS = 5
 
 
 def measure(path: Path) -> dict[str, float]:
-    """Open, run and free the model; figures are medians of three times."""
+    """Open, run and free the model three times. Returns medians."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()

@@ -1,13 +1,13 @@
-"""What do requests with large tensors cost the server, and how much of that is receiving them at all?
+"""What do requests with large tensors cost the server, and how much of that is receiving the bytes?
 
-Level: server. Expected: a REST request of 16 MB takes at most three times the CPU of a process which receives as
-many bytes into memory and does nothing with them; a gRPC call of 16 MB takes at most 0.8 of grpcio's, one of 64 KB no
-more than grpcio's.
+Level: server. Expected: a REST request of 16 MB takes at most three times the CPU of a process that only receives as
+many bytes into memory. A gRPC call of 16 MB takes at most 0.8 of the CPU of a call on grpcio's transport, a call of
+64 KB at most as much.
 
     python loadtests/large_requests.py [--rounds 7] [--results DIR]
 
-One server for each way runs all the time, one is asked at a time, in turns, by one caller that waits for each answer:
-the largest number of a tensor of FP32, so that the answer is small. Answers are compared. Writes
+One server for each way runs throughout. One caller sends requests to them in turns and waits for each answer. The model
+returns the largest number of an FP32 tensor, so that answers are small. Answers are compared. Writes
 ``loadtests/results/large_requests.md``.
 """
 
@@ -41,7 +41,7 @@ from harness import circumstances, serving, spread, table  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
 SIZES: Final = {"64 KB": (65_536, 400), "600 KB": (600_000, 200), "16 MB": (16_000_000, 20)}
-"""Bytes of a tensor, and requests of a round."""
+"""Bytes of a tensor and requests per round, by name of the size."""
 WAYS: Final = {
     "REST": ("--grpc-transport=native", 18300),
     "gRPC, native": ("--grpc-transport=native", 18320),
@@ -55,7 +55,7 @@ ASKED: Final = (
     ("16 MB", "gRPC, native", "gRPC, grpcio", 0.8),
     ("64 KB", "gRPC, native", "gRPC, grpcio", 1.0),
 )
-"""Size, way, what its CPU is compared with, and the ratio that is asked for at most."""
+"""Goals: size, way, the way to compare its CPU with, and the maximum ratio."""
 
 Ask = Callable[[], float]
 """Sends one request and returns its answer."""
@@ -63,14 +63,14 @@ Ask = Callable[[], float]
 
 @dataclass(frozen=True)
 class Measured:
-    """µs of a request: CPU of the server, and median time."""
+    """CPU time of the server per request, and median time of a request, in µs."""
 
     cpu_us: float
     p50_us: float
 
 
 class Sink(asyncio.BufferedProtocol):
-    """Receives a length of eight bytes and as many more, and answers with the largest number among them."""
+    """Receives a length of eight bytes and then that many bytes; answers with the last four of them."""
 
     def __init__(self) -> None:
         self._place = memoryview(bytearray(8))
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def write_model(path: Path) -> None:
-    """The largest number of each row."""
+    """Write a model that returns the largest number of each row."""
     tensor = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph(
         [onnx.helper.make_node("ReduceMax", ["x"], ["y"], axes=[1])],
@@ -147,7 +147,7 @@ def write_model(path: Path) -> None:
 
 
 def caller(way: str, array: np.ndarray, stack: ExitStack) -> Ask:
-    """What asks a server, once on a connection of its own, and checks each answer."""
+    """Returns a function that sends one request on a persistent connection and checks the answer."""
     ask: Ask
     if way.startswith("gRPC"):
         ask = grpc_caller(WAYS[way][1] + 1, array, stack)
@@ -225,7 +225,7 @@ def measure(pid: int, ask: Ask, requests: int) -> Measured:
 
 
 def cpu_ns(pid: int) -> int:
-    """CPU time of all threads by the scheduler's own count: that of ``times`` has ticks of 10 ms."""
+    """CPU time of all threads as the scheduler counts it; ``times`` has a resolution of 10 ms."""
     threads = (Path(f"/proc/{pid}/task/{thread.id}/schedstat") for thread in psutil.Process(pid).threads())
     return sum(int(thread.read_text().split()[0]) for thread in threads)
 

@@ -1,21 +1,25 @@
 """What do a thousand small models cost, and what does a server with room for fifty of them answer?
 
-Level: server. Expected: models load side by side in less time than one after the other; the median of one model with a
-thousand loaded is at most 1.1 times its median alone; with a budget for fifty models and a Zipf load every answer is
-right; loads raise the p99 of models that serve at most 1.5 times.
+Level: server. Expected:
+
+- Concurrent loading takes less time than sequential loading.
+- The median of one model with a thousand loaded is at most 1.1 times its median alone.
+- With a memory budget for fifty models and a Zipf load every answer is correct.
+- Loading raises the p99 of serving models to at most 1.5 times.
 
     python loadtests/many_models.py [--models 1000] [--room 50] [--seconds 20]
 
 - Start: the time until all models are ready, and the growth of private memory, threads and descriptors per model. The
-  arm "one at a time" is the same server with a budget that is never used up, under which loads run one by one.
-- Median, p99 and CPU time per request: one connection asks one model, in turns on a server with all models
+  arm "one at a time" is the same server with a memory budget that is never reached; a budget makes loads sequential.
+- Median, p99 and CPU time per request: one connection sends requests to one model, in turns on a server with all models
   and on one with that model alone.
-- Zipf: four connections ask models by a Zipf distribution of exponent 1.1, on a server whose budget has room for some.
-- Loads: one connection asks one model while another client loads and unloads others all the time, in turns with rest.
+- Zipf: four connections choose models by a Zipf distribution of exponent 1.1, on a server whose budget holds only some.
+- Loads: one connection sends requests to one model. In turns, another client loads and unloads other models
+  continuously or pauses.
 
-The script is one process beside the server; answers are compared with numpy. The thread that asks has a higher priority
-than those that load, where the system permits it: a client on another machine does not wait for those threads either.
-Writes ``loadtests/results/many_models.md``.
+The script is one process beside the server; it compares answers with numpy. The requesting thread has a higher priority
+than the loading threads, where the system permits it, because a client on another machine would not wait for them
+either. Writes ``loadtests/results/many_models.md``.
 """
 
 import argparse
@@ -50,7 +54,7 @@ TURNS = 40
 
 
 def make_model(path: Path, seed: int, width: int = WIDTH, hidden: int = HIDDEN) -> np.ndarray:
-    """Write a model with two layers; returns its answer to ``ROW``."""
+    """Write a model with two layers. Returns its answer to ``ROW``."""
     rng = np.random.default_rng(seed)
     first, second = (rng.standard_normal(shape, np.float32) / 8 for shape in ((width, hidden), (hidden, OUT)))
     nodes = [
@@ -72,7 +76,7 @@ def make_model(path: Path, seed: int, width: int = WIDTH, hidden: int = HIDDEN) 
 
 @dataclass
 class Server:
-    """A server of this script, and what it took to start."""
+    """A server under test, with the time and memory of its start."""
 
     pid: int
     http: int
@@ -80,7 +84,7 @@ class Server:
     started_s: float
 
     def status(self) -> dict[str, float]:
-        """Private MB, threads and descriptors."""
+        """Private memory in MB, and the numbers of threads and descriptors."""
         text = Path(f"/proc/{self.pid}/status").read_text()
         numbers = {name: int(re.search(rf"{name}:\s+(\d+)", text)[1]) for name in ("RssAnon", "Threads")}  # type: ignore[index]
         files = len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
@@ -90,7 +94,7 @@ class Server:
         return HTTPConnection("127.0.0.1", self.http, timeout=60)
 
     def sample(self, name: str) -> dict[str, float]:
-        """The values of a metric by their labels."""
+        """The values of a metric, by labels."""
         connection = HTTPConnection("127.0.0.1", self.metrics, timeout=60)
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
@@ -126,7 +130,7 @@ def serving(repository: Path, *flags: str) -> Iterator[Server]:
 
 
 def ask(connection: HTTPConnection, model: str) -> tuple[int, np.ndarray, float]:
-    """Status, answer and seconds of one request."""
+    """Send one request. Returns its status, answer and duration in seconds."""
     began = time.perf_counter()
     connection.request("POST", f"/v2/models/{model}/infer", BODY)
     response = connection.getresponse()
@@ -138,7 +142,7 @@ def ask(connection: HTTPConnection, model: str) -> tuple[int, np.ndarray, float]
 
 
 def times(server: Server, model: str, seconds: float) -> list[float]:
-    """Milliseconds of requests that follow each other on one connection."""
+    """Durations in ms of consecutive requests on one connection."""
     connection, found = server.connect(), []
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
@@ -153,7 +157,7 @@ def p(values: list[float], percent: float) -> float:
 
 
 def compare_alone(many: Path, one: Path, seconds: float) -> list[list[str]]:
-    """Figures of one model beside all others, and alone, over short turns, of which each begins with the other one."""
+    """Measure one model beside all others and alone, in short rounds with alternating order."""
     found: dict[str, list[float]] = {"beside": [], "alone": []}
     spent_s = dict.fromkeys(found, 0.0)
     with serving(many) as crowded, serving(one) as alone:
@@ -173,7 +177,7 @@ def compare_alone(many: Path, one: Path, seconds: float) -> list[list[str]]:
 
 
 def zipf(server: Server, expected: Mapping[str, np.ndarray], seconds: float) -> dict[str, float]:
-    """Ask models by a Zipf distribution on four connections; compare every answer."""
+    """Send requests to models by a Zipf distribution on four connections; compare every answer."""
     names = sorted(expected)
     weights = 1 / np.arange(1, len(names) + 1) ** 1.1
     weights /= weights.sum()
@@ -212,7 +216,7 @@ def zipf(server: Server, expected: Mapping[str, np.ndarray], seconds: float) -> 
 
 
 def loads_beside(folder: Path, seconds: float) -> list[list[str]]:
-    """p50 and p99 of one model at rest, and while other models are loaded and unloaded all the time, in turns."""
+    """p50 and p99 of one model, in turns while no model loads and while other models load and unload continuously."""
     make_model(folder / "m0000" / "1" / "model.onnx", 0)
     for number, (width, hidden) in enumerate(((256, 256), (1024, 2048), (2048, 4096))):
         make_model(folder / f"load{number}" / "1" / "model.onnx", number, width, hidden)

@@ -1,15 +1,15 @@
-"""What does counting one answered request cost the event loop, and what does a scrape of a thousand models take?
+"""What does counting one answered request cost the event loop, and how long does a scrape of a thousand models take?
 
-Counting: prometheus_client's Histogram, or plain lists?
+Level: function, one thread, nothing else running. Both arms run interleaved; figures are medians of the rounds and
+their spread.
 
-A request is six observations (its duration and five phases), labels bound beforehand in both arms. Expected: a lock and
-a linear search each make the library several times dearer. Both arms run interleaved; the figures are the medians of
-the rounds and their spread. Function level, one thread, nothing else running. Before anything is written, the arms'
-buckets are compared.
+Counting: prometheus_client's Histogram against plain lists. A request is six observations (its duration and five
+phases); labels are bound in advance in both arms. Expected: the library takes several times as long, because each
+observation acquires a lock and searches linearly. The buckets of the arms are compared before anything is written.
 
-Scraping: prometheus_client's text writer, or ``telemetry.families``? A thousand models that have all been used, and
-of which one in ten is used between scrapes. Expected: the library makes each sample anew, ours only what changed, so
-several times less. Both arms run interleaved, on the same numbers, and the processor's time is measured. Writes
+Scraping: prometheus_client's text writer against ``telemetry.families``. All of a thousand models have been used, and
+one in ten is used between scrapes. Expected: several times less, because the library writes every sample again and
+``families`` only those that changed. Both arms write the same numbers; processor time is measured. Writes
 ``loadtests/results/metrics_cost.md``.
 
     python loadtests/metrics_cost.py [--rounds 11]
@@ -33,7 +33,7 @@ from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.readings import BatchingNumbers
 from ortserve.telemetry.statistics import TritonMetrics
 
-# Durations of a small model on a CPU: 40 µs, 30 µs, 10 µs, 250 µs, 60 µs.
+# Phases of a request to a small model on a CPU: 40 µs, 30 µs, 10 µs, 250 µs, 60 µs.
 TIMING = Timing(1_000_000, 1_040_000, 1_070_000, 1_080_000, 1_330_000, 1_390_000)
 
 
@@ -68,7 +68,7 @@ def buckets_of(registry: CollectorRegistry) -> list[str]:
 
 
 def compare_counting(rounds: int, requests: int) -> str:
-    """The cost of counting a request, as Markdown."""
+    """Measure the cost of counting a request. Returns Markdown."""
     arms = {"prometheus_client.Histogram": library_arm(), "telemetry.metrics": collector_arm()}
     taken_us: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
@@ -81,7 +81,7 @@ def compare_counting(rounds: int, requests: int) -> str:
 
 
 def compare_scrapes(rounds: int, models: int) -> tuple[str, float]:
-    """What a scrape takes, as Markdown, and how much is written in each, in MB."""
+    """Measure scrapes. Returns a table as Markdown, and the size of a scrape in MB."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     TritonMetrics(registry, metrics)

@@ -2,8 +2,8 @@
 
     python naive_server.py PORT NAME=MODEL.onnx … [--one-thread]
 
-It takes and gives the same JSON documents as ortserve, so that both do the same job. The session is made as ONNX
-Runtime's first example makes it; ``--one-thread`` gives it one thread, as an expert would for very small models.
+It reads and writes the same JSON documents as ortserve, so that both do the same work. It creates the session as in
+ONNX Runtime's first example; ``--one-thread`` limits it to one thread, as an expert would for very small models.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The neighbours of ``noisy_neighbour.py``: the requests of each, and the process that sends them.
 
-Bodies are made before the measurement and the same bytes go out each time; the process has the lowest priority, so that
-its own work takes little from the processors that it shares with the server.
+Bodies are built before the measurement, and the same bytes are sent each time. The process has the lowest priority,
+because it shares the processors with the server.
 """
 
 import http.client
@@ -31,23 +31,23 @@ from ortserve.core.dtypes import DataType
 from raw_grpc import end_of_call
 
 SLOWEST_S: Final = 60.0
-"""How long an answer is waited for."""
+"""Timeout of an answer."""
 MIB: Final = 2**20
 
 _METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
 _UNREAD: Final = 16
-"""Connections of callers that read nothing."""
+"""Number of connections whose callers read no answers."""
 _PIECE_BYTES: Final = 65_536
 _LOOP_STEPS: Final = 500_000
 _HEADERS: Final[Mapping[str, str]] = {"Content-Type": "application/json"}
 
 Ask = Callable[[], Sequence[str]]
-"""Sends once, and returns what became of each request: an HTTP status, or the name of a gRPC status."""
+"""Sends once and returns the outcome of each request: an HTTP status or the name of a gRPC status."""
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The address of the server."""
+    """The ports of the server on 127.0.0.1."""
 
     http: int
     grpc: int
@@ -55,9 +55,14 @@ class Ports:
 
 @dataclass(frozen=True)
 class Neighbour:
-    """``every_s`` is the time from one sending to the next, where the answer is there by then.
+    """A client that may disturb others.
 
-    ``extra_bytes`` is memory beside the account of requests that the server may take: that of a model it loads.
+    Attributes:
+        name: Name for the option ``--only`` and the table.
+        sends: Description of its requests.
+        every_s: Interval between requests; longer if the answer takes longer.
+        prepare: Builds the requests.
+        extra_bytes: Memory that the server may use in addition to its request limit, for a model it loads.
     """
 
     name: str
@@ -68,7 +73,7 @@ class Neighbour:
 
 
 def write_models(repository: Path) -> tuple[str, ...]:
-    """Write all models that neighbours ask for; returns the names of those that are to be loaded from the start."""
+    """Write all models that neighbours request. Returns the names of the models to load at start."""
     made: dict[str, Callable[[Path], Path]] = {
         "counted": costly.counted_loop,
         "widened": costly.widened,
@@ -87,7 +92,10 @@ def write_models(repository: Path) -> tuple[str, ...]:
 
 
 def neighbour(pipe: Pipe, name: str, ports: Ports) -> None:
-    """The process: reports that it is prepared, sends between one message and the next, then returns its counts."""
+    """Run the neighbour's process.
+
+    It reports that it is prepared. Then it starts sending on each first message, stops on the next, and returns counts.
+    """
     os.nice(19)
     chosen = next(one for one in NEIGHBOURS if one.name == name)
     with ExitStack() as stack:
@@ -114,7 +122,7 @@ def _posting(ports: Ports, path: str, body: bytes, headers: Mapping[str, str] = 
     sized = {**headers, "Content-Length": str(len(body))}
 
     def ask() -> Sequence[str]:
-        # A kernel without preemption lends the processor for a whole call, so that the body is sent in pieces.
+        # A kernel without preemption runs a whole system call at once, so the body is sent in pieces.
         connection = http.client.HTTPConnection("127.0.0.1", ports.http, timeout=SLOWEST_S, blocksize=_PIECE_BYTES)
         with closing(connection):
             connection.request("POST", path, io.BytesIO(body), sized)
@@ -131,7 +139,7 @@ def _inferring(ports: Ports, model: str, body: bytes, headers: Mapping[str, str]
 
 
 def _calling(ports: Ports, stack: ExitStack, message: bytes) -> Ask:
-    """A call by gRPC's own client with the message's bytes unchanged."""
+    """Returns a call by grpcio's client that sends the message's bytes unchanged."""
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
     channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{ports.grpc}", options))
     call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
@@ -147,7 +155,7 @@ def _calling(ports: Ports, stack: ExitStack, message: bytes) -> Ask:
 
 
 def _calling_compressed(ports: Ports, message: bytes) -> Ask:
-    """A call whose message was compressed beforehand and fits the first window of HTTP/2."""
+    """Returns a call whose message is compressed in advance and fits the initial window of HTTP/2."""
     packed = crafted.gzipped(message)
     body = b"\1" + len(packed).to_bytes(4) + packed
     assert len(body) < 65_536
@@ -205,7 +213,7 @@ def _empty_texts(ports: Ports, _: ExitStack) -> Sequence[Ask]:
 
 
 def _typed_integers(ports: Ports, stack: ExitStack) -> Sequence[Ask]:
-    count, small = 15_000_000, b"\xd0\x86\x03\x05"  # 50,000 and 5: varints of three bytes and of one
+    count, small = 15_000_000, b"\xd0\x86\x03\x05"  # 50,000 and 5 as varints of three bytes and one byte
     narrow = crafted.typed_message("largest_int32", "INT32", 2, small * count, 2 * count)
     wide_value = crafted.varint(2**40)
     wide_count = 60_000_000 // len(wide_value)
@@ -221,7 +229,7 @@ def _typed_texts(ports: Ports, stack: ExitStack) -> Sequence[Ask]:
 
 
 def _loop_model(ports: Ports, _: ExitStack) -> Sequence[Ask]:
-    """Fifty quick runs, from which a server may learn that runs are quick, then a long one."""
+    """Fifty short runs, from which the server may learn that runs are short, then a long one."""
 
     def body(steps: int) -> bytes:
         return orjson.dumps({"inputs": [{"name": "n", "datatype": "INT64", "shape": [1], "data": [steps]}]})
@@ -242,7 +250,7 @@ def _load(ports: Ports, _: ExitStack) -> Sequence[Ask]:
 
 
 def _failing(ports: Ports, _: ExitStack) -> Sequence[Ask]:
-    """Thirty-two requests at once, of which every fourth makes the run of its batch fail."""
+    """Thirty-two requests at once; every fourth makes the run of its batch fail."""
 
     def request(value: int) -> bytes:
         tensor = {"name": "x", "datatype": "INT64", "shape": [1, 4], "data": [value] * 4}
@@ -266,7 +274,7 @@ def _failing(ports: Ports, _: ExitStack) -> Sequence[Ask]:
 
 
 def _slow_readers(ports: Ports, stack: ExitStack) -> Sequence[Ask]:
-    """Callers on both protocols that request 4 MB each, read nothing, and disconnect when others have connected."""
+    """Callers on both protocols that each request 4 MB, read nothing, and disconnect after others have connected."""
     tensor = {"name": "n", "datatype": "INT64", "shape": [1], "data": [1_000_000]}
     wanted = {"inputs": [tensor], "parameters": {"binary_data_output": True}}
     rest = crafted.http_request("widened", orjson.dumps(wanted))
@@ -331,7 +339,7 @@ def _status(connection: socket.socket) -> str:
 
 
 def _unread_call(body: bytes) -> bytes:
-    """The client's bytes of one gRPC call with windows for a large answer, in HTTP/2."""
+    """The HTTP/2 bytes that a client sends for one gRPC call, with windows for a large answer."""
     connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
     connection.local_settings = Settings(initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 2**30})
     connection.initiate_connection()

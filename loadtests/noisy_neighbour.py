@@ -1,17 +1,17 @@
 """Can one client delay the others?
 
-Level: server. Expected: beside every neighbour the 99th percentile of small requests is at most 3 ms and at most 3
-times that of the same requests alone, on both protocols, and the server's memory grows by no more than its account of
-requests (``max_inflight_bytes``, and the model that a neighbour has it load).
+Level: server. Expected beside every neighbour: the 99th percentile of small requests is at most 3 ms and at most 3
+times that of the same requests alone, on both protocols. The server's memory grows by at most its limit for requests
+(``max_inflight_bytes``) and the size of a model that the neighbour makes it load.
 
     python loadtests/noisy_neighbour.py [--only NAME,...] [--seconds 4] [--rounds 2] [--base DIR] [--results DIR]
 
-For each neighbour (``neighbours.py`` lists them) a server is started, and stretches alone and beside the neighbour take
-turns. Small requests, one row of a tiny MLP, come at a fixed rate on each protocol from a process of their own
-(``small_requests.py``); their latency counts from when they were due. The neighbour is another process, of the lowest
-priority. With ``--base`` the server of another source tree is measured in the same turns. All answers to small
-requests are checked. Writes ``loadtests/results/noisy_neighbour.md``, but not with ``--base`` or ``--only``; ends with
-1 where an aim is missed.
+Each neighbour (``neighbours.py`` lists them) gets a new server, on which stretches alone and beside the neighbour take
+turns. A separate process (``small_requests.py``) sends small requests, one row of a tiny MLP, at a fixed rate on each
+protocol; their latency counts from their due time. The neighbour is another process with the lowest priority. With
+``--base`` the server of another source tree is measured in the same turns. All answers to small requests are checked.
+Writes ``loadtests/results/noisy_neighbour.md``, but not with ``--base`` or ``--only``. Exits with 1 if a goal is
+missed.
 """
 
 import argparse
@@ -41,16 +41,16 @@ from small_requests import PATIENCE_S, PROTOCOLS, RATE, Row, Stretch, probe, sma
 
 PORT: Final = 18400
 INFLIGHT_BYTES: Final = 1024 * MIB
-"""The server's account of requests, so that what memory is allowed does not depend on the machine."""
+"""The server's limit for requests; fixed, because the default depends on the machine's memory."""
 MOST_MS: Final = 3.0
 MOST_RATIO: Final = 3.0
 SILENCE_S: Final = PATIENCE_S + SLOWEST_S
-"""After which a process counts as stuck."""
+"""Silence after which a process counts as stuck."""
 
 
 @dataclass
 class Found:
-    """Results of one neighbour and one server: stretches by protocol, alone and beside, and the server's cost."""
+    """Results of one neighbour and one server: stretches by protocol, alone and beside it, and the server's cost."""
 
     alone: dict[str, list[Stretch]] = field(default_factory=lambda: {protocol: [] for protocol in PROTOCOLS})
     beside: dict[str, list[Stretch]] = field(default_factory=lambda: {protocol: [] for protocol in PROTOCOLS})
@@ -60,7 +60,7 @@ class Found:
     faults: list[str] = field(default_factory=list)
 
     def misses(self, allowed_bytes: int) -> list[str]:
-        """Which aims are missed, in words."""
+        """Describe the missed goals."""
         missed = list(self.faults)
         for protocol in PROTOCOLS:
             alone, beside = pooled(self.alone[protocol]), pooled(self.beside[protocol])
@@ -81,7 +81,7 @@ class Found:
 
 
 def pooled(stretches: Sequence[Stretch]) -> Stretch:
-    """All requests of some stretches as one."""
+    """Merge the requests of several stretches into one."""
     latencies = np.concatenate([one.latencies_s for one in stretches]) if stretches else np.empty(0)
     wrong = tuple(text for one in stretches for text in one.wrong)
     return Stretch(latencies, wrong, sum(one.lost for one in stretches))
@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--base", type=Path, help="source folder (PYTHONPATH) of another server to compare with")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a server that stands still must not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a hanging server must not outlive this script
     chosen = [one for one in NEIGHBOURS if one.name in options.only]
     if unknown := set(options.only) - {one.name for one in chosen}:
         parser.error(f"no such neighbour: {', '.join(sorted(unknown))}")
@@ -128,13 +128,13 @@ def measure(
     options: argparse.Namespace,
     environment: Mapping[str, str],
 ) -> Found:
-    """Start a server and both processes, and let stretches alone and beside the neighbour take turns."""
+    """Start a server and both client processes, and alternate stretches alone and beside the neighbour."""
     found = Found()
     ports = Ports(PORT, PORT + 1)
     flags = ["--example", "--model-control-mode=explicit", f"--max-inflight-bytes={INFLIGHT_BYTES}"]
     flags += [f"--load-model={','.join(models)}", "--warmup-s=0.2"]
     with ExitStack() as stack:
-        other = stack.enter_context(process(neighbour, one.name, ports))  # it makes its bodies meanwhile
+        other = stack.enter_context(process(neighbour, one.name, ports))  # builds its bodies meanwhile
         pid = stack.enter_context(serving(folder, PORT, *flags, environment=environment))
         small = stack.enter_context(process(probe, {"REST": ports.http, "gRPC": ports.grpc}, row))
         assert receive(other, SILENCE_S) == "prepared"
@@ -158,7 +158,7 @@ def measure(
             add(found.beside, stretches)
             found.peak_bytes = max(found.peak_bytes, memory_bytes(pid, "VmHWM") - base)
             if any(stretch.lost for stretch in stretches.values()):
-                break  # the server does not answer any more: nothing is left to compare
+                break  # the server no longer answers, so there is nothing to compare
     return found
 
 
@@ -172,14 +172,14 @@ def ask_stretch(small: Pipe, seconds: float) -> None:
 
 
 def begin_peak(pid: int) -> float:
-    """Have the kernel forget the peaks of memory; returns the time."""
+    """Reset the kernel's record of peak memory of a process and its children. Returns the time."""
     for each in tree(pid):
         Path(f"/proc/{each}/clear_refs").write_text("5")  # proc(5)
     return time.monotonic()
 
 
 def memory_bytes(pid: int, name: str) -> int:
-    """A figure of a process and all its children: the sum of peaks is an upper bound of the peak of the sum."""
+    """Sum of a memory figure over a process and its children. The sum of peaks is an upper bound of the peak sum."""
     texts = [Path(f"/proc/{each}/status").read_text() for each in tree(pid)]
     return sum(int(found[1]) * 1024 for text in texts if (found := re.search(rf"{name}:\s+(\d+) kB", text)))
 

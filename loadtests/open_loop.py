@@ -1,6 +1,7 @@
-"""A load that does not wait for answers: requests are sent at the times of a Poisson process, or in a closed loop.
+"""Load generators over HTTP: an open loop with the arrival times of a Poisson process, and a closed loop.
 
-Plain HTTP/1.1 on kept connections, read by hand, so that the load generator takes a fraction of what the server does.
+They use HTTP/1.1 on persistent connections with a minimal parser, so that they take a fraction of the server's CPU
+time.
 """
 
 import asyncio
@@ -15,15 +16,15 @@ import numpy as np
 import uvloop
 
 MAX_CONNECTIONS = 4000
-"""Nearly as many as a server takes by default (``http_max_connections``); what finds none counts as refused."""
+"""Just below the server's default of ``http_max_connections``. Requests that find no connection count as refused."""
 
 Check = Callable[[int, bytes], None]
-"""Raises where a body is not the answer to the request of that number."""
+"""Raises an exception if a body is not the answer to the request with that number."""
 
 
 @dataclass
 class Outcome:
-    """The result of one stretch of load. Latencies are of answers with status 200, in seconds from the due time."""
+    """The result of one stretch of load. Latencies of answers with status 200 are in seconds since the due time."""
 
     seconds: float
     offered: int = 0
@@ -36,7 +37,7 @@ class Outcome:
         return len(self.latencies_s) / self.seconds
 
     def in_time_per_s(self, deadline_s: float) -> float:
-        """Answers within the deadline, a second."""
+        """Answers within the deadline, per second."""
         return sum(latency <= deadline_s for latency in self.latencies_s) / self.seconds
 
     def quantile_ms(self, share: float) -> float:
@@ -53,15 +54,15 @@ def offer(
     seed: int,
     check_every: int = 20,
 ) -> Outcome:
-    """Send ``rate`` requests a second for ``seconds`` without waiting between them, then wait for all answers.
+    """Send ``rate`` requests per second for ``seconds``, independent of answers, then wait for all answers.
 
     Args:
-        port: Of the server on this machine.
-        requests: Whole HTTP requests, sent in turns.
+        port: Port of the server on this machine.
+        requests: Complete HTTP requests, sent in turns.
         check: Called with every ``check_every``-th body of status 200.
-        rate: Mean of a Poisson process.
-        seconds: How long.
-        seed: Of the arrival times; the same seed gives the same times.
+        rate: Mean rate of the Poisson process, per second.
+        seconds: Duration of sending.
+        seed: Seed of the arrival times; equal seeds give equal times.
         check_every: See ``check``.
     """
     gaps = np.random.default_rng(seed).exponential(1 / rate, int(rate * seconds * 1.5) + 100)
@@ -74,11 +75,11 @@ def offer(
         began = time.perf_counter()
         for number, due_s in enumerate(due):
             wait_s = began + due_s - time.perf_counter()
-            # Timers of the loop round to whole milliseconds: what is nearer leaves with its neighbour.
+            # Timers of the loop round to whole milliseconds, so requests due within 0.5 ms are sent at once.
             if wait_s > 0.0005:
                 await asyncio.sleep(wait_s)
             elif number % 8 == 0:
-                await asyncio.sleep(0)  # answers are read meanwhile
+                await asyncio.sleep(0)  # lets the loop read answers
             client.send(began + due_s)
         return await client.finish(seconds)
 
@@ -88,7 +89,7 @@ def offer(
 def closed_loop(
     port: int, requests: Sequence[bytes], check: Check, *, callers: int, seconds: float, check_every: int = 20
 ) -> Outcome:
-    """Let ``callers`` clients send one request after the other for ``seconds``."""
+    """Let each of ``callers`` clients send one request after the other for ``seconds``."""
 
     async def run() -> Outcome:
         client = _Client(port, requests, check, check_every)
@@ -165,7 +166,7 @@ class _Client:
             if connection.number % self._check_every == 0:
                 try:
                     self._check(connection.number, body)
-                except Exception as error:  # a callback of the loop: raised by ``finish``
+                except Exception as error:  # in a callback of the loop; ``finish`` raises it
                     self._failure = error
                 self.outcome.checked += 1
         if self.on_answer is not None:
@@ -209,7 +210,7 @@ class _Connection(asyncio.Protocol):
         self.is_waiting = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit it
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are not subclasses
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.lost(self)

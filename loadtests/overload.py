@@ -1,19 +1,21 @@
-"""Does an overloaded server keep its full throughput of timely answers?
+"""Does an overloaded server maintain its full throughput of timely answers?
 
-Level: server. Expected: at 1.2 and 2 times the capacity, with a deadline of five full batches on each request, at least
-0.90 of the capacity is answered within the deadline. Two models: one whose full batches take about 20 ms, so that the
-load generator beside the server takes a small part of the machine, and one of 5 ms, where generating, reading and
-refusing twice the load takes processor time that the capacity was measured with. The arm in which callers keep 5 ms of
-the deadline back for the way there and back, of which the server knows nothing, was added after the whole deadline had
-missed that with the second model. Without deadlines nearly nothing is answered in time: each answer has waited in a
-queue that only grows.
+Level: server. Expected: at 1.2 and 2 times the capacity, with a deadline of five full batches on each request, answers
+within the deadline reach at least 0.90 of the capacity. Without deadlines hardly any answer is in time, because each
+request has waited in a queue that only grows.
+
+There are two models. Full batches of the first take about 20 ms, so that the load generator uses a small part of the
+machine. Those of the second take 5 ms; generating, reading and rejecting twice the load then takes processor time that
+was available when the capacity was measured. In the arm "less 5 ms" callers reserve 5 ms of the deadline for
+transmission, which the server cannot see. This arm was added after the whole deadline had missed the goal with the
+second model.
 
     python loadtests/overload.py [--rounds 3] [--seconds 6]
 
-Dense models on one thread, open-loop Poisson load from one process beside it. The capacity is measured in each round
-by 64 callers in a closed loop; then come both loads, with the header ``x-request-timeout-ms`` less 5 ms, with the whole
-deadline in it, and without it. Each arm counts what was answered within the same deadline. Samples of answers are
-compared with what ONNX Runtime gives by itself. Writes ``loadtests/results/overload.md``.
+Dense models run on one thread; one process beside the server sends an open-loop Poisson load. Each round measures the
+capacity with 64 callers in a closed loop and then applies both loads in three arms: with the deadline less 5 ms in the
+header ``x-request-timeout-ms``, with the whole deadline, and without the header. Each arm counts answers within the
+same deadline. Samples of answers are compared with ONNX Runtime's. Writes ``loadtests/results/overload.md``.
 """
 
 import argparse
@@ -33,17 +35,17 @@ from open_loop import Outcome, closed_loop, offer  # noqa: E402
 
 PORT = 18100
 DEPTHS = (4 * STEPS, STEPS)
-"""Layers of the models: full batches take some 20 and 5 ms."""
+"""Layers of the models; full batches take about 20 and 5 ms."""
 LOADS = (1.2, 2.0)
 BATCHES = 5
 """Length of the deadline, in full batches."""
 WAY_MS = 5
 ARMS = ("less 5 ms", "whole", "none")
-"""What callers tell the server of their deadline."""
+"""The deadline that callers send to the server."""
 
 
 def learned(path: str) -> tuple[float, dict[str, int]]:
-    """Milliseconds of a full batch as the server has learned them, and its decisions so far."""
+    """The server's estimate of a full batch in ms, and its decisions so far."""
     with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}/batching", timeout=30) as answer:
         document = json.load(answer)
     return document["classes"][0]["latency_ms"][str(MAX_ROWS)], document["decisions"]
@@ -62,7 +64,7 @@ def main() -> None:
 
 
 def overload(steps: int, rounds: int, seconds: float) -> tuple[str, str]:
-    """Offer too much to a model of so many layers; returns the setting and the table."""
+    """Overload a model with ``steps`` layers. Returns a description of the setting, and the table."""
     ratios: dict[tuple[float, str], list[float]] = {}
     outcomes: dict[tuple[float, str], list[Outcome]] = {}
     capacities: list[float] = []

@@ -6,8 +6,8 @@ Level: server. Expected after a change that moves code: no more CPU per request,
     ORTSERVE_COMPILE=1 python -m pip install --no-deps --no-build-isolation --target NEW .    # on the new commit
     python loadtests/package_cost.py OLD NEW [--rounds 9] [--seconds 2]
 
-Both servers run all the time and are loaded in turns: by wrk over REST with 32 connections and with one, and by h2load
-over gRPC with 8 connections of 8 streams. Answers are compared with ONNX Runtime's own. Writes
+Both servers run throughout and are loaded in turns: by wrk over REST with 32 connections and with one, and by h2load
+over gRPC with 8 connections of 8 streams. Answers are compared with ONNX Runtime's. Writes
 ``loadtests/results/package_cost.md``.
 """
 

@@ -1,18 +1,18 @@
-"""How many REST requests does ortserve answer, compared with the model servers that install from PyPI?
+"""How many REST requests does ortserve answer, compared with model servers that can be installed from PyPI?
 
 Level: server. Expected: at 32 connections at least 3 times the requests per second of FastAPI as a user would write it,
 MLServer and LitServe, and 1.5 times those of mosec, with the same ONNX model.
 
     python loadtests/peer_throughput.py [--rounds 5] [--seconds 5] [--connections 32] [--server NAME=URL]
 
-Each peer is set up as its documentation advises (``loadtests/peers``): batches of up to 32, one worker, a session of
-one thread, JSON both ways. Peers are installed apart, a virtual environment each, in the folder that the tests keep
-such things in. ``--server`` adds a server that runs already and speaks the Open Inference Protocol, such as Triton,
-with the model ``mlp`` of this script: ``--keep FOLDER`` writes it there as a repository and does nothing more.
+Each peer is set up as its documentation advises (``loadtests/peers``): batches of up to 32, one worker, a session with
+one thread, JSON in both directions. Each peer has a separate virtual environment in the folder that tests use for such
+environments. ``--server`` adds a running server with the Open Inference Protocol, such as Triton, that serves the model
+``mlp`` of this script. ``--keep FOLDER`` only writes that model as a repository.
 
-All servers run all the time, one is loaded at a time, in turns; a checker compares answers with ONNX Runtime's own
-while the load is on. CPU is that of the server's whole process tree. The load generator (wrk) shares the machine's
-processors. Writes ``loadtests/results/peer_throughput.md`` and a plot.
+All servers run throughout and are loaded in turns, one at a time. A checker compares answers with ONNX Runtime's during
+the load. CPU is that of the server's whole process tree. The load generator (wrk) shares the machine's processors.
+Writes ``loadtests/results/peer_throughput.md`` and a plot.
 """
 
 import argparse
@@ -43,9 +43,9 @@ PORT: Final = 18200
 PEERS: Final = HERE / "peers"
 MOSEC, LITSERVE, MLSERVER = "mosec==0.9.8", "litserve==0.2.19", "mlserver==1.7.1"
 OLDER: Final = {MLSERVER: ("uvloop<0.22",)}
-"""What they do not start with a newer one of."""
+"""Version limits of dependencies, by peer: the peer does not start with newer versions."""
 AIMS: Final = {"FastAPI": 3.0, MLSERVER: 3.0, LITSERVE: 3.0, MOSEC: 1.5}
-"""How many times their requests a second are expected."""
+"""Expected ratio of ortserve's requests per second to each peer's."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Arm:
     url: str
     body: bytes
     values: Callable[[dict[str, Any]], Any]
-    """Of an answer."""
+    """Extracts the output values from a JSON answer."""
     expected: np.ndarray
 
     def check(self) -> None:
@@ -70,7 +70,7 @@ class Arm:
 
 
 class Servers:
-    """Starts servers with one model and one request, each on separate ports."""
+    """Starts servers with the same model and request, each on its own ports."""
 
     def __init__(self, repository: Path, stack: ExitStack) -> None:
         self._repository = repository
@@ -99,7 +99,7 @@ class Servers:
         environment |= {
             f"MLSERVER_{kind}_PORT": str(PORT + 20 + i) for i, kind in enumerate(("HTTP", "GRPC", "METRICS"))
         }
-        # The server imports its model's code from its working folder.
+        # MLServer imports its model's code from the working folder.
         command = ["env", "-C", PEERS / "mlserver", *(f"{name}={value}" for name, value in environment.items())]
         command += [python_with(MLSERVER).with_name("mlserver"), "start", "."]
         return self.by_address(MLSERVER, url, self._start(command, f"{url}/v2/models/mlp/ready"))
@@ -116,7 +116,7 @@ class Servers:
         return self._plain(MOSEC, f"{url}/inference", self._start(command, f"{url}/metrics"))
 
     def by_address(self, name: str, url: str, pid: int | None = None) -> Arm:
-        """A server that speaks the Open Inference Protocol."""
+        """The arm of a server with the Open Inference Protocol."""
         body, expected = self._protocol_body, self._expected
         return Arm(name, pid, f"{url}/v2/models/mlp/infer", body, lambda answer: answer["outputs"][0]["data"], expected)
 
@@ -184,7 +184,7 @@ _CAVEATS: Final = (
 
 
 def report(results: dict[str, list[Load]], foreign: set[str], connections: int, folder: Path) -> None:
-    """Write the tables and the plot into a folder; of ``foreign`` servers no CPU time is known."""
+    """Write the tables and the plot into ``folder``. The CPU time of ``foreign`` servers is unknown."""
 
     def median(server: str, field: str) -> float:
         return float(statistics.median(getattr(load, field) for load in results[server]))

@@ -1,17 +1,18 @@
 """What does each precision cost in accuracy, and what does it gain in size and time?
 
-Level: `ortserve quantize`, models in processes of their own that take turns. Expected: int8 within 0.5 points of the
-accuracy of float32; a convolutional network statically, and an encoder dynamically, at least 1.5 times as fast; weights
-of 4 or 8 bits alone not faster.
+Level: `ortserve quantize`, with each model in a separate process; the processes take turns. Expected: int8 is within
+0.5 points of the accuracy of float32. A statically quantized convolutional network and a dynamically quantized encoder
+run at least 1.5 times as fast. Quantizing only weights, to 4 or 8 bits, does not make runs faster.
 
     python loadtests/precision_variants.py [--seconds 4]
 
-- digits: the bundled classifier, trained; calibrated with images that it was trained on, compared on the 450 held out.
-- encoder: MiniLM's size, 6 layers of 384 and 30,522 words; random weights and tokens, sequences of 64.
-- residual: ResNet-18's size, 224 by 224; random weights and images.
+- digits: the bundled, trained classifier; calibrated with training images, compared on the 450 images held out.
+- encoder: the size of MiniLM, 6 layers of width 384 and 30,522 words; random weights and tokens, sequences of 64.
+- residual: the size of ResNet-18, 224 by 224; random weights and images.
 
-Random weights have no outliers, and their outputs no meaning: for the last two, size and time count, and errors only
-show that the model is the same one. Writes ``loadtests/results/precision_variants.md``.
+Random weights have no outliers and their outputs have no meaning. For the last two models the relevant figures are size
+and time; errors only show that the quantized model is the same model. Writes
+``loadtests/results/precision_variants.md``.
 """
 
 import argparse
@@ -47,7 +48,7 @@ ONE_SCALE: Final = ("--mode", "static", "--per-tensor")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, the arguments of its comparison, and the variants to make."""
+    """A model, the arguments for its comparison, and the variants to produce."""
 
     name: str
     model: Path
@@ -57,7 +58,7 @@ class Case:
 
 
 def digits(folder: Path) -> Case:
-    """The split is that of ``ortserve.example.train_digits``."""
+    """The case of the digits classifier; it splits the images as ``ortserve.example.train_digits`` does."""
     data = load_digits()
     images, labels = data.images.astype(np.float32)[:, np.newaxis], data.target.astype(np.int64)
     train, held_out, _, held_out_labels = train_test_split(
@@ -91,10 +92,10 @@ def random_residual(folder: Path) -> Case:
 
 
 def quantize(folder: Path, case: Case, variant: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    """The result of the command as a user runs it.
+    """Run ``ortserve quantize`` as a user does. Returns its result.
 
     Raises:
-        subprocess.CalledProcessError: It failed; a missed bound is no failure.
+        subprocess.CalledProcessError: The command failed; a missed bound is not a failure.
     """
     calibration = ("--calibration", case.calibration) if "static" in variant else ()
     more = ("--seconds", seconds, "-o", folder / "out.onnx", "--json")

@@ -5,9 +5,9 @@ about a tenth of its CPU time per request.
 
     python loadtests/rest_throughput.py [--rounds 5] [--seconds 5] [--connections 32]
 
-All servers run all the time, one is loaded at a time, in turns; a checker compares answers with ONNX Runtime's own
-while the load is on. The naive server is measured as a user would write it, and again with its session held to one
-thread. The load generator (wrk) shares the machine's processors with the server. Writes
+All servers run throughout and are loaded in turns, one at a time. A checker compares answers with ONNX Runtime's during
+the load. The naive server is measured as a user would write it, and again with its session limited to one thread. The
+load generator (wrk) shares the machine's processors with the server. Writes
 ``loadtests/results/rest_throughput.md``.
 """
 
@@ -37,7 +37,7 @@ NAIVE = {"naive": (18010, []), "naive, one thread": (18011, ["--one-thread"])}
 
 @dataclass(frozen=True)
 class Case:
-    """One model on both servers: its file, input name, the index of the output compared, an input and its answer."""
+    """A model on both servers: its file, input name, the index of the compared output, an input and its answer."""
 
     model: str
     file: Path

@@ -1,13 +1,13 @@
-"""What do callers notice of a rollout: of a shadow that copies a share of their requests, and of a canary?
+"""How do rollouts affect callers: a shadow that receives copies of a share of requests, and a canary?
 
-Level: server. Expected: with a tenth of the requests copied, the p99 of callers is at most 1.1 times that without a
-rollout, and with a canary that answers half of them; with all requests copied more, as each copy takes a processor for
-as long as a request. No request fails, and no copy disagrees.
+Level: server. Expected: the p99 of callers is at most 1.1 times that without a rollout, both with a shadow of a tenth
+of the requests and with a canary that answers half of them. With all requests copied it is higher, because a copy
+occupies a processor as long as a request does. No request fails, and no copy's answer differs.
 
     python loadtests/rollouts.py [--seconds 5] [--rounds 5]
 
-The candidate is the same model. 200 requests a second on each protocol come from a separate process, which compares
-every answer. Stretches without a rollout and with each kind take turns on one server. Writes
+The candidate is the same model. A separate process sends 200 requests per second on each protocol and compares every
+answer. Stretches without a rollout and with each kind of rollout take turns on one server. Writes
 ``loadtests/results/rollouts.md``.
 """
 
@@ -40,11 +40,11 @@ ROLLOUTS: Final[Mapping[str, dict[str, Any]]] = {
     "canary of half": {"mode": "canary", "share": 0.5},
 }
 MODELS: Final = {"tiny": 256, "larger": 65_536}
-"""Hidden size of a multilayer perceptron, by name: 74 KB of weights, and 19 MB."""
+"""Hidden sizes of multilayer perceptrons by name; their weights have 74 KB and 19 MB."""
 
 
 def make_row(folder: Path, name: str, hidden: int) -> Row:
-    """Write both versions of a model; returns one request and its answer."""
+    """Write both versions of a model. Returns one request and its answer."""
     version = folder / name / "1"
     version.mkdir(parents=True)
     file = mlp(version / "model.onnx", hidden=hidden)
@@ -66,7 +66,7 @@ def call(method: str, path: str, body: object = None) -> dict[str, Any]:
 
 
 def measure(row: Row, folder: Path, rounds: int, seconds: float) -> list[list[str]]:
-    """The rows of the report for one model."""
+    """Measure one model. Returns its rows of the report."""
     rollout = f"/v2/models/{row.model}/rollout"
     found: dict[str, list[Mapping[str, Stretch]]] = {"none": [], **{name: [] for name in ROLLOUTS}}
     cpu_us: dict[str, list[float]] = {name: [] for name in found}

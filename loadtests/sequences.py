@@ -1,12 +1,12 @@
-"""What do sequences cost: memory and p99 of 10,000 live ones, CPU of a request? What does batching them gain?
+"""What do sequences cost: memory and p99 with 10,000 live sequences, CPU of a request? What does batching them gain?
 
-Level: server for the CPU of a request, batching in process for the rest. Expected: the memory of the states and about
-2 KiB a sequence beside them; at most 1.3 times the CPU of a request without a sequence; a GRU over 64 sequences at
-least 8 times faster than one at a time.
+Level: server for the CPU of a request, batching in process for the rest. Expected: memory of the states plus about
+2 KiB per sequence; at most 1.3 times the CPU of a request without a sequence; a GRU over 64 sequences at least 8 times
+faster than one sequence at a time.
 
     python loadtests/sequences.py [--rounds 5] [--seconds 3]
 
-Sums, and each hidden state against a run of one sequence alone, are checked in the run. Writes
+The run checks sums, and compares each hidden state with a run of that sequence alone. Writes
 ``loadtests/results/sequences.md``.
 """
 
@@ -56,7 +56,7 @@ SUMS = "sequences: {max_idle_s: 600, states: [{input: STATE, output: NEXT}]}\nba
 
 
 def running_sum(path: Path, *, is_plain: bool) -> None:
-    """Y = x + STATE over 16 numbers; without a state, y = x + x."""
+    """Write a model that computes y = x + state over 16 numbers, or, if plain, y = x + x."""
     other = "x" if is_plain else "STATE"
     inputs = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 16]) for name in dict.fromkeys(("x", other))
@@ -72,7 +72,7 @@ def running_sum(path: Path, *, is_plain: bool) -> None:
 
 
 def recurrent(path: Path, kind: str, width: int, hidden: int) -> None:
-    """One step of a GRU, or of a voice-activity-like model: a dense layer, an LSTM of one step and a sigmoid."""
+    """Write one step of a GRU, or of a model like voice activity detection: dense layer, LSTM of one step, sigmoid."""
     rng = np.random.default_rng(0)
     operator, gates = ("GRU", 3) if kind == "gru" else ("LSTM", 4)
     features = width if kind == "gru" else 128
@@ -125,14 +125,14 @@ def make_repository(folder: Path) -> None:
 
 
 def wrk_cpu_us(folder: Path, pid: int, model: str, seconds: int) -> float:
-    """CPU of the server per request; requests of sequences take turns among many that stay alive."""
+    """CPU of the server per request. Requests cycle through many sequences that stay alive."""
     body = {
         "inputs": [{"name": "x", "shape": [1, 16], "datatype": "FP32", "data": [0.5] * 16}],
         "parameters": {"sequence_id": 7, "sequence_start": True},
     }
     before, after = json.dumps(body).split('7, "sequence_start": true')
     script = folder / "sequences.lua"
-    # wrk makes one request that it does not send, so each sequence begins twice. Both arms send the same bytes; the
+    # wrk builds one request that it does not send, so each sequence starts twice. Both arms send the same bytes; the
     # plain model ignores the parameters.
     script.write_text(
         "local number = 0\nrequest = function()\n number = number + 1\n"
@@ -178,7 +178,7 @@ async def many_live(folder: Path, hidden: int = 256) -> dict[str, float]:
     served = registry.find("gru", "")
     row = np.ones((1, 32), np.float32)
     process = psutil.Process()
-    for number in range(200):  # what the first requests allocate for good
+    for number in range(200):  # the first requests allocate memory that is never freed
         await send(served, 10**6 + number, row, start=True)
     before = process.memory_info().rss
     for first in range(0, LIVE - 200, 100):
@@ -214,7 +214,7 @@ async def many_live(folder: Path, hidden: int = 256) -> dict[str, float]:
 
 
 async def gains(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """How many times faster 64 sequences run together than one at a time, by model."""
+    """Speed-up of running 64 sequences together over one at a time, by model."""
     shapes = {"gru": (128, 1024), "vad": (512, 512)}
     for kind, (width, hidden) in shapes.items():
         recurrent(folder / kind / "1" / "model.onnx", kind, width, hidden)
@@ -249,7 +249,7 @@ async def gains(folder: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def model_gains(folder: Path) -> dict[str, float]:
-    """How many times faster the models themselves run 64 rows together than one at a time, on one thread."""
+    """Speed-up of the bare models on 64 rows together over one at a time, on one thread."""
     found = {}
     for kind in ("gru", "vad"):
         options = ort.SessionOptions()
@@ -276,7 +276,7 @@ def main() -> None:
         flags = ("--warmup-s=1", "--drain-timeout-s=1")
         with serving(folder / "models", PORT, *flags) as pid:
             wrk_cpu_us(folder, pid, "plain", 1)
-        # A server of its own for each round: its sequences begin once.
+        # A new server for each round, so that every round starts with new sequences.
         for _ in range(options.rounds):
             with serving(folder / "models", PORT, *flags) as pid:
                 for model, values in cpu.items():

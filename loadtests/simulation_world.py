@@ -1,7 +1,7 @@
 """A batcher in virtual time: the server's batching code, runners that only take time, seeded arrivals.
 
 Used by ``batching_simulation.py`` and by ``tests/simulation``. Batcher, planner, admission, queue and shared threads
-are those of the server; only the clock, the event loop and the runs are simulated. Every request has one row.
+are the server's own; only the clock, the event loop and the runs are simulated. Every request has one row.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
 
 BLOCKS: Final = 20
-"""Consecutive parts of a run whose means give its standard error (method of batch means)."""
+"""Number of consecutive parts of a run whose means yield its standard error (method of batch means)."""
 WARM_UP: Final = 0.05
-"""Share of a run that is not counted, because it began with an empty queue."""
+"""Share of a run that is discarded, because it started with an empty queue."""
 
 _ROOM: Final = QueueLimits(rows=10**9, nbytes=2**62)
 _NO_INPUTS: Final[Arrays] = ()
@@ -41,7 +41,7 @@ _NO_INPUTS: Final[Arrays] = ()
 class Machine:
     """A model on a device: a batch of n rows takes ``a_ns``·n + ``b_ns``, and at most ``max_rows`` run together.
 
-    ``noise`` is the standard deviation of the logarithm of what a run takes, around that time.
+    ``noise`` is the standard deviation of the logarithm of a run's duration.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Machine:
 
     @property
     def capacity_per_s(self) -> float:
-        """Rows a second when all batches are full."""
+        """Rows per second when all batches are full."""
         return self.max_rows / self.latency_ns(self.max_rows) * 1e9
 
     def bound_ns(self, per_s: float) -> float:
@@ -73,7 +73,7 @@ CPU: Final = Machine("CPU-like", 1_000_000, 1_000_000, 16)
 
 
 class SimulatedRunner:
-    """Takes the machine's time for each batch and computes nothing. ``busy_ns`` is what its runs took together."""
+    """Takes the machine's time for each batch and computes nothing. ``busy_ns`` is the total duration of its runs."""
 
     def __init__(self, machine: Machine, loop: asyncio.AbstractEventLoop, clock: FakeClock, seed: int) -> None:
         self._machine = machine
@@ -113,7 +113,7 @@ class SimulatedRunner:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A batcher with its only instance, on a device of one thread."""
+    """A batcher with its only instance, on a device with one thread."""
 
     loop: VirtualTimeLoop
     clock: FakeClock
@@ -132,7 +132,7 @@ def set_stage(
     shared: SharedThreads | None = None,
     seed: int = 0,
 ) -> Stage:
-    """A batcher as the server makes it after warm-up: it knows L(n) at powers of two."""
+    """Create a batcher in its state after warm-up: it knows the latency of batches of powers of two."""
     runner = SimulatedRunner(machine, loop, clock, seed)
     sizes = {1 << power for power in range(machine.max_rows.bit_length())} | {machine.max_rows}
     known = [(rows, machine.latency_ns(rows)) for rows in sorted(sizes)]
@@ -156,10 +156,10 @@ class Outcome:
     """The result of an open load; requests are in the order of arrival, without those of the warm-up.
 
     Attributes:
-        latency_ns: Of each request, None for those refused or dropped.
-        span_ns: From the first counted arrival to the last.
-        decisions: The batcher's own counts, warm-up included.
-        rows_a_batch: Mean, warm-up included.
+        latency_ns: Latency of each request; None if it was rejected or dropped.
+        span_ns: Time from the first counted arrival to the last.
+        decisions: The batcher's counts of its decisions, warm-up included.
+        rows_a_batch: Mean rows per batch, warm-up included.
     """
 
     latency_ns: Sequence[int | None]
@@ -177,7 +177,7 @@ class Outcome:
 
     @property
     def mean_error_ns(self) -> float:
-        """Standard error of the mean."""
+        """Standard error of the mean latency."""
         return standard_error(block_means(self.answered_ns))
 
     def quantile_ns(self, share: float) -> int:
@@ -185,7 +185,7 @@ class Outcome:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     def goodput_per_s(self, slo_ns: int) -> float:
-        """Requests a second that were answered within ``slo_ns``."""
+        """Requests per second that were answered within ``slo_ns``."""
         return sum(one is not None and one <= slo_ns for one in self.latency_ns) / self.span_ns * 1e9
 
 
@@ -200,14 +200,14 @@ def standard_error(blocks: Sequence[float]) -> float:
 
 
 def ratio_error(over: Outcome, under: Outcome) -> float:
-    """Standard error of ``over.mean_ns / under.mean_ns`` where both served the same arrivals, all of them."""
+    """Standard error of ``over.mean_ns / under.mean_ns``; both must have answered all of the same arrivals."""
     ratio = over.mean_ns / under.mean_ns
     pairs = zip(block_means(over.answered_ns), block_means(under.answered_ns), strict=True)
     return standard_error([one - ratio * other for one, other in pairs]) / under.mean_ns
 
 
 def poisson_ns(per_s: float, count: int, seed: int) -> list[int]:
-    """Arrival times from 0 on: the same for all arms with the same arguments."""
+    """Arrival times of a Poisson process from 0 on; equal arguments give equal times."""
     draw = random.Random(seed).expovariate
     now = 0.0
     times = []
@@ -226,7 +226,7 @@ def open_loop(
     slo_ns: int | None = None,
     limits: QueueLimits = _ROOM,
 ) -> Outcome:
-    """Send requests at set times, independent of earlier answers, each to be answered within ``slo_ns``."""
+    """Send requests at given times, independent of earlier answers. ``slo_ns``, if set, is their deadline."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Outcome:
         stage = set_stage(
@@ -278,7 +278,7 @@ def _latency_ns(request: InflightRequest) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The result of closed-loop clients: requests a second with its standard error, and the mean latency."""
+    """The result of closed-loop clients: requests per second with its standard error, and the mean latency."""
 
     per_s: float
     error_per_s: float
@@ -288,13 +288,13 @@ class Loop:
 
 
 Think = Callable[[random.Random], float]
-"""Draws how long a client waits after an answer before it asks again, in nanoseconds."""
+"""Draws the pause in nanoseconds between an answer and the client's next request."""
 
 
 def closed_loop(
     machine: Machine, clients: int, think: Think, *, closed_loop_wait: bool, requests: int = 20_000
 ) -> Loop:
-    """Let each of ``clients`` send, wait for the answer, pause, and send again, with a seeded pause of its own."""
+    """Let ``clients`` each send, wait for the answer, pause and repeat. Each client draws pauses with its own seed."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Loop:
         stage = set_stage(machine, loop, clock, closed_loop_wait=closed_loop_wait)
@@ -342,15 +342,15 @@ def closed_loop(
 
 
 def _first_ns(machine: Machine, clients: int, draw: random.Random) -> float:
-    """When a client sends first: spread out, as clients with equal pauses would otherwise stay together for ever."""
+    """Time of a client's first request. The times differ, because clients with equal pauses would stay synchronized."""
     return draw.uniform(0, machine.latency_ns(clients))
 
 
 def ideal_closed_loop(machine: Machine, clients: int, think: Think, *, requests: int = 20_000) -> float:
-    """Requests a second of a batcher that sees when each client will be back, at its best.
+    """Requests per second of an ideal batcher that knows when each client will send next.
 
-    The most of: going, after each batch, at the moment that gives most rows a second for the batch begun then, and
-    going always when k rows wait, for every k up to the number of clients.
+    The maximum over two kinds of policy: start each batch at the time that maximizes rows per second up to its end;
+    or start each batch once k rows wait, for every k up to the number of clients and the largest batch.
     """
     counts = range(1, min(clients, machine.max_rows) + 1)
     rates = [_foresee(machine, clients, think, least, requests) for least in counts]
@@ -358,7 +358,7 @@ def ideal_closed_loop(machine: Machine, clients: int, think: Think, *, requests:
 
 
 def _greedy(machine: Machine, ready: list[float], now: float) -> int:
-    """How many of those back at the moments ``ready`` (sorted) to go with, for most rows a second from now on."""
+    """The batch size that maximizes rows per second from ``now`` on; ``ready`` are the sorted arrival times."""
     most = min(len(ready), machine.max_rows)
     return max(
         range(1, most + 1),
@@ -367,7 +367,7 @@ def _greedy(machine: Machine, ready: list[float], now: float) -> int:
 
 
 def _foresee(machine: Machine, clients: int, think: Think, least: int | None, requests: int) -> float:
-    """Requests a second if a batch starts once ``least`` requests wait, or, for None, at the best moment."""
+    """Requests per second if a batch starts once ``least`` requests wait; None selects the best size for each batch."""
     draws = [random.Random(client) for client in range(clients)]
     back = sorted((_first_ns(machine, clients, draw), client) for client, draw in enumerate(draws))
     now = 0.0
@@ -386,14 +386,14 @@ def _foresee(machine: Machine, clients: int, think: Think, least: int | None, re
 
 @dataclass(frozen=True, slots=True)
 class SharedTime:
-    """The share of one device that each saturated model got, in the order of the models."""
+    """The share of one device's time that each saturated model received, in the order of the models."""
 
     shares: list[float]
     batches: list[int]
 
 
 def share_device(machines: Sequence[Machine], *, seconds: float) -> SharedTime:
-    """Keep every model's queue full, on one device of one thread."""
+    """Keep the queue of every model full on one device with one thread, and measure each model's share."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> SharedTime:
         shared = SharedThreads(1, loop)

@@ -1,7 +1,7 @@
 """Small requests at a fixed rate on both protocols from a separate process: a measure of interference by other clients.
 
-The latency of a request counts from the time at which it was due, so that a server that stands still shows in the
-latency of every request that was due meanwhile. Each answer is compared with what ONNX Runtime gives.
+Latency counts from the due time of a request, so that a stall of the server shows in every request that was due
+meanwhile. Each answer is compared with ONNX Runtime's.
 """
 
 import gc
@@ -27,11 +27,11 @@ from models.builders import mlp
 from ortserve._pb import grpc_service_pb2 as pb
 
 RATE: Final = 200.0
-"""Requests a second on each protocol, evenly spaced; those of the two protocols alternate."""
+"""Requests per second on each protocol, evenly spaced; requests of the two protocols alternate."""
 CONNECTIONS: Final = 8
-"""Of each protocol. A request that finds all of them busy waits for one, and its latency counts that."""
+"""Connections per protocol. A request waits while all are busy; its latency includes this wait."""
 PATIENCE_S: Final = 60.0
-"""How long answers are waited for after the last request was due; what is not answered by then is lost."""
+"""Timeout of answers after the last due time. Requests without an answer by then count as lost."""
 PROTOCOLS: Final = ("REST", "gRPC")
 
 _METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
@@ -49,7 +49,7 @@ class Stretch:
     lost: int
 
     def quantile_ms(self, share: float) -> float:
-        """Infinite where nothing was answered; requests that were lost count as the slowest."""
+        """A quantile of latency in ms. Lost requests count as the slowest; without any answer it is infinite."""
         count = len(self.latencies_s) + self.lost + len(self.wrong)
         place = int(np.ceil(share * count)) - 1
         return float(np.sort(self.latencies_s)[place]) * 1e3 if 0 <= place < len(self.latencies_s) else float("inf")
@@ -57,7 +57,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Row:
-    """The repeated request, and its correct answer."""
+    """The request that is repeated, and its correct answer."""
 
     model: str
     values: np.ndarray
@@ -65,7 +65,7 @@ class Row:
 
 
 class _Caller(Protocol):
-    """A connection with at most one request under way."""
+    """A connection with at most one request in flight."""
 
     socket: socket.socket
 
@@ -73,11 +73,11 @@ class _Caller(Protocol):
         """Send the request."""
 
     def receive(self) -> bytes | None:
-        """Read what has come; return the answer once it is whole. Raises OSError where there will be none."""
+        """Read available bytes. Returns the answer once it is complete. Raises OSError if the connection failed."""
 
 
 class RestCaller:
-    """REST JSON on a kept connection."""
+    """Sends REST JSON requests on a persistent connection."""
 
     def __init__(self, port: int, row: Row) -> None:
         self.socket = _connect(port)
@@ -105,7 +105,10 @@ class RestCaller:
 
 
 class GrpcCaller:
-    """gRPC calls on a kept HTTP/2 connection, written by hand: the h2 library would take longer than the server."""
+    """Sends gRPC calls on a persistent HTTP/2 connection.
+
+    It writes the frames by hand, because the h2 library would take longer than the server.
+    """
 
     def __init__(self, port: int, row: Row) -> None:
         self.socket = _connect(port)
@@ -123,7 +126,7 @@ class GrpcCaller:
         self._message = b""
 
     def send(self) -> None:
-        # The server gives bytes back when it has read them, and each call before this one was answered.
+        # The server returns window once it has read the bytes, and every earlier call has been answered.
         assert self._window >= len(self._data), "the server gave no window back"
         self._stream += 2
         self._window -= len(self._data)
@@ -165,7 +168,7 @@ class GrpcCaller:
 
 
 class _Arm:
-    """The requests of one protocol."""
+    """Connections, due requests and results of one protocol."""
 
     def __init__(self, open_caller: Callable[[], _Caller], outputs: Callable[[bytes], np.ndarray], row: Row) -> None:
         self._open = open_caller
@@ -199,7 +202,7 @@ class _Arm:
             self._send()
 
     def finish(self) -> Stretch:
-        """Give up what is not answered, and compare what is."""
+        """Count requests without an answer as lost, and compare all answers."""
         for ready in list(self.busy):
             self._lose(ready)
         lost, self._lost = self._lost + len(self._due), 0
@@ -217,7 +220,7 @@ class _Arm:
 
     def _send(self) -> None:
         while self._due and self.idle:
-            caller = self.idle.pop(0)  # in turn, so that the server closes no connection as idle
+            caller = self.idle.pop(0)  # in rotation, so that the server closes no connection as idle
             due = self._due.popleft()
             self.busy[caller.socket] = caller, due
             try:
@@ -229,18 +232,18 @@ class _Arm:
         del self.busy[gone]
         gone.close()
         self._lost += 1
-        with suppress(OSError):  # the server is gone: what is due is lost when the stretch ends
+        with suppress(OSError):  # the server has ended: due requests count as lost at the end of the stretch
             self.idle.append(self._open())
 
 
 def probe(pipe: Pipe, ports: dict[str, int], row: Row) -> None:
-    """The process: for each number of seconds that comes, send for so long and give a ``Stretch`` per protocol back."""
+    """Run the process: for each received duration in seconds, send requests and return a ``Stretch`` per protocol."""
     arms = (
         _Arm(lambda: RestCaller(ports["REST"], row), RestCaller.outputs, row),
         _Arm(lambda: GrpcCaller(ports["gRPC"], row), GrpcCaller.outputs, row),
     )
     gc.disable()
-    # A client elsewhere does not wait for the processors of the server.
+    # Real-time priority: a client on another machine would not wait for the server's processors.
     with suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     while (seconds := pipe.recv()) is not None:
@@ -259,14 +262,14 @@ def _stretch(arms: tuple[_Arm, ...], seconds: float) -> list[Stretch]:
         if sent == len(due) and all(arm.is_done or not (arm.busy or arm.idle) for arm in arms):
             break
         wait_s = due[sent][0] - now_s if sent < len(due) else 0.1
-        # The timeout of select has microseconds, that of epoll whole milliseconds.
+        # The timeout of select has a resolution of microseconds, that of epoll of milliseconds.
         for ready in select.select([one for arm in arms for one in arm.busy], [], [], max(0.0, wait_s))[0]:
             next(arm for arm in arms if ready in arm.busy).receive(ready)
     return [arm.finish() for arm in arms]
 
 
 def small_row(folder: Path) -> Row:
-    """Write the model of small requests; returns one request and its answer."""
+    """Write the model for small requests. Returns one request and its answer."""
     (folder / "mlp" / "1").mkdir(parents=True)
     file = mlp(folder / "mlp" / "1" / "model.onnx")
     values = np.random.default_rng(0).uniform(-1, 1, 64).round(4).astype(np.float32)

@@ -1,7 +1,7 @@
-"""One client over REST or gRPC that never sleeps: it polls its socket until the answer is there.
+"""One client over REST or gRPC that never sleeps: it polls its socket until the answer arrives.
 
-A client that sleeps is woken as slowly as a server that sleeps, and would be in every figure. The first answer of each
-connection is checked against expected outputs, all others against the bytes of the first.
+Waking a sleeping client takes as long as waking a sleeping server, and would add to every figure. The first answer of
+each connection is checked against expected outputs, all others against the bytes of the first.
 """
 
 import json
@@ -28,7 +28,7 @@ class Caller(Protocol):
     """A connection to a server."""
 
     def call(self) -> None:
-        """Send the request and take the answer. Raises AssertionError where it is wrong."""
+        """Send the request and receive the answer. Raises AssertionError if it is wrong."""
         ...
 
     def close(self) -> None: ...
@@ -70,7 +70,7 @@ class RestCaller:
 
 
 class GrpcCaller:
-    """Infers over gRPC with raw contents, by frames of HTTP/2 that are made beforehand."""
+    """Infers over gRPC with raw contents, using HTTP/2 frames that are built in advance."""
 
     def __init__(self, port: int, model: str, row: np.ndarray, expected: np.ndarray) -> None:
         request = pb.ModelInferRequest(model_name=model)
@@ -80,7 +80,7 @@ class GrpcCaller:
         headers = {":method": "POST", ":scheme": "http", ":path": "/inference.GRPCInferenceService/ModelInfer"}
         headers |= {":authority": f"127.0.0.1:{port}", "te": "trailers", "content-type": "application/grpc"}
         encoder = hpack.Encoder()
-        # Never indexed: the block is the same for each stream.
+        # Never-indexed headers leave the dynamic table unchanged, so every stream can send the same block.
         self._block = encoder.encode([hpack.NeverIndexedHeaderTuple(*header) for header in headers.items()])
         self._data = b"\0" + len(message).to_bytes(4, "big") + message
         self._socket = _connect(port)

@@ -1,10 +1,10 @@
-"""A steady load on a running server, to look at its dashboard. Not a benchmark: it shares the machine.
+"""Sends a steady load to a running server, for looking at its dashboard. It is not a benchmark.
 
     python loadtests/steady_load.py [--port 8000] [--rate 200] [--seconds 60]
 
 Poisson arrivals of single rows for the bundled example model ``simple`` (``--example``), in stretches of five seconds;
-each prints a line. Answers are checked against what the model computes: the sum and the difference of its inputs.
-Ends with 1 where anything but answers and refusals (429) came.
+each prints a line. Answers are checked: the model computes the sum and the difference of its inputs. Exits with 1 if
+a response is neither an answer nor a rejection (429).
 """
 
 import argparse

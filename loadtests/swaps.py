@@ -1,14 +1,14 @@
-"""What do callers notice while the versions of a model are swapped, and does the server stay as it is?
+"""Do callers notice swaps of a model's versions, and do the server's memory, threads and descriptors stay constant?
 
-Level: server. Expected: of 200 requests a second on each protocol none fails and every answer is right; their p99 is at
-most 1.5 times that of stretches without swaps in the same run; descriptors, threads and resident memory stay within 1 %
-after the first hundred swaps.
+Level: server. Expected with 200 requests per second on each protocol: no request fails and every answer is correct. The
+p99 is at most 1.5 times that of stretches without swaps in the same run. Descriptors, threads and resident memory stay
+within 1 % after the first hundred swaps.
 
     python loadtests/swaps.py [--swaps 1000] [--seconds 10] [--pause-s 0.1]
 
-A swap publishes the next version of the model in its folder and removes the one before the last, then has the server
-load the model, which returns when the new version answers. Stretches with and without swaps take turns; ``--pause-s``
-is the time between two swaps. Small requests come from a separate process, which compares every answer.
+A swap publishes the next version of the model in its folder, removes the previous version but one, and makes the server
+load the model; the load returns when the new version answers. Stretches with and without swaps take turns.
+``--pause-s`` is the time between two swaps. A separate process sends small requests and compares every answer.
 Writes ``loadtests/results/swaps.md``.
 """
 
@@ -37,14 +37,14 @@ from small_requests import PATIENCE_S, PROTOCOLS, Stretch, probe, small_row  # n
 
 PORT: Final = 18500
 SETTLED: Final = 100
-"""Swaps after which descriptors, threads and memory must stay as they are."""
+"""Number of swaps after which descriptors, threads and memory must stay constant."""
 MOST_RATIO: Final = 1.5
 MOST_GROWTH: Final = 1.01
 FLAGS: Final = ("--model-control-mode=explicit", "--warmup-s=0.1")
 
 
 class Swaps:
-    """Publishes one version after the other while it may."""
+    """Publishes one version after the other until it is told to stop."""
 
     def __init__(self, folder: Path, pause_s: float) -> None:
         self.count = 0
@@ -55,7 +55,7 @@ class Swaps:
         self._server = HTTPConnection("127.0.0.1", PORT, timeout=60)
 
     def swap(self) -> None:
-        """Raises AssertionError where the new version does not answer afterwards."""
+        """Publish and load the next version. Raises AssertionError if it is not the serving version afterwards."""
         new = self._version + 1
         shutil.copytree(self._folder / str(self._version), self._folder / str(new))
         shutil.rmtree(self._folder / str(self._version - 1), ignore_errors=True)
@@ -67,7 +67,7 @@ class Swaps:
         self.count += 1
 
     def keep_swapping(self, is_over: threading.Event) -> None:
-        """Swap until the event."""
+        """Swap until the event is set."""
         while not is_over.wait(self._pause_s):
             self.swap()
 
@@ -81,7 +81,7 @@ class Swaps:
 
 @dataclass
 class Found:
-    """Stretches by protocol, beside swaps and without, and what the server took at each stage."""
+    """Stretches by protocol, with and without swaps, and the server's resources at each stage."""
 
     beside: dict[str, list[Stretch]] = field(default_factory=lambda: {protocol: [] for protocol in PROTOCOLS})
     alone: dict[str, list[Stretch]] = field(default_factory=lambda: {protocol: [] for protocol in PROTOCOLS})
@@ -98,12 +98,12 @@ class Found:
         )
 
     def reasons(self) -> list[str]:
-        """Why requests of the last stretches failed."""
+        """Describe the failed requests of the last stretches."""
         last = [arm[protocol][-1] for arm in (self.beside, self.alone) for protocol in PROTOCOLS]
         return [f"{one.lost} lost {one.wrong[:3]}" for one in last if one.lost or one.wrong]
 
     def ratios(self, protocol: str, share: float) -> list[float]:
-        """Of each pair of neighbouring stretches."""
+        """Ratios of a latency quantile with swaps to that without, by pair of neighbouring stretches."""
         return [
             beside.quantile_ms(share) / alone.quantile_ms(share)
             for beside, alone in zip(self.beside[protocol], self.alone[protocol], strict=True)
@@ -159,7 +159,7 @@ def measure(options: argparse.Namespace) -> tuple[Found, Swaps]:
 def _guard(failures: list[BaseException], swaps: Swaps, is_over: threading.Event) -> None:
     try:
         swaps.keep_swapping(is_over)
-    except BaseException as error:  # raised where the results are read
+    except BaseException as error:  # raised when the results are read
         failures.append(error)
 
 
@@ -213,7 +213,7 @@ def report(found: Found, swaps: Swaps) -> str:
 
 
 def _slow(found: Found) -> list[tuple[str, str]]:
-    """The protocols whose median ratio of p99 is over the bound."""
+    """The protocols whose median ratio of p99 exceeds the bound."""
     ratios = {protocol: sorted(found.ratios(protocol, 0.99)) for protocol in PROTOCOLS}
     return [(one, spread(each)) for one, each in ratios.items() if each[len(each) // 2] > MOST_RATIO]
 

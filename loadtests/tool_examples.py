@@ -1,9 +1,9 @@
-"""Runs the tools on real models and writes what they print into ``docs/reference/tools/examples.md``.
+"""Runs the tools on real models and writes their output to ``docs/reference/tools/examples.md``.
 
     python loadtests/tool_examples.py
 
-The models: the bundled classifier of digits, an encoder of MiniLM's size and a convolutional network of ResNet's kind
-(random weights), and exports of PyTorch, scikit-learn and ONNX Runtime's quantization. Takes three minutes.
+The models are the bundled digits classifier, an encoder of MiniLM's size and a convolutional network like ResNet (both
+with random weights), and exports of PyTorch, scikit-learn and ONNX Runtime's quantization. Takes three minutes.
 """
 
 import argparse
@@ -35,11 +35,11 @@ COMMANDS: Final = (
     ("bench", "{model}", "--batch", "{batch}", "--seconds", "2"),
 )
 UNBATCHED: Final = ("decoder.onnx",)
-"""Its outputs have another number of rows than its inputs."""
+"""Models whose outputs have a different number of rows than their inputs, so they are not batched."""
 
 
 def make_models(folder: Path) -> dict[str, str]:
-    """Put the models into a folder. Returns what each is, by the argument that names it there."""
+    """Write the models into a folder. Returns a description of each, by the argument that names it there."""
     encoder(folder / "encoder.onnx", layers=6, hidden=384, heads=12, length=32)
     residual(folder / "residual.onnx", blocks=(2, 2, 2, 2), width=32)
     (folder / "models").symlink_to(ROOT / "server" / "ortserve" / "example" / "repository")
@@ -54,10 +54,10 @@ def make_models(folder: Path) -> dict[str, str]:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """Run the command line as a user would. Returns what it prints.
+    """Run an ``ortserve`` command as a user would. Returns its output.
 
     Raises:
-        subprocess.CalledProcessError: It failed.
+        subprocess.CalledProcessError: The command failed.
     """
     environment: Mapping[str, str] = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}
     done = subprocess.run(

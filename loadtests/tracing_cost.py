@@ -1,16 +1,18 @@
 """What does a trace cost a request: on the event loop, and on the thread that exports it?
 
-On the loop: looking for a trace in the headers of a request, and handing its record over at the end, by what its caller
-wants. Expected: about a microsecond where nothing is sampled, some ten where it is, most of that for reading the
-caller's headers by OpenTelemetry's library. The record is handed to a processor that is full, so that no other thread
-takes part; what it drops is not made into spans.
+Level: function, nothing else running.
 
-On the exporting thread: making six spans and encoding them, but not sending them, by that thread's own time. Expected:
-some ten times what the loop spends. It takes turns with the loop for the interpreter, so of a loop that is always busy
-it takes that share of requests.
+On the loop: reading the trace context from the headers of a request, and passing its record to the exporter at the end,
+by the sampling decision that the headers ask for. Expected: about a microsecond for an unsampled request and about ten
+for a sampled one, mostly for OpenTelemetry's parsing of the headers. The exporter's queue is full, so that it drops
+each record: no other thread takes part and no spans are created.
 
-The cases run interleaved; the figures are the medians of the rounds and their spread. Function level, nothing else
-running. Before anything is written, the encoded spans are counted. Writes ``loadtests/results/tracing_cost.md``.
+On the exporting thread: creating and encoding six spans, without sending them, in that thread's own time. Expected:
+about ten times the time on the loop. The thread competes with the loop for the interpreter lock, so a saturated loop
+loses that time for requests.
+
+The cases run interleaved; figures are medians of the rounds and their spread. The encoded spans are counted before
+anything is written. Writes ``loadtests/results/tracing_cost.md``.
 
     python loadtests/tracing_cost.py [--rounds 11]
 """
@@ -53,7 +55,7 @@ PARENT: Final = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0"
 
 
 def tracing(sample_ratio: float) -> OtlpTracing:
-    """Exports to an address without a listener."""
+    """Tracing that exports to an address without a listener."""
     return OtlpTracing(
         endpoint="http://127.0.0.1:9",
         protocol="http/protobuf",
@@ -65,7 +67,7 @@ def tracing(sample_ratio: float) -> OtlpTracing:
 
 
 def cases_of(never: OtlpTracing, always: OtlpTracing) -> dict[str, Callable[[], bool]]:
-    """What a request costs the loop, by what its caller wants; each says whether it was sampled."""
+    """The tracing work of a request on the loop, by case. Each function returns whether the request was sampled."""
 
     def request(tracing: OtlpTracing, headers: list[tuple[bytes, bytes]]) -> Callable[[], bool]:
         traces = HttpTraces(tracing, "http")
@@ -88,7 +90,7 @@ def cases_of(never: OtlpTracing, always: OtlpTracing) -> dict[str, Callable[[], 
 
 
 def export_us() -> float:
-    """Time of this thread a request, of making and encoding spans."""
+    """Time of this thread, in µs per request, to create and encode spans."""
     context = SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
     requests = [RequestSpans(INFER, PATH, context, None, ENDED) for _ in range(BATCH)]
     resource = Resource({"service.name": "ortserve"})
@@ -112,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     load = os.getloadavg()[0]
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # the missing listener is intended
     never, always = tracing(0), tracing(1)
-    for _ in range(2500):  # more than may wait
+    for _ in range(2500):  # fills the exporter's queue
         trace = always.begin(INFER, None, ())
         assert trace is not None
         trace.end(ENDED)

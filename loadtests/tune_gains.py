@@ -1,12 +1,12 @@
-"""Does ``ortserve tune`` match or beat the defaults on unlike models?
+"""Does ``ortserve tune`` match or beat the defaults on different kinds of models?
 
     python loadtests/tune_gains.py [--minutes 10] [--models digits,gru]
 
-Level: a model behind the server's batcher, in one process with its load. Expected: no model is worse than with the
-defaults; models whose operators are small gain from fewer threads or instances, large ones hardly anything.
+Level: a model behind the server's batcher, in one process with its load. Expected: no model is slower than with the
+defaults. Models with small operators gain from fewer threads or instances; models with large operators hardly gain.
 
-Each model begins without a ``model.yaml``. After the search, new processes with the defaults and with what was written
-take turns once more, apart from the search's own confirmation. Outputs are compared in every load. Run nothing else.
+Each model starts without a ``model.yaml``. After the search and its own confirmation, new processes with the defaults
+and with the written file take turns once more. Outputs are compared under every load. Run nothing else meanwhile.
 """
 
 import argparse
@@ -32,11 +32,11 @@ CORPUS: Final = ROOT / "tests" / "rows" / "corpus"
 RESULTS: Final = Path(__file__).parent / "results" / "tune_gains.md"
 PAIRS: Final = 10
 SLO_MS: Final = {"digits": 20, "encoder": 100, "residual": 200, "gru": 20, "trees": 20, "words": 20}
-"""Each model with the bound of its 99th percentile."""
+"""Bound of the 99th percentile, by model."""
 
 
 def make_model(name: str, repository: Path) -> Path:
-    """Put a model into a repository; returns its folder."""
+    """Write a model into a repository. Returns its folder."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     file = folder / "1" / "model.onnx"
@@ -54,7 +54,7 @@ def make_model(name: str, repository: Path) -> Path:
 
 
 def tune(folder: Path, slo_ms: float, minutes: float) -> dict[str, Any]:
-    """Run the command as a user would; returns its result."""
+    """Run ``ortserve tune`` as a user would. Returns its result."""
     command = [sys.executable, "-m", "ortserve", "tune", str(folder), "--slo", f"{slo_ms}ms", "--json"]
     limit_s = 90 * minutes + 120
     done = subprocess.run(
@@ -65,7 +65,7 @@ def tune(folder: Path, slo_ms: float, minutes: float) -> dict[str, Any]:
 
 
 def check(default: Path, tuned: Path, slo_ms: float) -> str:
-    """New processes with the defaults and with the result, in turn: the ratio of their sustained rates."""
+    """Run new processes with the defaults and with the result, in turns. Returns the ratio of their sustained rates."""
     goal = Goal("throughput", slo_ms / 1e3, 99.0)
     requests = call_apart(600, prepare_requests, find_model(str(default)), None, 1)
     one, other = (ProcessLab(find_model(str(folder)), requests, goal, None).open({}) for folder in (default, tuned))

@@ -11,37 +11,40 @@ from hypothesis import HealthCheck, settings
 
 import ortserve  # noqa: F401
 
-# Other work on the machine makes examples slow; that is no failure.
+# Other work on the machine makes examples slow, which is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def authorities_read_once() -> Iterator[None]:
-    """Without it ``httpx`` reads the certificate authorities for each call outside a client: 35 of a call's 37 ms."""
+    """Read the certificate authorities once; ``httpx`` reads them for each call outside a client, 35 of its 37 ms."""
     with pytest.MonkeyPatch.context() as patch:
-        name = "create_ssl_context"  # of httpx alone, which does not export it
+        name = "create_ssl_context"  # a private name of httpx, which does not export it
         patch.setattr(default, name, cache(getattr(default, name)))
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def grpc_aio_kept() -> None:
-    """Without it ``grpc.aio`` ends when the last of its channels is collected, and can wait for ever for calls of event
-    loops that are closed.
+    """Keep ``grpc.aio`` alive.
+
+    Otherwise it ends when the last of its channels is collected, and may wait forever for calls of closed event loops.
     """
     grpc.aio.init_grpc_aio()
 
 
 def pytest_collection_finish() -> None:
-    """Leave the thousands of tests out of each later collection of garbage."""
+    """Exclude the thousands of collected tests from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give ``native`` to tests that are not ``ON_BOTH_TRANSPORTS``, too: pytest then runs all tests of a file on one
-    transport before those on the other, and starts the file's servers once for each.
+    """Give ``native`` also to tests that are not ``ON_BOTH_TRANSPORTS``.
+
+    pytest then runs all tests of a file on one transport before those on the other, and starts the file's servers once
+    for each transport.
     """
     marks = metafunc.definition.iter_markers("parametrize")
     if "grpc_transport" in metafunc.fixturenames and not any("grpc_transport" in mark.args[0] for mark in marks):
@@ -57,5 +60,5 @@ def grpc_transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def ways(grpc_transport: str) -> tuple[str, ...]:
-    """Flags for tests of both protocols: the gRPC transport."""
+    """The gRPC transport as flags, for tests of both protocols."""
     return (f"--grpc-transport={grpc_transport}",)

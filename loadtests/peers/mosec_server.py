@@ -16,7 +16,7 @@ get_logger().setLevel("WARNING")
 
 
 class Mlp(Worker):
-    """Each batch is a list of what requests held."""
+    """Receives each batch as a list of the requests' decoded bodies."""
 
     def __init__(self) -> None:
         """Each worker process has its own session."""

@@ -1,4 +1,4 @@
-"""The server under the contract tests of the wire formats."""
+"""The server for contract tests of the wire formats."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from servers import ServerProcess
 
 @pytest.fixture(scope="session")
 def contract_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[tuple[str, ...]], ServerProcess]]:
-    """Starts a ``contract_server`` of each way once, though each file of tests goes from one way to the other."""
+    """Starts a ``contract_server`` with each set of flags once, although the files of tests alternate between them."""
     with ExitStack() as stack:
 
         @cache

@@ -1,8 +1,8 @@
-"""Messages that would become very many objects are rejected with a named reason, and delay no other caller.
+"""Messages that would expand to very many objects are rejected with a named reason and do not delay other callers.
 
-One table for both protocols. Beside each message another caller asks for liveness every 5 ms; the server's processor
-time and memory are its own counts, so that a loaded machine does not change them. Waits are wall time: a message is
-sent up to three times, and must hold the bounds once.
+One table covers both protocols. During each message another caller requests liveness every 5 ms. The server's CPU time
+and memory are per process, so that other load on the machine does not change them. Waits are wall time, so a message is
+sent up to three times and must stay within the bounds once.
 """
 
 import json
@@ -28,23 +28,23 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, rest_url, se
 
 MIB: Final = 2**20
 MOST_WAIT_S: Final = 0.15
-"""For liveness, beside any message."""
+"""Maximum wait for liveness during any message."""
 MOST_CPU_S: Final = 0.5
-"""Of the server, to reject a message; the inflating of 60 MB takes a third of it."""
+"""Maximum CPU time of the server to reject a message; inflating 60 MB takes a third of it."""
 MOST_JSON_CPU_S: Final = 6.0
-"""Of the process that reads large JSON at a low priority: it finds an error in a document when it parses it."""
+"""Maximum CPU time of the low-priority process that reads large JSON; it must parse a document to find an error."""
 JSON_COPIES: Final = 36
-"""Of JSON: the memory that the server counts for decoding it, and the body itself."""
+"""Allowed memory for JSON in sizes of the body: the server's estimate for decoding, and the body itself."""
 CERTAIN_S: Final = 1.0
-"""A wait that no loaded machine explains."""
+"""A wait that load on the machine cannot explain."""
 ATTEMPTS: Final = 3
 METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
 
 REFUSED: Final = (400, 413, 429, "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
 UNKNOWN: Final = (*REFUSED, 404, "NOT_FOUND")
-"""For a name that cannot be a model's."""
+"""Outcomes for a name that cannot be a model's."""
 SERVED: Final = (200, 413, 429, "OK", "RESOURCE_EXHAUSTED")
-"""For a valid request, which may be larger than the server takes."""
+"""Outcomes for a valid request, which may exceed the server's limits."""
 
 MANY: Final = 20_000_000
 MILLION: Final = 1_000_000
@@ -53,7 +53,7 @@ LONG: Final = 60_000_000
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A body or gRPC message. A compressed one is compressed already, and ``size`` is that of its content."""
+    """A body or gRPC message. A compressed message is stored compressed; ``size`` is the size of its content."""
 
     data: bytes
     size: int
@@ -62,10 +62,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The text of a rejection must match ``names``; ``copies`` is the memory allowed, in sizes of the message.
+    """The text of a rejection must match ``names``; ``copies`` is the allowed memory in sizes of the message.
 
-    ``model`` is asked for inference; one that begins with ``/`` is the path of another call. ``cpu_s`` bounds the
-    processor time of a refusal, ``wait_s`` the wait for liveness.
+    ``model`` is the model to infer with; a value that begins with ``/`` is the path of another call. ``cpu_s`` bounds
+    the CPU time of a rejection, ``wait_s`` the wait for liveness.
     """
 
     model: str
@@ -113,14 +113,14 @@ def _binary(make: Callable[[], tuple[bytes, dict[str, str]]]) -> Callable[[], Me
 
 
 def _json_tensor(**changes: str) -> bytes:
-    """A good request for ``largest``, with some values of its input spelled otherwise, as JSON."""
+    """A valid JSON request to ``largest``, with some values of its input replaced by these texts."""
     values = {"name": '"x"', "datatype": '"FP32"', "shape": "[1,1]", "data": "[1]"} | changes
     spelled = ",".join(f'"{name}":{value}' for name, value in values.items())
     return f'{{"inputs":[{{{spelled}}}]}}'.encode()
 
 
 def _json_beside(name: str, value: str) -> bytes:
-    """A good request for ``largest`` with one more key beside its inputs."""
+    """A valid request to ``largest`` with an additional key beside its inputs."""
     return _json_tensor()[:-1] + f',"{name}":{value}}}'.encode()
 
 
@@ -141,22 +141,22 @@ _GOOD: Final = crafted.tensor_message("x", "FP32", [1, 1])
 
 
 def _grpc_beside(*fields: bytes) -> bytes:
-    """A good message for ``largest`` with these fields beside the usual ones."""
+    """A valid message to ``largest`` with these additional fields."""
     return crafted.infer_message("largest", _GOOD, _ONE, *fields)
 
 
 def _grpc_tensor(*fields: bytes, raw: bytes = b"") -> bytes:
-    """A message whose only input has these fields beside the usual ones; ``raw`` is the field of raw contents."""
+    """A message whose only input has these additional fields; ``raw`` is the field of raw contents."""
     return crafted.infer_message("largest", crafted.tensor_message("x", "FP32", [1, 1], *fields), raw)
 
 
 def _grpc_empty(tag: bytes, count: int) -> bytes:
-    """No tensor, and so many empty entries of one field."""
+    """A message without tensors and with ``count`` empty entries of one field."""
     return crafted.infer_message("largest", crafted.empty_fields(tag, count))
 
 
 def _grpc_outputs(count: int) -> bytes:
-    """Outputs of different names."""
+    """Outputs with different names."""
     return b"".join(crafted.field(6, crafted.field(1, f"y{number}".encode())) for number in range(count))
 
 
@@ -171,7 +171,7 @@ def _unpacked(count: int) -> bytes:
 
 
 def _map_entries(count: int) -> bytes:
-    """Parameters of different names; of the values nothing is set."""
+    """Parameters with different names and without values."""
     return b"".join(crafted.field(4, crafted.field(1, f"k{number}".encode())) for number in range(count))
 
 
@@ -370,7 +370,7 @@ OTHER_GRPC: Final = {
     "ModelMetadata": b"\x7a",
     "ServerLive": b"\x7a",
 }
-"""Methods, and the tag of a repeated field: of their map of parameters or settings, else of a field that is unknown."""
+"""Methods, and the tag of a repeated field: their map of parameters or settings, or an unknown field."""
 ANSWERED: Final = (
     *(200, 400, 404, 405, 409, 413, 415, 422, 429, 501, 503),
     *("OK", "NOT_FOUND", "UNIMPLEMENTED", "UNAVAILABLE", "FAILED_PRECONDITION", *REFUSED[3:]),
@@ -480,7 +480,7 @@ def hold_to_bounds(
     message: Message,
     send: Callable[[], tuple[int | str, str]],
 ) -> None:
-    """Send a message until the bounds hold, three times at most."""
+    """Send a message up to three times until it stays within the bounds."""
     broken: list[str] = []
     for _ in range(ATTEMPTS):
         seen = _observe(server, liveness, send)
@@ -526,7 +526,7 @@ def _call_compressed(server: ServerProcess, message: Message) -> tuple[int | str
 
 
 def _of_processes(pid: int, read: Callable[[psutil.Process], float]) -> list[float]:
-    """Read a value of the process and of each child. Children that end meanwhile are left out."""
+    """Read a value of the process and of each child. Children that end meanwhile are skipped."""
     process = psutil.Process(pid)
     values = [read(process)]
     for child in process.children(recursive=True):
@@ -540,7 +540,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _memory_bytes(pid: int, name: str) -> int:
-    """The memory of the process and its children: the sum of peaks is at least the peak of the sum."""
+    """The memory of the process and its children. The sum of peaks is at least the peak of the sum."""
 
     def read(process: psutil.Process) -> int:
         found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
@@ -550,6 +550,6 @@ def _memory_bytes(pid: int, name: str) -> int:
 
 
 def _begin_peak(pid: int) -> int:
-    """Have the kernel forget the peak (proc(5)), and return the memory that is resident."""
+    """Reset the kernel's record of the peak (proc(5)). Returns the resident memory."""
     _of_processes(pid, lambda process: Path(f"/proc/{process.pid}/clear_refs").write_text("5"))
     return _memory_bytes(pid, "VmRSS")

@@ -1,4 +1,4 @@
-"""Outputs requested as their largest elements, over both protocols and both forms of an answer."""
+"""Outputs requested as classes, with the largest elements, over both protocols and in both forms of an answer."""
 
 from typing import Any
 

@@ -59,7 +59,7 @@ def test_answer_is_the_same_in_every_encoding(name: str) -> None:
         assert document["outputs"][0]["shape"] == list(array.shape)
         if datatype not in (DataType.FP16, DataType.BF16) or encoded.json_size is not None:
             expect_same(came, expected)
-        else:  # tritonclient takes half precision from binary data only
+        else:  # tritonclient accepts half precision in binary data only
             numbers = np.array(document["outputs"][0]["data"], expected.dtype).reshape(array.shape)
             expect_same(numbers, expected)
     came, message = wire.read_grpc_answer(bytes(encode_response(response)))
@@ -75,7 +75,7 @@ def expect_same(came: np.ndarray, expected: np.ndarray) -> None:
         texts = [element if isinstance(element, bytes) else element.encode() for element in came.ravel()]
         assert texts == expected.ravel().tolist()
     else:
-        if came.dtype.name == "bfloat16":  # which tritonclient gives where ml_dtypes is installed
+        if came.dtype.name == "bfloat16":  # tritonclient returns bfloat16 if ml_dtypes is installed
             came = came.astype(np.float32)
         assert came.dtype == expected.dtype
         assert came.tobytes() == expected.tobytes()

@@ -1,7 +1,7 @@
 """If the request path is compiled, a request runs no interpreted function of the package.
 
-Functions that dataclasses and enumerations generate are interpreted even in compiled modules. So classes of which each
-request makes an object write out their ``__init__``.
+Functions that dataclasses and enumerations generate are interpreted even in compiled modules. Classes that are
+instantiated for each request therefore define ``__init__`` explicitly.
 """
 
 import json

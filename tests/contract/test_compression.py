@@ -16,7 +16,7 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, json_input, rest_url, s
 Compress = Callable[[bytes], bytes]
 COMPRESSIONS: dict[str, Compress] = {"gzip": gzip.compress, "deflate": zlib.compress}
 LARGE = np.arange(200_000, dtype=np.float32).reshape(2, -1) % 7
-"""800 kB that shrink: inflated and compressed in threads."""
+"""800 kB of compressible data; threads inflate and compress it."""
 SMALL = np.arange(8, dtype=np.float32).reshape(2, 4)
 NOISE = np.random.default_rng(0).standard_normal((2, 50_000), np.float32)
 BODY_LIMIT = 100_000
@@ -36,7 +36,7 @@ def binary_request(array: np.ndarray) -> tuple[bytes, dict[str, str]]:
 
 
 def post(server: ServerProcess, body: bytes, headers: dict[str, str]) -> httpx.Response:
-    # httpx asks for compression by itself, unless it is switched off.
+    # httpx requests compression by default.
     return httpx.post(
         rest_url(server, "echo"), content=body, headers={"Accept-Encoding": "identity"} | headers, timeout=LONG_S
     )
@@ -129,7 +129,7 @@ def test_body_inflating_past_the_limit_is_rejected_with_413(narrow_server: Serve
         assert "max_body_bytes" in answer.json()["error"]
         assert encoding in answer.json()["error"]
     answer = post(narrow_server, COMPRESSIONS[encoding](bytes(BODY_LIMIT)), {"Content-Encoding": encoding})
-    assert answer.status_code == 400  # taken, and no JSON
+    assert answer.status_code == 400  # read to its end, but not JSON
 
 
 @pytest.mark.parametrize("encoding", COMPRESSIONS)

@@ -24,7 +24,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def page_files() -> list[str]:
-    """The paths of all files of the page, by their folder."""
+    """The paths of all files of the page, from their folder."""
     root = Path(str(files("ortserve.frontends.console")))
     served = [path for path in root.rglob("*") if path.suffix in (".html", ".css", ".js")]
     return ["/" if path.name == "index.html" else f"/console/{path.relative_to(root)}" for path in served]
@@ -102,7 +102,7 @@ def test_viewers_are_limited_and_their_places_are_freed(server: ServerProcess) -
     host, _, port = server.http.partition(":")
     sockets = []
     heads: list[bytes] = []
-    while not heads or b" 200 " in heads[-1]:  # an earlier test's stream may still have its place
+    while not heads or b" 200 " in heads[-1]:  # the stream of an earlier test may still hold its place
         opened = socket.create_connection((host, int(port)), timeout=LONG_S)
         opened.sendall(f"GET {STREAM} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
         heads.append(opened.recv(12 + len(" OK")))
@@ -113,7 +113,7 @@ def test_viewers_are_limited_and_their_places_are_freed(server: ServerProcess) -
     assert refused.json() == {"error": "the console has 32 viewers, as many as allowed"}
     for opened in sockets:
         opened.close()
-    for _ in range(100):  # each attempt is answered when the server has seen more of the closed connections
+    for _ in range(100):  # each attempt is answered after the server has noticed more of the closed connections
         with httpx.stream("GET", f"{server.url}{STREAM}", timeout=LONG_S) as answer:
             if answer.status_code == 200:
                 return

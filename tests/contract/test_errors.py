@@ -1,4 +1,4 @@
-"""Answers to bad requests: the exact status, a text that names the thing, and a server that goes on."""
+"""Answers to bad requests: the exact status, a text that names the fault, and a server that continues to serve."""
 
 import json
 import socket
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer; ``headers`` are trailing metadata on gRPC, the keys in lower case."""
+    """An error answer; ``headers`` are trailing metadata on gRPC, with keys in lower case."""
 
     status: int | StatusCode
     text: str
@@ -101,7 +101,7 @@ def send_grpc_typed(server: ServerProcess, request: Request) -> Refusal | None:
 
 
 def send_grpc_stream(server: ServerProcess, request: Request) -> Refusal | None:
-    """One request on a stream that ends by its error, so that there is a status to look at."""
+    """Send a request on a stream that ends on an error, so that the error is the status of the stream."""
     message = _message(request)
     message.raw_input_contents.extend(_raw(entry) for entry in request.inputs)
     with grpc.insecure_channel(server.grpc) as channel:
@@ -148,7 +148,7 @@ def refusal(came: Refusal | None) -> Refusal:
 
 @pytest.fixture(autouse=True)
 def _server_goes_on(server: ServerProcess) -> Iterator[None]:
-    """After each test, both protocols answer a good request."""
+    """After each test, both protocols must answer a good request."""
     yield
     for send in (*REST, *GRPC):
         assert send(server, GOOD) is None
@@ -508,7 +508,7 @@ def test_head_is_answered_as_get_without_its_body(server: ServerProcess) -> None
 
 @pytest.fixture(scope="module")
 def narrow_server(ways: tuple[str, ...]) -> Iterator[ServerProcess]:
-    """Accepts only short bodies."""
+    """A server that accepts only short bodies."""
     with serving("--example", *SHORT_WARMUP, "--max-body-bytes", str(BODY_LIMIT), *ways) as server:
         yield server
         assert send_rest_json(server, GOOD) is None
@@ -541,7 +541,7 @@ def test_caller_that_sends_all_of_a_far_too_large_body_still_reads_the_error(
     host, port = narrow_server.http.split(":")
     with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
         head = f"POST /v2/models/simple/infer HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}\r\n\r\n"
-        connection.sendall(head.encode() + b" " * size)  # a client that does not listen while it sends
+        connection.sendall(head.encode() + b" " * size)  # a client that does not read while it sends
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
@@ -584,7 +584,7 @@ def test_bad_request_among_concurrent_ones_fails_alone(server: ServerProcess, se
 
 
 BAD_EVERY: Final = 32
-"""So that there are two in a batch at the most: of more, not all may be found."""
+"""A batch then contains at most two bad requests; the server may not find all of more than two."""
 
 
 def test_other_requests_of_the_batch_of_a_bad_one_are_answered_right(server: ServerProcess) -> None:

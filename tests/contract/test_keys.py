@@ -35,7 +35,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def keys_in(folder: Path) -> list[str | Path]:
-    """Files of all keys, and the flags that name them; those of ``infer`` are a folder, a file a client."""
+    """Write files with all keys and return their flags; the keys of ``infer`` are a folder with a file per client."""
     flags: list[str | Path] = []
     for group, keys in KEYS.items():
         path = folder / group
@@ -76,7 +76,7 @@ HTTP_CALLS: Final[dict[str, list[tuple[str, str, bytes]]]] = {
     "infer": [
         ("POST", "/v2/models/identity/infer", infer_body()),
         ("POST", "/v2/models/identity/versions/1/infer", infer_body()),
-        ("POST", "/v2/models/identity/infer?" + "x" * 600, infer_body()),  # longer than URLs that are cached
+        ("POST", "/v2/models/identity/infer?" + "x" * 600, infer_body()),  # longer than the URLs that are cached
         ("POST", "/v2/models/identity/generate", b'{"x": [0, 0, 0, 0]}'),
     ],
     "metadata": [
@@ -162,7 +162,7 @@ def test_rest_call_needs_a_key_of_its_group(server: ServerProcess, group: str, c
 def test_path_with_a_line_feed_at_its_end_is_not_found(
     server: ServerProcess, group: str, call: tuple[str, str, bytes]
 ) -> None:
-    """A pattern's ``$`` matches before it, so that a route might answer without a check by its guard."""
+    """A pattern's ``$`` also matches before a line feed, so a route might answer without its guard's check."""
     method, path, body = call
     path, _, query = path.partition("?")
     for spelled in (f"{path}%0A", f"{path}%0a/", f"{path}%0A?{query}"):

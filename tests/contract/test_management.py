@@ -1,4 +1,4 @@
-"""The repository, statistics, configuration and settings calls, byte for byte as their clients read them."""
+"""Calls for repository, statistics, configuration and settings, byte for byte as their clients read them."""
 
 import json
 import socket
@@ -23,7 +23,7 @@ FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 @pytest.fixture(scope="module")
 def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The mode ``explicit``, which loads ``identity``, ``poison``, ``broken`` and ``empty``, and not ``idle``."""
+    """A server in the mode ``explicit`` that loads ``identity``, ``poison``, ``broken`` and ``empty``; not ``idle``."""
     repository = tmp_path_factory.mktemp("managed")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "poison", builders.poison)
@@ -38,7 +38,7 @@ def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 
 def call(server: ServerProcess, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
-    """GET, or with a body POST; the answer must be good JSON."""
+    """Send GET, or POST if there is a body. The answer must be valid JSON with a good status."""
     url = f"http://{server.http}{path}"
     answer = (
         httpx.get(url, timeout=LONG_S)
@@ -194,7 +194,8 @@ def test_caller_that_disconnects_within_its_body_harms_no_other(managed: ServerP
     with socket.create_connection((host, int(port)), LONG_S) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
         assert call(managed, "/v2/health/live") == {"live": True}
-    assert call(managed, "/v2/health/live") == {"live": True}  # and the server ends without a traceback
+    # The fixture also checks that the server ends without a traceback.
+    assert call(managed, "/v2/health/live") == {"live": True}
 
 
 def test_statistics_count_rows_batches_and_failures_before_the_answer_is_sent(tmp_path: Any) -> None:
@@ -326,7 +327,7 @@ def test_log_settings_change_the_lines_of_a_running_server(managed: ServerProces
         grpc.update_log_settings({"log_verbose_level": 0})
         with pytest.raises(InferenceServerException, match="failed to load 'empty', no version is available"):
             http.load_model("empty")
-        managed.wait_for_line("model cannot be served", "model=empty")  # behind all lines of before
+        managed.wait_for_line("model cannot be served", "model=empty")  # follows all earlier lines
         assert not [line for line in managed.lines[begun:] if "model=broken" in line]
         assert call(managed, "/v2/logging", b'{"log_error":null,"other":1}', FORM) == start
         assert grpc.update_log_settings({"log_error": None}).settings["log_error"].bool_param

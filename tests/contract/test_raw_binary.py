@@ -1,4 +1,4 @@
-"""Requests that consist of the bytes of a tensor."""
+"""Requests whose body consists of the bytes of a tensor."""
 
 import httpx
 import numpy as np

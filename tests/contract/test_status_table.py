@@ -1,4 +1,4 @@
-"""The table of statuses, written a second time: clients rely on it, so it must not change by accident."""
+"""The table of statuses, repeated here: clients rely on it, so it must not change by accident."""
 
 from grpc import StatusCode
 

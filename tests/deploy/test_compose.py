@@ -1,4 +1,4 @@
-"""docker-compose.yml, without Docker: the files that it names exist, and its parts agree."""
+"""docker-compose.yml, without Docker: the files that it names exist, and its parts are consistent."""
 
 import re
 import subprocess
@@ -107,7 +107,7 @@ def test_prometheus_finds_the_server_and_grafana_finds_prometheus() -> None:
 
 
 def test_server_starts_with_the_command_of_the_file_and_takes_the_load_test(tmp_path: Path) -> None:
-    """The volume is an empty folder, as at the first start."""
+    """The volume is an empty folder, as on the first start."""
     service = SERVICES["ortserve"]
     command, *arguments = [str(tmp_path) if word == "/models" else word for word in service["command"]]
     assert command == "serve"

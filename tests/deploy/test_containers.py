@@ -2,9 +2,9 @@
 
     ORTSERVE_TEST_ENGINE=docker .venv/bin/python -m pytest tests/deploy/test_containers.py
 
-runs the commands of docs/operations/containers.md, with the image that ``ORTSERVE_TEST_IMAGE`` names or one that it
-builds. The pod needs Podman, whose ``play kube`` runs what Kustomize renders; docker-compose.yml needs Docker, and uses
-the ports that it names.
+runs the commands of docs/operations/containers.md with the image ``ORTSERVE_TEST_IMAGE``, or with an image that it
+builds. The pod needs Podman, whose ``play kube`` runs the output of Kustomize. docker-compose.yml needs Docker and the
+ports that it names.
 """
 
 import os
@@ -47,12 +47,12 @@ pytestmark = [
 
 
 def typed(program: str, verb: str) -> list[list[str]]:
-    """The commands of the page that begin so."""
+    """The commands of the page that begin with this program and verb."""
     return [command.words for command in commands(PAGE) if command.words[:2] == [program, verb]]
 
 
 def engine(*arguments: str | Path, timeout_s: float = LONG_S, **variables: str) -> str:
-    """Run a command of the engine; return its output."""
+    """Run a command of the engine. Returns its output."""
     done = subprocess.run(
         [*ENGINE, *arguments],
         cwd=ROOT,
@@ -68,7 +68,7 @@ def engine(*arguments: str | Path, timeout_s: float = LONG_S, **variables: str) 
 
 @pytest.fixture(scope="module")
 def image() -> str:
-    """The CPU image's name."""
+    """The name of the CPU image."""
     if named := os.environ.get("ORTSERVE_TEST_IMAGE"):
         return named
     (command,) = (words for words in typed("docker", "build") if "cpu" in words)
@@ -78,20 +78,20 @@ def image() -> str:
 
 @dataclass
 class Container:
-    """One that runs."""
+    """A running container."""
 
     name: str
     ports: Ports
     process: subprocess.Popen[str]
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in it."""
+        """Run a command in the container."""
         return subprocess.run(
             [*ENGINE, "exec", self.name, *command], capture_output=True, text=True, timeout=LONG_S, check=False
         )
 
     def stop(self) -> str:
-        """Have it drained and ended well; returns its log."""
+        """Stop the container. It must drain and exit with 0. Returns its log."""
         engine("stop", "--time", f"{DRAIN_S:g}", self.name, timeout_s=DRAIN_S + LONG_S)
         log, _ = self.process.communicate(timeout=LONG_S)
         assert self.process.returncode == 0, log
@@ -100,7 +100,7 @@ class Container:
 
 @contextmanager
 def running(command: list[str], image: str, folder: Path, *, verify: Any = True) -> Iterator[Container]:
-    """A command of the page with another image, other ports and ``folder`` for its working folder."""
+    """Run a command of the page with another image, other ports and ``folder`` as its working folder."""
     ports = free_ports()
     container = f"ortserve-test-{os.getpid()}-{ports.http}"
     words = [word.replace("$PWD", str(folder)) for word in command[2:-1]]
@@ -126,7 +126,7 @@ def running(command: list[str], image: str, folder: Path, *, verify: Any = True)
 
 
 def wait_until(look: Callable[[], bool]) -> None:
-    """Poll until the condition holds, as no engine reports it."""
+    """Poll until the condition holds, because engines report no events for it."""
     ends = time.monotonic() + LONG_S
     while not look():
         assert time.monotonic() < ends
@@ -141,7 +141,7 @@ def is_ready(url: str, verify: Any) -> bool:
 
 
 def with_models(folder: Path) -> Path:
-    """The example models in a folder ``models`` that anybody may read."""
+    """The example models in a folder ``models`` that any user may read."""
     shutil.copytree(repository_path(), folder / "models")
     folder.chmod(0o755)
     return folder
@@ -169,7 +169,7 @@ def test_container_serves_both_protocols_under_any_uid_and_drains(image: str, tm
 
 
 def readable_secret(folder: Path) -> Secret:
-    """Certificates and keys that anybody may read."""
+    """Certificates and keys that any user may read."""
     secret = Secret(folder)
     for file in secret.folder.rglob("*"):
         file.chmod(0o755 if file.is_dir() else 0o644)
@@ -189,7 +189,7 @@ def test_rendered_pod_is_ready_with_no_rights_and_drains(image: str, tmp_path: P
     documents = [deepcopy(one) for one in installation("cpu").documents if one["kind"] in ("ConfigMap", "Deployment")]
     for document in documents:
         if document["kind"] == "Deployment":
-            document["spec"]["replicas"] = 1  # a host has each port once
+            document["spec"]["replicas"] = 1  # a host has each port only once
             document["spec"]["template"]["spec"]["containers"][0]["image"] = image
     manifest = tmp_path / "pod.yaml"
     manifest.write_text(yaml.safe_dump_all(documents))
@@ -211,7 +211,7 @@ def test_rendered_pod_is_ready_with_no_rights_and_drains(image: str, tmp_path: P
 
 @pytest.fixture
 def compose() -> Iterator[Callable[..., str]]:
-    """Runs a command of the page in a separate project, which is removed at the end."""
+    """Runs commands of the page in a separate project, which is removed at the end."""
     if "podman" in " ".join(ENGINE):
         pytest.skip("needs Docker, for its compose command")
     project = {"COMPOSE_PROJECT_NAME": f"ortserve-test-{os.getpid()}"}
@@ -239,7 +239,7 @@ def test_compose_starts_a_server_that_prometheus_finds_and_loads_it(
     assert answered > 10_000
     query = {"query": 'sum(ortserve_request_duration_seconds_count{outcome="ok"})'}
     answer = httpx.get("http://127.0.0.1:9090/api/v1/query", params=query, timeout=LONG_S).json()
-    assert float(answer["data"]["result"][0]["value"][1]) > answered / 2  # what was scraped last
+    assert float(answer["data"]["result"][0]["value"][1]) > answered / 2  # the last scrape may be older
     rules = httpx.get("http://127.0.0.1:9090/api/v1/rules", timeout=LONG_S).json()
     assert rules["data"]["groups"]
 

@@ -52,7 +52,7 @@ def test_compose_commands_name_existing_services_and_profiles() -> None:
 
 
 def without_files(words: list[str]) -> Iterator[str]:
-    """A command of Compose without the files that its variables name, which are there."""
+    """A command of Compose without the variables that name files, which exist here."""
     rest = iter(words)
     for word in rest:
         if word == "-f":
@@ -103,7 +103,8 @@ def test_documented_archive_reaches_the_init_container(tmp_path: Path) -> None:
     variables = installed.one("ConfigMap", source["configMapRef"]["name"])["data"]
     assert variables["MODELS_URL"] == "https://models.example.com/repository-7.tar.gz"
     assert re.fullmatch(r"[0-9a-f]{64}", variables["MODELS_SHA256"])
-    assert source["configMapRef"]["name"] != "ortserve-models"  # but with a hash, so that another archive rolls out
+    # The name has a hash, so that another archive causes a rollout.
+    assert source["configMapRef"]["name"] != "ortserve-models"
     scripts = next(volume for volume in installed.pod["spec"]["volumes"] if volume["name"] == "fetch")
     assert "fetch.sh" in installed.one("ConfigMap", scripts["configMap"]["name"])["data"]
     ports = {port["port"] for rule in installed.one("NetworkPolicy")["spec"]["egress"] for port in rule["ports"]}
@@ -143,7 +144,7 @@ def test_documented_timings_equal_those_of_the_manifests() -> None:
 
 
 def test_documented_channels_use_every_address() -> None:
-    """Round robin and the weighted one, with two servers' addresses in the place of the headless Service's name."""
+    """Round robin and weighted round robin; addresses of two servers replace the headless Service's name."""
     snippets = blocks("python", KUBERNETES)
     assert len(snippets) == 2
     with (

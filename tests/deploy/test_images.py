@@ -1,6 +1,6 @@
 """The Dockerfile, without a container engine: its text, and its steps run in a folder.
 
-What cannot be shown here is that the base images are there and that packages install in them.
+These tests cannot show that the base images exist and that packages can be installed in them.
 """
 
 import json
@@ -87,7 +87,8 @@ def test_image_runs_the_server_under_any_uid(name: str) -> None:
     timing, _, command = stage.last("HEALTHCHECK").partition(" CMD ")
     assert json.loads(command) == ["ortserve", "health"]
     deadline_s = installation("base, by its files").one("Deployment", "ortserve")["spec"]["progressDeadlineSeconds"]
-    assert f"--start-period={deadline_s // 60}m" in timing.split()  # models may load as long as in Kubernetes
+    # The models may take as long to load as in Kubernetes.
+    assert f"--start-period={deadline_s // 60}m" in timing.split()
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -108,7 +109,7 @@ def test_image_contains_no_build_tools(name: str) -> None:
 
 
 def test_images_have_the_locale_that_string_normalizer_needs(tmp_path: Path) -> None:
-    """The build step that makes the locale, run here, and a model that lower-cases texts with it."""
+    """Runs the build step that creates the locale, and a model that lower-cases texts with it."""
     installed, _ = STAGES["wheel"].all("RUN")
     assert "locales" in installed.split()
     (step,) = [step for step in installed.split("&&") if "localedef" in step]
@@ -168,7 +169,7 @@ def test_images_differ_only_in_gpu_requirements() -> None:
 
 
 def context_files() -> set[str]:
-    """Files of the repository that .dockerignore lets through; it names a few, by path or by a pattern."""
+    """Files of the repository that .dockerignore admits; it lists a few paths and patterns."""
     named = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     found = {path for pattern in named for path in ROOT.glob(pattern)}
     files = found | {file for folder in found for file in folder.rglob("*") if folder.is_dir()}
@@ -192,7 +193,7 @@ def test_build_context_contains_all_copied_and_needed_files() -> None:
 
 @pytest.fixture
 def image() -> Iterator[Path]:
-    """The image's own files, read-only, in a folder that any user can read; the packages are this environment's."""
+    """The image's own files, read-only, in a folder that any user can read; packages are those of this environment."""
     folder = Path(tempfile.mkdtemp(prefix="ortserve-image-"))
     try:
         for file in context_files():
@@ -213,7 +214,7 @@ def set_writable(folder: Path, is_writable: bool) -> None:
 
 
 def can_be(uid: int) -> bool:
-    """Whether this environment's Python runs as another user."""
+    """Whether this environment's Python can run as another user."""
     if os.geteuid() != 0:
         return False
     try:
@@ -230,7 +231,7 @@ def entry_point(stage: Stage) -> list[str]:
 
 
 def read_until(output: IO[str], text: str) -> None:
-    """Read lines, up to the first that has the text in it."""
+    """Read lines up to the first that contains the text."""
     lines: list[str] = []
     while not any(text in line for line in lines):
         line = output.readline()
@@ -241,13 +242,13 @@ def read_until(output: IO[str], text: str) -> None:
 def test_server_runs_as_the_image_user_in_a_read_only_tree(image: Path) -> None:
     stage = STAGES["cpu"]
     uid = int(stage.last("USER").split(":")[0])
-    user = uid if can_be(uid) else None  # otherwise as the user that runs the tests
+    user = uid if can_be(uid) else None  # otherwise as the user who runs the tests
     with socket.create_server(("127.0.0.1", 0)) as free:
         metrics_port = str(free.getsockname()[1])
     ports = {"ORTSERVE_HTTP_PORT": "0", "ORTSERVE_GRPC_PORT": "0", "ORTSERVE_METRICS_PORT": metrics_port}
     python = {"PATH": os.environ["PATH"], "PYTHONPATH": str(image / "server")}
     environment = stage.environment | python | ports
-    ortserve = entry_point(stage)[-3:]  # what its init starts
+    ortserve = entry_point(stage)[-3:]  # the command that its init process starts
     before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
 
     server = subprocess.Popen(
@@ -277,7 +278,7 @@ def test_server_runs_as_the_image_user_in_a_read_only_tree(image: Path) -> None:
 
 
 def test_second_signal_ends_the_server_of_a_container_at_once() -> None:
-    """The kernel drops a signal that the first process of a container does not handle: the server must not be it."""
+    """The kernel drops unhandled signals of a container's first process, so the server must not be this process."""
     alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     try:
         subprocess.run([*alone, "true"], check=True, capture_output=True, timeout=LONG_S)

@@ -1,4 +1,4 @@
-"""The component ``keys``: its Secret is mounted so that it can change, options name it, and probes need no key."""
+"""The component ``keys``: its Secret is mounted so that it can be updated, options name it, probes need no key."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -79,7 +79,7 @@ def test_component_keeps_the_settings_of_an_overlay(installed: Installation) -> 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """Runs with the component's options, their files being elsewhere."""
+    """A server with the component's options, but with other paths of the files."""
     environment = {}
     for name, path in options_of_component().items():
         file = tmp_path / Path(path).name

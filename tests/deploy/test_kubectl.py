@@ -1,7 +1,7 @@
 """Every documented ``kubectl`` command is run as written and has the documented effect.
 
-``kubectl`` is real, and so are the server behind the pods and what runs in them. The cluster is ``kubernetes_api``,
-which says what that proves.
+``kubectl``, the server behind the pods and the commands in pods are real. The cluster is ``kubernetes_api``, which
+states what the tests prove.
 """
 
 import base64
@@ -31,7 +31,7 @@ from pages import KUBERNETES, kubectl_commands, own_overlay, yaml_block
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
 
 NEEDED: Final = (1, 31)
-"""The first ``kubectl`` that forwards ports, and runs commands, over WebSockets."""
+"""The first version of ``kubectl`` that forwards ports and runs commands over WebSockets."""
 
 OF_PAGES: Final = kubectl_commands()
 TYPED: Final[list[str]] = []
@@ -42,7 +42,7 @@ EXAMPLES: Final = PAGE_OVERLAY | {"components": []}
 
 
 def of_pages(*patterns: str) -> pytest.MarkDecorator:
-    """Give a test, as ``commands``, the one command for each pattern; it must type them all."""
+    """Pass the documented command of each pattern to the test as ``commands``; the test must run all of them."""
     found = [command for pattern in patterns for command in OF_PAGES if re.search(pattern, command)]
     assert len(found) == len(patterns), f"expected one command for each of {patterns}, got {found}"
     TYPED.extend(found)
@@ -51,14 +51,14 @@ def of_pages(*patterns: str) -> pytest.MarkDecorator:
 
 @dataclass
 class Console:
-    """A shell in the root of the repository, in which are the files, too, that the pages speak of."""
+    """A shell in the root of the repository, with the files that the pages mention."""
 
     root: Path
     environment: dict[str, str]
     typed: list[str] = field(default_factory=list)
 
     def type(self, command: str, *, expect: int = 0, **places: str) -> str:
-        """Run a command, with ``places`` in it filled in, and return all that it prints."""
+        """Run a command with ``places`` filled in. Returns its output."""
         done = subprocess.run(
             ["/bin/sh", "-c", self._fill(command, places)],
             cwd=self.root,
@@ -74,7 +74,7 @@ class Console:
 
     @contextmanager
     def started(self, command: str, **places: str) -> Iterator[subprocess.Popen[str]]:
-        """Run one beside what follows; at the end it is ended if it has not."""
+        """Run a command in the background during the block; it is ended afterwards."""
         words = shlex.split(self._fill(command, places))
         with subprocess.Popen(words, cwd=self.root, env=self.environment, stdout=subprocess.PIPE, text=True) as process:
             try:
@@ -96,7 +96,7 @@ class Console:
         return {pod["metadata"]["name"]: pod for pod in self.get("pods")["items"]}
 
     def install(self, overlay: dict[str, Any]) -> None:
-        """As an overlay beside ``deploy``."""
+        """Install an overlay in a folder beside ``deploy``."""
         own_overlay(self.root, overlay)
         self.type("kubectl apply -k my-models")
 
@@ -104,7 +104,7 @@ class Console:
         self.type("kubectl -n ortserve rollout status deployment/ortserve --timeout=10s")
 
     def set_status(self, pod: str, **status: Any) -> None:
-        """Say what the kubelet would of a pod."""
+        """Set a pod's status as the kubelet would."""
         patch = json.dumps({"status": status})
         self.type(f"kubectl -n ortserve patch pod {pod} --subresource=status --type=merge -p '{patch}'")
 
@@ -117,7 +117,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def console(server: ServerProcess, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Console]:
-    """A console on an empty cluster. At the end all commands that the test got from the pages must have been run."""
+    """A console on an empty cluster. At the end the test must have run all its documented commands."""
     if kubectl_version() < NEEDED:
         pytest.skip(f"needs kubectl {NEEDED}, got {kubectl_version()}")
     root = tmp_path / "repository"
@@ -149,7 +149,7 @@ def kubectl_version() -> tuple[int, ...]:
 
 
 def write_files_of_pages(root: Path) -> None:
-    """Certificate, authority and keys, by the names that the commands have for them."""
+    """Write the certificate, authority and keys under the names that the commands use."""
     secret = Secret(root / "tls")
     for file in (secret.cert, secret.key, secret.ca):
         shutil.copyfile(file, root / file.name)
@@ -205,7 +205,7 @@ def test_changed_overlay_replaces_the_pods_and_an_unchanged_one_does_not(console
 
 @contextmanager
 def forwarded(console: Console, command: str, **places: str) -> Iterator[httpx.Client]:
-    """Asks what a command forwards; ``kubectl`` chooses the port here, since others may use the page's."""
+    """A client of the forwarded port; ``kubectl`` chooses it, because the page's port may be in use."""
     with console.started(command, **places, **{"8000:8000": ":8000"}) as forwarding:
         assert forwarding.stdout is not None
         listening = re.match(r"Forwarding from (127.0.0.1:\d+) -> 8000", forwarding.stdout.readline())
@@ -223,7 +223,7 @@ def test_forwarded_port_of_the_service_reaches_a_server(console: Console, comman
         assert client.get(path[1]).json() == {"ready": True}
         many = {"name": "image", "datatype": "FP32", "shape": [1_000, 1, 8, 8], "data": [0] * 64_000}
         answer = client.post("/v2/models/digits/infer", json={"inputs": [many]})
-        assert answer.json()["outputs"][0]["shape"][0] == 1_000  # both ways in many frames
+        assert answer.json()["outputs"][0]["shape"][0] == 1_000  # both directions in many frames
 
 
 @of_pages("port-forward pod/", "get pods")
@@ -247,7 +247,7 @@ def test_network_policy_admits_the_labelled_namespace(console: Console, commands
 
 
 def assert_mounted(console: Console, n_files: int) -> None:
-    """Whether the files named by the server's options are mounted in the pods."""
+    """Check that the files in the server's options are mounted in the pods."""
     (source,) = next(iter(console.pods().values()))["spec"]["containers"][0]["envFrom"]
     options = console.get("configmap", source["configMapRef"]["name"])["data"]
     files = [value for value in options.values() if value.startswith("/etc/ortserve/")]
@@ -303,7 +303,7 @@ def test_key_files_are_listed_by_date_without_keys(console: Console, commands: S
 
 @of_pages("ortserve health")
 def test_health_command_runs_in_the_named_pod(console: Console, commands: Sequence[str]) -> None:
-    """The command names the pod: for the Deployment, ``kubectl`` would choose the ready pod."""
+    """The command names the pod, because for a Deployment ``kubectl`` would choose the ready pod."""
     console.install(EXAMPLES)
     unready, ready = console.pods()
     assert console.type(commands[0], NAME=unready) == "ready\n"

@@ -100,7 +100,7 @@ def test_network_policy_opens_every_port_to_named_peers_only(installed: Installa
 def test_termination_grace_period_exceeds_the_drain(installed: Installation, options: ServerOptions) -> None:
     before = installed.server["lifecycle"]["preStop"]["sleep"]["seconds"]
     longest = before + options.drain_delay_s + options.drain_timeout_s
-    assert installed.pod["spec"]["terminationGracePeriodSeconds"] > longest + 5  # seconds to free models and leave
+    assert installed.pod["spec"]["terminationGracePeriodSeconds"] > longest + 5  # 5 seconds to free models and exit
 
 
 def test_drain_delay_outlasts_the_readiness_probe(installed: Installation, options: ServerOptions) -> None:
@@ -130,12 +130,12 @@ def test_tls_options_agree_and_their_mounted_files_can_be_renewed(
         if file is not None:
             mount = mounts[str(file.parent)]
             assert mount["readOnly"] is True
-            assert "subPath" not in mount  # which is never renewed
+            assert "subPath" not in mount  # a subPath mount is never renewed
             assert {"secret", "configMap"} & set(volumes[mount["name"]])
     if options.tls_key_file is not None:
         secret = volumes[mounts[str(options.tls_key_file.parent)]["name"]]["secret"]
         assert secret["defaultMode"] == 0o440
-        assert installed.pod["spec"]["securityContext"]["fsGroup"]  # the group that may read it
+        assert installed.pod["spec"]["securityContext"]["fsGroup"]  # the group that may read the files
 
 
 @pytest.mark.parametrize(("overlay", "asks_clients"), [("tls", False), ("mutual-tls", True)])
@@ -146,7 +146,7 @@ def test_tls_overlays_enable_tls(overlay: str, asks_clients: bool) -> None:
 
 
 def test_services_declare_the_application_protocol(installed: Installation, options: ServerOptions) -> None:
-    """``appProtocol`` has the values that Kubernetes defines for gateways and service meshes."""
+    """``appProtocol`` uses the values that Kubernetes defines for gateways and service meshes."""
     plain = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": None}
     spoken = plain if options.tls_cert_file is None else plain | {"http": "https", "grpc": "https"}
     for service in installed.all("Service"):
@@ -300,7 +300,7 @@ def test_kserve_runtime_keeps_to_the_same_rules(name: str, monkeypatch: pytest.M
         assert readiness["httpGet"] == {"path": "/v2/health/ready", "port": options.http_port}
     else:
         assert readiness["grpc"] == {"port": options.grpc_port}
-    # Kubernetes' own grace, which KServe leaves as it is.
+    # Kubernetes' default grace period, which KServe does not change.
     assert options.drain_delay_s + options.drain_timeout_s < 30
     assert container["image"] == f"ortserve:{__version__}-cpu"
     assert container["securityContext"]["runAsNonRoot"] is True

@@ -1,4 +1,4 @@
-"""The pod without a cluster: the server with the manifests' arguments and options, probed as by the kubelet."""
+"""The pod without a cluster: the server with the manifests' arguments and options, probed like the kubelet does."""
 
 import hashlib
 import shutil
@@ -26,7 +26,7 @@ FETCH = DEPLOY / "components" / "models-download" / "fetch.sh"
 
 
 def statuses_of_probes(installed: Installation, server: ServerProcess) -> dict[str, int]:
-    """The kubelet's probe: it verifies no certificate and presents none."""
+    """Send the kubelet's probes, which neither verify nor present a certificate."""
     addresses = {"http": server.http, "metrics": server.metrics}
     statuses = {}
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -62,7 +62,7 @@ def test_probes_succeed_while_clients_hold_every_connection() -> None:
 
 @pytest.mark.parametrize("overlay", ["tls", "mutual-tls"])
 def test_probes_of_a_pod_with_certificates_succeed(overlay: str, tmp_path: Path) -> None:
-    """The mounted folders are replaced by temporary ones."""
+    """Temporary folders replace the mounted folders."""
     installed = installation(overlay)
     secret = Secret(tmp_path / "secret")
     options = {

@@ -14,14 +14,14 @@ import yaml
 from manifests import BASE, DEPLOY, ROOT, installation, overlays
 
 MINORS = sorted({tuple(map(int, version.split(".")[:2])) for version in kubernetes_validate.utils.all_versions()})[-3:]
-"""The three that Kubernetes maintains at a time, the newest of them the newest that is known here."""
+"""The newest three known minor versions; Kubernetes maintains three at a time."""
 
 CUSTOM = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
-"""Kinds that operators bring; their schemas are not Kubernetes' own."""
+"""Kinds that operators define; Kubernetes' schemas do not include them."""
 
 
 def complaint(document: dict[str, Any], minor: tuple[int, ...]) -> str | None:
-    """The error of a cluster of this version for a document; unknown fields are errors."""
+    """The error that a cluster of this version reports for a document; unknown fields are errors."""
     try:
         kubernetes_validate.utils.validate(document, ".".join(map(str, minor)), strict=True)
     except kubernetes_validate.utils.ValidationError as error:

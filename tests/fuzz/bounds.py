@@ -1,7 +1,7 @@
 """The number of fuzz cases, and the bounds on their time and on the server's memory.
 
-Three thousand of each kind among all tests, fewer where each takes longer. ``make fuzz`` runs 100,000, or as many as
-``CASES=1000000`` says, ``SEED=2`` others; for pytest they are ``ORTSERVE_TEST_FUZZ_CASES`` and
+A normal run has three thousand cases of each kind, fewer of slow kinds. ``make fuzz`` runs 100,000; ``CASES=1000000``
+sets another number and ``SEED=2`` other cases. Under pytest these are ``ORTSERVE_TEST_FUZZ_CASES`` and
 ``ORTSERVE_TEST_FUZZ_SEED``.
 """
 
@@ -20,28 +20,28 @@ CASES: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_CASES", "3000"))
 SEED: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_SEED", "1"))
 
 MOST_S: Final = 5.0
-"""For one case, on a machine that does other things too."""
+"""Maximum time of one case, on a machine with other load."""
 
 LONG_ENOUGH: Final = pytest.mark.timeout(120 * max(1.0, CASES / 10_000))
-"""For a test: as long for each case as the usual number of them has."""
+"""Timeout of a test, proportional to the number of cases."""
 
 _CASES_PER_LOOK: Final = 100
 _MIB: Final = 2**20
 
 
 class MemoryWatch:
-    """Looks at a server's peak now and then: what a case took, and gave back at once, is seen, too.
+    """Samples a server's peak memory from time to time, which includes memory that a case has already released.
 
-    Fails with the cases since the last look.
+    It fails with the names of the cases since the last sample.
     """
 
     def __init__(self, pid: int, *, most_peak: int, most_growth: int) -> None:
         """Start measuring.
 
         Args:
-            pid: Of the server.
-            most_peak: Bytes that some cases, one after the other, may take at a time beside what was there before.
-            most_growth: Bytes that all cases together may leave behind.
+            pid: Process id of the server.
+            most_peak: Maximum peak in bytes above the memory at the last sample.
+            most_growth: Maximum growth in bytes over all cases together.
         """
         self._process = Path(f"/proc/{pid}")
         self._most_peak = most_peak
@@ -50,13 +50,13 @@ class MemoryWatch:
         self._begun = self._last = self._begin_peak()
 
     def after(self, case: str) -> None:
-        """Count a case that was answered."""
+        """Count an answered case."""
         self._cases.append(case)
         if len(self._cases) == _CASES_PER_LOOK:
             self.look()
 
     def look(self) -> None:
-        """Fail if it was too much."""
+        """Sample the memory. Fails if a bound is exceeded."""
         peak = self._bytes("VmHWM") - self._last
         self._last = self._begin_peak()
         cases = f"cases {self._cases[0]} to {self._cases[-1]}" if self._cases else "no cases"
@@ -66,7 +66,7 @@ class MemoryWatch:
         self._cases.clear()
 
     def _begin_peak(self) -> int:
-        (self._process / "clear_refs").write_text("5")  # the peak begins anew, proc(5)
+        (self._process / "clear_refs").write_text("5")  # resets the peak, see proc(5)
         return self._bytes("VmRSS")
 
     def _bytes(self, field: str) -> int:
@@ -79,9 +79,9 @@ class MemoryWatch:
 def watching_memory(
     server: ServerProcess, *, most_peak: int = 64 * _MIB, most_growth: int = 200 * _MIB
 ) -> Iterator[MemoryWatch]:
-    """Hold the cases of a ``with`` block to bounds, the last ones too.
+    """Hold the cases in a ``with`` block to bounds, including the last ones.
 
-    A peak of a few copies of one body of 4 MB, which is as much as the servers here take, is usual.
+    A peak of a few copies of one body of 4 MB, the maximum that these servers accept, is normal.
     """
     watch = MemoryWatch(server.pid, most_peak=most_peak, most_growth=most_growth)
     yield watch

@@ -1,6 +1,6 @@
 """Bad protobuf messages, derived from valid ones: any field, at any depth, with any value of its type.
 
-Each follows from the generator that it is given; see ``mutations`` for what is no protobuf.
+The given generator determines each message; ``mutations`` creates bytes that are not protobuf.
 """
 
 import random

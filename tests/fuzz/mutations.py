@@ -1,6 +1,6 @@
 """Bad input, derived from valid input by a seed, so that each failing case can be repeated.
 
-Nothing here knows the server; the tests send what these functions make.
+This module does not depend on the server; the tests send what it generates.
 """
 
 import copy
@@ -17,10 +17,10 @@ WORDS: Final = (
     "FP32", "INT32", "BYTES", "BF16", "FP16", "fp32", "nan", "NaN", "-1", "0x10", "1e5", "{}", "[]", "\r\nX: y", "null",
     "binary_data_size", "shared_memory_region", "classification", "$ref", "__class__", "/dev/shm/x",
 )  # fmt: skip
-"""Names and values that mean something somewhere, and some that must mean nothing."""
+"""Names and values that are meaningful somewhere, and some that must not be meaningful anywhere."""
 
 INTERNAL_BY_PROTOCOL: Final = ("failed to load", "failed to unload", "Unable to open shared memory region")
-"""Mistakes of callers that the protocol wants answered as internal errors."""
+"""Faults of callers for which the protocol requires an internal error."""
 
 MODELS: Final = ("digits", "simple", "text_stats", "nowhere")
 ROUTES: Final = (
@@ -58,7 +58,7 @@ ROUTES: Final = (
     ("GET", "/v2/console/models/{model}/versions/{version}"), ("GET", "/console/{path}"), ("GET", "/"),
     ("GET", "/docs"), ("GET", "/docs/{name}"), ("GET", "/openapi.json"),
 )  # fmt: skip
-"""All routes of the protocol, and ours, with the application's names of their parts."""
+"""All routes of the protocol and of ortserve, with the application's names for their parameters."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ def infer_document() -> dict[str, Any]:
 
 
 def http_case(rng: random.Random) -> HttpCase:
-    """Any request: mostly inference that is almost right, else any route with any body."""
+    """Any request: mostly inference that is almost valid, otherwise any route with any body."""
     makers = (_infer_json, _infer_binary, _infer_compressed, _generate, _any_route)
     make = rng.choices(makers, (10, 6, 2, 1, 6))[0]
     return make(rng)
 
 
 def broken_http(rng: random.Random) -> bytes:
-    """Bytes that are no HTTP, or whose framing lies. The connection is of no use afterwards."""
+    """Bytes that are not HTTP, or whose framing is wrong. The connection is unusable afterwards."""
     good = http_case(rng).encode()
     kind = rng.randrange(8)
     if kind == 0:
@@ -139,7 +139,7 @@ def flip(rng: random.Random, data: bytes) -> bytes:
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON value, odd ones preferred."""
+    """Any JSON value, unusual ones preferred."""
     kind = rng.randrange(9 if depth < 3 else 6)
     if kind == 0:
         return rng.choice((None, True, False, {}, []))
@@ -187,7 +187,7 @@ def mutate(rng: random.Random, document: Any) -> Any:
 
 
 def dumps(document: Any) -> bytes:
-    """Spell a document, lone surrogates and all."""
+    """Encode a document, including lone surrogates."""
     return json.dumps(document).encode()
 
 
@@ -246,7 +246,7 @@ def _infer_binary(rng: random.Random) -> HttpCase:
     size = len(header) + (rng.choice((0, 0, 1, -1, -len(header), 128, 10**9)))
     tail = rng.randbytes(rng.choice((128, 128, 128, 0, 1, 64, 127, 129, 4000)))
     if rng.random() < 0.03:
-        tail += bytes(rng.choice((66_000, 200_000, 3_900_000)))  # received where it stays
+        tail += bytes(rng.choice((66_000, 200_000, 3_900_000)))  # large enough to be received in its final place
     return HttpCase(
         "POST", _infer_target(rng), header + tail, {"Inference-Header-Content-Length": str(size)} | _headers(rng)
     )

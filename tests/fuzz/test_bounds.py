@@ -14,7 +14,7 @@ TAKER = "for line in iter(input, ''): taken = b'x' * int(line); del taken; print
 
 @pytest.fixture
 def taker() -> Iterator[tuple[int, Callable[[int], None]]]:
-    """The id of a process, and what makes it take so many bytes for a moment."""
+    """The id of a process, and a function that makes it allocate a number of bytes for a moment."""
     with subprocess.Popen(
         [sys.executable, "-c", TAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

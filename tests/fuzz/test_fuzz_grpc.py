@@ -1,4 +1,4 @@
-"""Bad input over gRPC: every call gets a status in time, and never one of a server fault."""
+"""Bad input over gRPC: every call gets a status in time, and never the status of a server fault."""
 
 import random
 import time
@@ -22,7 +22,7 @@ from servers import SHORT_WARMUP, ServerProcess, read_metrics, serving
 pytestmark = LONG_ENOUGH
 
 CODES_OF_OURS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
-"""Codes that blame the server, which bad input must not get."""
+"""Codes of server faults, which bad input must not receive."""
 
 MODEL_INFER: Final = "/inference.GRPCInferenceService/ModelInfer"
 REQUESTS: Final = {
@@ -31,9 +31,9 @@ REQUESTS: Final = {
     if name.endswith("Request") and name != "ModelStreamInferRequest"
 } | {
     "/grpc.health.v1.Health/Check": health_pb2.HealthCheckRequest,
-    "/grpc.health.v1.Health/List": health_pb2.HealthCheckRequest,  # its own has no fields
+    "/grpc.health.v1.Health/List": health_pb2.HealthCheckRequest,  # its own message has no fields
 }
-"""By path, of those calls that take one message and give one: the message."""
+"""The request message of each unary call, by path."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def server(grpc_transport: str) -> Iterator[ServerProcess]:
 
 @dataclass(frozen=True)
 class Call:
-    """A call and its message, compressed or not."""
+    """A call with its message, compressed or not."""
 
     path: str
     data: bytes
@@ -56,7 +56,7 @@ class Call:
 
 
 def case(rng: random.Random) -> Call:
-    """Mostly inference that is almost right."""
+    """A random call, mostly inference that is almost valid."""
     compression = rng.choices((grpc.Compression.NoCompression, grpc.Compression.Gzip), (9, 1))[0]
     if rng.random() < 0.003:
         bomb = good_infer()
@@ -73,7 +73,7 @@ def case(rng: random.Random) -> Call:
 
 
 def almost_good(rng: random.Random, kind: Any) -> Any:
-    """A message with some of its texts set, to names of models."""
+    """A message with some of its texts set to names of models."""
     message = kind()
     for field in message.DESCRIPTOR.fields:
         if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and not field.is_repeated and rng.random() < 0.5:
@@ -82,7 +82,7 @@ def almost_good(rng: random.Random, kind: Any) -> Any:
 
 
 def check_status(described: str, code: grpc.StatusCode, details: str, took_s: float) -> None:
-    """Whether a call may end so that got bad input: an internal error only where the protocol wants it so."""
+    """Check the status of a call with bad input: an internal error is valid only if the protocol requires it."""
     if not any(text in details for text in INTERNAL_BY_PROTOCOL):
         assert code not in CODES_OF_OURS, f"{described}: {code} {details}"
     assert code is not grpc.StatusCode.DEADLINE_EXCEEDED or took_s < MOST_S, f"{described} hangs"
@@ -91,7 +91,7 @@ def check_status(described: str, code: grpc.StatusCode, details: str, took_s: fl
 
 
 def check_health(server: ServerProcess) -> None:
-    """Nothing waits any more, and a good request is answered right."""
+    """Check that no request is waiting, and that a good request is answered correctly."""
     ones = {name: np.ones((1, 16), np.int32) for name in ("INPUT0", "INPUT1")}
     assert (grpc_raw(server, "simple", ones)["OUTPUT0"] == 2).all()
     assert read_metrics(server).by_labels("ortserve_queue_rows", "model") == {}
@@ -113,7 +113,7 @@ def test_bad_calls_get_statuses_in_time_and_good_calls_succeed(server: ServerPro
             codes[code] = codes.get(code, 0) + 1
             check_status(f"case {SEED}/{number}: {call}", code, details, time.monotonic() - began)
             memory.after(f"{SEED}/{number}")
-    # The cases must be varied: many must be decoded up to the model, and some must succeed.
+    # The cases must be varied: the server must decode many up to the model, and some must succeed.
     assert codes[grpc.StatusCode.OK] > CASES / 100
     assert codes[grpc.StatusCode.INVALID_ARGUMENT] > CASES / 5
     check_health(server)

@@ -1,6 +1,6 @@
 """Bad input on gRPC streams: each stream ends in time, and the next good request is served.
 
-On inference streams errors come among the answers, so that the stream goes on.
+On inference streams errors are sent as answers, so that the stream continues.
 """
 
 import random
@@ -25,7 +25,7 @@ from servers import SHORT_WARMUP, ServerProcess, serving, wait_for_sample
 pytestmark = LONG_ENOUGH
 
 STREAMS: Final = CASES // 20
-"""Each of a few messages."""
+"""Number of streams, each of a few messages."""
 
 STREAM_INFER: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 WATCH: Final = "/grpc.health.v1.Health/Watch"
@@ -48,10 +48,10 @@ class Conversation:
     """The messages that a client sends on one stream.
 
     Attributes:
-        path: Of the call.
-        messages: One after the other, without waiting for answers.
-        metadata: Of the call.
-        most_answers: The caller leaves after so many; None to stay until the server ends the stream.
+        path: Path of the call.
+        messages: Sent one after the other, without waiting for answers.
+        metadata: Metadata of the call.
+        most_answers: Number of answers after which the client cancels; None to wait for the end of the stream.
     """
 
     path: str
@@ -65,10 +65,10 @@ class Conversation:
 
 
 def conversation(rng: random.Random) -> Conversation:
-    """Mostly streams of inference with some good requests among the bad ones."""
+    """A random stream, mostly inference with some good requests among the bad ones."""
     path = rng.choices(STREAMED, (7, 1, 1, 1))[0]
     count = rng.choice((1, 2, 3, 5, 30, 0))
-    if path == WATCH:  # never ends by itself
+    if path == WATCH:  # this call never ends by itself
         return Conversation(path, tuple(message(rng, path) for _ in range(min(count, 2))), most_answers=1)
     metadata = (("triton_grpc_error", "true"),) if rng.random() < 0.2 else ()
     leaves_after = rng.choice((0, 1, 2)) if rng.random() < 0.1 else None
@@ -76,7 +76,7 @@ def conversation(rng: random.Random) -> Conversation:
 
 
 def message(rng: random.Random, path: str) -> bytes:
-    """One, good or bad, of those that a call takes."""
+    """A good or bad message of a type that the call accepts."""
     good: Any
     if path == STREAM_INFER:
         good = good_infer()
@@ -94,7 +94,7 @@ def message(rng: random.Random, path: str) -> bytes:
 
 
 def talk(channel: grpc.Channel, case: Conversation) -> tuple[grpc.StatusCode, str, list[bytes]]:
-    """Send all messages and read until either side ends the stream; the status is CANCELLED if the client ends it."""
+    """Send all messages and read until either side ends the stream. The status is CANCELLED if the client ends it."""
     begin: Callable[..., Any] = channel.stream_stream(case.path)
     call = begin(iter(case.messages), timeout=MOST_S, metadata=case.metadata)
     answers: list[bytes] = []
@@ -110,7 +110,7 @@ def talk(channel: grpc.Channel, case: Conversation) -> tuple[grpc.StatusCode, st
 
 
 def check_answers(described: str, case: Conversation, code: grpc.StatusCode, answers: list[bytes]) -> int:
-    """Check for one answer per message, or as many as the status allows; return the number of errors."""
+    """Check for one answer per message, or as many as the status allows. Returns the number of errors."""
     assert len(answers) <= len(case.messages), f"{described}: {len(answers)} answers"
     if code is grpc.StatusCode.OK:
         assert len(answers) == len(case.messages), f"{described}: {len(answers)} answers"
@@ -138,7 +138,7 @@ def test_bad_streams_end_in_time_and_good_calls_succeed(server: ServerProcess) -
             answer = service_pb2.ModelInferResponse.FromString(infer(good, timeout=MOST_S))
             assert len(answer.raw_output_contents) == 1, described
             memory.after(f"{SEED}/stream/{number}")
-    # The cases must be varied: some errors are answers, others are the status, as the client chooses.
+    # The cases must be varied: by the client's choice, some errors are answers and others are the status.
     assert errors > STREAMS
     assert codes[STREAM_INFER, grpc.StatusCode.OK] > STREAMS / 4
     assert codes[STREAM_INFER, grpc.StatusCode.INVALID_ARGUMENT] > STREAMS / 100

@@ -1,4 +1,4 @@
-"""Bad input over HTTP: every request gets a valid answer in time, and never one of a server fault."""
+"""Bad input over HTTP: every request gets a valid answer in time, and never the status of a server fault."""
 
 import json
 import random
@@ -26,14 +26,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     tracing = ("--trace-file", file, "--trace-level", "TIMESTAMPS", "--trace-rate", "1", "--trace-log-frequency", "100")
     flags = ("--max-body-bytes", "4000000", "--allow-client-shm")
     with serving("--example", *SHORT_WARMUP, *tracing, *flags) as server:
-        _check_health(server)  # at least this is traced
+        _check_health(server)  # traces exist for at least this request
         yield server
     firsts = [json.loads(path.read_bytes())[0].keys() for path in file.parent.iterdir()]
     assert any({"id", "model_name", "model_version", "timestamps"} <= keys for keys in firsts)
 
 
 class Connection:
-    """Sends cases one after the other, on a new connection where the server has closed the old one."""
+    """Sends cases one after the other, on a new connection after the server has closed the old one."""
 
     def __init__(self, server: ServerProcess) -> None:
         host, port = server.http.split(":")
@@ -41,7 +41,7 @@ class Connection:
         self._socket: socket.socket | None = None
 
     def ask(self, request: bytes, *, method: str) -> tuple[int, bytes]:
-        """Status and body of the answer."""
+        """Send a request. Returns the status and the body of the answer."""
         for _ in range(2):
             is_new = self._socket is None
             if self._socket is None:
@@ -97,7 +97,7 @@ def connection(server: ServerProcess) -> Iterator[Connection]:
 
 
 def is_fine(status: int, body: bytes) -> bool:
-    """Whether an answer may be given to bad input: an internal error only where the protocol wants it so."""
+    """Whether an answer is valid for bad input: an internal error is valid only if the protocol requires it."""
     if status == 500:
         return any(text.encode() in body for text in INTERNAL_BY_PROTOCOL)
     return 200 <= status < 500 or status in (501, 503, 504)
@@ -122,7 +122,7 @@ def test_bad_requests_get_answers_in_time_and_good_requests_succeed(
             if status >= 400 and case.method != "HEAD":
                 assert _is_error(body), f"case {SEED}/{number}: {status} {body[:300]!r} for {_shown(case)}"
             memory.after(f"{SEED}/{number}")
-    # The cases must be varied: many must be decoded up to the model, and some must succeed.
+    # The cases must be varied: the server must decode many up to the model, and some must succeed.
     assert statuses[200] > CASES / 100
     assert statuses[400] > CASES / 4
     _check_health(server)
@@ -143,23 +143,23 @@ def test_malformed_http_is_rejected_or_closed_and_good_requests_succeed(server: 
                 except TimeoutError as error:
                     raise AssertionError(f"case {SEED}/broken/{number} hangs: {request[:300]!r}") from error
                 except OSError:
-                    pass  # closed by the server already
+                    pass  # the server has already closed the connection
             assert b"HTTP/1.1 500" not in came, f"case {SEED}/broken/{number}: {came[:300]!r} for {request[:300]!r}"
             memory.after(f"{SEED}/broken/{number}")
     _check_health(server)
 
 
 def test_every_route_is_fuzzed(server: ServerProcess) -> None:
-    # The document has the infer routes, which the application does not answer. The application has routes that are not
-    # in the document.
+    # The document contains the infer routes, which the application does not serve. The application has routes that are
+    # not in the document.
     document = httpx.get(f"{server.url}/openapi.json", timeout=LONG_S).raise_for_status().json()
     routes = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
     routes |= {(method, route.path) for route in SERVED for method in route.methods or () if method != "HEAD"}
-    assert routes - set(ROUTES) == {("GET", "/v2/console/stream")}  # its answers have no end
+    assert routes - set(ROUTES) == {("GET", "/v2/console/stream")}  # its answers do not end
 
 
 def _check_health(server: ServerProcess) -> None:
-    """Nothing is held or waits any more, and a good request is answered right."""
+    """Check that no memory is held and no request is waiting, and that a good request is answered correctly."""
     ones = {name: np.ones((1, 16), np.int32) for name in ("INPUT0", "INPUT1")}
     assert (rest_json(server, "simple", ones)["OUTPUT0"] == 2).all()
     waiting = read_metrics(server).by_labels("ortserve_queue_rows", "model")

@@ -21,14 +21,14 @@ from servers import SHORT_WARMUP, ServerProcess, read_metrics, serving, wait_for
 pytestmark = LONG_ENOUGH
 
 CONNECTIONS: Final = CASES // 10
-"""Each of a few calls."""
+"""Number of connections, each with a few calls."""
 MOST_S: Final = 20.0
 MOST_GROWTH: Final = 100 * 2**20
 
 PATHS: Final = ("ModelInfer", "ModelStreamInfer", "ServerLive", "ModelConfig", "Nothing")
 INFER: Final = good_infer().SerializeToString()
 LARGE: Final = b"\x3a\x80\x80\x80\x01" + bytes(2**21)
-"""Begins like raw contents of 2 MiB, of which there may be fewer bytes."""
+"""The beginning of raw contents of 2 MiB; the case may contain fewer bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def call_frames(rng: random.Random, stream_id: int) -> list[bytes]:
-    """A call as a client can send it: valid, except for the given changes."""
+    """The frames of a valid call, except for the given changes."""
     path = f"/inference.GRPCInferenceService/{rng.choice(PATHS)}".encode()
     block = b"\x83\x86" + literal(b":path", path) + literal(b"content-type", b"application/grpc")
     if rng.random() < 0.3:
@@ -57,7 +57,7 @@ def call_frames(rng: random.Random, stream_id: int) -> list[bytes]:
 
 
 def other_frame(rng: random.Random, stream_id: int) -> bytes:
-    """Any other frame, about right."""
+    """Another frame that is almost valid."""
     value = rng.choice((0, 1, 100, 16_384, 65_535, 2**31 - 1, 2**32 - 1))
     makers: tuple[Callable[[], bytes], ...] = (
         lambda: frames.settings({rng.randrange(1, 8): value}),
@@ -73,7 +73,7 @@ def other_frame(rng: random.Random, stream_id: int) -> bytes:
 
 
 def connection(rng: random.Random) -> bytes:
-    """All that a peer sends: some calls, their frames mixed, some of them changed."""
+    """All bytes of a peer: some calls with interleaved frames, some of them changed."""
     calls = [call_frames(rng, 2 * number + 1) for number in range(rng.randrange(1, 6))]
     sent = [frames.PREFACE, frames.settings({})]
     while any(calls):
@@ -97,7 +97,7 @@ def connection(rng: random.Random) -> bytes:
 
 
 def exchange(server: ServerProcess, rng: random.Random) -> bytes:
-    """Send all, in pieces of any size, and read until the server closes."""
+    """Send all bytes in pieces of any size, and read until the server closes."""
     host, port = server.grpc.split(":")
     data = connection(rng)
     received = bytearray()
@@ -109,21 +109,21 @@ def exchange(server: ServerProcess, rng: random.Random) -> bytes:
                 data = data[2000:]
             peer.sendall(data)
             if rng.random() < 0.1:
-                return b""  # gone without a word
+                return b""  # closed without an answer
             peer.shutdown(socket.SHUT_WR)
             while part := peer.recv(65536):
                 received += part
-        except ConnectionError:  # reset, for what was sent behind the end
+        except ConnectionError:  # reset, because the client sent bytes after the end
             pass
         except OSError as error:
-            if error.errno != errno.ENOTCONN:  # the same, where shutdown is the first to notice
+            if error.errno != errno.ENOTCONN:  # a reset that shutdown is the first to notice
                 raise
     return bytes(received)
 
 
 def test_bad_connections_end_in_time_and_release_everything(server: ServerProcess) -> None:
     process = psutil.Process(server.pid)
-    for number in range(100):  # until all that is made once is made
+    for number in range(100):  # until all one-time allocations exist
         exchange(server, random.Random(f"{SEED}/warm/{number}"))
     files = process.num_fds()
     codes: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """Bad load requests with configurations and files of clients: rejected in time, or loaded as sent.
 
-The server runs in the mode ``explicit``, the only one that reads them. The cases for files mostly test whether they can
-be decoded: a client that may load may send any model, and ONNX Runtime's handling of the model is outside this test.
+The server runs in the mode ``explicit``, the only one that accepts them. Cases with files mostly test decoding: a
+client that may load may send any model, and ONNX Runtime's handling of it is outside this test.
 """
 
 import base64
@@ -31,14 +31,14 @@ from servers import ServerProcess, add_model, read_metrics, serving
 pytestmark = LONG_ENOUGH
 
 LOADS: Final = CASES // 20
-"""Each opens sessions where it is right."""
+"""Number of loads; a valid load opens sessions."""
 MOST_S: Final = 10.0
 
 LOAD: Final = "/inference.GRPCInferenceService/RepositoryModelLoad"
 UNLOAD: Final = "/inference.GRPCInferenceService/RepositoryModelUnload"
 
 FAULTS: Final = ("internal error", "unexpected error")
-"""What the server says of exceptions that it did not expect."""
+"""Texts with which the server reports unexpected exceptions."""
 
 CONFIG: Final[dict[str, Any]] = {
     "platform": "onnxruntime_onnx",
@@ -63,7 +63,7 @@ CONFIG: Final[dict[str, Any]] = {
     ],
     "default_model_filename": "model.onnx",
 }
-"""Right for the model; each case changes some of it."""
+"""A valid configuration of the model; each case changes some of it."""
 
 PATHS: Final = (
     "file:2/model.onnx", "file:model.onnx", "file:config.pbtxt", "file:", "file:/", "file:../m/1/model.onnx", "file:1",
@@ -75,7 +75,7 @@ PATHS: Final = (
 
 @dataclass(frozen=True)
 class Load:
-    """A request to load or unload a model, of values that JSON has, and bytes."""
+    """A request to load or unload a model, with JSON values and bytes."""
 
     is_load: bool
     name: str
@@ -97,7 +97,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     repository: Path, ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """Must leave no files of clients on the disk, neither where it keeps them for a load nor in the repository."""
+    """A server that must leave no client files on the disk, neither in its temporary folder nor in the repository."""
     kept = tmp_path_factory.mktemp("kept")
     lying = sorted(repository.rglob("*"))
     control = ("--model-control-mode", "explicit", "--load-model", "m", "--warmup-s", "0.02")
@@ -109,7 +109,7 @@ def server(
 
 
 def any_load(rng: random.Random, model: bytes) -> Load:
-    """Mostly a configuration that is almost right, with or without files."""
+    """A random load, mostly with a configuration that is almost valid, with or without files."""
     name = rng.choice(("m",) * 8 + ("sent", rng.choice(WORDS)))
     if rng.random() < 0.05:
         key = rng.choice(("unload_dependents", rng.choice(WORDS)))
@@ -199,12 +199,12 @@ def by_grpc(channel: grpc.Channel, load: Load, rng: random.Random) -> tuple[bool
 
 
 def _utf8(text: str) -> str:
-    """Without lone surrogates, which only JSON can spell."""
+    """The text without lone surrogates, which only JSON can encode."""
     return text.encode(errors="replace").decode()
 
 
 def check_good_load(client: httpx.Client, server: ServerProcess) -> None:
-    """The model as it lies in the repository is loaded, and serves."""
+    """Check that the model in the repository can be loaded and serves."""
     answer = client.post("/v2/repository/models/m/load")
     assert answer.status_code == 200, answer.text
     ones = np.ones((1, 4), np.float32)

@@ -1,10 +1,10 @@
 """Random graphs: every claim of the proof about every tensor, against ONNX Runtime run row by row and in batches.
 
-Then random models that are proven, as the server opens them: what it answers to requests of a batch, against what ONNX
-Runtime answers to each request alone.
+Then random models with a proof, opened as the server opens them: the answers to the requests of a batch, against ONNX
+Runtime's answer to each request alone.
 
-Some 1,200 graphs among all tests; ``make fuzz CASES=100000`` makes as many graphs of each kind as cases. A failure
-prints the graph and its seed.
+A normal run has about 1,200 graphs; ``make fuzz CASES=100000`` generates that many of each kind. A failure prints the
+graph and its seed.
 """
 
 import os
@@ -84,9 +84,10 @@ def test_served_batches_of_random_models_answer_as_onnx_runtime_does_alone(block
 
 
 def _check_batches(model: Served, requests: Sequence[Request], rng: random.Random) -> int:
-    """Compare the answers to requests of small numbers, beside which extreme ones run; how many batches were compared.
+    """Compare the answers to requests with small numbers while requests with extreme numbers are in the same batch.
 
-    Those of extreme numbers are not compared: kernels take no number for the largest or not, by its place in memory.
+    Answers to extreme numbers are not compared, because kernels may treat NaN as the largest number or not, depending
+    on its place in memory. Returns the number of compared batches.
     """
     classes: dict[object, list[tuple[Request, Outputs]]] = {}
     for request in requests:
@@ -102,7 +103,7 @@ def _check_batches(model: Served, requests: Sequence[Request], rng: random.Rando
         for count in (2, 3, len(members)):
             batch = [rng.choice(members) for _ in range(count)]
             together = model.run_together([request.inputs for request, _ in batch], rng.choice((0, 8)))
-            if together is None:  # then its requests run alone
+            if together is None:  # then the requests run alone
                 continue
             compared += 1
             for (request, alone), outputs in zip(batch, together, strict=True):

@@ -14,9 +14,9 @@ EXAMPLES = os.environ.get("ORTSERVE_TEST_OPENAPI_EXAMPLES", "10")
 
 @pytest.mark.timeout(400)  # the cases of `make fuzz` take a minute on an idle machine
 def test_every_operation_conforms_to_the_openapi_document(tmp_path: Path) -> None:
-    # Whether an operation is allowed is no part of the document: 501 and 503 say that the operator has it off.
+    # The document does not state whether an operator has enabled an operation: 501 and 503 say that it is disabled.
     settings = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "501", "503"]\n'
-    (tmp_path / "schemathesis.toml").write_text(settings)  # found in the folder that it runs in
+    (tmp_path / "schemathesis.toml").write_text(settings)  # Schemathesis reads it from the working folder
     with serving("--example", *SHORT_WARMUP) as server:
         command = [str(Path(sys.executable).with_name("st")), "run", f"http://{server.http}/openapi.json"]
         # The document does not describe the inputs of a model, so a conforming request may be rejected.

@@ -1,4 +1,4 @@
-"""Devices for the tests: a GPU if there is one, and host memory in its place, so that the tests run everywhere."""
+"""Devices for the tests: a GPU if there is one, and host memory, so that the tests run everywhere."""
 
 import ctypes
 import os
@@ -17,19 +17,19 @@ from ortserve.registry.load.capture_trial import CaptureTrials
 
 _TENSORRT = "libnvinfer.so.10"
 EXACT = {"use_tf32": "0"}
-"""TF32 differs from the CPU's FP32 by more than its tolerance."""
+"""TF32 differs from the CPU's FP32 by more than the tolerance."""
 
 
 @cache
 def why_no_gpu() -> str:
-    """Why nothing can be tried on a GPU here; empty where it can."""
+    """The reason why tests cannot use a GPU here; empty if they can."""
     if CUDA not in ort.get_available_providers():
         return "this ONNX Runtime has no CUDA"
     try:
         CudaDevice(0)
     except (ImportError, RuntimeError) as error:
         return str(error)
-    ort.preload_dlls()  # else a library that is not found makes a session on the CPU
+    ort.preload_dlls()  # without it, a missing library would silently select the CPU
     return ""
 
 
@@ -45,19 +45,20 @@ def host_memory_with_one_graph_a_session() -> Place:
 def first_gpu() -> Place:
     if problem := why_no_gpu():
         if os.environ.get("ORTSERVE_TEST_GPU") == "1":
-            pytest.fail(problem)  # somebody counts on these tests being run
+            pytest.fail(problem)  # the caller requires these tests to run
         pytest.skip(problem)
-    times = 10_000 if "HOST_CUDA_PACE" in os.environ else 100_000  # its runtime on host memory overlaps all the same
+    # Fewer repetitions suffice on host memory, where the runtime overlaps runs and copies as well.
+    times = 10_000 if "HOST_CUDA_PACE" in os.environ else 100_000
     return Place(CUDA, lambda: CudaDevice(0), times, CaptureTrials(timeout_s=100), EXACT)
 
 
 def first_gpu_by_tensorrt(engines: Path) -> Place:
-    """The first GPU by TensorRT; its engines are built once and kept in this folder for the other sessions."""
+    """The first GPU with TensorRT. Its engines are built once and stored in this folder for later sessions."""
     gpu = first_gpu()
     try:
         ctypes.CDLL(_TENSORRT)
     except OSError as error:
-        pytest.skip(f"there is no TensorRT: {error}")  # also where the GPU's own tests are counted on
+        pytest.skip(f"there is no TensorRT: {error}")  # even if GPU tests are required
     cache = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(engines)}
     return replace(gpu, provider=TENSORRT, trials=CaptureTrials(), options=cache)
 

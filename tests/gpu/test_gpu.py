@@ -52,7 +52,7 @@ both_ways = pytest.mark.parametrize("captures", [False, True], ids=["bound", "re
 
 
 def is_near(output: np.ndarray, right: np.ndarray, datatype: DataType) -> bool:
-    """Whether an output equals the CPU's within the tolerance for other algorithms and summation orders."""
+    """Whether an output equals the CPU's within the tolerance for other algorithms and orders of summation."""
     if datatype not in TOLERANCES:
         return bool(np.array_equal(output, right))
     relative, absolute = TOLERANCES[datatype]
@@ -109,7 +109,7 @@ def test_networks_of_every_size_equal_the_cpu_result(place: Place, tmp_path: Pat
 
 
 def test_run_with_the_id_of_another_shape_replays_that_shape(place: Place, tmp_path: Path) -> None:
-    """Documents the behaviour of ONNX Runtime because of which an id encodes the bound rows and set, and no more."""
+    """Documents a behaviour of ONNX Runtime: because of it an id encodes only the bound rows and the buffer set."""
     path = builders.identity(tmp_path / "m.onnx")
     with on_device(path, place.make(), provider=place.provider, captures=True) as made:
         binding = made.instance.binding
@@ -132,18 +132,19 @@ def test_run_with_the_id_of_another_shape_replays_that_shape(place: Place, tmp_p
 
 @contextmanager
 def other_set_poisoned(made: OnDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Overwrite the other set's buffers before each run of one: its inputs always, its outputs two times in three.
+    """Overwrite the buffers of the other set before each run: the inputs always, the outputs two times in three.
 
-    Enqueued between the copies of a batch to the device and its run, each as soon as what it overwrites has been read.
-    So the batches stay two on their way at a time: rows are copied in beside the run before, and, where its outputs
-    are spared, the answers out beside the run after.
+    The writes are enqueued between the copies of a batch to the device and its run, each as soon as the overwritten
+    data has been read. Two batches therefore stay in flight: rows are copied in during the previous run and, if its
+    outputs are spared, answers are copied out during the next run.
     """
     streams, binding = made.instance.streams, made.instance.binding
     assert binding is not None
     device, record, (first, second), turn = streams.device, streams.device.record, binding.sets, count()
     others = {first.copied_in: second, second.copied_in: first}
-    nbytes = first.staging[0].nbytes  # of the output, too: the model returns its input
-    poison = made.instance.call(lambda: device.allocate_host(nbytes))  # what is not pinned would wait for the stream
+    nbytes = first.staging[0].nbytes  # also of the output, because the model returns its input
+    # A copy from pageable memory would wait for the stream.
+    poison = made.instance.call(lambda: device.allocate_host(nbytes))
     poison.fill(0xFF)
 
     def record_behind_poison(event: int, stream: int) -> None:
@@ -165,7 +166,7 @@ def other_set_poisoned(made: OnDevice, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def mixed_rows(made: OnDevice, requests: int) -> int:
-    """Send random requests, one or two a batch and two batches on their way at a time; returns how many came wrong."""
+    """Send random requests, one or two per batch with two batches in flight. Returns the number of wrong answers."""
     drawn, wrong, sent = random.Random(0), 0, 0
     waiting: deque[tuple[list[np.ndarray], Future[BatchResult | Exception]]] = deque()
 
@@ -202,7 +203,7 @@ def test_overlapping_buffer_sets_never_mix_rows(place: Place, tmp_path: Path, mo
 
 def test_rows_of_the_other_set_are_detected_on_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Crossed(HostDevice):
-        """A device that replays, once in a while, the graph of the other set."""
+        """A device that sometimes replays the graph of the other set."""
 
         is_crossed = False
         replays = 0
@@ -221,7 +222,7 @@ def test_rows_of_the_other_set_are_detected_on_host_memory(tmp_path: Path, monke
 
 
 def served_without_replay(loaded: LoadedModel, made: OnDevice) -> str:
-    """Check that a model whose requested capture failed is served without replay; return the reason that it shows."""
+    """Check that a model whose requested capture failed is served without replay. Returns the reported reason."""
     why = loaded.on_device.no_replay_because
     assert why
     assert describe_properties(loaded, SIZES[-1])["graph_replay"] == f"none: {why}"
@@ -251,7 +252,7 @@ def test_model_whose_trial_capture_fails_is_served_without_replay(
 
 
 def test_capture_failure_after_its_trial_on_host_memory_is_served(host: Place, tmp_path: Path) -> None:
-    """In the server's own process, where on a GPU it might be the end of it."""
+    """The failure occurs in the server's own process, where on a GPU it might end the process."""
 
     class Careless(CaptureTrials):
         def why_not(self, order: TrialRequest) -> str:
@@ -277,7 +278,8 @@ def test_provider_with_one_graph_per_session_returns_each_request_its_rows(
     one_graph_per_session: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
     place = one_graph_per_session
-    path = gpu_models.mlp(tmp_path / "n.onnx", layers=4, width=64, dtype=np.float16)  # TF32 is TensorRT's to choose
+    # TensorRT decides about the use of TF32.
+    path = gpu_models.mlp(tmp_path / "n.onnx", layers=4, width=64, dtype=np.float16)
     with loaded_on(place, path, buckets=SIZES, graph_replay=captures) as (loaded, made):
         assert loaded.on_device.sizes == SIZES, loaded.on_device
         assert loaded.on_device.replayed == (SIZES if captures else ()), loaded.on_device
@@ -309,9 +311,9 @@ class Cramped:
 
 
 def test_batch_that_runs_out_of_memory_is_halved_for_good(place: Place, tmp_path: Path) -> None:
-    """Runs through a batcher, in batches above the sizes with buffers: ONNX Runtime allocates their memory.
+    """A batcher runs batches above the sizes with buffers, for which ONNX Runtime allocates memory.
 
-    On a GPU 8,192 rows of 4 KiB take 104 MiB at least (input, two layers, weights), a quarter of them 32 MiB.
+    On a GPU 8,192 rows of 4 KiB take at least 104 MiB (input, two layers, weights), a quarter of the rows 32 MiB.
     """
     width, most_rows, requests = (1024 if place.is_gpu else 16), 8192, 8
     path = gpu_models.mlp(tmp_path / "m.onnx", layers=2, width=width)
@@ -347,7 +349,7 @@ def test_batch_that_runs_out_of_memory_is_halved_for_good(place: Place, tmp_path
 
 
 def batcher_of(made: OnDevice, policy: BatchPolicy) -> Batcher:
-    """A batcher as the server makes it, for the running loop."""
+    """A batcher for the running loop, created as the server does."""
     loop = asyncio.get_running_loop()
     runs = BatchRuns(
         [made.instance],

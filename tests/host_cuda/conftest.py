@@ -1,4 +1,4 @@
-"""Collected only with a CUDA runtime on host memory: ``tests/integration/test_host_cuda`` starts such runs."""
+"""Tests here run only with a CUDA runtime on host memory; ``tests/integration/test_host_cuda`` starts them."""
 
 import os
 

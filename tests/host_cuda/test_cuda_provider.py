@@ -1,4 +1,4 @@
-"""Calls that ONNX Runtime's own CUDA provider makes of the CUDA runtime for the server's sessions and runs, counted."""
+"""Counts the calls of ONNX Runtime's CUDA provider to the CUDA runtime for the server's sessions and runs."""
 
 import asyncio
 import ctypes
@@ -44,14 +44,14 @@ def calls(*names: str) -> list[int]:
 
 @contextmanager
 def counted(*names: str) -> Iterator[list[int]]:
-    """How often these were called within; filled in at its end."""
+    """Count calls of these functions during the block; the list is filled at its end."""
     before, counts = calls(*names), list[int]()
     yield counts
     counts += [after - one for after, one in zip(calls(*names), before, strict=True)]
 
 
 def what_is_there() -> tuple[int, int]:
-    """Bytes of device memory, and streams, events, graphs and pinned memory."""
+    """Bytes of device memory, and the number of streams, events, graphs and pinned blocks."""
     gc.collect()
     return _LIBRARY.host_cuda_bytes(), _LIBRARY.host_cuda_handles()
 
@@ -68,7 +68,7 @@ WEIGHTS = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
 
 
 def multiplying(path: Path) -> Path:
-    """Rows times a matrix, twice: weights on the device, and calls of cuBLAS."""
+    """Multiplies rows by a matrix twice: weights on the device, and calls of cuBLAS."""
     graph = helper.make_graph(
         [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("MatMul", ["h", "w"], ["y"])],
         "multiplying",
@@ -80,7 +80,7 @@ def multiplying(path: Path) -> Path:
 
 
 def looping(path: Path) -> Path:
-    """A model that returns its rows through a loop of one turn."""
+    """A model that returns its rows through a loop with one iteration."""
     carried = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("before", "after")]
     goes_on = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("is_on", "goes_on")]
     turn = helper.make_tensor_value_info("turn", TensorProto.INT64, [])
@@ -91,7 +91,7 @@ def looping(path: Path) -> Path:
 
 
 def searching(path: Path) -> Path:
-    """A model that returns its rows, beside a node that only the CPU provider supports."""
+    """A model that returns its rows and has a node that only the CPU provider supports."""
     nodes = [
         helper.make_node("Identity", ["x"], ["y"]),
         helper.make_node("Unique", ["x"], ["found"]),
@@ -114,7 +114,7 @@ def write(graph: onnx.GraphProto, path: Path) -> Path:
 def test_batch_is_enqueued_and_awaited_once(tmp_path: Path, captures: bool) -> None:
     with on_cuda(multiplying(tmp_path / "m.onnx"), captures=captures) as made:
         x = np.random.default_rng(1).standard_normal((4, 16)).astype(np.float32)
-        kept = [landed(made.start(batch_of((x,)))) for _ in range(3)]  # so that there is memory for answers
+        kept = [landed(made.start(batch_of((x,)))) for _ in range(3)]  # so that memory for answers exists
         del kept
         with counted(*WAITS) as waits, counted(*ALLOCATES) as allocates, counted("cudaMemcpyAsync") as copies:
             for _ in range(10):
@@ -139,7 +139,7 @@ def test_graph_is_captured_once_and_replayed_by_one_launch(tmp_path: Path) -> No
 
 
 def test_the_first_run_with_an_id_captures_and_launches(tmp_path: Path) -> None:
-    """So ``CAPTURING_RUNS`` is more than this ONNX Runtime needs."""
+    """``CAPTURING_RUNS`` therefore exceeds the need of this version of ONNX Runtime."""
     with on_cuda(builders.identity(tmp_path / "m.onnx"), sizes=(8,)) as made:
         binding = made.instance.binding
         assert binding is not None
@@ -167,7 +167,7 @@ def test_run_without_an_id_neither_captures_nor_replays(tmp_path: Path) -> None:
 
 
 def test_graph_belongs_to_its_thread(tmp_path: Path) -> None:
-    """Why captures and replays are the worker's: to another thread the graph is not there, and is captured anew."""
+    """The reason why the worker captures and replays: another thread does not see the graph and captures again."""
     with on_cuda(builders.identity(tmp_path / "m.onnx"), sizes=(2,)) as made:
         binding = made.instance.binding
         assert binding is not None
@@ -198,7 +198,7 @@ def device_instances(loaded: LoadedModel) -> list[DeviceInstance]:
 
 
 def test_captures_exclude_batches_of_other_models(tmp_path: Path) -> None:
-    """Each would break the other: a capture bears no copy, allocation or wait of any thread."""
+    """A capture does not tolerate copies, allocations or waits of any thread."""
     path, runtime = multiplying(tmp_path / "m.onnx"), DeviceRuntime()
     x = np.random.default_rng(2).standard_normal((4, 16)).astype(np.float32)
     loaded = load(path, runtime)
@@ -209,7 +209,7 @@ def test_captures_exclude_batches_of_other_models(tmp_path: Path) -> None:
     def call() -> None:
         nonlocal answered
         while not is_over.wait(1e-3):
-            for rows in (4, 3):  # replayed, and plain, which allocates and waits
+            for rows in (4, 3):  # a replay, and a plain run, which allocates and waits
                 outcome = serving.run(batch_of((x[:rows],)))
                 if not np.allclose(outcome.outputs[0], right[:rows], rtol=1e-4):
                     problems.append("wrong rows")
@@ -256,7 +256,7 @@ def test_model_that_its_provider_cannot_capture_is_served_without_replay(
 
 
 def test_instances_are_on_their_own_gpus(tmp_path: Path) -> None:
-    """Two, as the run was started. A copy to an address of none would lose the device."""
+    """The run of these tests has two GPUs. A copy to an address that belongs to neither would lose the device."""
     runtime = DeviceRuntime()
     loaded = load(multiplying(tmp_path / "m.onnx"), runtime, instances=3, gpus=(1, 0))
     instances = device_instances(loaded)
@@ -340,7 +340,7 @@ async def test_growing_states_are_right_and_leave_nothing(tmp_path: Path, strate
 
 
 async def test_a_state_that_the_cpu_reads_is_complete_when_it_is_bound(tmp_path: Path) -> None:
-    """ONNX Runtime copies such an input when it is bound, behind the copies of states in the compute stream."""
+    """ONNX Runtime copies such an input when it is bound, after the copies of states in the compute stream."""
     (tmp_path / "initial_state").mkdir()
     first = np.array([1, 2, 3, 4], np.float32)
     (tmp_path / "initial_state" / "first").write_bytes(first.tobytes())

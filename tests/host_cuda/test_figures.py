@@ -1,4 +1,4 @@
-"""The script of the figures on ONNX Runtime's CUDA provider: it measures; its numbers are not checked."""
+"""The script of GPU figures on ONNX Runtime's CUDA provider: it completes; its numbers are not checked."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ import gpu_server
 
 
 def multiplying(path: Path, *_: Any, dtype: type[np.floating] = np.float32, **__: Any) -> Path:
-    """In the place of a network whose kernels are not here: rows times a matrix, three times."""
+    """Replaces a network whose kernels are missing here: rows times a matrix, three times."""
     kind, width = helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), 32
     weights = np.random.default_rng(0).standard_normal((width, width)) / width**0.5
     nodes = [helper.make_node("MatMul", [one, "w"], [other]) for one, other in (("x", "a"), ("a", "b"), ("b", "y"))]
@@ -40,7 +40,7 @@ def test_every_section_measures_all_models(
 def test_server_is_asked_over_both_protocols_and_by_gpu_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the driver says of the memory is a constant of the library in its place."""
+    """The substitute of the driver's library reports a constant for the memory."""
     monkeypatch.setattr(gpu_models, "encoder", multiplying)
     (tmp_path / "digits" / "1").mkdir(parents=True)
     multiplying(tmp_path / "digits" / "1" / "model.onnx")

@@ -1,4 +1,4 @@
-"""Servers shared by tests. Tests that count, overload or stop a server start their own."""
+"""Servers shared by tests. Tests that count requests, overload or stop a server start their own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ def example_server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def zoo_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], ServerProcess]]:
-    """Starts a ``zoo_server`` of each gRPC transport once, though each file of tests goes from one to the other."""
+    """Starts a ``zoo_server`` with each gRPC transport once, although the files of tests alternate between them."""
     repository = tmp_path_factory.mktemp("zoo")
     for datatype in DataType:
         add_model(repository, f"identity_{datatype.value.lower()}", builders.identity, datatype=datatype)
@@ -47,5 +47,5 @@ def zoo_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 
 @pytest.fixture(scope="session")
 def zoo_server(zoo_servers: Callable[[str], ServerProcess], grpc_transport: str) -> ServerProcess:
-    """Tiny models of every kind, none of them broken; ``identity_<datatype>`` for each datatype."""
+    """Tiny models of every kind, all of them valid; ``identity_<datatype>`` for each datatype."""
     return zoo_servers(grpc_transport)

@@ -1,8 +1,8 @@
-"""Calls with KServe's client library. Runs in a separate process of an environment with that library.
+"""Calls with KServe's client library. It runs in a separate process and environment with that library.
 
     python kserve_calls.py HTTP GRPC
 
-calls ``simple`` in every way that the library has and prints what came as JSON.
+calls ``simple`` in every way that the library supports and prints the results as JSON.
 """
 
 import asyncio

@@ -43,10 +43,10 @@ def test_every_port_listens_on_its_configured_address_only(
             with grpc.insecure_channel(f"{address}:{rpc}") as channel:
                 stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
                 assert stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=LONG_S).ready
-        # Not by connecting elsewhere: another server may have the same port of another address.
+        # Read the sockets instead of connecting, because another server may use the same port on another address.
         sockets = psutil.Process(server.pid).net_connections("inet")
         addresses = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
-        listening = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}  # grpcio's IPv4
+        listening = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}  # grpcio maps IPv4
         assert listening == {(host, int(port)) for port in (http, rpc, metrics)}
         command = [sys.executable, "-m", "ortserve", "health", "--host", host, "--metrics-port", metrics]
         assert subprocess.run(command, timeout=LONG_S, check=False).returncode == 0

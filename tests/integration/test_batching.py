@@ -30,7 +30,7 @@ MAX_ROWS = 16
 
 
 def computed_alone(folder: Path, sent: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Run ONNX Runtime without the server: all rows at once, which these models compute independently."""
+    """Run ONNX Runtime without the server on all rows at once; these models compute rows independently."""
     session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
     y = session.run(["y"], {"x": np.concatenate(sent)})[0]
     return np.split(y, np.cumsum([len(rows) for rows in sent])[:-1])
@@ -56,7 +56,7 @@ def test_concurrent_requests_share_batches_and_get_their_own_rows(tmp_path: Path
 
     for answer, rows in zip(answers, expected, strict=True):
         np.testing.assert_allclose(answer, rows, rtol=1e-3, atol=1e-4)
-    # The check above would not notice swapped rows if all were alike.
+    # The check above would not detect swapped rows if all rows were alike.
     assert min(np.abs(expected[0][0] - other[0]).max() for other in expected[1:]) > 1e-2
     labels = {"model": "heavy", "version": "1"}
     batches = samples.value("ortserve_batch_rows_count", **labels)
@@ -101,7 +101,7 @@ def test_batching_changes_no_answer(tmp_path: Path, options: str) -> None:
         taken = {name: decisions(server, name) for name in sent}
 
     for (name, number), call in calls.items():
-        if name == "mlp":  # sums in an order that depends on the batch's size
+        if name == "mlp":  # the order of its sums depends on the batch size
             np.testing.assert_allclose(call.result(), expected[name][number], atol=1e-5, rtol=0)
         else:
             np.testing.assert_array_equal(call.result(), expected[name][number])
@@ -114,7 +114,7 @@ def test_batching_changes_no_answer(tmp_path: Path, options: str) -> None:
         if "instances" not in options or "buckets" in options:
             assert samples.value("ortserve_batch_rows_bucket", **labels, le="16.0") == batches
         if "buckets" in options:
-            # Each batch was filled up to 4 or 16 rows.
+            # Each batch was padded to 4 or 16 rows.
             run = samples.value("ortserve_batch_rows_sum", **labels) + taken[name]["padding_rows"]
             assert taken[name]["padding_rows"] > 0
             assert any(4 * fours + 16 * (batches - fours) == run for fours in range(int(batches) + 1))

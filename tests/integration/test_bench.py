@@ -1,6 +1,6 @@
-"""``ortserve bench`` against servers whose behaviour is known, real ones, and models in process.
+"""``ortserve bench`` against servers with known behaviour, real servers, and models in process.
 
-The command runs in the test's process, which saves a second for each of its imports; its generators are processes.
+The command runs in the test's process, which saves a second of imports per run; its generators are processes.
 """
 
 import json
@@ -37,12 +37,12 @@ sequences:
 """
 SHORT: Final = ("--seconds", "0.5", "--warmup", "0.1")
 LONE: Final = 33
-"""Requests before a measurement: made inputs are tried once, then each of them is sent twice."""
+"""Requests before a measurement: generated inputs are tried once, then each is sent twice."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A run of the command: its exit status, and what it printed."""
+    """A run of the command: its exit status and its output."""
 
     status: int
     out: str
@@ -70,7 +70,7 @@ class Ran:
 
     @property
     def problems(self) -> list[str]:
-        """Without those of a busy machine."""
+        """The problems, except those about a busy machine."""
         return [one for one in self.result["problems"] if "no verdict" not in one]
 
 
@@ -82,7 +82,7 @@ def bench(*arguments: str | Path) -> Ran:
 
 
 def fails(*arguments: str | Path) -> tuple[int, str]:
-    """A run that must fail with one line on standard error; returns the status and the line."""
+    """Run the command, which must fail with one line on standard error. Returns the status and the line."""
     ran = bench(*arguments)
     assert not ran.out
     lines = ran.err.splitlines()
@@ -98,7 +98,7 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
-# Truth: servers with known delays.
+# Accuracy: servers with known delays.
 
 SERVICE_S: Final = 0.001
 STALL_S: Final = 0.4
@@ -107,7 +107,7 @@ RATE: Final = 200
 
 
 def queued_ms(percent: float, service_s: float) -> float:
-    """The percentile that requests at a constant rate meet: one worker, first come, first served, and its stalls."""
+    """The expected percentile at a constant rate: one worker, first come, first served, with its stalls."""
     dues = np.arange(0, 4 * EVERY_S, 1 / RATE)
     free_s, latencies = 0.0, []
     for due in dues:
@@ -119,11 +119,11 @@ def queued_ms(percent: float, service_s: float) -> float:
 
 
 def test_open_loop_finds_the_stalls_that_a_closed_loop_hides() -> None:
-    for _ in range(3):  # other work on the machine may disturb one measurement, but not all
+    for _ in range(3):  # other work on the machine may disturb one measurement, but not all of them
         with small_server(service_s=SERVICE_S, stall_s=STALL_S, every_s=EVERY_S) as stalling:
             target = (stalling.url, "--model", "m", "--warmup", "0.2", "--json")
             opened = bench(*target, "--rate", str(RATE), "--seconds", str(2 * EVERY_S))
-            service_s = float(np.mean(stalling.served_s))  # timers are late, the more so on a busy machine
+            service_s = float(np.mean(stalling.served_s))  # timers are late, especially on a busy machine
             closed = bench(*target, "--concurrency", "1", "--seconds", str(2 * EVERY_S))
         found = {percent: opened.percentile_ms(percent) for percent in (90, 95, 99)}
         true = {percent: pytest.approx(queued_ms(percent, service_s), rel=0.2, abs=25) for percent in found}
@@ -135,14 +135,14 @@ def test_open_loop_finds_the_stalls_that_a_closed_loop_hides() -> None:
     assert opened.percentile_ms(50) < 60, "most requests meet no stall"
     assert opened.point["requests"] == RATE * 2 * EVERY_S
     assert not opened.point["is_overloaded"]
-    # The one caller waited through each stall, so it met two among thousands.
+    # The only caller waited through each stall, so only two of its thousands of requests met one.
     assert closed.percentile_ms(99) < queued_ms(99, service_s) / 3
     assert closed.point["most_ms"] > 250
     assert (opened.point["concurrency"], closed.point["concurrency"]) == (None, 1)
 
 
 def test_capacity_of_one_worker_is_found() -> None:
-    """100 requests a second, which no machine is too busy for."""
+    """100 requests per second, a rate that even a busy machine sustains."""
     with small_server(service_s=0.01) as worker:
         ran = bench(
             worker.url, "--model", "m", "--find-capacity", "--seconds", "1", "--warmup", "0", "--timeout", "2", "--json"
@@ -228,7 +228,7 @@ def test_wrong_outputs_are_seen(way: str) -> None:
 
 
 def test_slow_generator_is_refused() -> None:
-    """No generator in Python keeps up with so many requests a second: it is late, or its processor is full."""
+    """A Python generator cannot sustain this rate: it is late or uses its whole processor."""
     with small_server() as quick:
         ran = bench(quick.url, "--model", "m", "--rate", "500000", "--seconds", "0.2", "--timeout", "3", "--json")
 
@@ -248,14 +248,14 @@ def free_port() -> int:
         return port
 
 
-def test_no_server() -> None:
+def test_absent_server_is_reported() -> None:
     for scheme in ("http", "grpc"):
         status, line = fails(f"{scheme}://127.0.0.1:{free_port()}", "--model", "m", "--timeout", "2")
         assert status == 1
         assert "no server answers" in line
 
 
-def test_server_of_another_kind(server: ServerProcess) -> None:
+def test_server_of_another_kind_is_reported(server: ServerProcess) -> None:
     with small_server(is_protocol=False) as other:
         status, line = fails(other.url, "--model", "m")
     assert (status, "expected a server of the Open Inference Protocol v2" in line) == (1, True)
@@ -330,13 +330,13 @@ def test_model_that_cannot_have_lone_synthetic_requests_says_what_it_needs(tmp_p
         (["--compare", __file__, __file__], "expected a result of bench --json"),
     ],
 )
-def test_wrong_arguments(server: ServerProcess, arguments: Sequence[str], problem: str) -> None:
+def test_wrong_arguments_are_rejected(server: ServerProcess, arguments: Sequence[str], problem: str) -> None:
     status, line = fails(*(argument.replace("URL", server.url) for argument in arguments))
     assert problem in line
     assert status == 2
 
 
-def test_wrong_models(tmp_path: Path) -> None:
+def test_wrong_models_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("not a model")
     whole = (EXAMPLE / "digits" / "1" / "model.onnx").read_bytes()
     (tmp_path / "half.onnx").write_bytes(whole[: len(whole) // 2])
@@ -361,7 +361,7 @@ def test_problems_beside_json_have_no_control_characters_of_names(tmp_path: Path
     assert (ran.status, "]0;title" in ran.err, "\x1b" in ran.err) == (1, True, False)
 
 
-def test_targets_are_needed() -> None:
+def test_command_without_a_target_is_rejected() -> None:
     ran = bench()
     assert (ran.status, "expected a target" in ran.err) == (2, True)
 
@@ -398,7 +398,7 @@ def requests_of(server: ServerProcess, model: str = "digits") -> int:
 
 
 @pytest.mark.parametrize("way", ["rest", "rest-binary", "shm", "grpc", "grpc-stream", "grpc shm"])
-def test_every_protocol_of_a_real_server(server: ServerProcess, way: str) -> None:
+def test_every_protocol_of_a_real_server_is_measured(server: ServerProcess, way: str) -> None:
     protocol = way.split()[-1]
     url = f"grpc://{server.grpc}" if "grpc" in way else server.url
     model = EXAMPLE / "digits"
@@ -415,7 +415,7 @@ def test_every_protocol_of_a_real_server(server: ServerProcess, way: str) -> Non
     assert (point["outputs"]["different"], point["outputs"]["expected"]) == (0, str(model))
     assert point["outputs"]["checked"] >= 1
     assert point["server"].startswith("ortserve")
-    # Counted by the server, from about the beginning of the measured time.
+    # Counted by the server, roughly from the start of the measured time.
     assert sum(one["rows"] * one["batches"] for one in point["batches"]) > 2 * point["answers"]
     assert point["usage"]["cpu_us_per_request"] > 10
     assert point["usage"]["resident_bytes"] > 2**24
@@ -426,7 +426,7 @@ def test_every_protocol_of_a_real_server(server: ServerProcess, way: str) -> Non
 
 @pytest.mark.parametrize("way", ["rest", "rest-binary", "grpc", "grpc-stream"])
 def test_callers_send_whole_sequences(tmp_path: Path, way: str) -> None:
-    """A sequence that did not start, or is sent twice at a time, would be answered with an error."""
+    """A request to a sequence that has not started, or has another request in flight, would be an error."""
     folder = add_model(tmp_path, "sums", sequences.accumulate)
     (folder / "model.yaml").write_text(SEQUENCES)
     with serving(tmp_path, *SHORT_WARMUP) as server:
@@ -455,7 +455,7 @@ def test_sequences_need_a_closed_loop_on_a_server(server: ServerProcess) -> None
         assert (status, text) == (2, f"--sequences: expected a closed loop on servers, got {got}")
 
 
-def test_server_with_tls_of_its_own_authority(tmp_path: Path) -> None:
+def test_server_with_a_private_authority_is_measured_over_tls(tmp_path: Path) -> None:
     secret = Secret(tmp_path / "secret")
     with serving("--example", *secret.flags, *SHORT_WARMUP, client=secret.client_context()) as server:
         urls = [f"https://{server.http}", f"grpcs://{server.grpc}"]
@@ -470,14 +470,14 @@ def test_server_with_tls_of_its_own_authority(tmp_path: Path) -> None:
     assert all(one["answers"] > 5 and one["outputs"]["different"] == 0 for one in ran.result["points"])
 
 
-def test_certificates_that_cannot_be_read() -> None:
+def test_unreadable_certificates_are_reported() -> None:
     status, line = fails("https://127.0.0.1:1", "--model", "digits", "--ca", __file__)
     assert (status, "--ca" in line) == (2, True)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "grpc-stream"])
 def test_large_messages_over_grpc_keep_to_the_windows(tmp_path: Path, protocol: str) -> None:
-    """Requests and answers of 1 MB, of which HTTP/2 lets 64 KiB go before the server has read them."""
+    """Requests and answers of 1 MB; HTTP/2 permits 64 KiB before the receiver has read them."""
     add_model(tmp_path, "large", builders.identity, shape=("batch", 256 * 1024))
     with serving(tmp_path, *SHORT_WARMUP) as server:
         url = f"grpc://{server.grpc}"
@@ -492,7 +492,7 @@ def test_large_messages_over_grpc_keep_to_the_windows(tmp_path: Path, protocol: 
 
 
 def test_failures_over_grpc_have_their_status(server: ServerProcess) -> None:
-    """The model is unloaded in the middle of the load."""
+    """The model is unloaded during the load."""
     command = [sys.executable, "-m", "ortserve", "bench", f"grpc://{server.grpc}", "--model", "simple", "--json"]
     before = requests_of(server, "simple")
     process = subprocess.Popen([*command, "--rate", "100", "--seconds", "2"], stdout=subprocess.PIPE, text=True)
@@ -563,7 +563,7 @@ def test_targets_take_turns_and_are_compared(server: ServerProcess, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["digits", "text_stats"])
-def test_models_in_this_process(name: str) -> None:
+def test_models_in_this_process_are_measured(name: str) -> None:
     ways = "run,batcher" if name == "text_stats" else "run,bound,batcher"
 
     ran = bench(EXAMPLE / name, "--way", ways, "--batch", "1,4", "--seconds", "0.3", "--warmup", "0.1", "--json")
@@ -585,18 +585,18 @@ def test_inputs_that_requests_may_omit_are_not_bound(tmp_path: Path) -> None:
 
 
 def test_sequences_cannot_be_bound(tmp_path: Path) -> None:
-    """A run would append to the sequence of the run before."""
+    """A second run would append to the sequence of the first run."""
     status, line = fails(builders.sequence_output(tmp_path / "sequence.onnx"), "--way", "bound", *SHORT)
     assert (status, "sequences cannot be bound" in line) == (2, True), line
 
 
-def test_open_loop_on_a_model_in_this_process() -> None:
+def test_open_loop_on_a_model_in_this_process_is_measured() -> None:
     ran = bench(EXAMPLE / "digits", "--rate", "100", "--seconds", "1", "--warmup", "0.1", "--json")
 
     assert ran.point["answers"] == ran.point["requests"] == 100
 
 
-def test_recorded_arrivals(server: ServerProcess, tmp_path: Path) -> None:
+def test_recorded_arrivals_are_replayed(server: ServerProcess, tmp_path: Path) -> None:
     times = tmp_path / "times.txt"
     times.write_text("\n".join(str(100 + 0.01 * number) for number in range(40)))
 

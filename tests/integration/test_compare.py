@@ -1,4 +1,4 @@
-"""``ortserve compare`` on real models, against what ONNX Runtime and numpy compute alone."""
+"""``ortserve compare`` on real models, against results of ONNX Runtime and numpy alone."""
 
 import json
 import shutil
@@ -29,14 +29,14 @@ DIGITS = EXAMPLE / "digits" / "1" / "model.onnx"
 
 @pytest.fixture(autouse=True)
 def compared_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs are compared in this process, which saves a second each, except in tests with ``compared_apart``."""
+    """Compare outputs in this process, which saves a second each, except in tests with ``compared_apart``."""
     if "compared_apart" not in request.fixturenames:
         monkeypatch.setattr(measure, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
 
 
 @pytest.fixture
 def compared_apart() -> None:
-    """Outputs are compared in a process of its own, as users have it."""
+    """Compare outputs in a separate process, as the command does for users."""
 
 
 def compared(
@@ -57,7 +57,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 @pytest.fixture
 def noisy(tmp_path: Path) -> Path:
-    """The classifier of digits with other weights in its last layer."""
+    """The digits classifier with other weights in its last layer."""
     model = onnx.load(DIGITS)
     weight = next(one for one in model.graph.initializer if one.name == model.graph.node[-3].input[1])
     values = numpy_helper.to_array(weight)
@@ -70,7 +70,7 @@ def noisy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def samples(tmp_path: Path) -> tuple[Path, Path]:
-    """Images, and the digits that they show."""
+    """Images and their digits."""
     data = load_digits()
     np.savez(tmp_path / "data.npz", image=data.images[:301, None].astype(np.float32))
     np.save(tmp_path / "labels.npy", data.target[:301])
@@ -179,7 +179,7 @@ def test_what_cannot_be_compared_is_refused_with_one_line(
 
 @pytest.fixture
 def ensembles(tmp_path: Path) -> Path:
-    """A repository: ``whole`` computes y = 2 (2 x + 1) + 1 and z = y - x by an ensemble in it, in three steps."""
+    """A repository in which the ensemble ``whole`` computes y = 2 (2 x + 1) + 1 and z = y - x in three steps."""
     repository = tmp_path / "models"
     add_model(repository, "plus", members.affine, scale=2, offset=1)
     add_model(repository, "plus", members.affine, version=2, scale=9)

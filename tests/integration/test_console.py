@@ -1,4 +1,4 @@
-"""The console in a real browser: its views, its form, its keys, and what it does while the server changes."""
+"""The console in a real browser: its views, its form, its keys, and its behaviour while the server changes."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[ServerProcess]:
-    """Models that serve, one that loads for as long as the tests run, and one that has failed."""
+    """Models that serve, a model that keeps loading while the tests run, and a model whose load failed."""
     shutil.copytree(repository_path(), repository)
     for datatype in DataType:
         add_model(repository, f"identity_{datatype.value.lower()}", builders.identity, datatype=datatype)
@@ -80,12 +80,12 @@ def page(browser: Browser, server: ServerProcess) -> Iterator[Page]:
 
 
 def rows_of(page: Page, table: str = "Models") -> Locator:
-    """The rows of a table that changes in place."""
+    """The rows of a table that is updated in place."""
     return page.get_by_role("region", name=table, exact=True).locator("tbody tr")
 
 
 def row_of(page: Page, model: str) -> str:
-    """The row of a model in the list, when it is there."""
+    """Wait for the row of a model in the list. Returns its text."""
     row = rows_of(page).filter(has=page.get_by_role("link", name=model, exact=True))
     row.wait_for()
     return row.inner_text()
@@ -97,7 +97,7 @@ def open_model(page: Page, server: ServerProcess, model: str) -> None:
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """An RGB picture, as a file."""
+    """An RGB image as a PNG file."""
     height, width, _ = pixels.shape
     lines = b"".join(b"\0" + line.tobytes() for line in pixels.astype(np.uint8))
 
@@ -109,7 +109,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def memory_bytes(text: str) -> float:
-    """The figure of a cell such as ``1.42 MiB``; 0 for an empty one."""
+    """The value of a cell such as ``1.42 MiB``; 0 for an empty cell."""
     number, _, unit = text.strip().partition(" ")
     return float(number.replace(",", "")) * 1024 ** ("B", "KiB", "MiB", "GiB").index(unit) if number else 0.0
 
@@ -142,7 +142,7 @@ def test_list_is_filtered_and_sorted(page: Page) -> None:
 
 def test_views_of_a_model_show_live_numbers_and_each_value_with_its_origin(page: Page, server: ServerProcess) -> None:
     open_model(page, server, "identity_fp32")
-    expect(page.locator("#connection")).to_have_text("not ready")  # while the first loads last
+    expect(page.locator("#connection")).to_have_text("not ready")  # while the first load continues
     document = {"inputs": [json_input("x", np.ones((2, 4), np.float32))]}
     for _ in range(20):
         httpx.post(rest_url(server, "identity_fp32"), json=document, timeout=LONG_S).raise_for_status()
@@ -168,7 +168,7 @@ def test_loading_model_shows_its_step_and_configuration(page: Page, server: Serv
     state = page.get_by_role("status").filter(has_text=re.compile(r"^loading: opening the session .* for \d+ s$"))
     expect(state).to_be_visible()
     before = state.inner_text()
-    expect(state).not_to_have_text(before)  # the time goes on
+    expect(state).not_to_have_text(before)  # the shown time advances
     expect(page.get_by_role("row", name="warmup_s 0.1 --warmup-s")).to_be_visible()
     expect(page.get_by_role("heading", name="Try it")).to_have_count(0)
 
@@ -243,7 +243,7 @@ def test_image_is_scaled_and_labels_are_never_markup(page: Page, server: ServerP
 
 
 def draw(page: Page, *strokes: list[tuple[float, float]]) -> None:
-    """Draw with the mouse; points are shares of the pad."""
+    """Draw with the mouse; points are fractions of the pad."""
     pad = page.get_by_role("img", name="Drawing for image")
     pad.scroll_into_view_if_needed()
     box = pad.bounding_box()
@@ -260,7 +260,7 @@ def draw(page: Page, *strokes: list[tuple[float, float]]) -> None:
 def test_drawn_digit_is_recognised(page: Page, server: ServerProcess) -> None:
     open_model(page, server, "digits")
     page.get_by_role("button", name="Clear the drawing").wait_for()
-    expect(page.get_by_text("Queued rows")).to_be_visible()  # the page has all of its parts and moves no more
+    expect(page.get_by_text("Queued rows")).to_be_visible()  # the page is complete and its layout no longer changes
     angles = np.linspace(0, 2 * np.pi, 25)
     draw(page, [(0.5 + 0.25 * np.sin(angle), 0.5 - 0.35 * np.cos(angle)) for angle in angles])
     page.get_by_role("button", name="Run").click()
@@ -474,7 +474,7 @@ def test_page_connects_again_to_a_server_that_restarts(browser: Browser) -> None
 
 
 def test_list_of_500_models_stays_smooth(browser: Browser, server: ServerProcess) -> None:
-    """All 500 rows change each second; no update may hold the page for a noticeable time."""
+    """All 500 rows change each second; no update may block the page for a noticeable time."""
     with open_page(browser, f"{server.url}/") as page:
         row_of(page, "digits")
         longest_ms = page.evaluate(

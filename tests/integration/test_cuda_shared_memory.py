@@ -1,4 +1,4 @@
-"""Regions on GPUs on both protocols, with host memory in the GPUs' place: ``tests/gpu`` uses a real one."""
+"""GPU regions on both protocols, with host memory in place of GPUs; ``tests/gpu`` uses a real GPU."""
 
 import base64
 import os
@@ -46,7 +46,7 @@ def client(library: Any, server: ServerProcess) -> Iterator[Any]:
 
 @contextmanager
 def owned(content: bytes) -> Iterator[tuple[bytes, Path]]:
-    """Device memory of the test: its handle as the clients pass it, and a view of its content."""
+    """Device memory of the test: its handle as clients pass it, and a view of its content."""
     path = FOLDER / f"ortserve-test-{uuid4().hex}"
     path.write_bytes(content)
     try:
@@ -103,7 +103,7 @@ def test_tensors_pass_through_gpu_memory_in_both_directions(server: ServerProces
         assert "Unable to find shared memory region: 'on_gpu'" in refusal(
             client.infer, "simple", [given(library, "INPUT0", sums, "on_gpu"), given(library, "INPUT1", ones, "on_gpu")]
         )
-        client.register_system_shared_memory("on_gpu", path.name, 64)  # the name is free again, for any kind
+        client.register_system_shared_memory("on_gpu", path.name, 64)  # the name is free again, for any kind of region
         client.unregister_system_shared_memory("on_gpu")
         for _ in range(100):
             if not is_mapped(server, path):

@@ -31,21 +31,21 @@ from servers import (
 
 ROW: Final = np.arange(4, dtype=np.float32).reshape(1, 4)
 SEEN_BATCHES: Final = 10
-"""Before a test, so that the server trusts what it has learned of the model."""
+"""Batches before a test; the server then trusts its latency estimate of the model."""
 AT_LEISURE: Final = {"X-Request-Timeout-Ms": str(round(LONG_S * 1000))}
-"""Replaces the latency target of a model, which a run on a busy machine may miss."""
+"""A long deadline that replaces the latency target of a model, which a run on a busy machine may miss."""
 WAITING: Final = 24
 ONE_AT_A_TIME: Final = "max_rows: 1\nintra_op_threads: 1\n"
 
 
 def add_slow(repository: Path, name: str, options: str = "") -> None:
-    """Add a model that runs one row at a time, for about 100 ms: fourteen runs last longer than ``LEAST_DUE_NS``."""
+    """Add a model that runs one row at a time in about 100 ms; fourteen runs take longer than ``LEAST_DUE_NS``."""
     (add_model(repository, name, builders.slow) / "model.yaml").write_text(ONE_AT_A_TIME + options)
 
 
 @contextmanager
 def serving_slow(repository: Path, **models: str) -> Iterator[ServerProcess]:
-    """Serve models that ``add_slow`` adds, by name with their options, and let the server learn their latency."""
+    """Serve models of ``add_slow``, by name with their options, and let the server learn their latency."""
     for model, options in models.items():
         add_slow(repository, model, options)
     with serving(repository, "--warmup-s", "0") as server:
@@ -57,7 +57,7 @@ def serving_slow(repository: Path, **models: str) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """For tests of REST alone."""
+    """A server for tests of REST alone."""
     models = {"slow": "", "promised": "slo_s: 1.0\n", "levelled": "priority_levels: 2\n"}
     with serving_slow(tmp_path_factory.mktemp("deadlines"), **models) as server:
         yield server
@@ -76,7 +76,7 @@ def post(server: ServerProcess, model: str, headers: dict[str, str] | None = Non
 
 @pytest.fixture
 def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
-    """Connected before a backlog builds up, so that what follows takes no longer than a call."""
+    """A channel that is connected before a backlog builds up, so that later calls take no longer than a call."""
     with grpc.insecure_channel(server.grpc) as channel:
         grpc.channel_ready_future(channel).result(LONG_S)
         yield channel
@@ -85,7 +85,7 @@ def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
 def call(
     channel: grpc.Channel, model: str, *, timeout_s: float = LONG_S, queue_timeout_us: int = 0
 ) -> grpc.Call | None:
-    """Call by gRPC; return the failure, or None on success."""
+    """Call over gRPC. Returns the failure, or None on success."""
     request = service_pb2.ModelInferRequest(model_name=model)
     request.inputs.add(name="x", datatype="FP32", shape=ROW.shape)
     request.raw_input_contents.append(ROW.tobytes())
@@ -106,7 +106,7 @@ def learned_ms(server: ServerProcess, model: str = "slow") -> float:
 
 
 def within(server: ServerProcess, runs: float) -> dict[str, str]:
-    """The header of a request with a timeout of so many runs."""
+    """The header of a request whose timeout is this many runs."""
     return {"X-Request-Timeout-Ms": str(round(runs * learned_ms(server)))}
 
 
@@ -114,7 +114,7 @@ def within(server: ServerProcess, runs: float) -> dict[str, str]:
 def backlog(
     server: ServerProcess, model: str, callers: int = WAITING, headers: dict[str, str] | None = None, **parameters: int
 ) -> Iterator[list["Future[httpx.Response]"]]:
-    """Let requests, with a deadline only by a header, wait for a model; at the end all must have been answered."""
+    """Queue requests for a model, with a deadline only if a header sets it. At the end all must have been answered."""
     with ThreadPoolExecutor(callers) as pool:
         calls = [pool.submit(post, server, model, headers, **parameters) for _ in range(callers)]
         wait_for_queue(server, model, callers - 3)
@@ -123,14 +123,14 @@ def backlog(
 
 
 def excess_ms(text: str) -> float:
-    """The lateness of an answer, as a rejection states it."""
+    """The predicted lateness of an answer that a rejection states."""
     found = re.search(r"([\d.]+) ms are left, and the answer is expected in ([\d.]+) ms", text)
     assert found is not None, text
     return float(found[2]) - float(found[1])
 
 
 BEHIND_THE_BACKLOG: Final = 14
-"""Runs: more than the 10 after which those without a deadline count as due, fewer than wait."""
+"""Runs: more than the 10 after which requests without a deadline count as due, fewer than those queued."""
 
 
 @pytest.mark.parametrize("header", ["X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms"])
@@ -157,7 +157,7 @@ def test_grpc_call_late_behind_the_backlog_is_rejected_with_retry_pushback(
 
 
 def test_earliest_deadline_runs_first(server: ServerProcess, expected: np.ndarray) -> None:
-    # The deadlines of the others are beyond ten batches, where the order of arrival counts.
+    # The other deadlines are beyond ten batches, where the order of arrival applies.
     with backlog(server, "slow", headers=within(server, 300)) as waiting:
         answer = post(server, "slow", within(server, 6))
         assert sum(not call.done() for call in waiting) > WAITING / 4
@@ -178,7 +178,7 @@ def test_deadline_below_the_model_latency_gets_no_retry_after(server: ServerProc
 
 
 def test_idle_server_runs_a_request_predicted_to_be_late(server: ServerProcess, expected: np.ndarray) -> None:
-    # Otherwise a wrong prediction would never be corrected. The answer is late, but its client may still read it.
+    # Otherwise a wrong prediction would never be corrected. The answer is late, but the client may still read it.
     answer = post(server, "slow", within(server, 0.5))
     assert answer.status_code == 200, answer.text
     np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
@@ -198,7 +198,7 @@ def test_deadline_that_passes_during_the_run_is_counted(server: ServerProcess, c
     assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert wait_for_sample(server, count, lambda value: value > late, **labels, outcome="deadline") == late + 1
     assert counted("cancelled") == left
-    assert post(server, "slow").status_code == 200  # behind the run that went on, which the next test would meet
+    assert post(server, "slow").status_code == 200  # waits for the run that continued, which would delay the next test
 
 
 def test_passed_deadline_is_rejected_by_an_idle_server(server: ServerProcess) -> None:
@@ -225,7 +225,7 @@ def test_latency_target_applies_to_requests_without_a_deadline(server: ServerPro
         calls = [pool.submit(post, server, "promised") for _ in range(callers)]
     answers = [call.result() for call in calls]
     statuses = [answer.status_code for answer in answers]
-    # A second of runs of about 50 ms; of those admitted some may turn out late, and are dropped rather than run.
+    # A second of runs of about 50 ms. Some admitted requests may turn out to be late; they are dropped and not run.
     assert set(statuses) <= {200, 429, 504}
     assert statuses.count(200) >= 1
     assert statuses.count(429) >= 10
@@ -237,7 +237,8 @@ def test_latency_target_applies_to_requests_without_a_deadline(server: ServerPro
 
 
 def test_timeout_parameter_bounds_the_wait_and_not_the_run(server: ServerProcess, channel: grpc.Channel) -> None:
-    assert post(server, "slow", timeout=10_000).status_code == 200  # it began at once, and ran longer than that
+    # It started at once, and ran longer than the timeout.
+    assert post(server, "slow", timeout=10_000).status_code == 200
     before = decisions(server, "slow")["dropped_late"]
     with backlog(server, "slow", 8), ThreadPoolExecutor(2) as pool:
         by_rest = pool.submit(post, server, "slow", timeout=10_000)
@@ -263,7 +264,7 @@ def test_urgent_requests_overtake_queued_ones(server: ServerProcess) -> None:
         urgent = [pool.submit(post, server, "levelled", priority=1) for _ in range(2)]
         urgent += [pool.submit(post, server, "levelled") for _ in range(2)]  # the default level is the first
         order = [call in urgent for call in as_completed([*waiting, *urgent])]
-    # No urgent request was in the last batches: at least half of the backlog had not run when they arrived.
+    # The last batches contain no urgent request: at least half of the backlog had not run when they arrived.
     assert True not in order[-WAITING // 2 :]
 
 

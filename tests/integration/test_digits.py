@@ -17,15 +17,15 @@ from ortserve.example import repository_path
 from servers import LONG_S, ServerProcess, json_input, rest_url
 
 DIGITS = repository_path() / "digits"
-ROWS_A_REQUEST = 7  # no divisor of 450, and the last request is shorter than the others
+ROWS_A_REQUEST = 7  # does not divide 450: the last request is shorter than the others
 
 Predict: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Images to probabilities and labels."""
+"""Returns probabilities and labels for images."""
 
 
 @pytest.fixture(scope="module")
 def held_out() -> tuple[np.ndarray, np.ndarray]:
-    """The images FP32 [450, 1, 8, 8] that the model was not trained on, and their labels."""
+    """The images FP32 [450, 1, 8, 8] that are not in the model's training data, and their labels."""
     data = load_digits()
     images = data.images.astype(np.float32)[:, np.newaxis]
     _, held_out_images, _, held_out_labels = train_test_split(

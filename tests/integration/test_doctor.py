@@ -1,4 +1,4 @@
-"""``ortserve doctor`` as a process: this machine, repositories, and real servers."""
+"""``ortserve doctor`` in a process, on this machine, repositories and real servers."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def doctor(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subp
 
 
 def result_of(*arguments: str | Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The result, which must be valid by its schema, with a status that follows from its findings."""
+    """Run the command. Its result must conform to the schema, and the exit status must follow from the findings."""
     done = doctor(*arguments, "--json", env=env)
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(done.stdout)
@@ -52,11 +52,11 @@ def result_of(*arguments: str | Path, env: Mapping[str, str] | None = None) -> d
 
 
 def found(result: dict[str, Any], where: str) -> dict[str, str]:
-    """What was seen by kind, of the findings about one thing."""
+    """The findings about one thing: their texts by kind."""
     return {each["kind"]: each["seen"] for each in result["findings"] if where in each["where"]}
 
 
-def test_this_machine_and_the_options_of_its_environment() -> None:
+def test_this_machine_and_the_options_of_its_environment_are_described() -> None:
     result = result_of("--seconds", "0.1", env={"OMP_NUM_THREADS": "2", "ORTSERVE_HTTP_PORT": "99999"})
 
     assert result["subject"] == "this machine"
@@ -70,7 +70,7 @@ def test_this_machine_and_the_options_of_its_environment() -> None:
     assert levels == sorted(levels, key=["problem", "warning", "advice"].index)
 
 
-def test_repository_whose_models_have_problems(tmp_path: Path) -> None:
+def test_problems_of_a_repository_are_found(tmp_path: Path) -> None:
     for name in ("well", "contradicts", "many", "wishes", "falls", "broken", "elsewhere", "misspelled"):
         add_model(tmp_path, name, builders.mlp)
     (tmp_path / "contradicts" / "model.yaml").write_text("session: {inter_op_threads: 4}\ngpus: [0]\n")
@@ -101,7 +101,7 @@ def test_repository_whose_models_have_problems(tmp_path: Path) -> None:
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before, "nothing is changed"
 
 
-def test_server_and_the_way_of_its_requests(example_server: ServerProcess, tmp_path: Path) -> None:
+def test_server_and_the_path_of_its_requests_are_checked(example_server: ServerProcess, tmp_path: Path) -> None:
     metrics = f"http://{example_server.metrics}/metrics"
     model = Path(str(repository_path())) / "digits"
     page = tmp_path / "page.html"
@@ -129,7 +129,7 @@ def test_model_is_followed_by_its_name_alone(example_server: ServerProcess) -> N
     assert (request["model"], request["requests"], request["bare_us"]) == ("text_stats", 5, None)
 
 
-def test_certificate_and_keys(tmp_path: Path) -> None:
+def test_certificate_and_keys_are_used(tmp_path: Path) -> None:
     secret, keys = Secret(tmp_path / "secret"), tmp_path / "keys"
     keys.write_text("# of the tests\n0123456789abcdef0\n")
     flags: tuple[str | Path, ...] = (*secret.flags, "--metadata-keys-file", keys, "--control-keys-file", keys)
@@ -159,14 +159,14 @@ def test_metrics_that_need_a_key_get_it(tmp_path: Path, is_asked: bool) -> None:
 
 
 class OtherServer(BaseHTTPRequestHandler):
-    """Answers everything with a page."""
+    """Answers every request with a page."""
 
     def do_GET(self) -> None:
         self.send_response(404 if self.path == "/v2" else 200)
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Write no log."""
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def another_server() -> Iterator[str]:
         server.shutdown()
 
 
-def test_server_of_another_kind() -> None:
+def test_server_of_another_kind_is_reported() -> None:
     with another_server() as url:
         done = doctor(url)
 
@@ -187,7 +187,7 @@ def test_server_of_another_kind() -> None:
     )
 
 
-def test_model_that_the_server_does_not_have(example_server: ServerProcess) -> None:
+def test_missing_model_of_a_server_is_reported(example_server: ServerProcess) -> None:
     done = doctor(example_server.url, "--model", "unknown")
 
     assert (done.returncode, done.stdout) == (1, "")
@@ -210,8 +210,8 @@ def test_interruption_is_one_line() -> None:
     assert (process.returncode, out, problem) == (130, "", "ortserve doctor: interrupted\n")
 
 
-@pytest.mark.timeout(600)  # the package may have to be installed
-def test_gpu_package_on_host_memory() -> None:
+@pytest.mark.timeout(600)  # the package may need to be installed
+def test_gpu_package_is_tried_on_host_memory() -> None:
     try:
         environment = environment_on_host_memory(pace="late", devices="2")
     except UnavailableError as error:

@@ -29,7 +29,7 @@ REQUESTS: Final = [
 
 
 def on_ports_of(server: ServerProcess, text: str) -> str:
-    """The pages name the default ports, the test's server has others."""
+    """The text with the ports of the test's server in place of the default ports."""
     ports = (address.rpartition(":")[2] for address in (server.http, server.grpc, server.metrics))
     for default, port in zip(("8000", "8001", "8002"), ports, strict=True):
         text = text.replace(f":{default}", f":{port}").replace(f", {default})", f", {port})")
@@ -37,7 +37,7 @@ def on_ports_of(server: ServerProcess, text: str) -> str:
 
 
 def bash(script: str, folder: Path, **variables: str) -> str:
-    """Run a command of a page in a temporary folder; ``ortserve`` is that of the tests."""
+    """Run a command of a page in a temporary folder; ``ortserve`` is the tested package."""
     script = f'ortserve() {{ {shlex.quote(sys.executable)} -m ortserve "$@"; }}\n{script}'
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", "-ec", script]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)

@@ -1,4 +1,4 @@
-"""Requests with empty tensors: of 0 rows, batched or not, and those that would crash ONNX Runtime."""
+"""Requests with empty tensors: 0 rows, batched or not, and inputs that would crash ONNX Runtime."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ IN_EVERY_ENCODING = pytest.mark.parametrize("infer", ENCODINGS, ids=lambda infer
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Models whose rows run together, and ``<name>_alone`` for each, whose requests run one at a time."""
+    """Models whose rows run together, and for each ``<name>_alone``, whose requests run one at a time."""
     repository = tmp_path_factory.mktemp("empty")
     for suffix, options in (("", ""), ("_alone", "batched: false\n")):
         folders = [
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             (folder / "model.yaml").write_text(options)
     with serving(repository, *SHORT_WARMUP) as running:
         yield running
-        # All that follows: nothing of the above ended the process.
+        # The process still runs after all of the above.
         np.testing.assert_array_equal(
             rest_json(running, "free", {"x": np.ones((1, 2), np.float32)})["y"], np.ones((1, 2), np.float32)
         )
@@ -88,7 +88,7 @@ def test_einsum_of_no_rows_is_answered_batched_and_rejected_alone(server: Server
 
 @pytest.mark.parametrize("model", ["joined", "joined_alone"])
 def test_empty_input_that_is_joined_along_another_axis_is_rejected(server: ServerProcess, model: str) -> None:
-    """ONNX Runtime would leave half of the output as its memory was, with values of other requests."""
+    """ONNX Runtime would not write half of the output, which then contains values of other requests."""
 
     def inputs(steps: int, past_rows: int, past: int) -> Arrays:
         shapes = {"x": (3, 5, 4), "f": (3, steps, 4), "past": (past_rows, past, 4)}
@@ -108,7 +108,7 @@ def test_quantized_product_over_an_empty_axis_is_rejected(server: ServerProcess)
 
 
 def test_product_with_an_empty_vector_is_rejected(server: ServerProcess) -> None:
-    """ONNX Runtime would leave the output as its memory was."""
+    """ONNX Runtime would not write the output."""
     whole = {"a": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
     np.testing.assert_array_equal(rest_json(server, "vector_alone", whole)["y"], [3, 3])
     empty = {"a": np.empty((2, 0), np.float32), "b": np.empty(0, np.float32)}
@@ -117,17 +117,18 @@ def test_product_with_an_empty_vector_is_rejected(server: ServerProcess) -> None
 
 @pytest.mark.parametrize("model", ["heads", "heads_alone"])
 def test_attention_without_heads_is_rejected(server: ServerProcess, model: str) -> None:
-    """ONNX Runtime would divide by 0, which ends the process."""
+    """ONNX Runtime would divide by 0 and crash the process."""
     whole, no_steps = np.ones((1, 3, 4), np.float32), np.ones((1, 0, 4), np.float32)
     np.testing.assert_allclose(rest_json(server, model, {"x": whole})["y"], whole, rtol=1e-6)
     assert rest_json(server, model, {"x": no_steps})["y"].shape == (1, 0, 4)
     check_rejected(server, model, {"x": np.ones((1, 3, 0), np.float32)}, f"'x' is empty for model '{model}'")
-    # The axis instead of the shape, which may be that of the placeholder row for a request of no rows.
+    # The error names the axis instead of the shape, which may be that of the placeholder row for a request without
+    # rows.
     check_rejected(server, "heads", {"x": np.ones((0, 3, 0), np.float32)}, "got none along axis 2")
 
 
 def test_spectrum_with_an_empty_window_is_rejected(server: ServerProcess) -> None:
-    """As above."""
+    """ONNX Runtime would divide by 0 and crash the process."""
     empty = {"x": np.ones((1, 16, 1), np.float32), "window": np.ones(0, np.float32)}
     assert rest_json(server, "window_alone", empty | {"window": np.ones(8, np.float32)})["y"].shape == (1, 3, 5, 2)
     check_rejected(server, "window_alone", empty, "operators STFT may crash")
@@ -135,7 +136,7 @@ def test_spectrum_with_an_empty_window_is_rejected(server: ServerProcess) -> Non
 
 @pytest.mark.parametrize("suffix", ["", "_alone"], ids=["batched", "alone"])
 def test_scan_of_no_steps_is_rejected(server: ServerProcess, suffix: str) -> None:
-    """As above."""
+    """ONNX Runtime would divide by 0 and crash the process."""
     answer = rest_json(server, f"scan{suffix}", {"x": np.ones((2, 3, 2), np.float32)})
     np.testing.assert_array_equal(answer["last"], np.full((2, 2), 3))
     check_rejected(server, f"scan{suffix}", {"x": np.ones((2, 0, 2), np.float32)}, "operators Scan may crash")
@@ -143,7 +144,7 @@ def test_scan_of_no_steps_is_rejected(server: ServerProcess, suffix: str) -> Non
 
 @pytest.mark.parametrize("suffix", ["", "_alone"], ids=["batched", "alone"])
 def test_transposed_convolution_of_an_empty_volume_is_rejected(server: ServerProcess, suffix: str) -> None:
-    """ONNX Runtime would read memory that is not there."""
+    """ONNX Runtime would read unmapped memory."""
     model = f"volume{suffix}"
     answer = rest_json(server, model, {"x": np.ones((1, 1, 2, 2, 4), np.float32)})
     assert answer["y"].shape == (1, 1, 4, 4, 6)

@@ -1,4 +1,4 @@
-"""Loads of ensembles and of their members: by call, by changed folders, and with faults."""
+"""Loads of ensembles and their members, by calls, by changed folders, and with faults."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ CHAIN: list[Step] = [("plus", {"a": "x"}, {"b": "t"}), ("double", {"a": "t"}, {"
 
 
 def put(folder: Path, name: str, scale: float, offset: float) -> None:
-    """Replace the only version of a model, whole, by renaming."""
+    """Replace the only version of a model atomically, by renaming."""
     fresh, old = folder / name / ".fresh", folder / name / ".old"
     shutil.rmtree(old, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -86,7 +86,7 @@ def test_members_come_with_their_ensemble_and_ensembles_go_with_their_members(se
     assert change(server, "plus", "unload").status_code == 200
     assert change(server, "plus").status_code == 200
     assert states(server)["chain"] == "READY"
-    assert states(server)["outer"] != "READY"  # it was unloaded by its own name
+    assert states(server)["outer"] != "READY"  # it was unloaded by name
 
 
 def test_members_that_nothing_else_needs_are_unloaded_with_their_ensemble(
@@ -161,9 +161,9 @@ def test_a_sequence_keeps_its_order_during_changes(tmp_path: Path, changed: str)
             client.async_stream_infer(model, [tensor], sequence_id=1, **flags)
 
         client.start_stream(callback=lambda result, error: answers.put((result, error)))
-        for value in range(1, 61):  # they wait in the ensemble while it follows the load
+        for value in range(1, 61):  # they wait in the ensemble until it follows the load
             send(value)
-        send(0, "no model")  # answered at once: then the server has all that were sent before
+        send(0, "no model")  # answered at once, so the server has received all earlier requests
         found: list[tuple[Any, Any]] = []
         while (one := answers.get(timeout=LONG_S))[1] is None:
             found.append(one)
@@ -172,7 +172,7 @@ def test_a_sequence_keeps_its_order_during_changes(tmp_path: Path, changed: str)
                 configuration.write("max_rows: 7\n")
         elif changed == "its version":
             (tmp_path / "through" / "2").mkdir()
-        elif changed == "a member that does not fit":  # the ensemble goes out of service, and comes back
+        elif changed == "a member that does not fit":  # the ensemble goes out of service and returns
             good = (passes / "1" / "model.onnx").read_bytes()
             builders.identity(passes / "1" / "model.onnx", datatype=DataType.INT32, shape=("batch", 2))
             assert change(server, "passes").status_code == 200
@@ -254,7 +254,8 @@ def test_a_change_of_an_ensemble_that_waits_to_follow_a_member_fails_no_request(
     (repository / "plus" / "2").mkdir()
     members.affine(repository / "plus" / "2" / "model.onnx", 1, 9)
     (repository / "plus" / "model.yaml").write_text("version_policy: {all: true}\nlabels: {stable: 1}\n")
-    flags = (*EXPLICIT, "--load-model", "chain", "--memory-budget-bytes", "8000000000")  # one load at a time
+    # A budget makes loads sequential.
+    flags = (*EXPLICIT, "--load-model", "chain", "--memory-budget-bytes", "8000000000")
     with serving(repository, *flags) as server, ThreadPoolExecutor(2) as threads:
         holding = threads.submit(change, server, "held")
         while "opening the session" not in states(server)["held"]:

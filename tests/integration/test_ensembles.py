@@ -1,4 +1,4 @@
-"""Ensembles on both protocols: values, errors, metadata and statistics, and their loads as those of their members."""
+"""Ensembles on both protocols: values, errors, metadata, statistics, queues, deadlines, cancelled calls, sequences."""
 
 import time
 from collections.abc import Iterator
@@ -141,7 +141,7 @@ def test_the_answer_has_the_requests_id_and_outputs(server: ServerProcess) -> No
         assert [output["name"] for output in answer["outputs"]] == wanted
         values = {output["name"]: output["data"] for output in answer["outputs"]}
         assert values == {name: value for name, value in {"t": [2, 3], "y": [4, 6]}.items() if name in wanted}
-    assert statistics(server, "double")["execution_count"] == before + 3  # not for t alone
+    assert statistics(server, "double")["execution_count"] == before + 3  # a request for t alone does not run it
     body = {"inputs": [json_input("x", X)], "outputs": [{"name": "t"}]}
     refused = httpx.post(rest_url(server, "chain"), json=body, timeout=LONG_S)
     assert refused.status_code == 400
@@ -199,7 +199,7 @@ ensemble_scheduling { max_inflight_requests: 2
 
 @pytest.fixture(scope="module")
 def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """An ensemble whose first step takes about 200 ms, and accepts two queued requests."""
+    """An ensemble whose first step takes about 200 ms and accepts two queued requests."""
     folder = tmp_path_factory.mktemp("slow")
     slow = add_model(folder, "slow", builders.slow, steps=60_000)
     (slow / "model.yaml").write_text("max_rows: 1\nqueue_policy: {max_requests: 2}\n")
@@ -240,7 +240,7 @@ def test_requests_wait_before_the_queue_of_a_member_is_full_if_the_ensemble_limi
 
 @contextmanager
 def busy(server: ServerProcess) -> Iterator[None]:
-    """One request of the slow model runs and another one waits, at least at first."""
+    """Keep the slow model busy: at first one request runs and another waits."""
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(httpx.post, rest_url(server, "slow"), json=FOUR, timeout=LONG_S) for _ in range(2)]
         wait_for_queue(server, "slow", 1)
@@ -263,7 +263,7 @@ def test_deadlines_and_queue_timeouts_hold_for_the_steps(slow_server: ServerProc
     ):
         grpc.infer("e", inputs, client_timeout=0.02)
     assert httpx.post(url, json=FOUR, timeout=LONG_S).status_code == 200
-    assert statistics(slow_server, "after")["inference_count"] == before + 1  # not for the late requests
+    assert statistics(slow_server, "after")["inference_count"] == before + 1  # late requests are not counted
 
 
 def test_a_cancelled_request_starts_no_further_step(slow_server: ServerProcess) -> None:
@@ -319,7 +319,7 @@ def test_a_sequence_through_an_ensemble_and_directly_has_one_state(tmp_path: Pat
 
 
 def test_requests_of_a_sequence_do_not_run_without_a_cancelled_one(tmp_path: Path) -> None:
-    """Cancelled in a step before the model with the sequence, and while it waits for an earlier request."""
+    """Cancel in a step before the model with the sequence, and while the request waits for an earlier one."""
     add_model(tmp_path, "passes", sequences.slow, steps=600_000)
     (add_model(tmp_path, "adds", sequences.slow, steps=10) / "model.yaml").write_text(
         "sequences: {max_idle_s: 30, states: [{input: STATE, output: NEXT}]}\n"
@@ -337,7 +337,7 @@ def test_requests_of_a_sequence_do_not_run_without_a_cancelled_one(tmp_path: Pat
             sequence_id=7,
             sequence_start=start,
         )
-        time.sleep(0.03)  # another one does not overtake it
+        time.sleep(0.03)  # other requests do not overtake it
         return call
 
     with serving(tmp_path, *SHORT_WARMUP) as server, triton_clients(server) as (_, client):

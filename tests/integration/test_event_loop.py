@@ -38,7 +38,7 @@ ROW = np.array([[1, 2, 3, 4]], np.float32)
 
 @pytest.mark.parametrize(("way", "step"), [("call", "is blocked"), ("lock", "continues after a stall")])
 def test_stall_is_logged_and_counted(tmp_path: Path, way: str, step: str) -> None:
-    """While a call keeps the interpreter lock nothing else can log: then it is seen afterwards."""
+    """A call that holds the interpreter lock blocks all logging, so its stall is reported afterwards."""
     with serving(tmp_path, env=freezing(way, seconds=1.5)) as server:
         server.send(signal.SIGUSR1)
         line = server.wait_for_line("the event loop", step)
@@ -53,7 +53,8 @@ def test_stall_is_logged_and_counted(tmp_path: Path, way: str, step: str) -> Non
 def test_stall_is_reported_while_it_lasts(tmp_path: Path) -> None:
     with starting(tmp_path, env=freezing("call")) as server:
         server.wait_until_loaded()
-        # The loop answers once it is past its last line: one that is frozen in the middle of a line keeps the log.
+        # The loop answers once it has finished its last line; a loop that freezes in the middle of a line holds the
+        # log.
         assert httpx.get(f"{server.url}/v2/health/live", timeout=LONG_S).status_code == 200
         server.send(signal.SIGUSR1)
         server.wait_for_line("the event loop is blocked")
@@ -78,19 +79,19 @@ PART: Final = b"0123456789abcdef0123"
 
 
 def chunks(count: int) -> bytes:
-    """An infer request over HTTP whose body comes in chunks of 20 bytes."""
+    """An infer request over HTTP whose body arrives in chunks of 20 bytes."""
     return CHUNKED + b"14\r\n%b\r\n" % PART * count
 
 
 def data_frames(count: int) -> bytes:
-    """An infer request over gRPC whose message comes in frames of 20 bytes."""
+    """An infer request over gRPC whose message arrives in frames of 20 bytes."""
     head = frames.header_block(1, hpack.Encoder().encode(CALL), frames.MIN_FRAME_SIZE, is_end=False)
     message = frames.frame(frames.DATA, 0, 1, b"\0" + (60_000_000).to_bytes(4, "big"))
     return frames.PREFACE + frames.settings({}) + head + message + frames.frame(frames.DATA, 0, 1, PART) * count
 
 
 def leaves_others_their_turns(liveness: LivenessCaller, act: Callable[[], object]) -> bool:
-    """Whether others wait less than 0.15 s. Another program may have the processor in some of the trials."""
+    """Whether others wait less than 0.15 s in one of the trials; another program may occupy the processor in some."""
     for _ in range(10):
         liveness.longest_wait_s()
         act()
@@ -109,7 +110,7 @@ def test_request_in_tiny_parts_leaves_others_their_turns(
         def send() -> None:
             with (
                 socket.create_connection((host, int(number))) as connection,
-                suppress(ConnectionError),  # the gRPC port takes it for a flood
+                suppress(ConnectionError),  # the gRPC port may treat it as a flood
             ):
                 connection.sendall(make(600_000))
                 time.sleep(0.2)
@@ -118,7 +119,7 @@ def test_request_in_tiny_parts_leaves_others_their_turns(
 
 
 def test_request_in_tiny_chunks_is_answered_and_so_is_the_next_one(tmp_path: Path) -> None:
-    """The connection is read in short parts meanwhile."""
+    """Meanwhile the connection is read in short parts."""
     add_model(tmp_path, "m", builders.identity)
     body = json.dumps({"inputs": [json_input("x", ROW)]}).encode().ljust(300_000)
     chunked = CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
@@ -151,7 +152,7 @@ def test_configuration_of_thousands_of_tensors_leaves_others_their_turns(tmp_pat
 
 @pytest.fixture(scope="module")
 def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Polls for up to 10 ms, in which even a test's client comes back."""
+    """A server that polls for up to 10 ms, in which even a test's client sends its next request."""
     repository = tmp_path_factory.mktemp("polling")
     add_model(repository, "identity", builders.identity)
     with serving(repository, *SHORT_WARMUP, "--busy-poll-us", "10000") as server:
@@ -192,7 +193,7 @@ def test_loop_with_polling_off_never_polls(tmp_path: Path) -> None:
 
 @contextmanager
 def kept(server: ServerProcess, protocol: str) -> Iterator[Callable[[], None]]:
-    """Makes a request on a connection that is kept, and checks its answer."""
+    """Returns a function that makes a request on a persistent connection and checks its answer."""
     module: Any = triton_http if protocol == "http" else triton_grpc
     address = server.http if protocol == "http" else server.grpc
     inputs = [module.InferInput("x", list(ROW.shape), "FP32")]

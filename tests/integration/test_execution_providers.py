@@ -17,7 +17,7 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, 
 
 CPU = "CPUExecutionProvider"
 AZURE = "AzureExecutionProvider"
-"""Built into every ONNX Runtime; it takes no node of ours."""
+"""A provider in every build of ONNX Runtime; it accepts no node of these models."""
 
 REFUSED_BY_OPENVINO = json.dumps({"CPU": {"NO_SUCH_PROPERTY": "1"}})
 
@@ -44,11 +44,11 @@ WISHES_FOR_SOME: dict[str, dict[str, Any]] = {
         "session": {"entries": {"session.disable_cpu_ep_fallback": 1}},
     },
 }
-"""For ``some_for_others``."""
+"""Options of models with ``some_for_others``."""
 
 
 def some_for_others(path: Path) -> Path:
-    """A dense layer, and an operator of ONNX Runtime's own that OpenVINO does not take: FP32 [batch, 64] → the same."""
+    """A dense layer, and an operator of ONNX Runtime that OpenVINO does not support: FP32 [batch, 64] → the same."""
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["h1"], name="dense"),
         helper.make_node("FastGelu", ["h1"], ["h2"], name="/head/gelu", domain="com.microsoft"),
@@ -85,7 +85,7 @@ def properties(server: ServerProcess, model: str) -> dict[str, str]:
 
 
 def reason(server: ServerProcess, model: str) -> str:
-    """Why a model is not served; empty where it is."""
+    """The reason why a model is not served; empty if it is."""
     answer = httpx.post(f"http://{server.http}/v2/repository/index", json={}, timeout=LONG_S)
     found: str = next(entry for entry in answer.json() if entry["name"] == model).get("reason", "")
     return found
@@ -142,7 +142,7 @@ def test_failing_provider_is_skipped_with_allow_fallback(server: ServerProcess) 
 def test_provider_that_fails_every_run_has_failed_unless_the_cpu_fails_too(
     tmp_path: Path,
 ) -> None:
-    """OpenVINO fails runs with empty tensors; both providers fail runs with too small images."""
+    """OpenVINO fails runs with empty tensors; both providers fail runs with images that are too small."""
     environment = openvino_environment()
     wishes: dict[str, Any] = {"execution_providers": ["openvino", "cpu"]}
 
@@ -265,6 +265,6 @@ def test_compiled_model_written_by_a_plug_in_is_no_change(tmp_path: Path) -> Non
     with serving(tmp_path, *SHORT_WARMUP, *control, env=environment) as server:
         written = {path.name for path in (folder / "1").iterdir()}
         assert written == {"model.onnx", "model_ctx.onnx", f"model_{OPENVINO}.bin"}
-        for _ in range(2):  # a load of what has not changed loads nothing; ONNX Runtime would not write over these
+        for _ in range(2):  # loading an unchanged model is a no-op; ONNX Runtime would not overwrite these files
             httpx.post(f"http://{server.http}/v2/repository/models/m/load", timeout=LONG_S).raise_for_status()
         assert sum("model is ready" in line for line in server.lines) == 1

@@ -13,7 +13,8 @@ from transports import ON_BOTH_TRANSPORTS
 def test_default_ports_are_on_loopback_and_control_calls_are_off(grpc_transport: str) -> None:
     with serving("--example", *SHORT_WARMUP, f"--grpc-transport={grpc_transport}") as server:
         listening = [one.laddr for one in psutil.Process(server.pid).net_connections() if one.status == "LISTEN"]
-        assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}  # grpcio maps it
+        # Grpcio maps IPv4 addresses.
+        assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
         assert len(listening) == 3
         load = httpx.post(f"http://{server.http}/v2/repository/models/simple/load", timeout=LONG_S)
         region = {"key": "/x", "byte_size": 1}

@@ -35,7 +35,7 @@ ensemble:
 
 
 def tokens(path: Path) -> Path:
-    """A tokenizer of BERT with few words: text BYTES [1] → ids INT64 [n]."""
+    """A BERT tokenizer with few words: text BYTES [1] → ids INT64 [n]."""
     node = helper.make_node(
         "BertTokenizer",
         ["text"],
@@ -53,7 +53,7 @@ def tokens(path: Path) -> Path:
 
 
 def words(path: Path) -> Path:
-    """Ids INT64 [n] → scores FP32 [2]: how many of the words are bad, and how many good."""
+    """Ids INT64 [n] → scores FP32 [2]: the numbers of bad and of good words."""
     table = np.zeros((len(WORDS), 2), np.float32)
     table[WORDS.index("bad"), 0] = table[WORDS.index("good"), 1] = 1
     weights = [numpy_helper.from_array(table, "table"), numpy_helper.from_array(np.array([0], np.int64), "axes")]

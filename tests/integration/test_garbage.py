@@ -1,4 +1,4 @@
-"""Calls leave no reference cycles: their memory is free at once, and no time goes into collecting garbage."""
+"""Calls leave no reference cycles, so that their memory is freed at once and without garbage collection."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, 
 CALLS: Final = 40
 ROW: Final = np.array([[1, 2, 3, 4]], np.float32)
 LONG: Final = np.ones((20_000, 4), np.float32)
-"""As JSON over 64 KiB, and an answer that is encoded on a thread."""
+"""An array with more than 64 KiB of JSON, whose answer is encoded on a thread."""
 SEQUENCES: Final = """\
 sequences:
   controls:
@@ -36,7 +36,7 @@ sequences:
 TWO_STEPS: Final = [("double", {"a": "x"}, {"b": "t"}), ("double", {"a": "t"}, {"b": "y"})]
 
 Calls: TypeAlias = Iterator[None]
-"""Each step is one call, after a first one that the connection begins with."""
+"""Each step is one call; the first call also opens the connection."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def rest(model: str, values: np.ndarray, status: int = 200) -> Callable[[ServerP
 
 
 def connections(server: ServerProcess) -> Calls:
-    """Each call on a connection of its own."""
+    """Each call uses a new connection."""
     while True:
         answer = httpx.post(rest_url(server, "same"), json={"inputs": [json_input("x", ROW)]}, timeout=LONG_S)
         assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""Golden samples and the speed gate on real servers: candidates are stopped before a caller sees them."""
+"""Golden samples and the speed gate on real servers: candidates are stopped before they answer a caller."""
 
 import shutil
 import threading
@@ -30,13 +30,13 @@ def add_golden(version: Path, inputs: dict[str, np.ndarray], outputs: dict[str, 
 
 
 def computed(model: Path, x: np.ndarray) -> np.ndarray:
-    """What a model computes, without the server."""
+    """The result of a model without the server."""
     (y,) = ReferenceEvaluator(onnx.load(model)).run(None, {"x": x})
     return np.asarray(y)
 
 
 def smaller_table(path: Path) -> Path:
-    """``poison`` that fails from 8 on."""
+    """``poison`` that fails for values from 8 on."""
     model = onnx.load(builders.poison(path))
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.arange(8, dtype=np.float32) / 2, "table"))
     onnx.save(model, path)
@@ -44,7 +44,7 @@ def smaller_table(path: Path) -> Path:
 
 
 def add_version(model: Path, number: int, file: Path) -> None:
-    """Publish a version with the golden samples of version 1, as a whole."""
+    """Publish a version with the golden samples of version 1 atomically."""
     staged = model.parent / ".staged"
     shutil.copytree(model / "1", staged)
     shutil.copyfile(file, staged / "model.onnx")
@@ -53,7 +53,7 @@ def add_version(model: Path, number: int, file: Path) -> None:
 
 @contextmanager
 def calling(server: ServerProcess, bodies: dict[str, Any]) -> Iterator[dict[str, Counter[str]]]:
-    """Call each model again and again; counts versions that answered and errors, by model."""
+    """Call each model repeatedly. Counts the answering versions and the errors, by model."""
     seen: dict[str, Counter[str]] = {name: Counter() for name in bodies}
     over = threading.Event()
 
@@ -130,7 +130,7 @@ def test_samples_of_an_ensemble_run_through_its_members(tmp_path: Path) -> None:
 
 
 def test_equal_models_pass_the_speed_gate_each_time(tmp_path: Path) -> None:
-    """Its batches of one row take about 1 ms, ten times the difference that is ignored."""
+    """Batches of one row take about 1 ms, ten times the ignored difference."""
     model = add_model(tmp_path, "m", builders.heavy, steps=20, width=512)
     (model / "model.yaml").write_text("max_slowdown: 1.5\nintra_op_threads: 1\n")
     with (

@@ -34,7 +34,7 @@ def short_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def recorded_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are opened in this process, which saves a second each, except in tests with ``recorded_apart``."""
+    """Open models in this process, which saves a second each, except in tests with ``recorded_apart``."""
     if "recorded_apart" not in request.fixturenames:
         for module in (golden_command, publish_folder):
             monkeypatch.setattr(module, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
@@ -42,7 +42,7 @@ def recorded_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def recorded_apart() -> None:
-    """Models are opened in processes of their own, as users have it."""
+    """Open models in separate processes, as the command does for users."""
 
 
 @pytest.fixture
@@ -97,7 +97,8 @@ def test_samples_of_a_model_with_sequences_are_those_of_new_sequences(
     controls = {"START": {"kind": "start"}, "READY": {"kind": "ready"}, "END": {"kind": "end"}}
     controls["CORRID"] = {"kind": "id", "datatype": "UINT64"}
     options = {"sequences": {"controls": controls, "states": [{"input": "STATE", "output": "NEXT"}]}}
-    (model / "model.yaml").write_text(json.dumps(options | {"max_rows": 2}))  # not what this machine finds
+    # A limit that differs from the default on this machine.
+    (model / "model.yaml").write_text(json.dumps(options | {"max_rows": 2}))
 
     result = golden(capsys, "record", model, "--samples", "3")
 
@@ -176,7 +177,7 @@ def test_publish_refuses_what_disagrees_and_copies_the_samples(
     capsys.readouterr()
     problem = refused(capsys, "publish", same, repository / "mlp")
     assert "golden_required: expected a folder 'golden'" in problem
-    assert "--golden none" not in problem  # which would be refused, too
+    assert "--golden none" not in problem  # --golden none would be refused as well
 
 
 @pytest.mark.parametrize("page", ["golden", "check"])

@@ -1,4 +1,4 @@
-"""The script that measures GPUs runs on host memory with tiny models, so that it works on a machine with a GPU."""
+"""The script that measures GPUs runs on host memory with tiny models, which shows that it will run on a GPU machine."""
 
 import os
 import re
@@ -17,9 +17,9 @@ without_cuda = pytest.mark.skipif(
 
 
 def run_script(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the script; its section of checks runs some of ``tests/gpu``, which this run of pytest includes anyway.
+    """Run the script. Its section of checks runs some of ``tests/gpu``, which this run of pytest includes anyway.
 
-    ``path`` is a folder of modules that go before others.
+    ``path`` is a folder of modules that precede others.
     """
     command = [sys.executable, str(SCRIPT), "--scale", "tiny", *arguments]
     left_out = [f"--deselect=tests/gpu/test_gpu.py::test_{name}" for name in ("every", "model", "networks", "provider")]
@@ -39,7 +39,7 @@ def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
 
 def test_every_section_runs_on_host_memory_and_shows_goals(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
-    for module in ("httpx", "tritonclient"):  # a machine with a GPU may lack what other tests need
+    for module in ("httpx", "tritonclient"):  # a GPU machine may lack packages that other tests need
         (tmp_path / f"{module}.py").write_text(f"raise ImportError('no {module} here')")
     run = run_script("--device", "host", "--out", str(out), path=str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
@@ -74,7 +74,7 @@ def test_overlap_is_the_ratio_of_the_slower_half_to_both() -> None:
     for line in lines:
         figures = dict(zip(columns, line, strict=True))
         alone = max(float(figures["copying alone µs"]), float(figures["computing alone µs"]))
-        expected = pytest.approx(alone / float(figures["two at a time µs"]), rel=0.1)  # of figures that were rounded
+        expected = pytest.approx(alone / float(figures["two at a time µs"]), rel=0.1)  # the ratio of rounded figures
         assert float(figures["slower alone ÷ two at a time"]) == expected
 
 

@@ -54,7 +54,7 @@ class Relayed:
 
 @contextmanager
 def relaying(address: str) -> Iterator[tuple[str, Relayed]]:
-    """Stand between clients and a server, one connection after the other, and count what the server sends."""
+    """Relay between clients and a server, one connection after the other, and count the server's bytes."""
     relayed = Relayed()
     host, port = address.split(":")
 
@@ -91,7 +91,7 @@ def relaying(address: str) -> Iterator[tuple[str, Relayed]]:
 
 @pytest.fixture(scope="module")
 def slow_server(tmp_path_factory: pytest.TempPathFactory, grpc_transport: str) -> Iterator[ServerProcess]:
-    """One row of ``slow`` runs at a time, for a good while; ``identity`` answers at once."""
+    """A server on which one row of ``slow`` runs at a time and takes long; ``identity`` answers at once."""
     repository = tmp_path_factory.mktemp("slow")
     add_model(repository, "slow", builders.slow, steps=60_000)
     add_model(repository, "identity", builders.identity)

@@ -1,4 +1,4 @@
-"""Calls that are answered before their request is complete, seen by grpc's sync and asyncio clients."""
+"""Calls that are answered before their request is complete, with grpc's sync and asyncio clients."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -54,7 +54,7 @@ async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def call(channel: grpc.aio.Channel, method: str, data: bytes, *, timeout_s: float = LONG_S) -> bytes:
-    """Send bytes and take bytes, so that what a test sends is what arrives."""
+    """Send bytes and return bytes, so that the server receives exactly what the test sends."""
     send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
     send = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
     return await send(data, timeout=timeout_s)
@@ -94,7 +94,7 @@ async def test_unmodified_client_reads_health_and_metadata(address: str) -> None
 
 
 class FailingService(FakeInferenceService):
-    """Fails with what is no ServeError, in the step that is named; once."""
+    """Raises an exception other than ServeError once, in the named step."""
 
     step = ""
 
@@ -379,13 +379,13 @@ async def test_stop_finishes_the_running_call_and_rejects_others(
 
 
 async def wait_until_refused(address: str) -> None:
-    """Wait until the port is closed, which happens some turns of the loop after the stop."""
+    """Wait until the port is closed, which happens some iterations of the loop after the stop."""
     host, port = address.split(":")
     async with asyncio.timeout(LONG_S):
         while True:
             try:
                 _, writer = await asyncio.open_connection(host, int(port))
-            except ConnectionError:  # refused, or reset when it caught the closing itself
+            except ConnectionError:  # refused, or reset during the close
                 return
             writer.close()
             await writer.wait_closed()

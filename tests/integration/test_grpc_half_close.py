@@ -1,4 +1,4 @@
-"""Clients of the gRPC port that close their side of the socket, or all of it, during their calls."""
+"""Clients of the gRPC port that close their sending side, or the whole socket, during their calls."""
 
 import socket
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ PATH = "/inference.GRPCInferenceService/ModelInfer"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """``slow`` runs one row in some 70 ms."""
+    """A server whose model ``slow`` runs one row in about 70 ms."""
     repository = tmp_path_factory.mktemp("half_close")
     (add_model(repository, "slow", builders.slow, steps=20_000) / "model.yaml").write_text("max_rows: 1\n")
     with serving(repository, *SHORT_WARMUP) as server:
@@ -64,5 +64,5 @@ def test_calls_of_a_closed_connection_leave_the_queue(server: ServerProcess) -> 
     wait_for_queue(server, "slow", CALLS - 2)
     peer.close()
     name = "ortserve_batching_decisions_total"
-    wanted = left + CALLS - 6  # one runs, and some may end while the caller is found to be gone
+    wanted = left + CALLS - 6  # one runs, and some may end before the server notices the disconnect
     wait_for_sample(server, name, lambda value: value >= wanted, model="slow", version="1", decision="left")

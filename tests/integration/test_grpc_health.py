@@ -52,7 +52,7 @@ async def test_check_follows_readiness_for_every_service_name(
 
 async def test_list_contains_every_service(channel: grpc.aio.Channel, models: FakeModelService) -> None:
     models.turn(ready=False)
-    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]  # the library's client has no List yet
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]  # the library's client does not have List yet
     call = channel.unary_unary("/grpc.health.v1.Health/List")
     answer = pb.HealthListResponse.FromString(await call(b"", timeout=LONG_S))
     assert {name: health.status for name, health in answer.statuses.items()} == dict.fromkeys(
@@ -73,7 +73,7 @@ async def test_watch_sends_the_current_status_and_each_change_once(
     models.ready = False
     watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=LONG_S)
     statuses = [(await watch.read()).status]
-    for ready in (True, True, False, True):  # the second is no change
+    for ready in (True, True, False, True):  # the second is not a change
         models.turn(ready=ready)
         if ready is not (statuses[-1] == SERVING):
             statuses.append((await watch.read()).status)

@@ -1,4 +1,4 @@
-"""Bounds on the cost of gRPC clients on both transports: connections, metadata, messages and retained memory."""
+"""Bounds on the cost of gRPC clients on both transports: connections, metadata, messages and held memory."""
 
 import asyncio
 import gc
@@ -31,10 +31,10 @@ MIB = 1024 * 1024
 
 
 class PeakMemory:
-    """The largest growth of this process from here on, all libraries included."""
+    """The largest growth of this process since the start, including all libraries."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak, see proc(5)
         self._begun = self._peak()
 
     def by_bytes(self) -> int:
@@ -48,7 +48,7 @@ class PeakMemory:
 
 @pytest.fixture
 async def front(grpc_transport: str) -> AsyncIterator[Frontend]:
-    """Takes three connections, of which one is the channel's here."""
+    """A frontend that accepts three connections, one of which is this channel's."""
     async with frontend(FakeInferenceService(), FakeModelService(), grpc_transport, grpc_max_connections=3) as (
         front,
         channel,
@@ -63,7 +63,7 @@ async def ask(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...] =
 
 
 async def is_answered(front: Frontend) -> bool:
-    """Whether a new client is ready; one that was rejected once stays unready although it is connected."""
+    """Whether a new client becomes ready; a client that was rejected once stays unready although it is connected."""
     async with open_channel(front) as channel:
         try:
             await ask(channel)
@@ -93,7 +93,7 @@ async def test_connection_past_the_limit_is_rejected_until_another_closes(front:
         await others[0].close()
         async with asyncio.timeout(LONG_S):
             while not await is_answered(front):
-                pass  # the server has not seen yet that the other is gone
+                pass  # the server has not yet noticed that the other client is gone
 
 
 @ON_BOTH_TRANSPORTS
@@ -219,7 +219,7 @@ async def test_concurrent_decompression_bombs_stay_within_the_memory_limit() -> 
                 tracemalloc.stop()
     assert sum("max_inflight_bytes" in end["grpc-message"] for end in ends) >= count // 2
     assert inference.gate.held_bytes == 0
-    # The bytes that may be held, a step in each thread, and the last message, which is alone, in parts and whole.
+    # The held bytes, a step in each thread, and the last message alone, both in parts and whole.
     assert peak < (8 + 4 * threads) * MIB + 2 * size + MIB
 
 
@@ -240,7 +240,7 @@ async def test_announced_message_counts_only_received_bytes(announced: int, sent
             writer.writelines([frames.frame(frames.DATA, 0, stream_id, part) for part in parts])
             await writer.drain()
         await wait_until(lambda: inference.gate.held_bytes == calls * sent)
-        # A page of 2 MiB may be begun in each, and some of what was sent is kept here, too.
+        # Each call may have started a page of 2 MiB, and this process also holds some of the sent bytes.
         assert grown.by_bytes() < calls * (2 * sent + 2 * MIB * (announced > 4 * MIB)) + 16 * MIB
         writer.close()
         await wait_until(lambda: inference.gate.held_bytes == 0)
@@ -284,4 +284,4 @@ async def test_rejected_messages_leave_no_reference_cycles(grpc_transport: str, 
         finally:
             tracemalloc.stop()
             gc.enable()
-    assert left < 2.5 * size  # one may still wind up, on either side
+    assert left < 2.5 * size  # one call may still be ending on either side

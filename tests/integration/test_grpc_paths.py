@@ -19,7 +19,7 @@ PATHS = (b"/a/\xff\xfe", b"/\xc3(/x", b"/" + SERVICE_NAME.encode() + b"/\x80", b
 
 
 def call(path: bytes) -> bytes:
-    """The bytes of a connection that makes a call of a path."""
+    """The bytes of a connection that makes a call with this path."""
     headers = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x")]
     block = hpack.Encoder().encode([*headers, (b"content-type", b"application/grpc"), (b"te", b"trailers")])
     return b"".join(

@@ -1,6 +1,6 @@
-"""Real proxies in front of the gRPC port: they use HTTP/2 in other ways than clients do.
+"""Real proxies in front of the gRPC port; they use HTTP/2 differently than clients.
 
-Needs nginx, HAProxy and Envoy (packages nginx and haproxy; Envoy is fetched); tests of one that is missing are skipped.
+The tests need nginx, HAProxy and Envoy (packages nginx and haproxy; Envoy is fetched), and skip those that are missing.
 """
 
 import queue
@@ -82,18 +82,18 @@ static_resources:
 PROXIES: Final = {
     "nginx": (NGINX, ("nginx", "-p", "{folder}", "-c")),
     "haproxy": (HAPROXY.replace("{bufsize}", "16384"), ("haproxy", "-db", "-f")),
-    # As in deploy/proxies.
+    # The value of deploy/proxies.
     "haproxy with larger buffers": (HAPROXY.replace("{bufsize}", "65536"), ("haproxy", "-db", "-f")),
     "envoy": (ENVOY, ("envoy", "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning", "-c")),
 }
 
 BEHIND: Final = [*(("native", name) for name in PROXIES), ("grpcio", "nginx")]
-"""gRPC transports, each behind a proxy. grpcio's HTTP/2 is tested elsewhere: one proxy is enough for it."""
+"""gRPC transports with a proxy in front. grpcio's HTTP/2 is tested elsewhere, so one proxy suffices for it."""
 
 
 @contextmanager
 def proxying(name: str, address: str, folder: Path) -> Iterator[str]:
-    """Run a proxy in front of an address; yields its own."""
+    """Run a proxy in front of an address. Yields the address of the proxy."""
     config, command = PROXIES[name]
     try:
         _, program = find_proxy(command[0])
@@ -167,7 +167,7 @@ def test_request_and_answer_of_any_size_are_transmitted(proxy: str, rows: int) -
 
 @pytest.mark.parametrize(("size", "calls"), [(600 * 1024, 200), (20 * 2**20, 4)])
 def test_large_answers_are_sent_concurrently(proxy: str, server: ServerProcess, size: int, calls: int) -> None:
-    """Windows differ by proxy: HAProxy returns those of a large answer in uneven parts, of which some are tiny."""
+    """Windows differ by proxy: HAProxy returns the window of a large answer in uneven, partly tiny increments."""
     count = triton.InferInput("x", [1], "INT32")
     count.set_data_from_numpy(np.array([size // 4], np.int32))
     expected = np.arange(size // 4, dtype=np.int32)

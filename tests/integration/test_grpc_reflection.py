@@ -1,4 +1,4 @@
-"""grpc.reflection on a real socket, queried by the library's own client and, in the newer version, as bytes."""
+"""grpc.reflection on a real socket, queried by the library's own client and, for the newer version, as bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator

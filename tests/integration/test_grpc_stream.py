@@ -1,4 +1,4 @@
-"""ModelStreamInfer on a real socket, called by raw channels: order, errors, limits and ends."""
+"""ModelStreamInfer on a real socket, called through raw channels: order, errors, limits and ends."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from grpc_frontends import LONG_S, Frontend, frontend, infer_request, open_strea
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
 
-# Streams need flow control both ways, which TLS has to hand through.
+# Streams need flow control in both directions, which TLS must preserve.
 pytestmark = pytest.mark.parametrize("grpc_transport", ["grpcio", "native", "native over TLS"])
 
 
@@ -28,10 +28,11 @@ def models() -> FakeModelService:
 
 @pytest.fixture(autouse=True)
 def _server_logs_no_faults(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No behaviour of the clients here makes the server log a fault."""
+    """No test here makes the server log a fault."""
     yield
     messages = [record.getMessage() for record in caplog.get_records("call")]
-    # The client's: grpc.aio has one poller for all loops, which now and then hands an event to one that has ended.
+    # This message is the client's: grpc.aio has one poller for all loops and may pass an event to a loop that has
+    # ended.
     assert [message for message in messages if "PollerCompletionQueue._handle_events" not in message] == []
 
 
@@ -48,7 +49,7 @@ async def test_answers_keep_request_order_when_a_later_one_finishes_first(
         await asyncio.wait_for(inference.held.wait(), LONG_S)
         await stream.write(infer_request("double", "second"))
         await stream.done_writing()
-        await wait_until(lambda: len(inference.received) == 2)  # the second runs beside the first
+        await wait_until(lambda: len(inference.received) == 2)  # the second runs concurrently with the first
         inference.release.set()
         answers = [await read_answer(stream), await read_answer(stream)]
         assert await read(stream) is None
@@ -166,7 +167,7 @@ async def test_stream_reads_no_requests_past_its_unanswered_limit(
             await stream.write(infer_request("held", str(number)))
         await stream.done_writing()
         await wait_until(lambda: len(inference.received) == 3)
-        # Another call completes, and no waiting request was read meanwhile.
+        # Another call completes, and no waiting request is read meanwhile.
         other = open_stream(channel)
         await other.write(infer_request("double"))
         await read_answer(other)
@@ -185,18 +186,18 @@ async def test_client_that_sends_without_reading_is_paused(
 
         async def send() -> None:
             for _ in range(2000):
-                await stream.write(infer_request(size=size))  # 80 kB each way
+                await stream.write(infer_request(size=size))  # 80 kB in each direction
 
         sending = asyncio.create_task(send())
         probe = open_stream(channel)
         taken = -1
-        while taken < len(inference.received):  # until nothing moves any more while twenty others are answered
+        while taken < len(inference.received):  # until there is no progress while twenty others are answered
             taken = len(inference.received) + 20
             for _ in range(20):
                 await probe.write(infer_request())
                 await read_answer(probe)
         assert not sending.done()
-        # grpc's own windows hold some megabytes; without a bound all 160 MB would be here.
+        # grpc's own windows hold some megabytes; without a bound, all 160 MB would be in the process.
         assert len(inference.received) * size * 4 < 40_000_000
         stream.cancel()
         probe.cancel()
@@ -271,7 +272,7 @@ async def test_drain_ends_a_half_closed_stream_with_ok(
         await stream.write(infer_request("held"))
         await stream.done_writing()
         await asyncio.wait_for(inference.held.wait(), LONG_S)
-        probe = open_stream(channel)  # when this one was answered, the end of the first had been read, too
+        probe = open_stream(channel)  # once this stream was answered, the end of the first had been read as well
         await probe.write(infer_request())
         await read_answer(probe)
         stopping = asyncio.create_task(front.server.stop(LONG_S))

@@ -1,4 +1,4 @@
-"""HTTP/2 programs without gRPC support: curl and h2load, if installed."""
+"""HTTP/2 programs without gRPC support, curl and h2load, if they are installed."""
 
 import re
 import shutil
@@ -37,14 +37,15 @@ def infer_request() -> bytes:
 
 
 def curl(server: ServerProcess, folder: Path, *arguments: str, body: bytes | None = None) -> tuple[str, bytes]:
-    """Headers and trailers as text, and the body."""
+    """Run curl. Returns headers and trailers as text, and the body."""
     if body is not None:
         (folder / "body").write_bytes(body)
         arguments = (*arguments, "--data-binary", f"@{folder / 'body'}")
     command = [program("curl"), "-sS", "--http2-prior-knowledge", "-D", str(folder / "head"), *arguments]
     method = f"http://{server.grpc}/inference.GRPCInferenceService/ModelInfer"
     answer = subprocess.run([*command, method], capture_output=True, timeout=LONG_S, check=False)
-    # 92: answered and reset before the body was sent, which curl of this age takes for an error.
+    # 92: the server answered and reset the stream before the body was sent, which this version of curl reports as an
+    # error.
     assert answer.returncode in (0, 92), answer.stderr
     return (folder / "head").read_text(), answer.stdout
 
@@ -67,7 +68,7 @@ def test_curl_reads_the_status_of_a_rejected_call(server: ServerProcess, tmp_pat
 
 def test_curl_without_grpc_gets_a_status_of_http(server: ServerProcess, tmp_path: Path) -> None:
     assert "HTTP/2 405" in curl(server, tmp_path)[0]
-    assert "HTTP/2 415" in curl(server, tmp_path, "-X", "POST")[0]  # without a body, which may come after the answer
+    assert "HTTP/2 415" in curl(server, tmp_path, "-X", "POST")[0]  # the body may arrive after the answer
 
 
 @pytest.mark.parametrize("streams", [1, 32, 100])

@@ -1,6 +1,6 @@
 """A FIN over HTTP/1.1 means "no more requests": complete requests are answered in order, then the server closes.
 
-In plain text and over TLS.
+Tested in plain text and over TLS.
 """
 
 import gzip
@@ -37,7 +37,7 @@ DECISIONS: Final = "ortserve_batching_decisions_total"
 
 @pytest.fixture(scope="module", params=["plain", "TLS"])
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """``slow`` takes some 50 ms; ``wide`` takes and gives large bodies."""
+    """``slow`` takes about 50 ms; ``wide`` has large request and answer bodies."""
     secret = Secret(tmp_path_factory.mktemp("tls")) if request.param == "TLS" else None
     repository = tmp_path_factory.mktemp("half-closed")
     add_model(repository, "identity", builders.identity)
@@ -84,7 +84,7 @@ CASES: Final = {
 
 
 def end_sending(connection: socket.socket) -> None:
-    socket.socket.shutdown(connection, socket.SHUT_WR)  # not the method of a TLS socket, which forgets the session
+    socket.socket.shutdown(connection, socket.SHUT_WR)  # a TLS socket's own method would discard the session
 
 
 @pytest.mark.parametrize("is_later", [False, True], ids=["at once", "later"])
@@ -105,7 +105,7 @@ def test_requests_before_a_fin_are_answered_in_order(server: ServerProcess, name
 
 
 def test_answers_after_a_fin_are_complete_for_a_slow_reader(server: ServerProcess) -> None:
-    count = 3  # answers of 2.4 MB are more than the system takes of them, and as many requests are not
+    count = 3  # answers of 2.4 MB exceed the system's buffers, and three requests do not
     with connect(server) as connection:
         connection.sendall(post("wide", body(0.5, COUNT)) * count)
         end_sending(connection)

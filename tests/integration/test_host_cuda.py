@@ -1,7 +1,7 @@
-"""ONNX Runtime's own CUDA provider, and the server above it, on a CUDA runtime of host memory in a GPU's place.
+"""ONNX Runtime's own CUDA provider, and the server above it, with a CUDA runtime on host memory instead of a GPU.
 
-What kernels compute is not there, so these models copy, or multiply. All else is the real thing: sessions, streams,
-bindings, captures and replays of the provider, and a server in front of them.
+Kernels compute nothing there, so these models only copy or multiply. All else is real: the provider's sessions,
+streams, bindings, captures and replays, and a server on top.
 """
 
 import base64
@@ -24,13 +24,13 @@ from gpu_package import environment_on_host_memory
 from models import builders, sequences
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving, wait_for_sample
 
-pytestmark = pytest.mark.timeout(600)  # the package may have to be installed
+pytestmark = pytest.mark.timeout(600)  # the package may need to be installed
 
 TESTS: Final = Path(__file__).parents[1]
 OF_GPU: Final = (
     "every_datatype or id_of_another_shape or overlapping or another_process or gpu_runs or (growing and copies)"
 )
-"""The tests that need a GPU, but for those whose models compute by kernels."""
+"""The tests that need a GPU, except those whose models compute with kernels."""
 DEVICES: Final = 2
 
 WISHES: Final[dict[str, dict[str, Any]]] = {
@@ -75,7 +75,7 @@ def host_cuda(**settings: str) -> dict[str, str]:
 
 
 def pytest_in(environment: Mapping[str, str], *arguments: str | Path) -> str:
-    """The output of a separate run of pytest, which must pass and skip no test."""
+    """Run pytest in a separate process, in which all tests must pass without skips. Returns its output."""
     alone = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-o", "faulthandler_timeout=60", *alone, *arguments],
@@ -180,7 +180,7 @@ def test_growing_states_stay_on_the_device(server: ServerProcess, strategy: str)
             waiting = {}
             for sequence, values in sent.items():
                 if sequence == 3 and step in (1, 3):
-                    continue  # so that it is shorter than the others
+                    continue  # this part becomes shorter than the others
                 values.append(rows(1) + 10 * step + 100 * sequence)
                 tensor = triton_http.InferInput("INPUT", (1, 4), "FP32")
                 tensor.set_data_from_numpy(values[-1])
@@ -294,7 +294,7 @@ answer = np.zeros(8, np.float32)
 runtime.memcpy(answer.ctypes.data, address + 64, answer.nbytes, runtime.memcpyDeviceToHost)
 print(*answer, flush=True)
 """
-"""Has eight numbers on a GPU, shows the handle of their memory, and says what is 64 bytes behind them then."""
+"""Holds eight numbers on a GPU and prints their handle; later it prints the numbers 64 bytes behind them."""
 
 
 def test_gpu_memory_of_another_process_is_read_and_written(server: ServerProcess) -> None:

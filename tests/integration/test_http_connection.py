@@ -1,6 +1,6 @@
-"""Rules of HTTP/1.1 for a connection: order, bodies, keep-alive, back-pressure.
+"""Rules of HTTP/1.1 for a connection: order, bodies, keep-alive and back-pressure.
 
-In plain text and over TLS.
+Tested in plain text and over TLS.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ from servers import (
 BODY_LIMIT: Final = 4_000_000
 IDLE_S: Final = 0.5
 ALONE_IN_THE_QUEUE: Final = "closed_loop_wait: false\nqueue_delay_s: {}\n"
-"""Options of a model whose lone requests wait for others, which costs no processor time."""
+"""Options of a model whose single requests wait for others; this takes no processor time."""
 AGE_S: Final = 0.25
 
 
 @pytest.fixture(scope="module", params=["plain", "TLS"])
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """``wide`` returns its input; ``late`` takes longer than the idle timeout of a connection, ``held`` much longer."""
+    """``wide`` returns its input; ``late`` takes longer than a connection's idle timeout, ``held`` much longer."""
     secret = Secret(tmp_path_factory.mktemp("tls")) if request.param == "TLS" else None
     repository = tmp_path_factory.mktemp("connection")
     add_model(repository, "identity", builders.identity)
@@ -74,7 +74,7 @@ def body_of(number: float, width: int = 4, **more: Any) -> bytes:
 
 
 def ask(server: ServerProcess, model: str, body: bytes) -> httpx.Response:
-    """Send on a new connection."""
+    """Send a request on a new connection."""
     answer = httpx.post(rest_url(server, model), content=body, timeout=LONG_S, verify=server.client or True)
     return answer.raise_for_status()
 
@@ -190,7 +190,7 @@ def test_malformed_request_is_rejected_after_earlier_answers(connection: socket.
 def test_client_that_reads_no_answers_is_paused_and_uses_no_memory(server: ServerProcess) -> None:
     process = psutil.Process(server.pid)
     body = body_of(0.123, 100_000, parameters={"binary_data_output": True})
-    for _ in range(8):  # leftovers of these requests would affect all later ones
+    for _ in range(8):  # remaining bytes of these requests would corrupt all later ones
         ask(server, "wide", body)
     before = process.memory_info().rss
     with connect(server) as connection:
@@ -204,7 +204,7 @@ def test_client_that_reads_no_answers_is_paused_and_uses_no_memory(server: Serve
         assert sent < 400
         grown = process.memory_info().rss - before
         assert grown < 40 * 2**20, f"{grown / 2**20:.0f} MiB more, after {sent} requests of which no answer was read"
-        # The others are served meanwhile.
+        # The server meanwhile serves other connections.
         assert first_value(ask(server, "identity", body_of(4)).json()) == 4
         connection.settimeout(LONG_S)
         answers = Answers(connection)
@@ -226,7 +226,7 @@ def test_disconnected_request_leaves_the_queue(server: ServerProcess, connection
 
 
 def test_requests_past_the_drain_timeout_are_aborted(tmp_path: Path) -> None:
-    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for much longer
+    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # runs much longer
     flags = ("--warmup-s", "0", "--drain-timeout-s", "0.2")
     with starting(tmp_path, *flags) as server:
         server.wait_until_loaded()
@@ -283,11 +283,11 @@ def test_expired_idle_connection_stays_open_for_one_request(ageing_server: Serve
         assert answers.is_at_end()
 
 
-# --- other requests of a head
+# --- other headers of a request
 
 
 def offering(request: bytes, *headers: str) -> bytes:
-    """The same request, whose client would rather speak another protocol."""
+    """The request with headers that offer another protocol."""
     head, _, body = request.partition(b"\r\n\r\n")
     return head + b"\r\n" + "\r\n".join(headers).encode() + b"\r\n\r\n" + body
 
@@ -304,7 +304,7 @@ OFFERS: Final = (
 def test_upgrade_offer_is_answered_in_http_1_1(
     connection: socket.socket, offer: tuple[str, ...], in_pieces: bool
 ) -> None:
-    """`curl --http2` sends it with every request: RFC 9110, section 7.8, lets a server ignore the offer."""
+    """`curl --http2` sends the offer with every request. RFC 9110, section 7.8, permits a server to ignore it."""
     answers = Answers(connection)
     requests = [
         offering(post("identity", body_of(1)), *offer),

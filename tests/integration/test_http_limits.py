@@ -1,4 +1,4 @@
-"""Too many headers, slow requests and too many connections are rejected without effect on other clients."""
+"""Too many headers, slow requests and too many connections are rejected without effects on other clients."""
 
 import contextlib
 import itertools
@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def hasty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Waits less long than a client on a busy machine may take."""
+    """A server with timeouts that a client on a busy machine may miss."""
     repository = tmp_path_factory.mktemp("hasty")
     add_model(repository, "identity", builders.identity)
     times = ("--http-header-timeout-s", "0.8", "--http-body-timeout-s", "0.8", "--http-min-body-bytes-per-s", "1000000")
@@ -60,7 +60,7 @@ def hasty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
 
 @pytest.fixture(scope="module")
 def narrow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Holds few bytes and takes few connections."""
+    """A server that holds few bytes and accepts few connections."""
     repository = tmp_path_factory.mktemp("narrow")
     add_model(repository, "identity", builders.identity)
     with serving(repository, *SHORT_WARMUP, "--max-inflight-bytes", "100000", "--http-max-connections", "3") as server:
@@ -80,7 +80,7 @@ def read_to_the_end(connection: socket.socket) -> bytes:
         while data := connection.recv(65536):
             came += data
     except ConnectionError:
-        pass  # it was still being sent to
+        pass  # bytes were still in transit
     return came
 
 
@@ -153,7 +153,7 @@ def test_rejection_follows_the_earlier_answers(server: ServerProcess) -> None:
 
 
 def endless(begin: bytes, part: bytes) -> Callable[[ServerProcess], bytes]:
-    """A function that sends ``part`` repeatedly after ``begin`` until the server ends it, and returns the answer."""
+    """Returns a function that sends ``begin``, then ``part`` until the server closes, and returns the answer."""
 
     def send(server: ServerProcess) -> bytes:
         with connected(server) as connection:
@@ -193,7 +193,7 @@ def test_endless_heads_and_trailers_are_rejected(server: ServerProcess, send: Ca
 
 
 def trickle(server: ServerProcess, begin: bytes, part: bytes) -> bytes:
-    """Send a part now and then until the server answers or closes the connection."""
+    """Send parts with pauses until the server answers or closes the connection."""
     with connected(server) as connection:
         connection.sendall(begin)
         came: list[bytes] = []
@@ -201,7 +201,7 @@ def trickle(server: ServerProcess, begin: bytes, part: bytes) -> bytes:
         def read() -> None:
             try:
                 came.append(connection.recv(65536))
-            except ConnectionResetError:  # closed before all that was sent had been read
+            except ConnectionResetError:  # the server closed before it had read all sent bytes
                 came.append(b"")
 
         reader = threading.Thread(target=read)
@@ -244,7 +244,7 @@ def test_trickled_requests_are_rejected_as_too_slow(hasty_server: ServerProcess)
 
 
 def test_announced_body_counts_only_received_bytes(narrow_server: ServerProcess) -> None:
-    """Otherwise a client that announces much and sends little would exhaust the limit."""
+    """Otherwise a client that announces a large body and sends little would exhaust the limit."""
     with connected(narrow_server) as first, connected(narrow_server) as second:
         for connection in (first, second):
             connection.sendall(INFER + b"Content-Length: 90000\r\n\r\n" + b" " * 100)
@@ -256,11 +256,11 @@ def test_announced_body_counts_only_received_bytes(narrow_server: ServerProcess)
 def test_client_that_reads_nothing_is_disconnected(server: ServerProcess) -> None:
     body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1_000_000], "data": [0] * 1_000_000}]})
     request = INFER.replace(b"identity", b"wide") + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
-    count = 4  # answers of 4 MB each, more than the system takes for them
+    count = 4  # answers of 4 MB each, more than the system buffers
     with connected(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         port = connection.getsockname()[1]
-        with contextlib.suppress(ConnectionError):  # the last of it may be on its way when the server leaves
+        with contextlib.suppress(ConnectionError):  # the last bytes may be in transit when the server closes
             connection.sendall(request * count)
         until_s = time.monotonic() + LONG_S
         while any(one.raddr and one.raddr.port == port for one in psutil.Process(server.pid).net_connections("tcp")):
@@ -272,7 +272,7 @@ def test_client_that_reads_nothing_is_disconnected(server: ServerProcess) -> Non
 
 def test_connections_past_the_limit_are_answered_and_closed(narrow_server: ServerProcess) -> None:
     for _ in itertools.takewhile(lambda _: not is_served(narrow_server), range(1000)):
-        pass  # until the server has seen that the connections of the other tests are gone
+        pass  # until the server has noticed the end of other tests' connections
     with connected(narrow_server) as first, connected(narrow_server) as second, connected(narrow_server) as third:
         for connection in (first, second, third):
             connection.sendall(GOOD)
@@ -286,13 +286,13 @@ def test_connections_past_the_limit_are_answered_and_closed(narrow_server: Serve
                 assert b"http_max_connections: 3 connections are open and no more may be" in answer
         third.close()
         for _ in itertools.takewhile(lambda _: not is_served(narrow_server), range(1000)):
-            pass  # until the server has seen that a place is free
+            pass  # until the server has noticed a free place
         assert is_served(narrow_server)
     assert rejected(narrow_server, "overloaded") >= 2
 
 
 def is_served(server: ServerProcess) -> bool:
-    """Whether a place came free for a new connection."""
+    """Whether a new connection finds a free place."""
     with connected(server) as connection:
         connection.sendall(GOOD)
         return connection.recv(12) == b"HTTP/1.1 200"

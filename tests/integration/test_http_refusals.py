@@ -1,4 +1,4 @@
-"""Malformed requests are rejected with a text, which the client can read even while it sends more."""
+"""Malformed requests are rejected with a text that the client can read even while it sends more."""
 
 import json
 import socket
@@ -14,14 +14,14 @@ from servers import SHORT_WARMUP, ServerProcess, add_model, json_input, serving
 KEY = "a-key-of-the-tests"
 BODY = json.dumps({"inputs": [json_input("x", np.ones((1, 4), np.float32))]}).encode()
 MOST = 100_000
-"""Bytes of a body."""
+"""Maximum bytes of a body."""
 MORE = b"a: " + b"b" * 2**20
-"""What a client that reads last goes on to send."""
+"""Further bytes from a client that reads only at the end."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """``control`` calls need a key."""
+    """A server whose ``control`` calls need a key."""
     repository = tmp_path_factory.mktemp("refusals")
     add_model(repository, "identity", builders.identity)
     (keys := tmp_path_factory.mktemp("keys") / "control.keys").write_text(f"{KEY}\n")
@@ -40,7 +40,7 @@ def connection(server: ServerProcess) -> Iterator[socket.socket]:
 
 @pytest.fixture
 def holding(server: ServerProcess) -> Iterator[socket.socket]:
-    """Another connection."""
+    """A second connection to the server."""
     with connect(server) as connection:
         yield connection
 
@@ -152,7 +152,7 @@ REFUSED = {
 def test_client_that_keeps_sending_reads_its_rejection(
     connection: socket.socket, holding: socket.socket, name: str
 ) -> None:
-    """A close with unread bytes would reset the connection, and lose the answer on many clients' systems."""
+    """Closing with unread bytes would reset the connection and lose the answer on many clients' systems."""
     begin, more, expected = REFUSED[name]
     if name == "no room":
         holding.sendall(announcing(f"{MODEL}/infer", 40_000) + b" " * 39_999)

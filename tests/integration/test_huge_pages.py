@@ -1,4 +1,4 @@
-"""A server started by its command requests huge pages for weights, unless its operator has set that."""
+"""A server requests huge pages for weights at its start, unless its operator has set the tunable."""
 
 import os
 import re
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def tunables(given: str) -> list[str]:
-    """The tunables of a server that was started with these."""
+    """The tunables of a server that was started with the given ones."""
     server = ServerProcess("--example", *PORTS, env={"GLIBC_TUNABLES": given})
     try:
         server.wait_for_line("listening", "http")
@@ -26,7 +26,7 @@ def tunables(given: str) -> list[str]:
         server.stop()
     finally:
         server.kill()
-    return re.findall(r"glibc\.[\w.=]+", variables)  # glibc separates them by NUL while it reads them
+    return re.findall(r"glibc\.[\w.=]+", variables)  # glibc separates them by NUL when it reads them
 
 
 def test_server_starts_anew_with_huge_pages_and_keeps_other_tunables() -> None:

@@ -1,4 +1,4 @@
-"""Image files end to end: an ensemble that decodes a file and classifies its digit, and files that are no images."""
+"""Image files end to end: an ensemble decodes a file and classifies its digit; files that are not images."""
 
 import io
 import subprocess
@@ -54,13 +54,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def example(language: str, mark: str) -> str:
-    """The one block of the page with this text."""
+    """The only block of the page with this text."""
     (found,) = (block for block in blocks(language, PAGE) if mark in block)
     return found
 
 
 def photo(image: np.ndarray, form: str = "JPEG") -> np.ndarray:
-    """A digit of 8 by 8 numbers from 0 to 16 as a file of 160 by 160 pixels."""
+    """A digit of 8 by 8 numbers from 0 to 16 as an image file of 160 by 160 pixels."""
     grey = Image.fromarray((image * 255 / 16).astype(np.uint8))
     file = io.BytesIO()
     grey.resize((160, 160), Image.Resampling.NEAREST).save(file, form)
@@ -123,13 +123,13 @@ def test_an_image_beyond_the_limit_is_rejected(server: ServerProcess) -> None:
 
 @pytest.mark.skipif(not find_spec("onnxruntime_extensions"), reason="needs onnxruntime-extensions")
 def test_model_with_the_preprocessing_of_microsofts_script_is_served(tmp_path: Path) -> None:
-    """Decode, resize, crop and normalize as its function for MobileNet does; the network means each channel."""
+    """Decode, resize, crop and normalize as the script does for MobileNet; the network averages each channel."""
     network, whole = tmp_path / "network.onnx", tmp_path / "models" / "photos" / "1" / "model.onnx"
     whole.parent.mkdir(parents=True)
     image = helper.make_tensor_value_info("image", TensorProto.FLOAT, [1, 3, 224, 224])
     means = helper.make_tensor_value_info("means", TensorProto.FLOAT, [1, 3, 1, 1])
     write(network, [helper.make_node("GlobalAveragePool", ["image"], ["means"])], [image], [means])
-    # In another process, as its import has all later processes use another implementation of protobuf.
+    # In another process, because the import selects another protobuf implementation for later processes.
     subprocess.run([sys.executable, "-c", SCRIPT, network, whole, str(OPSET)], check=True, timeout=LONG_S)
     (whole.parents[1] / "model.yaml").write_text(yaml.safe_dump({"batched": False, **EXTENSIONS}))
     pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
@@ -145,7 +145,7 @@ def test_model_with_the_preprocessing_of_microsofts_script_is_served(tmp_path: P
 
 
 def run_on_pixels(path: Path, pixels: np.ndarray) -> dict[str, np.ndarray]:
-    """The outputs of a model of the script for a decoded image, by ONNX Runtime alone."""
+    """The outputs of a model of the script for a decoded image, from ONNX Runtime alone."""
     model = onnx.load(path)
     (decoding,) = [node for node in model.graph.node if node.op_type == "DecodeImage"]
     decoding.CopyFrom(helper.make_node("Identity", list(decoding.input), list(decoding.output)))

@@ -30,7 +30,7 @@ IN_EVERY_ENCODING = pytest.mark.parametrize("infer", ENCODINGS, ids=lambda infer
 
 
 def extremes(datatype: DataType) -> np.ndarray:
-    """The values [2, 4] of a datatype that are likeliest to be mangled on the way."""
+    """Values [2, 4] of a datatype that an encoding is most likely to corrupt."""
     if datatype is DataType.BYTES:
         return np.array(
             [["", "a", "ünïcode ✓", 'quote " and \\'], ["nul \0 inside", "line\nbreak", "null", "🦆" * 50]], object
@@ -47,7 +47,7 @@ def extremes(datatype: DataType) -> np.ndarray:
 
 
 def assert_same(got: np.ndarray, expected: np.ndarray) -> None:
-    """The same datatype, shape and bits (of text: characters)."""
+    """The arrays have the same datatype, shape and bits (for text: characters)."""
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
     if expected.dtype.kind == "O":
@@ -62,7 +62,8 @@ def assert_same(got: np.ndarray, expected: np.ndarray) -> None:
         pytest.param(datatype, infer, id=f"{datatype.value}-{infer.__name__}")
         for datatype in DataType
         for infer in ENCODINGS
-        if infer is not grpc_typed or datatype not in (DataType.FP16, DataType.BF16)  # they have no typed contents
+        # FP16 and BF16 have no typed contents.
+        if infer is not grpc_typed or datatype not in (DataType.FP16, DataType.BF16)
     ],
 )
 def test_every_datatype_passes_unchanged_in_every_encoding(
@@ -151,7 +152,7 @@ def test_only_requested_outputs_are_returned_in_request_order(example_server: Se
         by_http = http.infer(
             "simple",
             triton_inputs(triton_http, ones),
-            # one in JSON and one in binary, so that both kinds are mixed in one answer
+            # one in JSON and one in binary, so that one answer contains both kinds
             outputs=[triton_http.InferRequestedOutput(name, binary_data=name == "OUTPUT1") for name in names],
         )
         by_grpc = grpc.infer(
@@ -259,10 +260,10 @@ def test_model_that_rejects_synthetic_inputs_answers_real_ones(zoo_server: Serve
 
 
 def properties(server: ServerProcess, model: str) -> dict[str, str]:
-    """The model's properties in the metadata; both protocols must agree."""
+    """The model's properties in the metadata, on which both protocols must agree."""
     with triton_clients(server) as (http, grpc):
         by_http: dict[str, str] = http.get_model_metadata(model)["properties"]
-        # tritonclient's own message has no such field, but keeps unknown fields.
+        # tritonclient's own message does not declare this field, but preserves unknown fields.
         message = grpc.get_model_metadata(model).SerializeToString()
     by_grpc = dict(pb.ModelMetadataResponse.FromString(message).properties)
     assert by_http == by_grpc
@@ -270,7 +271,7 @@ def properties(server: ServerProcess, model: str) -> dict[str, str]:
 
 
 def unbatched_reason(server: ServerProcess, model: str) -> str:
-    """Why the model's requests run alone; fails where they do not."""
+    """The reason why the model's requests run alone; fails if they do not."""
     batching = properties(server, model)["batching"]
     assert batching.startswith("not batched because ")
     return batching

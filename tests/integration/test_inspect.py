@@ -1,6 +1,6 @@
-"""``ortserve inspect``: on real models, on broken ones, and beside what sessions and servers report.
+"""``ortserve inspect`` on real and broken models, compared with the reports of sessions and servers.
 
-The command runs in the test's process, which saves the second of its imports; it measures memory in another one.
+The command runs in the test's process, which saves a second of imports; it measures memory in another process.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ Inspected = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command, in another process if it needs another environment, and returns what libraries print, too."""
+    """Runs the command, in another process if it needs another environment. Its output includes that of libraries."""
 
     def run(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         words = ["inspect", *map(str, arguments)]
@@ -58,7 +58,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def inspected(run: Run) -> Inspected:
-    """Returns the result of a run that must succeed."""
+    """Runs the command, which must succeed. Returns its result."""
 
     def inspected(*arguments: str | Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         done = run(*arguments, "--json", env=env)
@@ -153,7 +153,7 @@ def test_memory_is_predicted_within_a_tenth(inspected: Inspected, kind: str, tmp
             assert within(0.1, one[f"{figure}_nbytes"], one[f"{figure}_measured_nbytes"]), (figure, one)
 
 
-def test_samples_of_the_user_are_run(inspected: Inspected, tmp_path: Path) -> None:
+def test_model_is_run_on_the_samples_of_the_user(inspected: Inspected, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", image=np.zeros((3, 1, 8, 8), np.float32))
 
     found = inspected(EXAMPLE / "digits", "--inputs", tmp_path / "data.npz", "--batch", "1,2")
@@ -178,7 +178,7 @@ def test_page_needs_no_network_and_shows_the_findings(run: Run, tmp_path: Path) 
 
 
 def test_weights_of_gigabytes_are_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """2.1 GB of external data in a sparse file: a table of which each row looks up some entries."""
+    """2.1 GB of external data in a sparse file: a table in which each row looks up some entries."""
     rows, width = 1 << 20, 512
     path = tmp_path / "m.onnx"
     table = onnx.TensorProto(
@@ -238,7 +238,9 @@ def broken_models(folder: Path) -> dict[str, Path]:
         ("absent", "expected a model file"),
     ],
 )
-def test_broken_model_is_one_line(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_model_is_reported_in_one_line(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status = main(["inspect", str(broken_models(tmp_path)[name]), "--json"])
 
     printed = capsys.readouterr()
@@ -276,7 +278,7 @@ def test_wrong_names_of_inputs_are_named(run: Run, tmp_path: Path) -> None:
 
 
 def test_interruption_of_the_measurement_is_one_line(tmp_path: Path) -> None:
-    """On a terminal of its own, which shows what is being done."""
+    """The command runs on a terminal, which shows its progress."""
     path = builders.mlp(tmp_path / "m.onnx", inputs=1024, hidden=4096, outputs=1024)
     command = [sys.executable, "-m", "ortserve", "inspect", str(path), "--batch", "1,500000", "--seconds", "3600"]
     child, terminal = pty.fork()

@@ -187,7 +187,7 @@ def test_scalars_and_empty_tensors_are_served(server: ServerProcess, infer: Infe
 
 
 def test_model_that_does_not_survive_another_rank_loads(server: ServerProcess) -> None:
-    """Warm-up knows no shape for its input, and ONNX Runtime would end the process on a scalar."""
+    """Warm-up does not know the shape of the input, and ONNX Runtime would crash on a scalar."""
     inputs = {"x": np.array([[1, 2, 3]], np.float32), "lengths": np.array([2])}
     np.testing.assert_array_equal(ENCODINGS[0](server, "reversed_of_any_shape", inputs)["y"], [[2, 1, 3]])
 

@@ -19,7 +19,7 @@ ROW = np.zeros((1, 4), np.float32)
 
 
 class Secret:
-    """A mounted Kubernetes Secret: its files are links into a folder that is exchanged as a whole."""
+    """A mounted Kubernetes Secret: its files are links into a folder that is replaced as a whole."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,7 +57,7 @@ def server(tmp_path: Path, secret: Secret, ways: tuple[str, ...]) -> Iterator[Se
 
 
 class Caller:
-    """Asks over REST and gRPC in turn, with the key of the moment, and keeps what went wrong."""
+    """Sends requests over REST and gRPC in turns with the current key, and records failures."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.key = OLD
@@ -84,7 +84,7 @@ class Caller:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Ask for as long as the ``with`` block lasts."""
+        """Send requests while the ``with`` block runs."""
         is_over = threading.Event()
 
         def go_on() -> None:
@@ -107,7 +107,7 @@ def test_keys_rotate_under_load_without_a_rejection(server: ServerProcess, secre
     def wait_for_some() -> None:
         seen = caller.answers
         while caller.answers < seen + 5 and not caller.failures:
-            pass  # each is a separate request
+            pass  # each poll is a separate request
 
     with caller.asking():
         wait_for_some()

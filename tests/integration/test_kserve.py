@@ -17,7 +17,7 @@ VERSION: Final = "0.21.0"
 
 @pytest.fixture(scope="module")
 def library() -> Path:
-    """Installed apart: it wants an older psutil than the project's tests."""
+    """The library is installed separately, because it needs an older psutil than the project's tests."""
     try:
         return installed_apart(f"kserve-{VERSION}", f"kserve=={VERSION}")
     except UnavailableError as error:

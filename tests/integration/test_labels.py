@@ -1,4 +1,4 @@
-"""Labels of versions, by configuration and by call, on both protocols: routing, restarts, promotion and rollback."""
+"""Labels of versions, by configuration and by calls, on both protocols: routing, restarts, promotion, rollback."""
 
 import fcntl
 import json
@@ -24,7 +24,7 @@ from servers import LONG_S, LOOK_S, SHORT_WARMUP, ServerProcess, add_model, serv
 EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "m", *SHORT_WARMUP)
 ONES = {"x": np.ones((1, 4), np.float32)}
 BUILDERS: dict[int, Callable[..., Path]] = {1: builders.identity, 2: builders.unnamed_dims, 3: builders.identity}
-"""Version 2 answers 2 to 1; the others answer 1."""
+"""Version 2 answers 2 to an input of 1; the others answer 1."""
 
 
 def add_versions(repository: Path, options: str, *versions: int, name: str = "m") -> Path:
@@ -44,7 +44,7 @@ def labels_of(server: ServerProcess, model: str = "m") -> dict[str, str]:
 
 
 def versions_that_answer(server: ServerProcess, version: str) -> set[str]:
-    """By both protocols."""
+    """The versions that answer requests to ``version``, over both protocols."""
     found = set()
     with triton_clients(server) as clients:
         for library, client in zip((triton_http, triton_grpc), clients, strict=True):
@@ -56,7 +56,7 @@ def versions_that_answer(server: ServerProcess, version: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Versions 1 to 3 of which the file labels 1 and 2; tests leave no labels behind."""
+    """Versions 1 to 3, of which the file labels 1 and 2; tests remove the labels that they set."""
     repository = tmp_path_factory.mktemp("labelled")
     add_versions(repository, "labels: {stable: 1, canary: 2, gone: 9}", 1, 2, 3)
     with serving(repository, *SHORT_WARMUP) as server:
@@ -151,7 +151,7 @@ def test_wrong_change_is_rejected_and_changes_nothing(
 
 def test_changes_survive_a_restart_and_keep_their_versions_loaded(tmp_path: Path) -> None:
     add_versions(tmp_path, "labels: {canary: 2}", 1, 2, 3)
-    with serving(tmp_path, *SHORT_WARMUP) as server:  # the policy chooses version 3 only
+    with serving(tmp_path, *SHORT_WARMUP) as server:  # the policy selects version 3 only
         assert asked(server, "GET", "m/versions/1").status_code == 404
         assert versions_that_answer(server, "") == {"3"}
         asked(server, "PUT", "m/labels", labels={"stable": 2}).raise_for_status()
@@ -191,7 +191,7 @@ def test_concurrent_changes_of_two_servers_lose_none(tmp_path: Path) -> None:
 
 @contextmanager
 def holding_up_writes(repository: Path) -> Iterator[None]:
-    """Hold the lock of the state file, as another server does for the time of one write."""
+    """Hold the lock of the state file, like another server during a write."""
     folder = repository / ".ortserve"
     folder.mkdir(exist_ok=True)
     with (folder / ".state.json.lock").open("a") as file:
@@ -200,7 +200,7 @@ def holding_up_writes(repository: Path) -> Iterator[None]:
 
 
 def wait_for_write(server: ServerProcess) -> None:
-    """Look until the server waits for the lock of the state file."""
+    """Poll until the server waits for the lock of the state file."""
     end_s = time.monotonic() + LONG_S
     while not any(link.name == ".state.json.lock" for link in open_files(server)):
         assert time.monotonic() < end_s
@@ -280,7 +280,7 @@ def test_label_of_the_file_moves_when_its_version_serves(tmp_path: Path) -> None
 
 @contextmanager
 def load_on(server: ServerProcess, per_s: float) -> Iterator[list[str]]:
-    """Requests without a version at a rate, half of them over each protocol; yields the versions that answered."""
+    """Send requests without a version at a rate, half over each protocol. Yields the versions that answered."""
     answered: list[str] = []
     failures: list[Exception] = []
     stopping = threading.Event()

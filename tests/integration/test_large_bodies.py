@@ -23,10 +23,10 @@ from models import builders
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
 
 LIMIT: Final = 64 * 1024 * 1024
-"""Of one body, and of what is held of all."""
+"""Limit of one body, and of all held bytes."""
 NOT_NOW: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 SIZES: Final = (65_000, 66_000, 300_000, 5_000_000)
-"""Of a tensor, in bytes: below and above what is worth it, and what is first waited for."""
+"""Bytes of a tensor: below and above the threshold for receiving in place, and large enough for several reads."""
 
 
 @pytest.fixture(scope="module", params=["plain", "TLS"])
@@ -73,7 +73,7 @@ def tensor(nbytes: int) -> np.ndarray:
 
 
 def binary(array: np.ndarray, *headers: str, encoding: str = "") -> bytes:
-    """A request for ``array`` in binary, answered in binary."""
+    """A binary request for ``array`` with a binary answer."""
     given = triton_http.InferInput("x", list(array.shape), "FP32").set_data_from_numpy(array)
     body, size = triton_http.InferenceServerClient.generate_request_body([given])
     if encoding:
@@ -109,7 +109,7 @@ def test_body_cut_anywhere_leaves_its_tensor_and_neighbours_intact(
             count = connection.send(piece)
             position, piece = position + count, piece[count:]
             if cuts.random() < 0.02:
-                any(is_read(connection) for _ in range(20))  # then the server saw that piece alone
+                any(is_read(connection) for _ in range(20))  # then the server has read that piece alone
         with contextlib.suppress(*NOT_NOW):  # otherwise each end would wait for the other to read
             answers.receive()
     connection.settimeout(LONG_S)
@@ -196,7 +196,7 @@ def test_large_bodies_count_as_received_and_are_rejected_at_the_limit(server: Se
         first.sendall(request[:55_000_000])
         wait_until(lambda: is_read(first))
         second.settimeout(LONG_S)
-        with contextlib.suppress(ConnectionError):  # the body is rejected before its end
+        with contextlib.suppress(ConnectionError):  # the server rejects the body before its end
             second.sendall(request)
         status, _, document = Answers(second).next()
         assert status == 429
@@ -217,7 +217,7 @@ def test_grpc_messages_of_any_size_are_received(server: ServerProcess, secret: S
 
 
 def holds(server: ServerProcess, nbytes: int) -> bool:
-    """Whether so many bytes are held of all requests: then there is no room for one with a byte too many."""
+    """Whether the server holds exactly ``nbytes`` of requests: it then rejects a request that is one byte too large."""
     with connect(server) as asking:
         length = LIMIT - nbytes + 1
         lines = ("POST /v2/models/wide/infer HTTP/1.1", "Host: x", f"Content-Length: {length}", "Expect: 100-continue")

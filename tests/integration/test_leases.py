@@ -1,6 +1,6 @@
-"""An answer's memory is leased until it is encoded, or as long as the encoder keeps it, and no longer.
+"""An answer's memory is leased until it is encoded, or as long as the encoder holds it, and no longer.
 
-Real models, batcher and worker thread. At the start of each run all memory that it might write is filled with 0xFF, so
+Model, batcher and worker thread are real. At the start of each run all memory that it may write is filled with 0xFF, so
 that a read of released memory yields NaN.
 """
 
@@ -47,7 +47,7 @@ pytestmark = interpreted_only
 
 @dataclass
 class Stage:
-    """A service, what its models answer to a request alone, and what its instances have bound."""
+    """A service, its models' answers to single requests, and the bound memory of its instances."""
 
     service: InferenceService
     oracle: onnxruntime.InferenceSession
@@ -64,9 +64,9 @@ class Stage:
         return await self.service.serve(self.service.receive("http"), Given(lambda: request), EncodedBy(encode))
 
     async def become_free(self) -> None:
-        """Return when no answer is held any more.
+        """Wait until no answer is held any more.
 
-        That is after the next turn of asyncio and of the worker: until then both hold the last result.
+        This takes one more iteration of asyncio and of the worker, which hold the last result until then.
         """
         for _ in range(100_000):
             if all(buffers.is_free for buffers in self.sets()):
@@ -81,7 +81,7 @@ class Stage:
 
 @pytest.fixture
 def without_gc() -> Iterator[None]:
-    """Leases must end without it."""
+    """Disable garbage collection, because leases must end without it."""
     gc.collect()
     gc.disable()
     yield
@@ -119,7 +119,7 @@ async def stage(
 
 
 def keep_bytes(_request: InferRequest, response: InferResponse) -> object:
-    """An encoder that leaves the joining of head and tensors to the socket."""
+    """An encoder that leaves the concatenation of head and tensors to the socket."""
     (output,) = response.outputs
     return encode_binary_tensor(output.array, output.datatype)
 
@@ -135,7 +135,7 @@ def refuse(_request: InferRequest, _response: InferResponse) -> object:
 def check(kept: list[tuple[np.ndarray, object]]) -> None:
     for right, seen in kept:
         assert isinstance(seen, memoryview)
-        # A copy: numpy's assertions make cycles that keep what they compare.
+        # A copy, because numpy's assertions create reference cycles that hold the compared arrays.
         np.testing.assert_allclose(np.array(seen).view(np.float32).reshape(right.shape), right, rtol=1e-4, atol=1e-6)
 
 
@@ -208,7 +208,7 @@ async def test_disconnected_requests_hold_no_lease(stage: Stage) -> None:
 
 
 def test_batched_answers_are_those_of_each_request_alone_in_all_encodings(tmp_path: Path) -> None:
-    """512 floats a row, so that whole answers cannot look alike; each is compared bit for bit."""
+    """512 floats per row, so that answers cannot be equal by chance; each is compared bit for bit."""
     add_model(tmp_path, "identity", builders.identity, shape=("batch", 512))
     draw = np.random.default_rng(0)
     sent = [draw.standard_normal((1 + number % 5, 512), np.float32) for number in range(400)]

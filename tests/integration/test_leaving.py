@@ -1,6 +1,6 @@
-"""Requests whose client disconnects while they wait leave the queue without effect on others, on both protocols.
+"""Requests whose client disconnects leave the queue without effects on others, on both protocols.
 
-Over HTTP/1.1 the client sends a reset. A FIN alone cancels only if the option says so; ``test_half_closed`` tests it.
+Over HTTP/1.1 the client sends a reset. A FIN alone cancels only if the option enables it (``test_half_closed``).
 """
 
 import asyncio
@@ -37,7 +37,7 @@ STORM: Final = 180
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
-    """``slow`` runs four rows in about 50 ms, ``long`` takes ten times as long; ``identity`` answers at once."""
+    """``slow`` runs four rows in about 50 ms; ``long`` takes ten times as long; ``identity`` answers at once."""
     repository = tmp_path_factory.mktemp("leaving")
     (add_model(repository, "slow", builders.slow, steps=15_000) / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\n")
     (add_model(repository, "long", builders.slow, steps=200_000) / "model.yaml").write_text("warmup_s: 0\n")
@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> I
 
 
 class Caller:
-    """One HTTP connection, on which requests are written and answers read apart."""
+    """An HTTP connection that writes requests and reads answers independently."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -63,21 +63,21 @@ class Caller:
         await self._writer.drain()
 
     async def receive(self) -> tuple[int, dict[str, str], Any]:
-        """Status, headers and document of the next answer."""
+        """Read the next answer. Returns its status, headers and document."""
         head = (await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), LONG_S)).decode().split("\r\n")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in head[1:] if line)}
         body = await self._reader.readexactly(int(headers["content-length"]))
         return int(head[0].split(" ")[1]), headers, json.loads(body)
 
     async def leave(self) -> None:
-        """Disconnect by a reset, unless already disconnected."""
+        """Disconnect with a reset, unless already disconnected."""
         if not self._writer.is_closing():
             linger = struct.pack("ii", 1, 0)
             self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         await self.close()
 
     async def close(self) -> None:
-        """Disconnect by a FIN."""
+        """Disconnect with a FIN."""
         self._writer.close()
         await self._writer.wait_closed()
 
@@ -110,14 +110,14 @@ def rows_run(server: ServerProcess) -> float:
 
 
 async def wait_until_left(server: ServerProcess, count: int) -> None:
-    """Look until so many have left the queue of ``slow``."""
+    """Poll until ``count`` requests have left the queue of ``slow``."""
     labels = {"model": "slow", "version": "1", "decision": "left"}
     name = "ortserve_batching_decisions_total"
     await asyncio.to_thread(wait_for_sample, server, name, lambda left: left >= count, **labels)
 
 
 async def check_answers(callers: Sequence[Caller], numbers: Sequence[int], constant: np.ndarray) -> None:
-    """Each request gets the answer to the row of its number, bit for bit as if alone."""
+    """Each caller receives the answer for the row of its number, bit for bit as if it ran alone."""
     for number in numbers:
         status, _, document = await callers[number].receive()
         assert (status, document.get("id")) == (200, str(number)), document
@@ -127,7 +127,7 @@ async def check_answers(callers: Sequence[Caller], numbers: Sequence[int], const
 async def test_disconnected_requests_are_not_run(server: ServerProcess, callers: list[Caller]) -> None:
     constant = rest_json(server, "slow", {"x": row(0)})["y"]
     left, wasted, ran = decisions(server, "slow")["left"], decisions(server, "slow")["wasted_rows"], rows_run(server)
-    # The requests that stay are sent first, so that no request to be cancelled is in a batch already.
+    # The remaining requests are sent first, so that no request to be cancelled is already in a batch.
     for number in range(FIRST):
         await callers[number].send(asking(number))
     await asyncio.to_thread(wait_for_queue, server, "slow", FIRST - 2 * MAX_ROWS)

@@ -35,7 +35,7 @@ ROW = np.zeros((1, 4), np.float32)
 
 @pytest.fixture(scope="module")
 def narrow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One row runs at a time, for a good while, and few may wait."""
+    """A server that runs one row at a time, slowly, with a short queue."""
     repository = tmp_path_factory.mktemp("narrow")
     add_model(repository, "slow", builders.slow, steps=60_000)
     flags = ("--warmup-s", "0", "--max-queue-rows", str(MAX_QUEUE_ROWS))
@@ -53,7 +53,7 @@ def message(rows: np.ndarray) -> bytes:
 
 
 def test_full_queue_rejects_on_both_protocols_and_answers_admitted_requests(narrow_server: ServerProcess) -> None:
-    callers = 10  # of each protocol; while one run lasts, one request runs and two wait
+    callers = 10  # per protocol; during one run, one request runs and two wait
     constant = rest_json(narrow_server, "slow", {"x": ROW})["y"]
 
     def by_rest(number: int) -> httpx.Response:
@@ -109,7 +109,7 @@ def test_disconnects_affect_no_other_request(narrow_server: ServerProcess) -> No
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         under_way = call.future(message(ROW), timeout=LONG_S)
-        wait_for_queue(narrow_server, "slow", 1)  # the one runs, the other waits
+        wait_for_queue(narrow_server, "slow", 1)  # one request runs, the other waits
         leaver.close()
         under_way.cancel()
         assert under_way.cancelled()
@@ -123,7 +123,7 @@ def test_disconnects_affect_no_other_request(narrow_server: ServerProcess) -> No
 
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """May hold few bytes, of bodies and of tensors in the queue; a run takes a good while."""
+    """A server that holds few bytes of bodies and queued tensors; a run takes long."""
     repository = tmp_path_factory.mktemp("small")
     add_model(repository, "slow", builders.slow, steps=60_000)
     (repository / "slow" / "model.yaml").write_text(f"max_rows: 1\nmax_queue_bytes: {MAX_QUEUE_BYTES}\n")
@@ -136,7 +136,7 @@ MAX_INFLIGHT_BYTES = 100_000
 
 
 def post_padded(server: ServerProcess, size: int) -> httpx.Response:
-    """Send a body of so many bytes, most of them blanks."""
+    """Send a body of ``size`` bytes, most of them blanks."""
     body = httpx.Request("POST", "http://x", json={"inputs": [json_input("x", ROW)]}).content
     return httpx.post(rest_url(server, "slow"), content=body.ljust(size), timeout=LONG_S)
 
@@ -191,14 +191,14 @@ def test_rejected_and_disconnected_requests_release_their_bytes(small_server: Se
     host, port = small_server.http.split(":")
     body = httpx.Request("POST", "http://x", json={"inputs": [json_input("x", ROW)]}).content.ljust(40_000)
     head = f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    for sent in (head + body, head + body[:20_000], head):  # left while waiting, and in the middle of the body
+    for sent in (head + body, head + body[:20_000], head):  # disconnects while waiting, and in the middle of the body
         leavers = [socket.create_connection((host, int(port)), timeout=LONG_S) for _ in range(4)]
         for leaver in leavers:
             leaver.sendall(sent)
         post_padded(small_server, 500)
         for leaver in leavers:
             leaver.close()
-    # Wait until the server has detected the disconnects; then no request is rejected, although all bytes are needed.
+    # Once the server has detected the disconnects, it rejects no request, although that request needs all bytes.
     assert any(post_padded(small_server, 500).status_code == 200 for _ in range(100))
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda _: post_padded(small_server, 49_000), range(2)))

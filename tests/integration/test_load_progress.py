@@ -20,9 +20,9 @@ ONES = {"x": np.ones((1, 4), np.float32)}
 
 
 def test_long_load_reports_its_step_on_both_protocols_and_in_the_log(tmp_path: Path) -> None:
-    """The model comes out of a pipe, so that ONNX Runtime opens it for as long as the test wants.
+    """The model is read from a pipe, so that ONNX Runtime opens it until the test ends the load.
 
-    That the server answers meanwhile shows, too, that ONNX Runtime gives back the interpreter's lock.
+    The server answers meanwhile, which shows that ONNX Runtime releases the interpreter lock.
     """
     repository = tmp_path / "repository"
     repository.mkdir()

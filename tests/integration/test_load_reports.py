@@ -49,12 +49,12 @@ def rest(server: ServerProcess, asked: str = "", route: str = "") -> Mapping[str
 
 
 def unary(server: ServerProcess, asked: str = "", accepted: str = "identity") -> Trailers:
-    """The same of the trailing metadata of a call."""
+    """The load report in the trailing metadata of a call."""
     return _of_call(server, "ModelInfer", [message()], asked, accepted)
 
 
 def streamed(server: ServerProcess, asked: str = "", accepted: str = "identity") -> Trailers:
-    """The same of a stream."""
+    """The load report in the trailing metadata of a stream."""
     return _of_call(server, "ModelStreamInfer", [message()] * 3, asked, accepted)
 
 
@@ -72,7 +72,7 @@ def message(model: str = "slow") -> bytes:
 
 
 def numbers(text: str) -> dict[str, float]:
-    """A report in the format text, read as balancers do."""
+    """A report in the text format, parsed as load balancers do."""
     assert text.startswith("TEXT ")
     return {name: float(value) for name, _, value in (part.partition("=") for part in text[5:].split(", "))}
 
@@ -132,7 +132,7 @@ def test_never_mode_sends_no_reports(repository: Path) -> None:
 
 def test_report_grows_with_the_load(server: ServerProcess) -> None:
     growing = ("rps_fractional", "named_metrics.saturation")
-    with httpx.Client(timeout=LONG_S) as client:  # one request after the other, where the tests before made a few
+    with httpx.Client(timeout=LONG_S) as client:  # sequential requests, because earlier tests made only a few
 
         def report() -> dict[str, float]:
             answer = client.post(rest_url(server, "slow"), json=DOCUMENT, headers={ASKING: "text"})
@@ -150,7 +150,7 @@ def test_report_grows_with_the_load(server: ServerProcess) -> None:
 
 
 def test_grpc_client_prefers_the_less_utilised_server(tmp_path: Path) -> None:
-    """The client is grpc's own, and its weights are made of nothing but the reports in the trailing metadata."""
+    """The client is grpc's own; its weights depend only on the reports in the trailing metadata."""
     for name, steps in (("fast", 300), ("slow", 6000)):
         add_model(tmp_path / name, "m", builders.slow, steps=steps)
     flags = ("--load-reports=always", "--warmup-s=0.2", "--max-rows=1")
@@ -173,6 +173,6 @@ def test_grpc_client_prefers_the_less_utilised_server(tmp_path: Path) -> None:
 
 
 def answered(server: ServerProcess) -> float:
-    """Calls that a server has answered."""
+    """The number of calls that a server has answered."""
     counts = read_metrics(server).by_labels("ortserve_request_duration_seconds_count", "protocol", "outcome")
     return counts.get("grpc ok", 0.0)

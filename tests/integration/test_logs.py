@@ -23,12 +23,12 @@ SECRET_NUMBER: Final = 918273645
 def _add_models(repository: Path) -> None:
     add_model(repository, "words", builders.identity, datatype=DataType.BYTES)
     add_model(repository, "numbers", builders.identity)
-    add_model(repository, "poison", builders.poison)  # fails on the secret number
+    add_model(repository, "poison", builders.poison)  # fails for the secret number
     add_model(repository, "words_on_many_nodes_" * 8, builders.mlp)
 
 
 def _send_secrets(server: ServerProcess) -> None:
-    """Good requests and bad ones of every kind, on both protocols; each has a secret and its own id."""
+    """Send good requests, and bad ones of every kind, on both protocols; each has a secret and its own id."""
     words = {"x": np.full((1, 4), SECRET_TEXT.encode(), np.object_)}
     numbers = {"x": np.full((1, 4), SECRET_NUMBER, np.float32)}
     bad_run = {"x": np.full((1, 4), SECRET_NUMBER, np.int64)}
@@ -76,7 +76,7 @@ def test_json_lines_name_every_request_id_and_no_tensor_values(tmp_path: Path, l
         )
     }
     assert outcomes.items() >= expected.items()
-    # One line for the four requests that the model rejected within a minute.
+    # One line covers the four requests that the model rejected within a minute.
     (rejected,) = [line for line in lines if line["message"] == "model rejected requests"]
     assert (rejected["level"], rejected["model"], rejected["requests"]) == ("info", "poison", 1)
     assert rejected["by"] == "Gather"

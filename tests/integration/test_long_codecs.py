@@ -82,7 +82,7 @@ def test_any_number_of_typed_integers_is_returned(server: ServerProcess) -> None
 
 
 def typed(server: ServerProcess, model: str, field: str, values: list[Any]) -> list[Any]:
-    """Send values as typed contents; the elements of the answer."""
+    """Send values as typed contents. Returns the elements of the answer."""
     message = ModelInferRequest(model_name=model)
     entry = message.inputs.add(name="x", datatype=model, shape=[1, len(values)])
     getattr(entry.contents, field).extend(values)
@@ -95,7 +95,7 @@ def typed(server: ServerProcess, model: str, field: str, values: list[Any]) -> l
 
 
 def call(server: ServerProcess, message: bytes) -> bytes:
-    """ModelInfer, with a message as it stands."""
+    """Call ModelInfer with the bytes of a message."""
     options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(server.grpc, options) as channel:
         infer: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
@@ -138,7 +138,7 @@ def test_killed_decoder_process_fails_at_most_one_request(server: ServerProcess,
     sending.start()
     while sending.is_alive() and not statuses:
         for child in psutil.Process(server.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # killed in the round before, and reaped meanwhile
+            with contextlib.suppress(psutil.NoSuchProcess):  # killed in the previous round, and reaped meanwhile
                 if child.cpu_times().user > 0.3 or child.memory_info().rss > 2**28:
                     child.kill()
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Models in memory under a budget, and models that the first request loads, over both protocols."""
+"""A memory budget for models, and models that load on the first request, over both protocols."""
 
 import os
 import platform
@@ -34,8 +34,8 @@ ON_DEMAND = "not in memory: the next request loads it"
 ROW = {"x": np.ones((1, 4), np.float32)}
 GLIBC = tuple(map(int, platform.libc_ver()[1].split(".")))
 PLAIN = ("env",) if GLIBC < (2, 43) else ("env", "GLIBC_TUNABLES=glibc.malloc.hugetlb=0")
-"""A server that is not forked from another process, whose memory would be shared with it. Newer heaps grow by huge
-pages, so that each session of these small models would hold some MiB more than its weights."""
+"""Starts a server that is not forked from another process, because a forked process shares its memory. Newer versions
+of glibc grow the heap by huge pages, so that a session of these small models would hold some MiB beyond its weights."""
 
 
 def write_options(folder: Path, text: str) -> None:
@@ -48,13 +48,13 @@ def states(server: ServerProcess) -> dict[str, tuple[str, str]]:
 
 
 def infer_http(server: ServerProcess) -> triton_http.InferResult:
-    """Ask ``m`` with a client of this thread, which Triton's client for HTTP needs."""
+    """Ask ``m`` with a new client, because Triton's HTTP client belongs to a thread."""
     with triton_http.InferenceServerClient(server.http) as client:
         return client.infer("m", triton_inputs(triton_http, ROW))
 
 
 def test_requests_of_both_protocols_share_a_load_that_outlives_a_late_one(tmp_path: Path) -> None:
-    """The model comes out of a pipe, so that its load lasts until the test ends it."""
+    """The model is read from a pipe, so that its load lasts until the test ends it."""
     repository = tmp_path / "repository"
     write_options(add_model(repository, "other", builders.identity), "required: true")
     pipe = repository / "m.onnx"
@@ -112,7 +112,7 @@ def held(samples: Samples) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Three models of 4 MB of which two have room, one pinned; one that never has room; two ensembles on demand."""
+    """Three models of 4 MB with memory for two, one of them pinned; one that never fits; two ensembles on demand."""
     repository = tmp_path_factory.mktemp("crowded")
     for name in ("a", "b", "c"):
         add_model(repository, name, costly.weighty, width=1000, layers=1)
@@ -144,14 +144,14 @@ def test_least_recently_used_model_leaves_and_comes_back(crowded: ServerProcess)
             for client, library in ((http, triton_http), (grpc, triton_grpc)):
                 answer = client.infer(name, triton_inputs(library, wide)).as_numpy("y")
                 np.testing.assert_allclose(answer, expected, rtol=1e-5)
-        assert grpc.get_model_metadata("b").inputs[0].shape == [-1, 1000]  # loads it, too
+        assert grpc.get_model_metadata("b").inputs[0].shape == [-1, 1000]  # this also loads it
     samples = read_metrics(crowded)
     assert samples.by_labels("ortserve_model_evictions_total", "model") == {"b": 2, "c": 2}
     assert samples.value("ortserve_memory_budget_bytes") == 12 * MIB
     memory = held(samples)
     assert memory.keys() == {"a", "b"}
     assert sum(memory.values()) <= 12 * MIB
-    # Its series go on over the loads.
+    # The model's series continue across loads.
     http_requests = samples.by_labels("ortserve_request_duration_seconds_count", "model", "protocol", "outcome")
     assert http_requests["c http ok"] == 2
 
@@ -189,7 +189,7 @@ def test_ensemble_whose_members_do_not_fit_together_fails_and_evicts_nothing_mor
         return str(caught.value)
 
     with triton_clients(crowded) as (http, _):
-        wait_until(lambda: bool(re.search(pattern, refusal())))  # both members have been loaded by then
+        wait_until(lambda: bool(re.search(pattern, refusal())))  # by then both members have been loaded
         evictions = read_metrics(crowded).by_labels("ortserve_model_evictions_total", "model")
         for _ in range(3):
             assert re.search(pattern, refusal())
@@ -207,7 +207,7 @@ def private_bytes(server: ServerProcess) -> int:
 
 
 def test_ledger_agrees_with_what_the_process_holds(tmp_path: Path) -> None:
-    """A tiny model, 50 MB, 200 MB, several instances; after unloads, and after the same models were loaded again."""
+    """Models of a few KB, 50 MB and 200 MB, and several instances; after unloads and repeated loads."""
     add_model(tmp_path, "tiny", builders.mlp)
     write_options(add_model(tmp_path, "several", costly.weighty, width=2000, layers=1), "instances: 3")
     add_model(tmp_path, "medium", costly.weighty, width=3500, layers=1)
@@ -218,7 +218,7 @@ def test_ledger_agrees_with_what_the_process_holds(tmp_path: Path) -> None:
         def agreement() -> float:
             return (private_bytes(server) - before) / sum(held(read_metrics(server)).values())
 
-        http.load_model("tiny")  # the first load takes memory that no later one takes
+        http.load_model("tiny")  # the first load allocates memory once that later loads do not
         http.unload_model("tiny")
         read_metrics(server)
         before = private_bytes(server)

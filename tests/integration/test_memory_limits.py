@@ -1,8 +1,8 @@
 """Under a memory limit the server rejects requests that do not fit and keeps serving; it never crashes.
 
 Each limit is real: ``ulimit -v`` in the process that becomes the server, and the memory controller of cgroup v2 where
-this machine lets tests make a group. ``ORTSERVE_TEST_CGROUP`` names a folder of groups that may be used for it, such
-as one that systemd has delegated; otherwise groups are made beneath the one that runs the tests.
+tests may create a group. ``ORTSERVE_TEST_CGROUP`` names a folder in which they may, such as one that systemd has
+delegated; otherwise groups are created below the group that runs the tests.
 """
 
 import os
@@ -29,10 +29,10 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, 
 
 MIB: Final = 2**20
 ADDRESS_SPACE_BYTES: Final = 1500 * MIB
-"""An idle server has reserved 400 MiB at its peak: libraries, stacks, and the arenas of malloc, which are few where the
-address space is limited."""
+"""Address space of the server. An idle server has reserved at most 400 MiB: libraries, stacks, and malloc's arenas,
+which are few if the address space is limited."""
 CGROUP_BYTES: Final = 768 * MIB
-"""An idle server has 120 MiB resident."""
+"""Memory of the server; an idle server has 120 MiB resident."""
 
 METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
 REFUSED: Final = (400, 413, 429, 503, "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
@@ -43,12 +43,12 @@ Send = Callable[[ServerProcess], Outcome]
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _CONNECTION_ENDED: Final = re.compile("socket|connect|recvmsg|goaway", re.IGNORECASE)
-"""In texts of gRPC's client."""
+"""Texts of gRPC's client for an ended connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """So many of the same request at once. ``needs`` are outcomes of which at least one must come."""
+    """``count`` equal requests at once. At least one outcome must be among ``needs``."""
 
     count: int
     make: Callable[[], Send]
@@ -80,7 +80,7 @@ def _calling(make: Callable[[], bytes]) -> Callable[[], Send]:
                     call(message, timeout=LONG_S)
                 except grpc.RpcError as error:
                     code, text = error.code().name, error.details() or ""
-                    # A call whose connection ended has a code that rejections use, too.
+                    # A call whose connection ended has a code that rejections also use.
                     return f"the connection ended: {text}" if _CONNECTION_ENDED.search(text) else code
                 return "OK"
 
@@ -108,7 +108,7 @@ def _gzip(make: Callable[[], bytes]) -> Callable[[], tuple[bytes, Mapping[str, s
 
 
 def _numbers() -> tuple[bytes, Mapping[str, str]]:
-    """50 MB of numbers."""
+    """50 MB of JSON numbers."""
     return crafted.numbers_json(5_000_000, "0.1234567"), crafted.NO_HEADERS
 
 
@@ -150,7 +150,7 @@ BURSTS: Final[dict[str, Burst]] = {
 
 @pytest.fixture(params=["address space", "cgroup"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A new one for each burst, since an earlier one might have ended it."""
+    """A new server for each burst, because an earlier burst might have ended it."""
     repository = tmp_path / "limited"
     add_model(repository, "largest", costly.largest)
     add_model(repository, "largest_int32", costly.largest, datatype=DataType.INT32)
@@ -178,7 +178,7 @@ def test_requests_past_the_memory_limit_are_rejected(server: ServerProcess, name
 
 
 def _is_answering(server: ServerProcess) -> bool:
-    """Whether a digit is classified: the largest of ten probabilities."""
+    """Whether a digit is classified correctly: the largest of ten probabilities."""
     row = np.zeros((1, 1, 8, 8), np.float32)
     body = {"inputs": [json_input("image", row)]}
     answer = httpx.post(rest_url(server, "digits"), json=body, timeout=LONG_S)
@@ -193,7 +193,7 @@ def _address_space() -> Iterator[Sequence[str]]:
 
 @contextmanager
 def _memory_cgroup() -> Iterator[Sequence[str]]:
-    """A group of cgroup v2 with a limit, and the command that enters it; skips where none can be made."""
+    """A group of cgroup v2 with a limit, and the command that enters it. Skips if it cannot be created."""
     group = _cgroup_parent() / f"ortserve-test-{os.getpid()}"
     try:
         group.mkdir()

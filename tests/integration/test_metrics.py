@@ -27,7 +27,7 @@ UNKNOWN = "made-up-name"
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Samples]:
-    """The output of the port after the traffic of ``_send_traffic`` only."""
+    """The content of the metrics port after the traffic of ``_send_traffic`` alone."""
     repository = tmp_path_factory.mktemp("metrics")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "poison", builders.poison)
@@ -38,7 +38,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Samples]:
 
 
 def _send_traffic(server: ServerProcess) -> None:
-    """One request after the other, so that each is a separate batch."""
+    """Send one request after the other, so that each is a separate batch."""
 
     def rows(count: int) -> dict[str, np.ndarray]:
         return {"x": np.ones((count, 4), np.float32)}
@@ -53,7 +53,7 @@ def _send_traffic(server: ServerProcess) -> None:
     for count in (1, 8):
         grpc_raw(server, "identity", rows(count))
     refused("identity", np.ones((1, 5), np.float32), 400)
-    refused("identity", np.ones((9, 4), np.float32), 400)  # more rows than the option allows
+    refused("identity", np.ones((9, 4), np.float32), 400)  # more rows than the option permits
     refused("identity", np.ones((1, 4), np.float32), 404, version="7")
     refused("broken", np.ones((1, 4), np.float32), 503)
     refused(UNKNOWN, np.ones((1, 4), np.float32), 404)
@@ -102,7 +102,7 @@ def test_rejections_are_counted_by_model_and_reason_without_failed_runs(samples:
     refusals = samples.by_labels("ortserve_rejected_requests_total", "model", "reason")
     of_broken = refusals.pop("broken not_ready", 0) + refusals.pop(" not_ready", 0)
     assert of_broken == 1
-    # A version that is not found counts for its model, a model that is not found for none.
+    # A missing version counts for its model; a missing model counts for none.
     assert refusals == {
         "identity invalid_input": 2,
         "identity not_found": 1,

@@ -1,4 +1,4 @@
-"""Loading, reloading and unloading while clients send requests: by call, and by changing folders."""
+"""Loading, reloading and unloading while clients send requests, by calls and by changed folders."""
 
 import base64
 import re
@@ -38,13 +38,13 @@ ONES = {"x": np.ones((1, 4), np.float32)}
 
 @pytest.fixture(scope="module")
 def control_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """In the mode ``explicit``, without a model."""
+    """A server in the mode ``explicit``, without a loaded model."""
     with serving(tmp_path_factory.mktemp("empty"), *EXPLICIT) as server:
         yield server
 
 
 def put(folder: Path, version: int, build: Callable[[Path], Path]) -> None:
-    """Put a version into a model's folder as operators should: whole, by renaming."""
+    """Add a version to a model's folder atomically, by renaming, as operators should."""
     fresh = folder / f".{version}"
     fresh.mkdir(parents=True)
     build(fresh / "model.onnx")
@@ -65,7 +65,7 @@ def answer_of(server: ServerProcess, model: str) -> float:
 
 @contextmanager
 def load_on(server: ServerProcess, model: str) -> Iterator[list[float]]:
-    """Keep two clients of each protocol busy; yields all answers as they come. Any failure fails the test."""
+    """Keep two clients of each protocol busy. Yields the list of their answers. Any failure fails the test."""
     answers: list[float] = []
     failures: list[Exception] = []
     stopping = threading.Event()
@@ -147,7 +147,7 @@ def test_failed_reload_of_a_version_keeps_the_old_one_and_shows_the_reason(tmp_p
 
 
 def damaged(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """Puts a version 2 whose model file was changed."""
+    """Returns a function that adds a version 2 with a changed model file."""
 
     def put_version(folder: Path) -> None:
         (folder / "2").mkdir()
@@ -158,7 +158,7 @@ def damaged(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def configured(name: str, text: str) -> Callable[[Path], None]:
-    """Puts a version 2 beside a configuration."""
+    """Returns a function that adds a version 2 and a configuration."""
 
     def put_version(folder: Path) -> None:
         put(folder, 2, builders.identity)
@@ -191,11 +191,11 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "none of NoSuchProvider can be used": configured("model.yaml", "execution_providers: [NoSuchProvider]"),
     "specifies INT64": configured("config.pbtxt", 'input [{name: "x" data_type: TYPE_INT64 dims: [4]}]'),
 }
-"""What puts a version 2 that cannot serve, by the reason."""
+"""Functions that add a version 2 that cannot serve, by the reason."""
 
 
 def test_failed_loads_keep_the_old_version_and_leak_nothing(tmp_path: Path) -> None:
-    """100 failed loads of ten kinds, over both protocols, and a request after each."""
+    """100 failed loads of ten kinds over both protocols, with a request after each."""
     folder = tmp_path / "m"
     put(folder, 1, builders.identity)
     with serving(tmp_path, *EXPLICIT, "--load-model", "m") as server, triton_clients(server) as clients:
@@ -311,7 +311,7 @@ def test_changes_of_one_model_at_the_same_time_follow_each_other(tmp_path: Path)
             thread.start()
         for thread in threads:
             thread.join(LONG_S)
-        # An unload cancels the loads before it.
+        # An unload cancels earlier loads.
         assert all("its load was cancelled: the model is unloaded" in str(failure) for failure in failures)
         failures.clear()
         change("load_model")
@@ -322,7 +322,8 @@ def test_changes_of_one_model_at_the_same_time_follow_each_other(tmp_path: Path)
 def test_polling_follows_the_folders(tmp_path: Path) -> None:
     add_model(tmp_path, "stays", builders.identity)
     with serving(tmp_path, *POLL) as server:
-        add_model(tmp_path, "new", builders.identity)  # not at once: a look between mkdir and the file may see it
+        # Wait for the log line, because polling may see the folder between mkdir and the write of the file.
+        add_model(tmp_path, "new", builders.identity)
         server.wait_for_line("model is ready", "model=new")
         with load_on(server, "new") as answers:
             put(tmp_path / "new", 2, builders.unnamed_dims)
@@ -445,7 +446,7 @@ def test_files_of_a_client_are_the_model_until_the_next_load(tmp_path: Path, pro
         wrapped = {
             "config": "{}",
             "file:1/model.onnx": base64.encodebytes(double).decode(),
-        }  # lines of 76, as by a shell
+        }  # lines of 76 characters, as a shell's base64 writes them
         url = f"http://{server.http}/v2/repository/models/wrapped/load"
         httpx.post(url, json={"parameters": wrapped}, timeout=LONG_S).raise_for_status()
         assert answer_of(server, "wrapped") == 2

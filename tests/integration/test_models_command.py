@@ -20,7 +20,7 @@ from small_server import small_server
 
 @pytest.fixture(scope="module")
 def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Explicit control, with a control key; model ``m`` has versions 1 and 2, and ``other`` is not loaded."""
+    """A server with explicit control and a control key; model ``m`` has versions 1 and 2, ``other`` is not loaded."""
     root = tmp_path_factory.mktemp("controlled")
     (root / "key").write_text("a-secret-of-the-test-that-is-long-enough\n")
     for version in (1, 2):

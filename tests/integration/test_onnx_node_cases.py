@@ -1,4 +1,4 @@
-"""Every node test of the ONNX package through one real server, over both protocols, with the verdict on its rows."""
+"""Every node test of the ONNX package on one real server, over both protocols, and the proof about its rows."""
 
 import time
 from pathlib import Path
@@ -64,13 +64,13 @@ def test_rows_found_independent_are_so_for_the_stored_inputs(cases: list[NodeCas
 
 
 def free_batch_axis(case: NodeCase, path: Path) -> bool:
-    """Write the model with axis 0 of all inputs and outputs free, named alike; False where they have none in common."""
+    """Write the model with axis 0 of all inputs and outputs free, under one name; False if they share no size."""
     values = [*case.inputs.values(), *case.outputs.values()]
     rows = {len(value) if isinstance(value, np.ndarray) and value.ndim else 0 for value in values}
     if not case.inputs or len(rows) > 1 or max(rows) < 2:
         return False
     model = onnx.load(case.model)
-    del model.graph.value_info[:]  # of sizes that no longer hold
+    del model.graph.value_info[:]  # their sizes no longer hold
     for info in (*model.graph.input, *model.graph.output):
         if not info.type.tensor_type.shape.dim:
             return False
@@ -80,7 +80,7 @@ def free_batch_axis(case: NodeCase, path: Path) -> bool:
 
 
 def check_rows(path: Path, name: str, stored: Arrays) -> bool:
-    """Whether the rows were found independent; then they must be so for the stored inputs, too."""
+    """Whether rows were found independent. If so, they must be independent for the stored inputs too."""
     try:
         session = open_session(path, name, SessionOptions(ProviderChoice(CPU), 1))
         signature = read_signature(session, read_model(path))

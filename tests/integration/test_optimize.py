@@ -1,6 +1,6 @@
-"""``ortserve optimize``: real models, a repository, refusals, and what is left behind.
+"""``ortserve optimize`` on real models and a repository, with refusals, and without leftover files.
 
-The command runs in the test's process, which saves the second of its imports; its steps are processes.
+The command runs in the test's process, which saves a second of imports; its steps are processes.
 """
 
 import json
@@ -36,7 +36,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command, and returns what libraries print, too."""
+    """Runs the command. The output includes that of libraries."""
 
     def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         words = ["optimize", *map(str, arguments)]
@@ -141,7 +141,7 @@ def test_inputs_may_have_what_pruned_outputs_needed(run: Run, tmp_path: Path, fi
 
 
 def broken(path: Path) -> Path:
-    """A node reads a value that nothing makes."""
+    """A model whose node reads a value that no node produces."""
     model = onnx.load(CORPUS / "torch_cnn.onnx")
     model.graph.node[0].input[0] = "nowhere"
     onnx.save(model, path)
@@ -149,7 +149,7 @@ def broken(path: Path) -> Path:
 
 
 def of_unknown_operators(path: Path) -> Path:
-    """A model for which ONNX Runtime lacks a library of operators."""
+    """A model whose library of operators ONNX Runtime lacks."""
     model = onnx.load(CORPUS / "torch_cnn.onnx")
     model.graph.node[0].domain = "nowhere"
     model.opset_import.append(onnx.helper.make_opsetid("nowhere", 1))
@@ -163,7 +163,7 @@ def particular(path: Path) -> Path:
 
 
 def half(path: Path) -> Path:
-    """A model that has no fp32 numbers."""
+    """A model without FP32 numbers."""
     return builders.identity(path, DataType.FP16)
 
 
@@ -179,14 +179,14 @@ def half(path: Path) -> Path:
         (half, ("--precision", "fp16"), 1, "--precision fp16: no node computes with fp32 numbers"),
     ],
 )
-def test_refusals_leave_nothing(
+def test_rejected_models_leave_no_files(
     run: Run, tmp_path: Path, make: Any, arguments: tuple[str, ...], status: int, problem: str
 ) -> None:
     source = make(tmp_path / "source.onnx")
     done = run(source, "-o", tmp_path / "out.onnx", *FAST, *arguments)
     assert (done.returncode, done.stdout) == (status, "")
     assert problem in done.stderr
-    assert ".ortserve-" not in done.stderr  # the hidden folder
+    assert ".ortserve-" not in done.stderr  # the name of the hidden folder
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
 
@@ -198,14 +198,14 @@ def test_an_opset_that_onnx_lacks_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
-    """Also none of the temporary files of the process that is killed while it opens the model."""
+    """The killed process, which opens the model, must not leave temporary files either."""
     (tmp_path / "temporary").mkdir()
     source = shutil.copy(CORPUS / "torch_cnn.onnx", tmp_path)
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     arguments = command(source, "-o", tmp_path / "out.onnx")
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
         until = time.monotonic() + 60
-        # Folders may vanish meanwhile, which os.walk passes over.
+        # Folders may vanish meanwhile; os.walk skips them.
         while not any("ortserve-inspect-" in path for path, _, _ in os.walk(tmp_path)):
             assert time.monotonic() < until
             assert process.poll() is None

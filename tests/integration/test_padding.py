@@ -24,19 +24,19 @@ from servers import (
     starting,
 )
 
-# The padding of ids is no neutral value, so that right answers show that the mask was padded too.
+# The padding value of ids is not neutral, so that correct answers show that the mask is padded too.
 TOKENS = "pad:\n  ids: {axis: 1, multiple: 16, value: 7}\n  mask: {axis: 1, multiple: 16, value: 0}\n"
 SUMS = "pad:\n  x: {axis: 1, multiple: 8, value: 0}\n"
 BUCKETS = "buckets: [1, 2, 4]\n"
 FULL_ONLY = "queue_delay_s: 60\nmax_rows: 4\n"
-"""A batch leaves when four rows wait, and not within the time of a test otherwise."""
+"""A batch runs when four rows wait; otherwise it would wait longer than a test."""
 
 Oracle: TypeAlias = Any
-"""A session of ONNX Runtime, whose package has no types."""
+"""A session of ONNX Runtime; the package has no types."""
 
 
 def add_padded(repository: Path, name: str, options: str) -> Oracle:
-    """Add a model whose name begins with its computation; return the model as run by ONNX Runtime alone."""
+    """Add a model whose name begins with its computation. Returns a session of ONNX Runtime for the same model."""
     build = builders.masked_tokens if name.startswith("tokens") else builders.variable_length
     folder = add_model(repository, name, build)
     (folder / "model.yaml").write_text(options)
@@ -45,7 +45,7 @@ def add_padded(repository: Path, name: str, options: str) -> Oracle:
 
 @pytest.fixture(scope="module")
 def oracles() -> dict[str, Oracle]:
-    """The reference by model, filled by ``server``."""
+    """Reference sessions by model; ``server`` fills the dictionary."""
     return {}
 
 
@@ -82,7 +82,7 @@ def test_answer_is_that_of_the_unpadded_request(
     server: ServerProcess, oracles: dict[str, Oracle], model: str, infer: Infer
 ) -> None:
     rng = np.random.default_rng(0)
-    for rows, length in ((1, 1), (1, 15), (3, 16), (2, 17), (11, 5)):  # 11 rows are more than the buckets take at once
+    for rows, length in ((1, 1), (1, 15), (3, 16), (2, 17), (11, 5)):  # 11 rows exceed the largest bucket
         sent = request(model, rng, rows, length)
         assert_as_alone(oracles[model], sent, infer(server, model, sent))
 
@@ -142,7 +142,7 @@ def test_padding_of_axes_and_of_buckets_is_counted(tmp_path: Path) -> None:
         samples = read_metrics(server)
     staged = samples.by_labels("ortserve_staged_elements_total", "model")
     padded = samples.by_labels("ortserve_padded_elements_total", "model")
-    # One row of a new shape is tried alone, without padding, before its request runs.
+    # A row with a new shape is first tried alone, without padding.
     assert staged == {"sums": 8 + 4 * 8, "sums_in_buckets": 8 + 5 + 4 * 5}
     assert padded == {"sums": 4 * 8 - 3 * 5, "sums_in_buckets": 5}
 

@@ -1,4 +1,4 @@
-"""perf_analyzer, unmodified, completes against a server in all of its request modes."""
+"""The unmodified perf_analyzer completes against a server in all of its request modes."""
 
 import json
 import re
@@ -21,14 +21,14 @@ from perf_analyzer import VERSION, PerfAnalyzer, find_perf_analyzer
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
 
 SHORT: Final = ("--measurement-mode", "count_windows", "--measurement-request-count", "20", "-s", "1000000", "-r", "3")
-"""Three windows of so many requests, called stable however they differ: the shortest run there is that cannot hang.
+"""Three windows of 20 requests, accepted as stable whatever their difference: the shortest run that cannot hang.
 
-Windows of time may see no request on a busy machine. With ``--request-count`` perf_analyzer now and then forgets the
-first answers, sends no more, and waits for them for good: all requests answered, its threads gone, its main thread
-asleep.
+Windows of time may contain no request on a busy machine. With ``--request-count`` perf_analyzer sometimes loses the
+first answers, sends no more requests, and waits forever: all requests are answered, its threads have ended, its main
+thread sleeps.
 """
 
-pytestmark = pytest.mark.timeout(400)  # the first test may have to install it
+pytestmark = pytest.mark.timeout(400)  # the first test may need to install it
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(trace_file: Path) -> Iterator[ServerProcess]:
-    """The example models, for clients that can share memory and switch traces."""
+    """The example models, for clients that can use shared memory and switch traces."""
     with serving("--example", "--allow-client-shm", "--trace-file", trace_file, *SHORT_WARMUP) as server:
         yield server
 
@@ -57,7 +57,7 @@ def shared_memory(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 def run(perf_analyzer: PerfAnalyzer, server: ServerProcess, protocol: str, *arguments: str) -> float:
-    """Run with a model; returns the requests a second that it found."""
+    """Run perf_analyzer with a model. Returns the measured requests per second."""
     address = server.http if protocol == "http" else server.grpc
     output = perf_analyzer.run("-i", protocol, "-u", address, *SHORT, *arguments)
     assert "Failed" not in output, output
@@ -109,5 +109,5 @@ def test_numbers_of_gpus_are_found_by_tritons_names(perf_analyzer: PerfAnalyzer,
 
 
 def regions(server: ServerProcess) -> object:
-    """The regions that are still registered: perf_analyzer does not unregister its regions at its end."""
+    """The regions that are still registered; perf_analyzer does not unregister its regions at its end."""
     return httpx.get(f"http://{server.http}/v2/systemsharedmemory/status", timeout=LONG_S).raise_for_status().json()

@@ -1,4 +1,4 @@
-"""``ortserve profile`` on real models, as a process and in this one; the truth is ONNX Runtime's own placement."""
+"""``ortserve profile`` on real models, in a process and in this one; ONNX Runtime's own placement is the reference."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def nested(path: Path, steps: int = 12, width: int = 1000) -> Path:
     ]
 
     def branch(name: str) -> onnx.GraphProto:
-        # 16 rows, so that a product takes long enough.
+        # 16 rows make a product long enough to measure.
         nodes = [
             helper.make_node("MatMul", ["h", name], [f"{name}_product"], name=f"{name}_multiply"),
             helper.make_node("Tanh", [f"{name}_product"], [f"{name}_out"], name=f"{name}_bend"),
@@ -96,7 +96,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def profiled(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    """The result as JSON, of the command in this process."""
+    """Run the command in this process. Returns the result from its JSON."""
     assert main([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
@@ -126,7 +126,7 @@ def test_operators_and_profiler_make_up_the_time(kind: str, tmp_path: Path, caps
         gpu_models.residual(path, blocks=(2, 2, 2, 2), width=40, size=112, classes=1000)
     else:
         nested(path)
-    for _ in range(3):  # other work on the machine may disturb one profile, but not all
+    for _ in range(3):  # other work on the machine may disturb one profile, but not all of them
         profile = profiled(capsys, path, "--runs", "40", "--threads", "1")["profile"]
         balance = profile["balance"]
         if abs(balance["rest_share"]) - balance["rest_error"] < 0.05:
@@ -145,10 +145,10 @@ def test_operators_and_profiler_make_up_the_time(kind: str, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])
-def test_times_of_short_operators_are_without_the_profiler(
+def test_times_of_short_operators_exclude_the_profiler(
     threads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Tanh of one number takes 0.3 µs, for which the profiler records 1 to 3."""
+    """A Tanh of one number takes 0.3 µs, but the profiler records 1 to 3."""
     nodes = [helper.make_node("Tanh", [f"t{number}"], [f"t{number + 1}"]) for number in range(200)]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("t0", "t200")]
     graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:])
@@ -171,7 +171,7 @@ def test_achieved_rate_is_that_of_the_whole_model(tmp_path: Path, capsys: pytest
     assert operations == pytest.approx(4 * 2 * 8 * 512 * 512, rel=0.001)
 
 
-def test_file_of_inputs_and_trace_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inputs_are_read_and_trace_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = tmp_path / "inputs.npz"
     (tensor,) = ort.InferenceSession(EXAMPLE / "digits" / "1" / "model.onnx").get_inputs()
     samples: dict[str, Any] = {tensor.name: np.random.default_rng(0).random((4, *tensor.shape[1:]), np.float32)}
@@ -253,7 +253,7 @@ def test_time_is_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def broken(folder: Path) -> dict[str, tuple[list[str], int, str]]:
-    """Arguments that cannot work, with the exit status and the end of the line."""
+    """Invalid arguments, with the exit status and the end of the line."""
     model = CORPUS / "torch_mlp.onnx"
     (folder / "text.onnx").write_text("hello")
     (folder / "cut.onnx").write_bytes(model.read_bytes()[:-200])
@@ -314,7 +314,7 @@ def test_interruption_is_one_line(tmp_path: Path) -> None:
 def test_commands_of_the_page_show_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run each command of the page about this tool; titles, columns and operators are those of its output."""
+    """Run each command of the tool's page; titles, columns and operators must equal those of its output."""
     monkeypatch.chdir(tmp_path)
     gpu_models.encoder(tmp_path / "encoder.onnx", layers=1, hidden=64, heads=4, length=16)
     gpu_models.residual(tmp_path / "images.onnx", blocks=(1, 1), width=16, size=64, classes=10)

@@ -1,4 +1,4 @@
-"""Profiles of a running server: its answers stay right, and every limit has a clear error."""
+"""Profiles of a running server: answers stay correct, and every limit has a clear error."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def ask(client: httpx.Client, server: ServerProcess, model: str, array: np.ndarr
 
 @contextmanager
 def load(server: ServerProcess, model: str, array: np.ndarray) -> Iterator[list[Any]]:
-    """Callers of a model until the block ends; the answers."""
+    """Call a model continuously until the block ends. Yields the answers."""
     answers: list[Any] = []
     is_over = Event()
 
@@ -67,11 +67,11 @@ def post(server: ServerProcess, model: str, **document: Any) -> httpx.Response:
 
 
 def begin_profile(pool: ThreadPoolExecutor, server: ServerProcess, model: str) -> "Future[httpx.Response]":
-    """A profile that waits for requests: it has begun when another one is a conflict."""
+    """Start a profile that waits for requests; it has started once another profile is a conflict."""
     first = pool.submit(post, server, model, requests=1, timeout_s=LONG_S)
     while post(server, model, timeout_s=0.001).status_code != 409:
         assert not first.done() or first.result().status_code == 409
-        if first.done():  # the look came first
+        if first.done():  # the probe was first
             first = pool.submit(post, server, model, requests=1, timeout_s=LONG_S)
         time.sleep(LOOK_S)
     return first
@@ -166,7 +166,7 @@ def test_caller_that_leaves_makes_room_for_the_next(server: ServerProcess) -> No
         )
         while post(server, "mlp", timeout_s=0.001).status_code != 409:
             time.sleep(LOOK_S)
-        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # reset: it is gone
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # disconnects with a reset
     end_s = time.monotonic() + LONG_S
     while post(server, "mlp", timeout_s=0.001).status_code == 409:
         assert time.monotonic() < end_s, "the profile of a caller that left goes on"

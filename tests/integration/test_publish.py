@@ -1,4 +1,4 @@
-"""``ortserve publish`` on real repositories: beside a polling server, in parallel, interrupted, killed, a full disk."""
+"""``ortserve publish`` on real repositories: during polling, in parallel, interrupted, killed, on a full disk."""
 
 import json
 import os
@@ -42,14 +42,14 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def opened_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are opened in this process, which saves a second each, except in tests with ``opened_apart``."""
+    """Open models in this process, which saves a second each, except in tests with ``opened_apart``."""
     if "opened_apart" not in request.fixturenames:
         monkeypatch.setattr(folder_module, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
 
 
 @pytest.fixture
 def opened_apart() -> None:
-    """Models are opened in processes of their own, as users have it."""
+    """Open models in separate processes, as the command does for users."""
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: 
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
-    """All that is below a folder, hidden or not."""
+    """All files and folders below a folder, including hidden ones."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
@@ -195,7 +195,7 @@ def test_what_clients_rely_on_changes_only_on_demand(
 
 
 def broken(path: Path) -> Path:
-    """A model that is read, and that no session opens."""
+    """A model that can be read but that no session can open."""
     model = onnx.load(builders.mlp(path))
     model.graph.node[0].op_type = "NoSuchOperator"
     onnx.save(model, path)
@@ -250,14 +250,14 @@ def test_the_commands_of_a_source_come_first(
     published(capsys, repository / "first", repository / "second")
     made = json.loads((repository / "second" / "1" / "provenance.json").read_text())
     assert [line.split()[1:3] for line in made["commands"]] == [["publish", "better.onnx"], ["publish", "first"]]
-    # The provenance of a file that was replaced is not that of the new one.
+    # The provenance of a replaced file does not apply to the new file.
     builders.mlp(repository / "first" / "1" / "model.onnx", seed=2)
     result = published(capsys, repository / "first", repository / "second")
     assert result["notes"] == ["the provenance of model.onnx is that of another file: left out"]
     assert "better.onnx" not in result["provenance"]
 
 
-# Stops in the middle of a copy, in the way that its first argument names.
+# Stops in the middle of a copy; the first argument selects how.
 HALFWAY = """
     import os, shutil, signal, sys
     from ortserve.cli.main import main
@@ -303,7 +303,7 @@ def test_a_killed_process_leaves_nothing_that_is_served(
 ) -> None:
     before = read_source("mlp", [repository], LoadOptions())
     assert stopped_halfway("kill", better, repository / target)[0] == -signal.SIGKILL
-    assert [path.name for path in repository.rglob("*.onnx")] == ["model.onnx"] * 2  # one of them hidden
+    assert [path.name for path in repository.rglob("*.onnx")] == ["model.onnx"] * 2  # one of them is in a hidden folder
     assert read_source("mlp", [repository], LoadOptions()) == before
     assert read_source("new", [repository], LoadOptions()) is None
     assert published(capsys, better, repository / target)["version"] == (2 if target == "mlp" else 1)

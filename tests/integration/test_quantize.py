@@ -1,4 +1,4 @@
-"""``ortserve quantize`` on real models: against plain sessions, with bounds that cannot be kept, and on bad input."""
+"""``ortserve quantize`` on real models: against plain sessions, with unreachable bounds, and on bad input."""
 
 import json
 import os
@@ -29,7 +29,7 @@ LIMIT_S = 100.0
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 images: ``images.npz``, the last 100 of them ``other.npz``, and their labels."""
+    """200 images: ``images.npz``, the last 100 in ``other.npz``, and their labels."""
     folder = tmp_path_factory.mktemp("data")
     digits = load_digits()
     images = digits.images[:200].astype(np.float32)[:, np.newaxis]
@@ -83,7 +83,7 @@ def test_static_int8_keeps_the_accuracy_that_a_plain_session_finds(
     )
     assert result["nbytes"] == out.stat().st_size < result["source_nbytes"] / 2
     types = Counter(one.data_type for one in onnx.load(out).graph.initializer if one.name.endswith("_quantized"))
-    assert types[onnx.TensorProto.INT8] == 3  # two Conv and a Gemm; biases are int32
+    assert types[onnx.TensorProto.INT8] == 3  # two Conv and a Gemm; biases are INT32
     assert result["speed"]["runs"] > 0
     provenance = json.loads((tmp_path / "out.provenance.json").read_text())
     assert provenance["agreement"] == result["agreement"]
@@ -99,7 +99,7 @@ def test_expensive_nodes_stay_in_floating_point_until_the_bound_is_kept(
     error = whole["agreement"]["outputs"][0]["max"]
     assert whole["floating"] == []
 
-    bound = 0.9 * error  # one node alone may have a larger error than all together, which cancel out
+    bound = 0.9 * error  # one node alone may have a larger error than all together, because errors cancel out
     result = quantized(capsys, *arguments, "--max-error", f"max={bound}", "--max-error", "top1=0.1")
 
     held_out = np.load(data / "images.npz")["image"][3::4]
@@ -111,7 +111,7 @@ def test_expensive_nodes_stay_in_floating_point_until_the_bound_is_kept(
     assert operators(out)["DequantizeLinear"] < 12
 
 
-def test_the_time_limit_holds_for_calibration(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_limit_includes_calibration(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = quantized(
         capsys, DIGITS, "-o", tmp_path / "out.onnx", "--mode", "static", "--calibration", data / "images.npz",
         "--max-error", "cosine=1", "--minutes", "0", "--seconds", "0",
@@ -173,7 +173,7 @@ def test_a_model_that_loses_its_batching_is_compared_in_the_form_of_its_source(
 def test_labels_belong_to_samples_of_a_folder_in_the_order_of_their_files(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a server records them, with requests of several rows."""
+    """The files are as a server records them, with requests of several rows."""
     images, labels = np.load(data / "other.npz")["image"], np.load(data / "labels.npy")
     (tmp_path / "recorded").mkdir()
     for number, begin in enumerate(range(0, 100, 5)):
@@ -236,7 +236,7 @@ def test_labels_that_fit_no_output_are_refused_before_models_are_made(
 
 
 def test_a_full_disk_fails_and_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on the size of files stands for it: the model has 30 KiB."""
+    """A limit on the size of files simulates the full disk; the model has 30 KiB."""
     done = subprocess.run(
         [sys.executable, "-m", "ortserve", "quantize", DIGITS, "-o", tmp_path / "out.onnx", "--mode", "dynamic"],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)),
@@ -271,7 +271,7 @@ PAGE = DOCS / "tools" / "quantize.md"
 
 @pytest.mark.parametrize("command", commands(PAGE), ids=str)
 def test_commands_of_the_page_print_what_it_shows(command: Command, tmp_path: Path) -> None:
-    """Figures depend on the machine; the labels and the accuracy do not."""
+    """Figures depend on the machine; labels and accuracy do not."""
     (script,) = blocks("python", PAGE.read_text())
     shutil.copytree(DIGITS, tmp_path / "digits")
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=LIMIT_S)

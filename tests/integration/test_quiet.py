@@ -1,4 +1,4 @@
-"""The server sends no telemetry: ONNX Runtime's wheels send it unless it is disabled before the import."""
+"""The server sends no telemetry: ONNX Runtime's wheels send it unless it is disabled before their import."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ import ortserve.app.run
 
 
 def test_telemetry_is_disabled_before_onnxruntime_is_imported() -> None:
-    """The wheels send telemetry from the import on, so the order matters; the test's environment is not inherited."""
+    """The wheels send telemetry from their import on, so the order matters; the test's environment is not inherited."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORT_")}
     run = subprocess.run(
         [sys.executable, "-c", WATCH_THE_IMPORT], env=environment, check=True, timeout=LONG_S, capture_output=True

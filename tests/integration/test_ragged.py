@@ -1,4 +1,4 @@
-"""Ragged batches: requests of different shapes joined, with the batch inputs and outputs of Triton's configuration."""
+"""Ragged batches: requests of different shapes are joined, with batch inputs and outputs of Triton's configuration."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def ask_together(server: ServerProcess, model: str, requests: list[np.ndarray]) -> list[triton_grpc.InferResult]:
-    """Send requests that the model's configuration has run in one batch: without a deadline, which ends its wait."""
+    """Send requests that the model's configuration runs in one batch; a deadline would end their wait."""
     with triton_clients(server) as (_, client), ThreadPoolExecutor(len(requests)) as threads:
 
         def ask(array: np.ndarray) -> triton_grpc.InferResult:
@@ -68,7 +68,7 @@ def ask_together(server: ServerProcess, model: str, requests: list[np.ndarray]) 
 
 
 def batches(server: ServerProcess, model: str) -> dict[int, int]:
-    """The number of batches that ran, by their rows."""
+    """The number of executed batches, by rows."""
     with triton_clients(server) as (client, _):
         found = client.get_inference_statistics(model)["model_stats"][0]["batch_stats"]
     return {each["batch_size"]: each["compute_infer"]["count"] for each in found}
@@ -128,7 +128,7 @@ def test_batch_input_of_a_client_is_rejected(server: ServerProcess) -> None:
 
 
 def test_output_with_other_rows_than_the_request_fails_with_both(server: ServerProcess) -> None:
-    """Three rows of one request are one request to the model, whose sums are by request."""
+    """Three rows of one request count as one request of the model, whose sums are per request."""
     body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [3, 2], "data": [1] * 6}]}
     answer = httpx.post(rest_url(server, "kinds"), json=body, timeout=LONG_S)
     assert answer.status_code == 500

@@ -1,4 +1,4 @@
-"""Recorded requests: the inputs of any protocol are in files that the tools read, within the operator's bounds."""
+"""Recorded requests: inputs of every protocol are in files that the tools read, within the operator's bounds."""
 
 import stat
 import sys
@@ -41,7 +41,7 @@ ALL = "record: {share: 1}"
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models that record every request, but ``plain`` none and ``bounded`` and ``half`` less."""
+    """Models that record every request, except ``plain``, which records none, and ``bounded`` and ``half``."""
     folder = tmp_path_factory.mktemp("recorded")
     made = {
         "wide": add_model(folder, "wide", builders.identity, shape=("batch", "width")),
@@ -75,7 +75,7 @@ def post(server: ServerProcess, model: str, **inputs: np.ndarray) -> int:
 
 
 def infer(library: Any, address: str, model: str, name: str, array: np.ndarray) -> None:
-    """By one of the unmodified clients, whose REST requests are binary."""
+    """Infer with one of the unmodified clients; the HTTP client sends binary tensors."""
     with library.InferenceServerClient(address) as client:
         tensor = library.InferInput(name, list(array.shape), wire_datatype(array))
         tensor.set_data_from_numpy(array)
@@ -145,7 +145,7 @@ def test_requests_of_all_protocols_are_read_back_as_sent(repository: Path, folde
 
 
 def share(server: ServerProcess, array: np.ndarray) -> None:
-    """Send an array to ``wide`` in shared memory, and overwrite it once it is answered."""
+    """Send an array to ``wide`` in shared memory, and overwrite it after the answer."""
     key = f"/ortserve-test-{uuid4().hex}"
     handle = shared_memory.create_shared_memory_region("mine", key, array.nbytes)
     try:
@@ -175,7 +175,7 @@ def test_bounds_hold_under_load_and_across_restarts(repository: Path, folder: Pa
         )
     assert counts["bounded recorded"] == 3
     assert len(list((folder / "bounded" / "1").iterdir())) == 3
-    # Requests of equal values are in one file, each complete: none is torn, lost or there twice.
+    # Requests of equal values are in one file, and each is complete: none is torn, lost or duplicated.
     found = sorted(recorded(read(repository, folder, ODD)))
     assert found == sorted(sent(*arrays))
     assert 60 <= len(list((folder / "half" / "1").iterdir())) <= 140
@@ -219,7 +219,7 @@ def test_clients_cannot_make_the_server_record(repository: Path, folder: Path) -
     with serving(repository, *arguments) as server, triton_grpc.InferenceServerClient(server.grpc) as client:
         with pytest.raises(InferenceServerException, match='no field named "record"'):
             client.load_model("plain", config='{"record": {"share": 1}}')
-        # Parameters that the server does not know are ignored, as Triton does.
+        # The server ignores unknown parameters, as Triton does.
         client.load_model("plain", config='{"parameters": {"record": {"string_value": "{share: 1}"}}}')
         client.load_model("fresh", config="{}", files={"file:1/model.onnx": content})
         client.load_model("wide", config="{}")

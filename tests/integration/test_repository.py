@@ -1,4 +1,4 @@
-"""Starts with various repositories: which models load, which do not, and the messages for the operator."""
+"""Starts with various repositories: the models that load, those that do not, and the messages for the operator."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ def is_ready(server: ServerProcess) -> bool:
 
 @pytest.fixture(scope="module")
 def mixed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One good model among the broken."""
+    """One valid model among broken ones."""
     repository = tmp_path_factory.mktemp("mixed")
     add_model(repository, "good", builders.identity)
     add_model(repository, "a_no_model", builders.not_onnx)
@@ -98,7 +98,7 @@ def test_files_that_are_not_models_are_ignored(mixed_server: ServerProcess) -> N
 
 
 def test_model_not_yet_loading_is_unready_and_not_unknown(tmp_path: Path) -> None:
-    """All concurrent loads read models from pipes, whose other ends the test opens at its end."""
+    """All concurrent loads read models from pipes; the test opens the other ends last."""
     names = [f"a_slow_{number}" for number in range(MAX_LOADS)]
     for name in names:
         os.mkfifo(tmp_path / f"{name}.onnx")
@@ -126,7 +126,7 @@ def test_model_not_yet_loading_is_unready_and_not_unknown(tmp_path: Path) -> Non
 
 
 def doubling(path: Path) -> Path:
-    """A model with the tensors of the smallest ``identity`` and another answer: y = 2x."""
+    """A model with the tensors of the smallest ``identity``, but another result: y = 2x."""
     return builders.unnamed_dims(path)
 
 
@@ -204,7 +204,8 @@ def test_server_without_any_model_is_ready(tmp_path: Path) -> None:
 
 
 def test_repository_that_cannot_be_read_ends_the_server_with_status_1(tmp_path: Path) -> None:
-    # Bypasses the command line, which rejects paths that are not folders: simulates a folder removed after that check.
+    # Bypasses the command line, which rejects paths that are not folders, to simulate a folder removed after that
+    # check.
     script = (
         "import sys; from pathlib import Path; from ortserve.config.options import ServerOptions; "
         "from ortserve.app.run import run; "

@@ -1,4 +1,4 @@
-"""Requests that equal earlier ones are answered without a run, on both protocols, and never by another load."""
+"""Requests equal to earlier ones are answered without a run, on both protocols, and never from another load."""
 
 import math
 import random
@@ -47,7 +47,7 @@ def statistics(server: ServerProcess, model: str) -> dict[str, Any]:
 
 
 def counts(server: ServerProcess, model: str) -> tuple[int, int]:
-    """Hits and misses, as the statistics say."""
+    """Hits and misses from the statistics."""
     parts = statistics(server, model)["inference_stats"]
     return parts["cache_hit"]["count"], parts["cache_miss"]["count"]
 
@@ -185,7 +185,7 @@ def test_no_answer_of_an_earlier_load_under_reloads(tmp_path: Path) -> None:
 
 
 class Timeline:
-    """What held when, as a caller sees it: a change takes effect at some time during its call."""
+    """Valid values over time, as a caller sees them: a change takes effect at some time during its call."""
 
     def __init__(self, first: int) -> None:
         self._changes = [(-math.inf, -math.inf, first)]
@@ -198,7 +198,7 @@ class Timeline:
         self._changes[-1] = (began, time.monotonic(), value)
 
     def during(self, began: float, ended: float) -> set[int]:
-        """The values that may have held at some time in between."""
+        """The values that may have been valid at some time in the interval."""
         replaced = [*(change[1] for change in self._changes[1:]), math.inf]
         return {
             value
@@ -208,7 +208,7 @@ class Timeline:
 
 
 def test_answers_are_of_loads_that_may_answer_under_reloads_labels_and_rollouts(tmp_path: Path) -> None:
-    """The value of an answer says which load of which version computed it; callers repeat few requests."""
+    """The value of an answer identifies the load and version that computed it; callers repeat few requests."""
     versions, rng = (1, 2, 3), random.Random(0)
     for version in versions:
         folder = add_model(tmp_path, "m", members.affine, version=version, offset=10 * version)

@@ -1,4 +1,4 @@
-"""Shadow and canary rollouts on real servers: wrong, slow and crashing candidates; no caller sees it."""
+"""Shadow and canary rollouts on real servers: wrong, slow and crashing candidates do not affect callers."""
 
 import threading
 from collections import Counter
@@ -32,7 +32,7 @@ ALL = "version_policy: {all: true}\n"
 
 
 def halves(path: Path) -> Path:
-    """As ``poison``, for values up to 63: what the poisoned version should compute."""
+    """Like ``poison``, but for values up to 63: the correct result of the poisoned version."""
     model = onnx.load(builders.poison(path))
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.arange(64, dtype=np.float32) / 2, "table"))
     onnx.save(model, path)
@@ -42,7 +42,7 @@ def halves(path: Path) -> Path:
 def add_pair(
     repository: Path, name: str, stable: Callable[..., Path], candidate: Callable[..., Path], options: str = ""
 ) -> None:
-    """Versions 1, which is stable, and 2."""
+    """Add version 1, which is stable, and version 2, the candidate."""
     add_model(repository, name, stable)
     folder = add_model(repository, name, candidate, version=2)
     (folder / "model.yaml").write_text("labels: {stable: 1}\n" + ALL + options)
@@ -81,7 +81,7 @@ def stable_of(server: ServerProcess, model: str) -> str:
 
 
 class Caller:
-    """Sends requests by both protocols in turn."""
+    """Sends requests over both protocols in turns."""
 
     def __init__(self, server: ServerProcess, model: str, version: str = "") -> None:
         self._libraries = (triton_http, triton_grpc)
@@ -95,7 +95,7 @@ class Caller:
     def ask(
         self, tensors: dict[str, np.ndarray] = ONES, headers: dict[str, str] | None = None, **parameters: str
     ) -> tuple[str, np.ndarray]:
-        """The version that answered, and y."""
+        """Send a request. Returns the version that answered, and y."""
         self._sent += 1
         library, client = (one[self._sent % 2] for one in (self._libraries, self._clients))
         answer = client.infer(
@@ -163,7 +163,7 @@ def test_shadow_that_agrees_is_shown_and_counted(server: ServerProcess) -> None:
     metrics = read_metrics(server)
     assert metrics.value("ortserve_rollout_active", model="same", version="2", mode="shadow") == 1
     assert metrics.value("ortserve_rollout_tail_seconds", model="same", version="2", side="candidate") > 0
-    # Requests of callers only.
+    # Only requests of callers count.
     answered = metrics.by_labels("ortserve_request_duration_seconds_count", "model", "version", "protocol")
     assert (answered["same 2 http"], answered["same 2 grpc"]) == (10, 10)
     assert asked(server, "DELETE", "same/rollout").json()["ended"]["result"] == "stopped"
@@ -172,7 +172,7 @@ def test_shadow_that_agrees_is_shown_and_counted(server: ServerProcess) -> None:
 
 def test_answers_from_the_response_cache_are_shed_and_have_no_times(server: ServerProcess) -> None:
     with calling(server, "cached") as caller:
-        caller.ask()  # ``stable`` keeps it
+        caller.ask()  # ``stable`` holds its answer
         start(server, "cached", share=1)
         for _ in range(10):
             assert caller.ask()[0] == "1"
@@ -201,7 +201,7 @@ def test_canary_that_crashes_on_some_inputs_is_stopped_and_no_caller_sees_an_err
     with calling(server, "crashing") as caller:
         versions = Counter(caller.ask(good)[0] for _ in range(60))
         assert set(versions) == {"1", "2"}
-        for _ in range(8):  # an error of the caller, on both versions, says nothing about the candidate
+        for _ in range(8):  # a caller's error on both versions says nothing about the candidate
             with pytest.raises(Exception, match="Gather"):
                 caller.ask(impossible)
         assert rollout_of(server, "crashing")["figures"]["failed"] == 0
@@ -241,7 +241,7 @@ def test_equal_values_of_the_sticky_header_take_one_side_on_both_protocols(serve
     start(server, "sticky", mode="canary", share=0.5, sticky="user", sticky_header="X-User-Id")
     with calling(server, "sticky") as caller:
         sides = [{user for user in users if caller.ask(headers={"x-user-id": user})[0] == "2"} for _ in range(3)]
-        caller.ask()  # from here on, each user comes by the other protocol
+        caller.ask()  # from here on, each user sends over the other protocol
         sides += [{user for user in users if caller.ask(headers={"x-user-id": user})[0] == "2"}]
         sides += [{user for user in users if caller.ask(user=user)[0] == "2"}]
     assert all(side == sides[0] for side in sides)
@@ -335,7 +335,7 @@ def test_figures_begin_anew_when_files_of_a_version_are_replaced(tmp_path: Path,
     flags = ("--model-control-mode", "explicit", "--load-model", "*", *SHORT_WARMUP)
     with serving(tmp_path, *flags) as server, calling(server, "m") as caller:
         caller.ask()
-        in_repository(server, "m", "load")  # of the same files
+        in_repository(server, "m", "load")  # with the same files
         assert rollout_of(server, "m")["figures"]["requests"] == 1
         builders.unnamed_dims(tmp_path / "m" / version / "model.onnx")
         in_repository(server, "m", "load")
@@ -379,7 +379,7 @@ def test_no_request_fails_while_rollouts_begin_and_end_under_load(server: Server
         except Exception as error:
             failures.append(error)
 
-    callers = [threading.Thread(target=ask) for _ in range(4)]  # 200 a second
+    callers = [threading.Thread(target=ask) for _ in range(4)]  # 200 requests per second
     for caller in callers:
         caller.start()
     try:

@@ -16,17 +16,17 @@ CALLERS = 16
 BATCHED = "batched: true\nmax_rows: 32\nqueue_delay_s: 0.05\n"
 REPORT = "batching stopped: an answer depended on the other requests of its batch"
 ROUNDS = 200
-"""Of requests, until one is checked that has a neighbour with larger counts; nearly always the first."""
+"""Maximum rounds until a checked request has a neighbour with larger counts; nearly always the first suffices."""
 
 
 def counts(rows: int = 1) -> list[np.ndarray]:
-    """Requests of counts of very different sizes: alone, each is quantized with its own scale."""
+    """Requests of counts of very different sizes; alone, each is quantized with its own scale."""
     rng = np.random.default_rng(0)
     return [rng.integers(1, 3 ** (1 + number), (rows, 4)) for number in range(CALLERS)]
 
 
 def ask(server: ServerProcess, model: str, sent: list[np.ndarray], pool: ThreadPoolExecutor) -> list[np.ndarray]:
-    """The answers to requests that are sent at the same time, over both protocols."""
+    """Send requests concurrently over both protocols. Returns the answers."""
     protocols: list[Infer] = [rest_binary, grpc_raw]
     calls = [pool.submit(protocols[number % 2], server, model, {"x": rows}) for number, rows in enumerate(sent)]
     return [call.result()["y"] for call in calls]
@@ -77,7 +77,7 @@ def test_detected_row_dependence_ends_batching(tmp_path: Path, instances: int) -
 
         (folder / "model.yaml").write_text(f"{BATCHED}instances: {instances}\nrow_checks: false\n")
         for _ in range(ROUNDS):
-            if not are_right(ask(server, "counts", sent, pool), expected):  # loaded anew, and not checked
+            if not are_right(ask(server, "counts", sent, pool), expected):  # loaded again, without checks
                 break
         properties = httpx.get(f"{server.url}/v2/models/counts", timeout=LONG_S).json()["properties"]
         assert properties["batching"].startswith("up to 32 rows run together")

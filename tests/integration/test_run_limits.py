@@ -1,4 +1,4 @@
-"""Runs that last too long, or for ever: a real server answers, aborts them and keeps serving."""
+"""Runs that take too long, or never end: a real server answers, aborts them and keeps serving."""
 
 import re
 import signal

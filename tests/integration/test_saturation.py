@@ -1,4 +1,4 @@
-"""The autoscaling signal of a real server: above 1 under overload, and lower again afterwards."""
+"""The autoscaling signal of a real server is above 1 under overload, and lower again afterwards."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ REQUESTS = 160
 
 
 def test_saturation_passes_1_under_overload_and_falls_afterwards(tmp_path: Path) -> None:
-    # Some 50 ms a run: 20 rows a second, while 160 arrive at once.
+    # A run takes about 50 ms: 20 rows per second, while 160 arrive at once.
     add_model(tmp_path, "slow", builders.slow, steps=15_000)
     (tmp_path / "slow" / "model.yaml").write_text("max_rows: 1\nmax_queue_rows: 2\n")
     labels = {"model": "slow", "version": "1"}
@@ -35,7 +35,7 @@ def test_saturation_passes_1_under_overload_and_falls_afterwards(tmp_path: Path)
         peak = wait_for_sample(server, "ortserve_saturation", lambda found: found > 1, **labels)
         after = peak
         while after >= 0.8:
-            time.sleep(1.1)  # the rate decays by the second, and only when requests arrive
+            time.sleep(1.1)  # the rate decays each second, and only when requests arrive
             rest_json(server, "slow", {"x": ROW})
             after = read_metrics(server).value("ortserve_saturation", **labels)
         learned = httpx.get(f"http://{server.http}/v2/models/slow/batching", timeout=LONG_S).json()

@@ -1,4 +1,4 @@
-"""What begins and ends sequences around requests: loads, unloads, shutdown, cancelled calls; and Triton's examples."""
+"""Events that start and end sequences: loads, unloads, shutdown, cancelled calls; and Triton's examples."""
 
 import asyncio
 import os
@@ -80,7 +80,7 @@ def tensors(kind: Any, value: int) -> list[Any]:
 
 
 def parts(kind: Any, name: int | str, model: str, values: list[int]) -> Iterator[dict[str, Any]]:
-    """The requests of one of the examples' sequences."""
+    """The requests of a sequence of one of the examples."""
     for count, value in enumerate(values, 1):
         yield {
             "model_name": model,
@@ -239,7 +239,7 @@ def test_a_rejected_request_can_be_sent_again_by_a_client_that_awaits_each_answe
     assert total(ask(server, "full", 1, sequence_id=name, sequence_start=True)) == 1
     with ThreadPoolExecutor(2) as pool:
         calls = []
-        for _ in range(2):  # one runs, one fills the queue
+        for _ in range(2):  # one runs, the other fills the queue
             calls.append(pool.submit(ask, server, "full", 1, sequence_id=next(IDS), sequence_start=True))
             time.sleep(0.03)
         wait_for_waiting(server, "full", 1)
@@ -261,7 +261,7 @@ def test_no_request_runs_without_a_rejected_one_that_was_sent_ahead_of_an_answer
         for value in (1, 10, 100):  # the first runs, the second waits, the third finds the queue full
             send(value)
         first = answers.get(timeout=LONG_S)
-        send(1000)  # sent before the rejection was read
+        send(1000)  # sent before the client has read the rejection
         second, rejected, following = (answers.get(timeout=LONG_S) for _ in range(3))
     assert [int(answer.as_numpy("TOTAL")[0, 0]) for answer in (first, second)] == [1, 11]
     assert "must specify the START flag" in str(following)
@@ -334,7 +334,7 @@ def test_a_stopping_server_lets_sequences_end_and_refuses_new_ones(tmp_path: Pat
 
 @pytest.mark.parametrize("transport", ["native", "grpcio"])
 def test_requests_are_answered_in_a_drain_that_a_sequence_outlives(tmp_path: Path, transport: str) -> None:
-    """A stream sends requests of another model until it ends, which must not cut any of them off."""
+    """A stream sends requests to another model until it ends, and no request may be lost."""
     (add_model(tmp_path, "sum", sequences.accumulate) / "model.yaml").write_text(ACCUMULATE)
     add_model(tmp_path, "slow", builders.slow)
     inputs = triton_inputs(triton_grpc, {"x": np.zeros((1, 4), np.float32)})
@@ -349,7 +349,7 @@ def test_requests_are_answered_in_a_drain_that_a_sequence_outlives(tmp_path: Pat
         server.send(signal.SIGTERM)
         error = None
         while error is None:
-            with suppress(InferenceServerException):  # the stream has ended, as an answer says
+            with suppress(InferenceServerException):  # an answer reports the end of the stream
                 client.async_stream_infer("slow", inputs)
             _, error = answers.get(timeout=LONG_S)
         assert "the server is shutting down" in str(error)

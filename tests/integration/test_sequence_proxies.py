@@ -23,7 +23,7 @@ IDS = [f"caller-{number}" for number in range(12)]
 
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """Two servers."""
+    """The ports of two servers."""
     folder = tmp_path_factory.mktemp("behind")
     (add_model(folder, "m", sequences.slow, steps=10) / "model.yaml").write_text(
         "batched: true\nmax_rows: 8\nsequences: {max_idle_s: 60, states: [{input: STATE, output: NEXT}]}\n"
@@ -99,7 +99,7 @@ def test_each_sequence_stays_on_its_server(proxy: Proxy, ports: tuple[Any, Any])
         assert [by_grpc(client, name, start=True) for name in own] == [1] * 12
         assert [by_grpc(client, name) for name in own] == [2] * 12
         assert [by_stream(proxy, name) for name in own] == [3] * 12
-        if type(proxy).__name__ != "Nginx":  # it chooses by port, too
+        if type(proxy).__name__ != "Nginx":  # nginx's choice also depends on the port
             assert [by_grpc(client, name) for name in IDS] == [3] * 12
             assert [by_stream(proxy, name) for name in IDS] == [4] * 12
             assert [by_rest(proxy, name) for name in IDS] == [5] * 12

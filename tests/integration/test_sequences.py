@@ -1,4 +1,4 @@
-"""Sequences of requests on both protocols: their order, their states, and what ends them."""
+"""Sequences of requests on both protocols: their order, their states, and the causes of their end."""
 
 import time
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def server(repository: Path) -> Iterator[ServerProcess]:
 
 
 class RefusedError(Exception):
-    """An answer with an error."""
+    """An error answer."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status}: {text}")
@@ -142,7 +142,7 @@ IDS = iter(range(1000, 1_000_000))
 
 
 def sums(server: ServerProcess, infer: Any, model: str, values: list[int], sequence_id: int | str) -> list[int]:
-    """The outputs of one whole sequence."""
+    """Send one whole sequence. Returns its outputs."""
     last = len(values) - 1
     return [
         int(
@@ -285,7 +285,7 @@ def test_a_stream_reports_the_bad_request_only(server: ServerProcess) -> None:
 def test_a_request_that_takes_long_to_decode_is_not_overtaken_in_its_stream(
     server: ServerProcess, between: str
 ) -> None:
-    """Also if requests of other models, which wait for none, are sent in between."""
+    """The order also holds if requests of other models, which do not wait, are sent in between."""
     answers: Queue[tuple[Any, Any]] = Queue()
     one, lengths = next(IDS), [20_000, 1, 30_000, 2]
     with triton_grpc.InferenceServerClient(server.grpc) as client:
@@ -342,7 +342,7 @@ def test_first_states_are_zeros_or_a_file(server: ServerProcess) -> None:
 @PROTOCOLS
 def test_states_grow(server: ServerProcess, infer: Any) -> None:
     ids = [next(IDS) for _ in range(3)]
-    for ahead, one in enumerate(ids):  # of different lengths
+    for ahead, one in enumerate(ids):  # sequences of different lengths
         for n in range(ahead + 1):
             infer(server, "growing", 1.0, sequence_id=one, sequence_start=n == 0)
     with ThreadPoolExecutor(3) as pool:
@@ -364,14 +364,14 @@ def test_a_failed_run_leaves_the_state(server: ServerProcess) -> None:
         assert rest(server, model, 2, sequence_id=one, sequence_end=True)["OUTPUT"][0] == 7
         with pytest.raises(RefusedError):
             rest(server, model, 5000, sequence_id=one, sequence_start=True)
-        with pytest.raises(RefusedError, match=LATE):  # nothing began
+        with pytest.raises(RefusedError, match=LATE):  # no sequence started
             rest(server, model, 2, sequence_id=one)
 
 
 def test_an_idle_sequence_ends(server: ServerProcess) -> None:
     one, other = next(IDS), next(IDS)
     rest(server, "forgetful", 5, sequence_id=one, sequence_start=True)
-    for n in range(4):  # not idle
+    for n in range(4):  # keeps the sequence active
         rest(server, "forgetful", 1, sequence_id=other, sequence_start=n == 0)
         time.sleep(0.3)
     with pytest.raises(RefusedError, match=LATE):

@@ -1,4 +1,4 @@
-"""Answers carry their phase timings on both protocols, in agreement with the server's metrics."""
+"""Answers carry their phase timings on both protocols, consistent with the server's metrics."""
 
 import re
 import statistics
@@ -22,7 +22,7 @@ REQUESTS: Final = 5
 def sent_and_counted(
     tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]
 ) -> dict[str, tuple[list[str], float]]:
-    """By protocol: the timing header of each answer, and the sum of the durations by the server's metrics."""
+    """The timing header of each answer and the sum of durations in the server's metrics, by protocol."""
     repository = tmp_path_factory.mktemp("timing")
     add_model(repository, "slow", builders.slow, steps=15_000)
     with serving(repository, "--warmup-s", "0", *ways) as server:
@@ -64,4 +64,4 @@ def test_server_timing_phases_sum_to_the_counted_duration(
         longest.append(max(durations_ms, key=lambda name: durations_ms[name]))
         total_ms += sum(durations_ms.values())
     assert total_ms == pytest.approx(counted_s * 1000, abs=0.01 * REQUESTS)
-    assert statistics.mode(longest) == "compute"  # the mode, as on a busy machine the event loop is sometimes late
+    assert statistics.mode(longest) == "compute"  # the mode, because on a busy machine the event loop is sometimes late

@@ -1,4 +1,4 @@
-"""No answer depends on the other requests of its batch: models by real exporters, with 16 clients at a time."""
+"""No answer depends on the other requests of its batch: models of real exporters, with 16 concurrent clients."""
 
 import asyncio
 import shutil
@@ -23,10 +23,10 @@ from servers import ServerProcess, serving, wire_datatype
 CALLERS: Final = 16
 REQUESTS: Final = 96
 REQUESTS_OF_LARGE: Final = 24
-"""To models of packages."""
+"""Number of requests to models of packages."""
 SEEDS: Final = 4
 DECLARED_FIXED: Final = {"lightgbm_classifier"}
-"""Declare one row in an output that has as many as there are: ONNX Runtime would warn of each batch."""
+"""Models that declare one row in an output that has several; ONNX Runtime would warn in each batch."""
 MODELS: Final = [*committed(), *(packaged(Path(PACKAGES)) if PACKAGES else [])]
 
 
@@ -36,7 +36,7 @@ def served_name(model: Exported) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """All of the models, without any configuration."""
+    """A server of all models, without configuration."""
     repository = tmp_path_factory.mktemp("corpus")
     for model in MODELS:
         folder = repository / served_name(model) / "1"
@@ -50,21 +50,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @dataclass
 class Request:
-    """A request, and what ONNX Runtime answers to it alone."""
+    """A request, and ONNX Runtime's answer to it alone."""
 
     inputs: Arrays
     expected: Arrays
 
 
 def as_tensor(output: np.ndarray | list[dict[int | str, float]]) -> np.ndarray:
-    """An output of ONNX Runtime; of a list of maps the values in the order of the keys."""
+    """An output of ONNX Runtime as an array; for a list of maps, the values in the order of their keys."""
     if isinstance(output, np.ndarray):
         return output
     return np.array([[value for _, value in sorted(row.items())] for row in output], np.float32)
 
 
 def make_requests(model: Exported, outputs: Sequence[str]) -> list[Request]:
-    """Of one to three rows that the model takes; those of different seeds may differ in inputs without rows."""
+    """Requests of one to three rows that the model accepts; with different seeds, inputs without rows may differ."""
     session = ort.InferenceSession(model.path, providers=["CPUExecutionProvider"])
     rows = [model.rows(seed) for seed in range(SEEDS)]
     requests: dict[tuple[int, tuple[int, ...]], Request] = {}
@@ -87,7 +87,7 @@ def make_requests(model: Exported, outputs: Sequence[str]) -> list[Request]:
 
 
 async def ask_all(server: ServerProcess, name: str, requests: Sequence[Request]) -> list[Mapping[str, np.ndarray]]:
-    """The answers to all requests, 16 of which are on their way at a time."""
+    """Send all requests, 16 at a time. Returns the answers."""
     places = asyncio.Semaphore(CALLERS)
 
     async def ask(client: triton.InferenceServerClient, request: Request) -> Mapping[str, np.ndarray]:

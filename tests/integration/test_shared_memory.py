@@ -1,4 +1,4 @@
-"""System shared memory on both protocols: use by the unmodified clients, and misuse."""
+"""System shared memory on both protocols: use and misuse by the unmodified clients."""
 
 import asyncio
 import base64
@@ -34,12 +34,12 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving, wir
 
 FOLDER: Final = Path("/dev/shm")
 HANDLE: Final = base64.b64encode(bytes(64))
-"""Of memory on a GPU, as clients take it."""
+"""A handle of GPU memory in the clients' format."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The example models, ``wide`` (FP32 [batch, width] as it came) and ``text`` (BYTES [batch, 4] as it came)."""
+    """The example models, ``wide`` (returns FP32 [batch, width]) and ``text`` (returns BYTES [batch, 4])."""
     repository = tmp_path_factory.mktemp("shared-memory")
     add_model(repository, "wide", builders.identity, shape=("batch", "width"))
     add_model(repository, "text", builders.identity, datatype=DataType.BYTES)
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 class Caller:
-    """One of the unmodified clients. ``status`` is of an error that the server answered with."""
+    """One of the unmodified clients. ``status`` is the status of an error answer."""
 
     def __init__(self, library: Any, address: str) -> None:
         self.library = library
@@ -65,7 +65,7 @@ class Caller:
         return made
 
     def copy(self, region: str, array: np.ndarray, *, to: int) -> None:
-        """Have ``wide`` copy the array at the region's beginning to the offset ``to``."""
+        """Let ``wide`` copy the array from the region's beginning to the offset ``to``."""
         place = self.output("y", region, array.nbytes, offset=to)
         self.client.infer("wide", [self.input("x", array, region)], outputs=[place])
 
@@ -93,7 +93,7 @@ def connect(server: ServerProcess, protocol: str) -> Caller:
 
 @contextmanager
 def owned(byte_size: int) -> Iterator[tuple[str, Any]]:
-    """A shared memory object of the test: its key and the client library's handle of it."""
+    """A shared memory object of the test: its key and the client library's handle."""
     key = f"/ortserve-test-{uuid4().hex}"
     handle = shared_memory.create_shared_memory_region("mine", key, byte_size)
     try:
@@ -112,7 +112,7 @@ def status_of(protocol: Caller, http: int, grpc: str) -> str:
     return str(http) if protocol.library is triton_http else f"StatusCode.{grpc}"
 
 
-# --- what clients do
+# --- use by clients
 
 
 def test_tensors_pass_through_regions_in_both_directions(caller: Caller) -> None:
@@ -351,7 +351,7 @@ def test_shared_memory_is_off_by_default_and_regions_end_with_the_server(tmp_pat
                     assert "Client shared memory is disabled. Start the server with '--allow-client-shm'" in message
 
 
-# --- what callers do to the memory meanwhile
+# --- changes of the memory by callers during use
 
 
 def test_truncated_object_is_an_error_and_keeps_the_server_running(caller: Caller) -> None:
@@ -362,7 +362,7 @@ def test_truncated_object_is_an_error_and_keeps_the_server_running(caller: Calle
     try:
         caller.client.register_system_shared_memory("r", key, 2 * array.nbytes)
         os.truncate(path, array.nbytes + 8)
-        status, message = caller.refusal(caller.copy, "r", array, to=array.nbytes)  # its input is still there
+        status, message = caller.refusal(caller.copy, "r", array, to=array.nbytes)  # the input is unchanged
         assert status == status_of(caller, 400, "INVALID_ARGUMENT")
         assert f"was shortened to {array.nbytes + 8} bytes" in message
         assert path.stat().st_size == array.nbytes + 8
@@ -432,7 +432,7 @@ def test_regions_can_be_unregistered_during_use(caller: Caller, server: ServerPr
             other.client.close()
 
         def use() -> set[str]:
-            """Answers to copies, until some were made and some were not."""
+            """Outcomes of copies, until some succeeded and some failed."""
             mine = connect(server, protocol)
             seen: set[str] = set()
             for _ in range(5000):
@@ -463,7 +463,7 @@ def test_regions_can_be_unregistered_during_use(caller: Caller, server: ServerPr
 
 
 def expect_nothing_open(server: ServerProcess) -> None:
-    """Look until the server has closed all objects, which it does on a thread."""
+    """Poll until the server has closed all objects; a thread closes them."""
     for _ in range(100_000):
         if not open_descriptors(server):
             return
@@ -494,7 +494,7 @@ def test_any_registration_is_accepted_or_rejected_cleanly(
     fits = is_real and byte_size > 0 and offset + byte_size <= 64
     path = f"/region/{quote(name, safe='')}/register"
     answer = rest.post(path, json={"key": key, "offset": offset, "byte_size": byte_size})
-    if "/" not in name and name not in (".", ".."):  # those are other paths
+    if "/" not in name and name not in (".", ".."):  # these names are other paths
         assert (answer.status_code == 200) == fits, answer.text
         assert answer.status_code in (200, 400, 500)
         assert answer.headers["content-type"] == "application/json"

@@ -45,9 +45,10 @@ VARIETY = 16
 
 @dataclass
 class Traffic:
-    """What callers saw. ``answers`` holds the outputs FP32 [10] by request id, ``untaken`` the ids of requests whose
-    connection ended without a byte of an answer, which a caller may safely send again elsewhere. With a ``secret`` they
-    speak TLS.
+    """The callers' view of a shutdown.
+
+    ``answers`` holds the outputs FP32 [10] by request id. ``untaken`` holds the ids of requests whose connection ended
+    without a byte of an answer, so that a caller may safely repeat them elsewhere. With a ``secret`` callers use TLS.
     """
 
     secret: Secret | None = None
@@ -62,12 +63,12 @@ class Traffic:
 
 
 def row_of(request_id: str) -> int:
-    """Which of the rows a request carries."""
+    """The index of the row that a request carries."""
     return int(request_id.split("-")[1]) % VARIETY
 
 
 async def call_by_http(address: str, caller: int, rows: np.ndarray, traffic: Traffic) -> None:
-    """Send one request after the other, over connections that are kept, until no new one is accepted."""
+    """Send one request after the other on persistent connections until the server accepts no new one."""
     host, port = address.split(":")
     context = traffic.secret.client_context() if traffic.secret else None
     number = 0
@@ -99,7 +100,7 @@ async def call_by_http(address: str, caller: int, rows: np.ndarray, traffic: Tra
 
 
 async def call_by_grpc(address: str, caller: int, rows: np.ndarray, traffic: Traffic) -> None:
-    """Send one request after the other until the server takes no more."""
+    """Send one request after the other until the server rejects them."""
     options = (("grpc.use_local_subchannel_pool", 1),)
     if traffic.secret:
         credentials = grpc.ssl_channel_credentials(traffic.secret.ca.read_bytes())
@@ -119,8 +120,8 @@ async def call_by_grpc(address: str, caller: int, rows: np.ndarray, traffic: Tra
             try:
                 data = await call(request.SerializeToString(), timeout=LONG_S)
             except grpc.aio.AioRpcError as error:
-                # Where grpc has accepted a call but not yet handed it to the server, a shutdown cancels it; the check
-                # of the server's own account shows that it was one of those.
+                # A shutdown cancels a call that grpc has accepted but not passed to the server. The comparison with the
+                # server's own counts shows that this call was one of these.
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     raise
                 traffic.untaken.add(request_id)
@@ -139,7 +140,7 @@ async def test_shutdown_under_load_answers_every_admitted_request(
     rows = np.random.default_rng(0).standard_normal((VARIETY, 64)).astype(np.float32)
     expected = session.run(["y"], {"x": rows})[0]
     traffic = Traffic(Secret(tmp_path / "secret") if has_tls else None)
-    # Batches so small that the queue is never empty.
+    # Batches are so small that the queue is never empty.
     flags = ("--max-rows", "4", *SHORT_WARMUP, "--access-log", "--drain-delay-s", drain_delay_s, *ways)
     flags += traffic.secret.flags if traffic.secret else ()
     with starting(tmp_path / "models", *flags) as server:
@@ -157,7 +158,7 @@ async def test_shutdown_under_load_answers_every_admitted_request(
         assert "Traceback" not in server.output
         logged = [line for line in server.lines if " ortserve.access " in line]
 
-    # Each caller had a request under way when the signal came, and most of them were waiting in the queue.
+    # Each caller had a request in flight when the signal arrived, and most requests were queued.
     assert len(traffic.answers) - before >= (HTTP_CALLERS + GRPC_CALLERS) / 2
     for request_id, output in traffic.answers.items():
         np.testing.assert_allclose(output, expected[row_of(request_id)], rtol=1e-3, atol=1e-4)
@@ -178,7 +179,7 @@ def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path, w
             pool.submit(infer, server, "slow", {"x": row + number})
             for number, infer in enumerate([rest_json, grpc_raw, rest_json, grpc_raw])
         ]
-        wait_for_queue(server, "slow", 3)  # and the fourth runs
+        wait_for_queue(server, "slow", 3)  # the fourth request runs
         server.stop()
         for number, call in enumerate(calls):
             np.testing.assert_allclose(call.result()["y"], expected + number, rtol=1e-5)
@@ -203,7 +204,7 @@ def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path:
             assert not http.is_server_ready()
             assert not grpc_client.is_server_ready()
             assert not grpc_client.is_server_live()
-            # Models stay ready: they are what still answers.
+            # Models stay ready, because they still answer.
             assert http.is_model_ready("identity")
         for _ in range(3):
             answer = client.post(rest_url(server, "identity"), json=document)
@@ -211,7 +212,7 @@ def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path:
             assert answer.json()["outputs"][0]["data"] == [1, 2, 3, 4]
             np.testing.assert_array_equal(grpc_raw(server, "identity", {"x": row})["y"], row)
 
-        # A second signal has its usual effect and ends the server at once.
+        # A second signal has its default effect and ends the server at once.
         server.send(signal.SIGTERM)
         assert server.wait() == -signal.SIGTERM
 
@@ -224,7 +225,7 @@ def test_second_signal_ends_a_server_with_a_blocked_loop(tmp_path: Path, way: st
         server.send(signal.SIGUSR1)
         server.wait_for_line("freezing")
         server.send(second)
-        # Pending signals of one number are one: the first must have been delivered before the second is sent.
+        # Pending signals with the same number merge, so the first must be delivered before the second is sent.
         server.wait_until_delivered(second)
         server.send(second)
         assert server.wait() == -second
@@ -239,7 +240,7 @@ def test_server_ends_with_status_0_when_the_drain_delay_is_over() -> None:
 @pytest.mark.parametrize("state", ["loading", "warming"])
 def test_signal_while_models_are_loading_ends_the_server_with_status_0(tmp_path: Path, state: str) -> None:
     for name in ("a", "b", "c"):
-        add_model(tmp_path, name, builders.slow)  # each warms up for seconds
+        add_model(tmp_path, name, builders.slow)  # each takes seconds to warm up
     with starting(tmp_path) as server:
         server.wait_for_line("listening", "protocol=metrics ")
         if state == "warming":
@@ -251,7 +252,7 @@ def test_signal_while_models_are_loading_ends_the_server_with_status_0(tmp_path:
 
 
 def test_long_load_does_not_delay_shutdown(tmp_path: Path) -> None:
-    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # its first run in warm-up takes much longer
+    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # the first run of its warm-up takes much longer
     with starting(tmp_path, "--warmup-s", "60") as server:
         labels = {"model": "slow", "version": "1", "state": "warming"}
         wait_for_sample(server, "ortserve_model_state", lambda value: value == 1, **labels)
@@ -262,7 +263,7 @@ def test_long_load_does_not_delay_shutdown(tmp_path: Path) -> None:
 
 
 def test_run_past_the_drain_timeout_does_not_delay_shutdown(tmp_path: Path) -> None:
-    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for much longer
+    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # runs much longer
     (tmp_path / "slow" / "model.yaml").write_text("max_rows: 1\n")
     with starting(tmp_path, "--warmup-s", "0", "--drain-timeout-s", "1") as server, ThreadPoolExecutor(3) as pool:
         server.wait_until_loaded()
@@ -285,7 +286,7 @@ def _json_body(request_id: str, row: np.ndarray) -> bytes:
 async def _exchange(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
 ) -> tuple[str, dict[str, Any]] | None:
-    """Send a request and read its whole answer; return None if the connection ended before its first byte."""
+    """Send a request and read its whole answer. Returns None if the connection ended before the first byte."""
     try:
         writer.write(request)
         await writer.drain()

@@ -1,6 +1,6 @@
 """Repositories in real servers of S3, Azure and Google's interface, and in archives behind HTTP.
 
-A proxy spoils the answers of the first.
+A proxy injects faults into the answers of the S3 server.
 """
 
 import base64
@@ -67,7 +67,7 @@ def lab(running: Lab) -> Iterator[Lab]:
 
 
 def model_bytes(tmp_path: Path, added: float | None = None) -> dict[str, bytes]:
-    """The files of a version: y = x + added, with weights in a file of their own; without ``added`` y = x."""
+    """The files of a version: y = x + added, with weights in a separate file; without ``added`` y = x."""
     if added is None:
         return {"model.onnx": builders.identity(tmp_path / "model.onnx").read_bytes()}
     content = builders.external_weights(tmp_path / "model.onnx", "weights.bin").read_bytes()
@@ -80,7 +80,7 @@ def version(tmp_path: Path, model: str, number: int, added: float) -> dict[str, 
 
 
 def answer_of(server: ServerProcess, model: str = "m") -> float:
-    """The first value of the answer to zeros, on both protocols."""
+    """The first value of the answer to zeros, which must agree on both protocols."""
     zeros = {"x": np.zeros((1, 4), np.float32)}
     first = float(rest_json(server, model, zeros)["y"][0, 0])
     assert float(grpc_raw(server, model, zeros)["y"][0, 0]) == first
@@ -112,7 +112,7 @@ def test_models_of_a_bucket_serve_and_a_restart_fetches_nothing(lab: Lab, tmp_pa
         assert samples.value("ortserve_store_up", repository="s3://restart/models") == 1
         assert samples.value("ortserve_store_cache_bytes") > 0
     fetched = [path for path in lab.proxy.paths if "list-type" not in path]
-    # Version 1 is not served, so that it is not fetched either.
+    # Version 1 is not served, so its files are not fetched.
     assert sorted(path.removeprefix("/restart/models/") for path in fetched) == [
         "bare.onnx",
         "m/2/model.onnx",
@@ -193,7 +193,7 @@ def test_new_versions_are_followed(lab: Lab, tmp_path: Path, mode: str) -> None:
                 assert answer_of(server) == 1
                 http.load_model("m")
         wait_for_answer(server, 2)
-        assert sum("/m/1/" in path for path in lab.proxy.paths) == 2  # each file of it once
+        assert sum("/m/1/" in path for path in lab.proxy.paths) == 2  # each of its files once
 
 
 def test_labelled_versions_are_fetched_though_the_policy_leaves_them_out(lab: Lab, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ FAULTS = {
 
 
 def test_failed_loads_keep_the_old_versions_and_leak_nothing(lab: Lab, tmp_path: Path) -> None:
-    """100 failed loads of five kinds, by four clients at a time, and requests between them."""
+    """100 failed loads of five kinds by four concurrent clients, with requests in between."""
     bucket = lab.bucket("faults")
     models = [f"m{number}" for number in range(4)]
     for model in models:
@@ -259,7 +259,7 @@ def test_failed_loads_keep_the_old_versions_and_leak_nothing(lab: Lab, tmp_path:
         process = psutil.Process(server.pid)
         kinds = [*FAULTS, "down"]
         for turn in range(25):
-            # A stalled load takes the time limit, so that only two turns have them.
+            # A stalled load takes the whole time limit, so only two rounds include stalls.
             lab.proxy.fault = kinds[turn % len(kinds)] if turn < 10 or kinds[turn % len(kinds)] != "stall" else "cut"
             for status, text in clients.map(load, models):
                 assert status == 400 or status >= 500, text
@@ -269,7 +269,7 @@ def test_failed_loads_keep_the_old_versions_and_leak_nothing(lab: Lab, tmp_path:
                 before = process.num_fds(), process.num_threads(), process.memory_info().rss
         after = process.num_fds(), process.num_threads(), process.memory_info().rss
         assert after[0] <= before[0] + 4
-        assert after[1] <= before[1] + 2  # the event loop's own threads start one by one
+        assert after[1] <= before[1] + 2  # the event loop starts its threads one by one
         assert after[2] <= before[2] * 1.02
         lab.proxy.fault = ""
         views = lab.folder / "cache-faults" / "views"
@@ -292,7 +292,7 @@ def test_reason_of_each_fault_is_logged_once_and_shown(lab: Lab, tmp_path: Path)
             assert reason in shown
         assert sum("the previous load keeps serving" in line for line in server.lines) == len(FAULTS)
         lab.proxy.fault = ""
-        upload(bucket, version(tmp_path, "m", 9, 9))  # another upload is fetched at once, without the wait of a retry
+        upload(bucket, version(tmp_path, "m", 9, 9))  # a new upload is fetched at once, without the delay of a retry
         wait_for_answer(server, 9)
         assert index(server)["m"] == ("READY", "")
 
@@ -323,7 +323,7 @@ def test_two_servers_share_a_cache_whose_bound_evicts_only_unused_files(lab: Lab
     bound = ("--store-cache-bytes", str(most))
     with lab.serving("shared", *POLL, *bound) as first, lab.serving("shared", *POLL, *bound) as second:
         assert (answer_of(first), answer_of(second)) == (1, 1)
-        for number in (2, 3, 4, 5):  # more than fit
+        for number in (2, 3, 4, 5):  # more than the cache can hold
             upload(lab.s3.root / "shared", version(tmp_path, "m", number, number))
             wait_for_answer(first, number)
             wait_for_answer(second, number)
@@ -353,7 +353,7 @@ def check_archive(folder: Path, address: str, tmp_path: Path) -> None:
     assert shown["repositories"] == f'["{address.removeprefix("http://")}"]'
     changed = folder / "models.tar.gz"
     stamp = changed.stat()
-    changed.write_bytes(bytes(stamp.st_size))  # Of equal size and time, so that only a fetch would notice.
+    changed.write_bytes(bytes(stamp.st_size))  # Equal size and time, so that only a fetch would reveal the change.
     os.utime(changed, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     with serving(*flags) as server:
         assert answer_of(server) == 3

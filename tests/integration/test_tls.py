@@ -1,4 +1,4 @@
-"""TLS on every port of a real server, as clients see it: client certificates, and renewal of the server's."""
+"""TLS on every port of a real server from the client's side: client certificates, and renewal of the server's."""
 
 import socket
 import ssl
@@ -33,7 +33,7 @@ HANDSHAKE_S: Final = 0.5
 
 
 class Mutual:
-    """A server that requires client certificates of ``secret``'s authority, and its trace collector."""
+    """A server that requires client certificates from ``secret``'s authority, and its trace collector."""
 
     def __init__(self, server: ServerProcess, secret: Secret, collector: Collector) -> None:
         self.server = server
@@ -42,7 +42,7 @@ class Mutual:
         self.cert, self.key = secret.client_files()
 
     def connect(self, port: str, context: ssl.SSLContext) -> ssl.SSLSocket:
-        """A raw client of ``http`` or ``grpc`` whose side of the handshake is over."""
+        """A raw client of ``http`` or ``grpc`` after its side of the handshake."""
         host, number = getattr(self.server, port).split(":")
         return context.wrap_socket(socket.create_connection((host, int(number)), LONG_S), server_hostname=HOST)
 
@@ -106,7 +106,7 @@ def by_grpcio(mutual: Mutual) -> np.ndarray:
 
 
 def call_grpc(channel: grpc.Channel) -> np.ndarray:
-    """Sum and difference of two rows; the sum."""
+    """Call a model that returns the sum and the difference of two rows. Returns the sum."""
     request = service_pb2.ModelInferRequest(model_name="simple")
     for name, array in INPUTS.items():
         request.inputs.add(name=name, datatype="INT32", shape=array.shape)
@@ -144,7 +144,7 @@ def test_client_without_a_valid_certificate_is_rejected(mutual: Mutual, tmp_path
     with mutual.connect(port, context) as session:
         try:
             session.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-            # In TLS 1.3 a client learns at its first read what the server thinks of its certificate.
+            # In TLS 1.3 a client learns at its first read whether the server accepts its certificate.
             assert session.recv(1) == b""
         except (ssl.SSLError, ConnectionError) as error:
             message = str(error)
@@ -216,9 +216,9 @@ def test_key_update_flood_is_closed_and_delays_no_other_client(
         records = ClientRecords(session, tmp_path / "keys")
         flood = b"".join(records.key_update() for _ in range(20_000))
         is_grpcio = port == "grpc" and "--grpc-transport=grpcio" in ways
-        # The native transport disconnects within the flood, grpcio reads on and sends close_notify.
+        # The native transport disconnects during the flood; grpcio continues to read and sends close_notify.
         with suppress(ConnectionError) if is_grpcio else pytest.raises(ConnectionError):
-            socket.socket.sendall(session, flood)  # past the session, which would encrypt it once more
+            socket.socket.sendall(session, flood)  # bypasses the session, which would encrypt the bytes again
             by_httpx(mutual)
             while socket.socket.recv(session, 1 << 16):
                 pass
@@ -226,7 +226,7 @@ def test_key_update_flood_is_closed_and_delays_no_other_client(
 
 
 def read_metrics(mutual: Mutual) -> Samples:
-    """The client has no certificate, as Prometheus and Kubernetes' probes may have none."""
+    """Read the metrics without a certificate, as Prometheus and Kubernetes' probes may do."""
     url = f"https://{mutual.server.metrics}/metrics"
     answer = httpx.get(url, verify=mutual.secret.client_context(), timeout=LONG_S)
     return Samples(answer.raise_for_status().text)
@@ -280,7 +280,7 @@ class Callers:
         self._calls = [self._pool.submit(call) for call in calls]
 
     def wait_for_more(self) -> None:
-        """Wait until each kind of client had some more answers; fail if one had an error."""
+        """Wait until each kind of client has received more answers. Fails if one had an error."""
         wanted = {kind: count + 5 for kind, count in self.answers.items()}
         while any(self.answers[kind] < count for kind, count in wanted.items()):
             for call in self._calls:
@@ -328,7 +328,7 @@ class Callers:
 
 
 def shown_serial(address: str, secret: Secret) -> int:
-    """Read the certificate of a new connection."""
+    """The serial number of the certificate that the port presents on a new connection."""
     host, port = address.split(":")
     context = secret.client_context(alpn="h2")
     with context.wrap_socket(socket.create_connection((host, int(port)), LONG_S), server_hostname=HOST) as session:

@@ -1,7 +1,7 @@
 """Trace files of a real server, switched by Triton's clients and readable by Triton's summary script.
 
-That is (qa/common/trace_summary.py of triton-inference-server/server): objects of one id belong together; a trace is
-HTTP's or gRPC's by the timestamp it begins with; spans are between named timestamps, and none ends before it begins.
+The script (qa/common/trace_summary.py of triton-inference-server/server) groups objects by id, recognises HTTP and gRPC
+by a trace's first timestamp, and computes spans between named timestamps; none may end before it begins.
 """
 
 import json
@@ -39,7 +39,7 @@ SPANS = {
 
 @dataclass
 class Trace:
-    """One request, as a reader puts it together."""
+    """One request, as a reader of the file reconstructs it."""
 
     model: str
     version: int
@@ -91,13 +91,13 @@ def written(ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     ):
         extensions = http.get_server_metadata()["extensions"]
         infer(http, triton_http, "identity", "before")
-        # Three traces a file.
+        # Three traces per file.
         on = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "log_frequency": "3"}
         settings.append(http.update_trace_settings(settings=on))
         for number in range(2):
             infer(http, triton_http, "identity", f"http {number}")
             infer(grpc, triton_grpc, "other", f"grpc {number}")
-        # One file; what was gathered of the old ones is written.
+        # One file; the traces collected for the earlier files are written.
         grpc.update_trace_settings(settings={"log_frequency": None})
         with pytest.raises(InferenceServerException):
             infer(http, triton_http, "identity", "mistaken", columns=5)
@@ -106,12 +106,12 @@ def written(ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         url = rest_url(server, "identity").replace("infer", "generate")
         answer = httpx.post(url, json={"x": [1, 2, 3, 4], "id": "g"}, timeout=LONG_S)
         assert answer.status_code == 200, answer.text
-        # Two more and no further.
+        # Two more traces, and then no others.
         grpc.update_trace_settings(settings={"trace_count": "2"})
         for number in range(4):
             infer(grpc, triton_grpc, "identity", f"counted {number}")
         settings.append(http.get_trace_settings())
-        # Traces of one model only, for every other request.
+        # Traces of one model only, for every second request.
         http.update_trace_settings(settings={"trace_level": ["OFF"], "trace_count": None})
         settings.append(http.update_trace_settings("other", {"trace_level": ["TIMESTAMPS"], "trace_rate": 2}))
         for number in range(4):

@@ -299,7 +299,7 @@ def test_trace_names_the_service_and_contains_no_tensor_values(traced: Traced) -
 
 
 def test_last_spans_are_sent_before_the_server_exits(repository: Path) -> None:
-    # The ratio leaves out requests without a parent, which tells whose spans these are.
+    # Sampling by ratio excludes requests without a parent, so the parent identifies the spans.
     with collecting("http/protobuf") as collector:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "60000"}
         flags = ("--warmup-s=0", "--otlp-sample-ratio=0", "--otlp-service-name=named")
@@ -316,7 +316,7 @@ def test_last_spans_are_sent_before_the_server_exits(repository: Path) -> None:
 
 def test_absent_collector_delays_nothing_and_its_dropped_spans_are_counted(repository: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.listen(0)  # the kernel accepts connections, and no answer is ever sent
+        silent.listen(0)  # the kernel accepts connections, but no answer is sent
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         flags = (f"--otlp-endpoint={endpoint}", "--otlp-flush-timeout-s=0.2", "--warmup-s=0")
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "10", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.1"}

@@ -1,4 +1,4 @@
-"""A model repository made for Triton, served unchanged and queried by Triton's own clients."""
+"""A model repository for Triton, served unchanged and queried by Triton's own clients."""
 
 import threading
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def make_repository(root: Path) -> None:
         add_model(root, "sometimes_other", builders.unnamed_dims),
         'max_batch_size: 4 input { name: "x" dims: -1 } output { name: "y" dims: [ 2, 2 ] reshape { shape: 4 } }',
     )
-    # A bare configuration: everything is completed from the model.
+    # A minimal configuration; the server completes it from the model.
     configure(add_model(root, "completed", builders.mlp), 'backend: "onnxruntime"')
     versions = root / "versions"
     for number in (1, 2, 5):
@@ -125,7 +125,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def infer(server: ServerProcess, model: str, inputs: dict[str, np.ndarray], version: str = "") -> dict[str, np.ndarray]:
-    """Ask over both protocols; they must agree."""
+    """Infer over both protocols, which must agree."""
     with triton_clients(server) as clients:
         results = []
         for client, kind in zip(clients, (triton_http, triton_grpc), strict=True):
@@ -336,7 +336,7 @@ def test_queue_of_a_level_holds_no_more_requests_than_configured(tmp_path: Path)
         status, error = ask(server, "slow")
         assert status == 429
         assert "Exceeds maximum queue size: 2 requests of its priority level wait, at most 2 may" in error
-        # The other level has no such bound, but a timeout.
+        # The other level has a timeout instead of such a bound.
         status, error = ask(server, "slow", priority=1, timeout=60_000_000)
         assert status == 504
         assert "its timeout passed in the queue" in error

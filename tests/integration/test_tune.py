@@ -1,4 +1,4 @@
-"""``ortserve tune`` as a process, where the right answer is known: six instances take more memory than one."""
+"""``ortserve tune`` in a process, with a known correct result: six instances take more memory than one."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(400)  # 25 s on two idle cores
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model of a repository with a bad setting. Each instance holds 16 MB of weights."""
+    """A model in a repository with a bad setting; each instance holds 16 MB of weights."""
     folder = tmp_path / "repository" / "wide"
     (folder / "1").mkdir(parents=True)
     builders.mlp(folder / "1" / "model.onnx", hidden=60_000)

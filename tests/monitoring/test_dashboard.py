@@ -72,7 +72,7 @@ def test_data_source_is_a_dashboard_variable() -> None:
 
 @contextmanager
 def load_on(server: ServerProcess) -> Iterator[None]:
-    """A little of everything, over and over: both protocols, good requests, bad ones, and padded ones."""
+    """Send good, bad and padded requests on both protocols until the block ends."""
     is_over = threading.Event()
     good = {"x": np.ones((3, 4), np.float32)}
     spoiled = {"inputs": [json_input("x", np.ones((1, 5), np.float32))]}
@@ -93,7 +93,7 @@ def load_on(server: ServerProcess) -> Iterator[None]:
 
 
 class Prometheus:
-    """A real one, with the configuration of ``deploy/monitoring`` but the target, and looking twice a second."""
+    """A real Prometheus with the configuration of ``deploy/monitoring``, another target and two scrapes per second."""
 
     def __init__(self, folder: Path, target: str) -> None:
         config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
@@ -119,24 +119,24 @@ class Prometheus:
         )
 
     def wait_until_ready(self) -> None:
-        """Ask until it answers queries; a port that does not listen yet is tried again with pauses that double."""
+        """Wait until it answers queries; a port that does not listen yet is retried with pauses that double."""
         end_s = time.monotonic() + LONG_S
         while self._client.get("/-/ready").status_code != 200:
             assert time.monotonic() < end_s
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """The data of an answer of its API."""
+        """The data in an answer of its API."""
         document = self._client.get(f"/api/v1/{path}", params=parameters).json()
         assert document["status"] == "success", document
         return document["data"]
 
     def numbers(self, expression: str) -> list[float]:
-        """The values of an instant query that are numbers."""
+        """The numeric values of an instant query."""
         result = self.ask("query", query=expression)["result"]
         return [value for sample in result if not math.isnan(value := float(sample["value"][1]))]
 
     def wait_for_numbers(self, expression: str) -> list[float]:
-        """Query until results exist, for the time of some sixty scrapes; each query is a separate request."""
+        """Query until results exist, for the duration of about sixty scrapes; each query is a separate request."""
         end_s = time.monotonic() + 30
         found: list[float] = []
         while not found and time.monotonic() < end_s:
@@ -152,7 +152,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Scrapes a server that is under load for as long as tests run."""
+    """Scrapes a server that is under load while tests run."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus (package prometheus) is missing")
     repository = tmp_path_factory.mktemp("dashboard")
@@ -170,7 +170,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def as_grafana_would(expression: str) -> str:
-    """A query with its variables filled in: all jobs and models, over a rate interval of four scrapes or more."""
+    """A query with its variables replaced: all jobs and models, and a rate interval of at least four scrapes."""
     filled = expression.replace("$__rate_interval", "3s").replace("$job", ".*").replace("$model", ".*")
     assert "$" not in filled
     return filled

@@ -1,4 +1,4 @@
-"""Rules and alerts by Prometheus' own tool, and their names against the declarations."""
+"""Rules and alerts, checked by Prometheus' own tool, and their names against the declarations."""
 
 import re
 import shutil
@@ -45,7 +45,7 @@ def test_rule_tests_detect_a_changed_rule(tmp_path: Path) -> None:
 def test_prometheus_configuration_is_valid() -> None:
     run = run_promtool("check", "config", ROOT / "deploy/monitoring/prometheus.yml")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "rules found" in run.stdout  # the rules are where the configuration looks for them
+    assert "rules found" in run.stdout  # the rules are in the folder that the configuration names
 
 
 def test_every_alert_is_tested() -> None:

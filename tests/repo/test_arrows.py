@@ -1,4 +1,4 @@
-"""Packages import each other in one direction only, and each library has one entry point."""
+"""Packages import each other in one direction only, and one package may import each library."""
 
 import ast
 import sys
@@ -46,7 +46,8 @@ DOORS = {
     "google": {"_pb", "codecs", "frontends", "tools"},
     "huggingface_hub": {"registry"},
     "obstore": {"registry"},
-    "pydantic": {"config", "frontends", "cli", "tools"},  # cli: flags are made from the declarations of the options
+    # Cli: flags are generated from the declarations of the options.
+    "pydantic": {"config", "frontends", "cli", "tools"},
     "pydantic_settings": {"config"},
     "yaml": {"config"},
     "onnx": {"example", "tools"},
@@ -76,7 +77,7 @@ def room_of(module: Path) -> str:
 
 @cache
 def imports(module: Path) -> tuple[str, ...]:
-    """Full names of what a module imports, wherever in it."""
+    """Full names of all imports in a module, including those inside functions."""
     return tuple(_imports(module))
 
 
@@ -117,7 +118,7 @@ def name_of(module: Path) -> str:
 
 @cache
 def names() -> frozenset[str]:
-    """Of all modules and packages."""
+    """Names of all modules and packages."""
     return frozenset(map(name_of, modules()))
 
 
@@ -161,7 +162,7 @@ def test_packages_export_only_what_another_package_imports(package: str) -> None
 
 
 def test_modules_have_no_import_cycles() -> None:
-    """Imports inside functions count, too."""
+    """Imports inside functions count as well."""
     known = names()
 
     def imported_modules(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""The audit of dependencies: found vulnerabilities fail it, and an unreachable service is not a pass."""
+"""The audit of dependencies fails on known vulnerabilities, and an unreachable service does not count as a pass."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_malformed_report_yields_an_empty_audit(report: str) -> None:
 
 
 class Service(BaseHTTPRequestHandler):
-    """Answers as the database of open source vulnerabilities does; it knows of one in ``bad``."""
+    """Answers like the database of open source vulnerabilities; it knows one vulnerability of ``bad``."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -52,7 +52,7 @@ class Service(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Write no log."""
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_unreachable_service_differs_from_one_without_findings(tmp_path: Path) -
 
 
 def test_every_version_is_pinned_once() -> None:
-    """pip-audit needs pinned versions to query them."""
+    """pip-audit can query only pinned versions."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.\-]+==[\w.]+", line) for line in lines)
     assert len(set(lines)) == len(lines)

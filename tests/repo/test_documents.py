@@ -1,4 +1,4 @@
-"""The documents name only what exists: links, options, variables, metrics, paths, tests, programs and log lines."""
+"""The documents name only existing things: links, options, variables, metrics, paths, tests, programs, log lines."""
 
 import ast
 import re
@@ -33,12 +33,12 @@ PROGRAMS: Final = {
     "pip",
     "python3",
 }
-"""Each has a test of its commands here, in ``tests/deploy`` or in ``tests/integration/test_documents.py``; not
+"""Programs whose commands have a test here, in ``tests/deploy`` or in ``tests/integration/test_documents.py``; except
 ``apt-get``, which needs root.
 """
 
 FLAGS_OF_OTHERS: Final = {"--config", "--foreground", "--init", "--live", "--strict", "--ulimit"}
-"""Of ``ortserve health``, of Docker, of ``timeout`` and of mypy; ``--config`` is no option of its own."""
+"""Flags of ``ortserve health``, Docker, ``timeout`` and mypy; ``--config`` is not an option of the server."""
 VARIABLES_OF_BUILDS: Final = {"ORTSERVE_COMPILE"}
 TESTS: Final = {
     name
@@ -56,7 +56,7 @@ of_each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The fragments that the headings of a page can be reached by, on the site and on code hosts alike."""
+    """The anchors of a page's headings, valid on the site and on code hosts."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -86,7 +86,7 @@ def test_options_and_metrics_are_declared(page: Path) -> None:
     if page.parent == DOCS / "tools":
         known |= flags_of_tool("compare" if page.stem == "index" else page.stem)
     if page == DOCS / "performance.md":
-        known |= flags  # test_performance_guide knows those of all tools
+        known |= flags  # test_performance_guide checks the flags of all tools
     assert flags - kubectl <= known
     variables = set(re.findall(r"ORTSERVE_[A-Z_]+[A-Z]", text)) - VARIABLES_OF_BUILDS
     assert variables <= {variable_name(name) for name in ServerOptions.model_fields}
@@ -105,7 +105,7 @@ def test_paths_and_tests_exist(page: Path) -> None:
 
 @cache
 def texts_of_the_package() -> str:
-    """All strings of the server, one a line."""
+    """All strings of the server, one per line."""
     return "\n".join(
         " ".join(node.value.split())
         for path in (ROOT / "server" / "ortserve").rglob("*.py")
@@ -193,7 +193,7 @@ def build_site(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_site_is_built_and_loads_from_no_other_host(tmp_path: Path) -> None:
-    """Links to other hosts are for readers; scripts, styles, fonts and pictures are the site's own."""
+    """Links to other hosts are for readers; scripts, styles, fonts and pictures must be on the site itself."""
     done = build_site(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
     built = {page.relative_to(tmp_path) for page in tmp_path.rglob("index.html")}
@@ -206,7 +206,7 @@ def test_site_is_built_and_loads_from_no_other_host(tmp_path: Path) -> None:
 
 
 def test_each_fault_of_the_site_fails_its_build(tmp_path: Path) -> None:
-    """A strict build fails for a single warning, and each fault is one."""
+    """A strict build fails on a single warning, and each fault causes one."""
     faults = {
         "[broken](nowhere.md)": "nowhere.md",
         "[broken](batching.md#nowhere)": "#nowhere",

@@ -1,4 +1,4 @@
-"""Names of metrics keep Prometheus' conventions (https://prometheus.io/docs/practices/naming/)."""
+"""Names of metrics follow Prometheus' conventions (https://prometheus.io/docs/practices/naming/)."""
 
 import re
 from typing import Final
@@ -32,7 +32,7 @@ UNITS: Final = (
     "polls",
     "evictions",
 )
-"""What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
+"""Counted or measured quantities, in base units and in the plural; they precede ``_total`` in a counter's name."""
 UNITLESS: Final = {
     "ortserve_saturation": "a ratio, which has no unit; 1 is all",
     "ortserve_device_utilization": "likewise",
@@ -45,7 +45,7 @@ UNITLESS: Final = {
 NO_BASE_UNITS: Final = r"(milli|micro|nano)seconds|minutes|percent|(kilo|mega)bytes|_(ms|us|ns|mb|kb)(_|$)"
 
 NO_OUTCOMES: Final = {ErrorKind.UNAUTHENTICATED, ErrorKind.FORBIDDEN, ErrorKind.HEADERS_TOO_LARGE}
-"""Kinds of rejections before a request exists to time (``test_keys.py``, ``test_http_limits.py``)."""
+"""Kinds of rejections that occur before a request can be timed (``test_keys.py``, ``test_http_limits.py``)."""
 
 BOUNDED_LABELS: Final = {
     "model": "those that are served, by the registry",
@@ -62,7 +62,7 @@ BOUNDED_LABELS: Final = {
     "owner": "instances that are loaded",
     "purpose": 3,
     "way": 6,
-    "cause": 21,  # four, and the statuses of gRPC
+    "cause": 21,  # four causes, and the statuses of gRPC
     "code": 14,
     "result": 3,
     "direction": 2,
@@ -75,7 +75,7 @@ BOUNDED_LABELS: Final = {
     "python": 1,
     "onnxruntime": 1,
 }
-"""Every label, with the number of its values or what bounds it. Nothing that callers choose is among them."""
+"""Every label, with the number of its values or the reason why it is bounded. Callers cannot choose any of them."""
 
 each_metric = pytest.mark.parametrize("declared", DECLARATIONS, ids=lambda declared: declared.name)
 
@@ -90,7 +90,7 @@ def test_name_has_the_prefix_and_snake_case(declared: Declaration) -> None:
 def test_name_ends_with_its_unit_and_counters_with_total(declared: Declaration) -> None:
     stem = declared.name.removesuffix("_total")
     assert declared.name.endswith("_total") == (declared.type == "counter")
-    # Suffixes that the text format gives to the samples of histograms.
+    # The text format appends these suffixes to the samples of histograms.
     assert not stem.endswith(("_count", "_sum", "_bucket", "_created"))
     assert (declared.name in UNITLESS) != stem.endswith(UNITS)
 
@@ -105,7 +105,7 @@ def test_name_repeats_no_label(declared: Declaration) -> None:
 def test_labels_are_bounded_and_avoid_reserved_names(declared: Declaration) -> None:
     assert set(declared.labels) <= BOUNDED_LABELS.keys()
     assert not {"le", "quantile", "job", "instance"} & set(declared.labels)
-    # A histogram's buckets multiply with its labels: for a model with requests of every kind.
+    # A histogram's buckets multiply with its labels; the case is a model with requests of every kind.
     counts = [BOUNDED_LABELS[label] for label in declared.labels]
     series = (len(declared.buckets) + 3) if declared.buckets else 1
     for count in counts:

@@ -1,4 +1,4 @@
-"""The performance guide names only what exists, and its figures are those of ``loadtests/advice.py``."""
+"""The performance guide names only existing things, and its figures equal those of ``loadtests/advice.py``."""
 
 import re
 from functools import cache

@@ -30,7 +30,7 @@ SCHEMAS: Final = (
     WarmupSample,
 )
 NARROWING: Final = ("pattern", "patternProperties", "minLength", "minItems", "minProperties")
-"""Keywords of JSON Schema."""
+"""Keywords of JSON Schema that restrict a value."""
 
 IN_SOURCE_TREE: Final = pytest.mark.skipif(
     not ortserve.config.reference.PAGE.exists(), reason="an installed package has no pages"
@@ -85,13 +85,13 @@ def test_every_option_is_described(schema: type[BaseModel]) -> None:
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_restricted_option_states_its_expectation(schema: type[BaseModel]) -> None:
-    """Errors of numbers name their bounds; ``expected text, got 'foo'`` would be no help."""
+    """Errors of numbers state their bounds, but ``expected text, got 'foo'`` would not help."""
     properties = schema.model_json_schema()["properties"]
     assert [name for name, declared in properties.items() if is_narrowed(declared) and "expects" not in declared] == []
 
 
 def is_narrowed(schema: object) -> bool:
-    """Whether a JSON Schema, or one in it, sets a pattern or a least length."""
+    """Whether a JSON Schema or a nested one sets a pattern or a minimum length."""
     if isinstance(schema, list):
         return any(map(is_narrowed, schema))
     if not isinstance(schema, dict):

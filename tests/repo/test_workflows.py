@@ -1,4 +1,4 @@
-"""The files for GitHub and pre-commit follow their schemas and name existing files."""
+"""The files for GitHub and pre-commit conform to their schemas and name existing files."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ def workflow(name: str) -> Any:
 
 
 def lines_that_run() -> list[str]:
-    """Each line of a shell in the workflows."""
+    """Each shell line in the workflows."""
     jobs = [job for path in WORKFLOWS for job in yaml.safe_load(path.read_text())["jobs"].values()]
     return [line for job in jobs for step in job["steps"] for line in step.get("run", "").splitlines()]
 

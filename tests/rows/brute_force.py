@@ -1,7 +1,7 @@
 """Checks claims about the rows of a batch against ONNX Runtime: each row alone, and the same rows together.
 
-``observe`` runs a model and keeps all tensors of all runs, ``disagreement`` compares one claim with one tensor. A claim
-that survives is not proven by it; a claim that does not is wrong.
+``observe`` runs a model and records all tensors of all runs; ``disagreement`` compares one claim with one tensor. A
+surviving claim is not proven; a contradicted claim is wrong.
 """
 
 import ctypes
@@ -16,10 +16,10 @@ import onnxruntime as ort
 
 Arrays: TypeAlias = dict[str, np.ndarray]
 Together: TypeAlias = tuple[int, ...]
-"""The rows of a batch, in order: indices of rows that were run alone. A row may come twice."""
+"""The rows of a batch, in order, as indices of rows that ran alone. A row may occur twice."""
 
 BATCHES: Final[tuple[Together, ...]] = ((0,), (1, 0), (2, 1), (0, 1, 2), (2, 0, 1, 0, 2))
-"""Sizes 1, 2, 3 and 5 of three rows: permuted, repeated, and among other neighbours."""
+"""Batches of 1, 2, 3 and 5 from three rows: permuted, repeated, and with different neighbours."""
 
 
 class Kind(Enum):
@@ -36,14 +36,14 @@ class Claim:
     """A claim of the proof in plain numbers, for requests of one shape.
 
     Attributes:
-        kind: Rows along ``axis``, the same for all, the same for all batches of one size, or nothing.
-        axis: Of ``outer * rows * inner`` entries. ``outer``, ``inner`` and ``stride`` are None where the proof has them
-            as a number that is not known here: then any number may fit.
+        kind: Rows along ``axis``, equal for all batches, equal for all batches of one size, or no claim.
+        axis: The axis of rows, of ``outer * rows * inner`` entries. ``outer``, ``inner`` and ``stride`` are None if the
+            proof has a number for them that is not known here; any number may then fit.
         stride: The value in the batch is the value alone plus the position of the row times ``stride``.
         shape_only: Values contain the positions of rows in a way that is not described here.
-        nonneg: No value alone is negative.
-        below: Every value alone is less.
-        elements: Of each size of a batch the values, in flat order; None for one that is not known.
+        nonneg: No value of a single row is negative.
+        below: Every value of a single row is less than this.
+        elements: The values for each size of a batch, in flat order; None for an unknown value.
     """
 
     kind: Kind
@@ -66,17 +66,17 @@ class Observation:
 
 
 class RefusedError(Exception):
-    """ONNX Runtime does not load the model, or rejects a single row, so there is nothing to compare with."""
+    """ONNX Runtime does not load the model, or rejects a single row, so there is nothing to compare."""
 
 
 def disagreement(claim: Claim, seen: Observation) -> str:
-    """The contradiction of the claim; empty if there is none, and if a row alone was rejected."""
+    """The contradiction of the claim; empty if there is none, or if a single row was rejected."""
     alone = [array for array in seen.alone if array is not None]
     if claim.kind is Kind.NONE or len(alone) < len(seen.alone):
         return ""
     for rows, array in seen.batches.items():
         if array is None:
-            if claim.kind is Kind.SIZE:  # a table may be too short for the number of rows; no output may be a size
+            if claim.kind is Kind.SIZE:  # a table may be too short for the number of rows, and no output may be a size
                 continue
             return f"rows {rows} together are refused, though each is accepted alone"
         parts = [alone[row] for row in rows]
@@ -96,18 +96,18 @@ def observe(
     *,
     inside: bool = True,
 ) -> dict[str, Observation]:
-    """Run rows alone and together, and return all tensors of the main graph by name.
+    """Run rows alone and together. Returns all tensors of the main graph by name.
 
     Args:
         model: Any model that ONNX Runtime loads.
-        rows: Requests of one row each: all of the same shapes, and equal in inputs without rows.
+        rows: Requests of one row each, all of the same shapes, and equal in inputs without rows.
         axes: For each input the axis along which rows are joined, or None.
-        batches: Which rows to run together.
-        inside: Look at intermediate tensors, too, which keeps ONNX Runtime from optimizing the graph. Without it, the
-            outputs are those of the model as it is served.
+        batches: The rows to run together.
+        inside: Also observe intermediate tensors, which prevents ONNX Runtime from optimizing the graph. Without it,
+            the outputs are those of the model as it is served.
 
     Raises:
-        RefusedError: ONNX Runtime does not load the model, or refuses a row alone.
+        RefusedError: ONNX Runtime does not load the model, or rejects a single row.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -139,7 +139,7 @@ def observe(
 
 
 def fill_memory(byte: int) -> None:
-    """Fill memory that is allocated from now on, so that what a kernel leaves unwritten differs from run to run."""
+    """Fill memory allocated from now on, so that values that a kernel does not write differ between runs."""
     _LIBC.mallopt(_PERTURB, byte)
 
 
@@ -149,7 +149,7 @@ _PERTURB: Final = -6
 
 
 def join(rows: Sequence[Mapping[str, np.ndarray]], axes: Mapping[str, int | None]) -> Arrays:
-    """Make the inputs of a batch."""
+    """Join rows to the inputs of a batch."""
     return {
         name: rows[0][name] if (axis := axes.get(name)) is None else np.concatenate([row[name] for row in rows], axis)
         for name in rows[0]
@@ -157,7 +157,7 @@ def join(rows: Sequence[Mapping[str, np.ndarray]], axes: Mapping[str, int | None
 
 
 def with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with each tensor that a node of its main graph makes as an output."""
+    """The model with each tensor that a node of its main graph produces as an output."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     known = {output.name for output in copy.graph.output}
@@ -170,7 +170,7 @@ def with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def differ(left: np.ndarray, right: np.ndarray, scale: float | None = None) -> bool:
-    """Whether two arrays are different beyond what rounding explains; ``scale`` is the size of their numbers."""
+    """Whether two arrays differ by more than rounding; ``scale`` is the magnitude of their numbers."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return True
     if left.dtype.names is not None:
@@ -179,7 +179,8 @@ def differ(left: np.ndarray, right: np.ndarray, scale: float | None = None) -> b
         return False
     if left.dtype.kind not in "fc":
         return True
-    rounding = 1e-4 if left.dtype.itemsize > 2 else 2e-2  # kernels sum in another order for another number of rows
+    # Kernels sum in a different order for a different number of rows.
+    rounding = 1e-4 if left.dtype.itemsize > 2 else 2e-2
     left, right = left.astype(np.float64), right.astype(np.float64)
     finite = np.isfinite(right)
     if scale is None:
@@ -206,7 +207,7 @@ def _contradicts_rows(claim: Claim, parts: Sequence[np.ndarray], array: np.ndarr
 
 
 def _layouts(length: int, claim: Claim) -> Iterable[tuple[int, int]]:
-    """All (outer, inner) that the claim leaves possible."""
+    """All (outer, inner) that are consistent with the claim."""
     if length == 0:
         return [(claim.outer or 0, claim.inner or 0)]
     return [
@@ -271,7 +272,7 @@ def _contradicts_facts(claim: Claim, alone: Sequence[np.ndarray], batches: Mappi
 
 
 def _scale(parts: Sequence[np.ndarray]) -> float | None:
-    """The largest number of all rows: what cancels out in one of them was rounded at this size."""
+    """The largest number of all rows; numbers that cancel out in one row were rounded at this magnitude."""
     if parts[0].dtype.kind not in "fc":
         return None
     largest = 0.0
@@ -292,7 +293,7 @@ def _run(session: Any, feeds: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def _as_array(value: Any) -> np.ndarray:
-    """Sequences of maps, as ZipMap makes them, have a record for each row; other sequences are arrays of objects."""
+    """Sequences of maps, as ZipMap produces them, have a record for each row; other sequences are arrays of objects."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         keys = sorted(value[0])
         record = np.dtype([(str(key), np.asarray(value[0][key]).dtype) for key in keys])

@@ -1,7 +1,6 @@
-"""Small models written as text, and requests of one row each to run them with.
+"""Small models written as text, and requests of one row each for their runs.
 
-A model's inputs carry rows along the dimension named ``N``, and no rows where they have none. Weights without values
-get random ones.
+Inputs carry rows along the dimension named ``N``; inputs without it have no rows. Weights without values are random.
 """
 
 import re
@@ -17,10 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 from rows.brute_force import BATCHES, Claim, Kind, Observation, disagreement, observe
 
 ROWS: Final = 3
-"""Requests of each case."""
+"""Number of requests of each case."""
 
 _SIZES: Final = {"N": 1, "L": 5, "T": 4, "P": 3}
-"""Of free dimensions, by name."""
+"""Sizes of free dimensions, by name."""
 
 _IR_VERSION: Final = 10
 
@@ -31,17 +30,17 @@ class Case:
 
     Attributes:
         name: Starts with the family of operators.
-        inputs: As in ONNX's textual syntax: ``float[N,4] x, int64[N,L] ids``.
-        body: Its nodes; results named ``y``, ``y1``, ... are the outputs.
-        weights: Initializers, with values or without.
+        inputs: Inputs in ONNX's textual syntax: ``float[N,4] x, int64[N,L] ids``.
+        body: Nodes; results named ``y``, ``y1``, ... are the outputs.
+        weights: Initializers, with or without values.
         opset: Version of the default domain.
         functions: Local functions, in the domain ``local``.
         below: Integers of the inputs are at least 0 and less than this.
-        scale: Of the floats of the inputs, which are normally distributed.
-        feeds: Values of some inputs, a row each, in place of random ones.
-        function_opset: That of the functions, where it is another one.
-        sizes: Of free dimensions, beside the usual.
-        refused_alone: ONNX Runtime refuses a row alone, so brute force has nothing to say.
+        scale: Factor of the floats of the inputs, which are normally distributed.
+        feeds: Values of some inputs, one per row, in place of random ones.
+        function_opset: Version of the functions' default domain, if it differs.
+        sizes: Sizes of free dimensions in addition to the usual ones.
+        refused_alone: ONNX Runtime rejects a single row, so brute force shows nothing.
     """
 
     name: str
@@ -102,12 +101,12 @@ class Case:
 
 
 def rows_meet(seen: Mapping[str, Observation]) -> bool:
-    """Whether no layout of rows explains some output: the weakest evidence of brute force against a model."""
+    """Whether no layout of rows explains some output; this is the weakest evidence of brute force against a model."""
     return any(not any(disagreement(claim, one) == "" for claim in _explanations(one)) for one in seen.values())
 
 
 def fill_weights(model: onnx.ModelProto, seed: int = 0) -> None:
-    """Give random values to the weights that have none."""
+    """Assign random values to weights without values."""
     rng = np.random.default_rng(seed)
     made = {name for node in model.graph.node for name in node.output}
     for value in list(model.graph.value_info):

@@ -1,6 +1,6 @@
-"""The claims of the proof in numbers: its symbols get their values from the first tensors that have them.
+"""The claims of the proof in numbers; a symbol takes its value from the first tensors that contain it.
 
-A symbol that stands for two numbers is a finding, too: equal symbols are what proofs of reshapes rest on.
+A symbol that stands for two different numbers is a finding too, because proofs of reshapes rely on equal symbols.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,8 +21,8 @@ class Check:
     """Compares claims about the tensors of one model with the observed tensors.
 
     Attributes:
-        findings: What is wrong, by tensor.
-        checked: How many claims were compared, and of those ``with_rows`` about rows.
+        findings: Contradictions, by tensor.
+        checked: Number of compared claims; ``with_rows`` of them are about rows.
     """
 
     def __init__(self, claimed: Mapping[str, Value]) -> None:
@@ -32,7 +32,7 @@ class Check:
         self._numbers = _Numbers()
 
     def look(self, name: str, seen: Observation) -> None:
-        """Compare one tensor; inputs first, and nodes in their order."""
+        """Compare one tensor. Inputs come first, then nodes in their order."""
         value = self._claimed.get(name)
         if value is None or any(array is None for array in seen.alone):
             return
@@ -95,15 +95,15 @@ def check_model(
     Args:
         model: The model.
         axes: The hypothesis.
-        seen: What ``observe`` gave, or a ``GrowingGraph``.
-        believe_names: Whether the sizes of equal names are equal in what was seen.
-        node_by_node: Whether the nodes were run one at a time, so that each refused batch is one node's.
+        seen: The result of ``observe``, or a ``GrowingGraph``.
+        believe_names: Whether sizes of equal names are equal in the observations.
+        node_by_node: Whether nodes ran one at a time, so that each rejected batch is due to one node.
     """
     parsed = parse_model(memoryview(model.SerializeToString()))
     claimed = claims(parsed, axes, believe_names=believe_names)
     if not node_by_node and any(
         value.cause is not None for value in claimed.values()
-    ):  # a batch may be refused where nothing is claimed
+    ):  # without a claim, a batch may be rejected
         seen = {name: _without_refused(one) for name, one in seen.items()}
     check = Check(claimed)
     for name in [*axes, *(name for node in model.graph.node for name in node.output)]:
@@ -117,13 +117,13 @@ def _without_refused(seen: Observation) -> Observation:
 
 
 class _Numbers:
-    """The known values of atoms."""
+    """The known values of symbols."""
 
     def __init__(self) -> None:
         self._atoms: dict[object, Fraction] = {}
 
     def value(self, number: Number, count: int) -> Fraction | None:
-        """The value for a batch of so many rows, or None if it is unknown."""
+        """The value for a batch of ``count`` rows, or None if it is unknown."""
         if isinstance(number, (int, Fraction)):
             return Fraction(number)
         if not isinstance(number, Product):
@@ -139,7 +139,10 @@ class _Numbers:
         return result
 
     def contradicts(self, number: Number, count: int, seen: "int | Fraction") -> str:
-        """Why a number cannot be what was seen; an atom that is not known yet is what makes it so."""
+        """The reason why a number differs from the observation.
+
+        A symbol without a value receives it from the observation.
+        """
         value = self.value(number, count)
         if value is not None:
             return "" if value == seen else f"{number} is {value}, but {seen} is there"

@@ -1,7 +1,7 @@
-"""Models by real exporters: those of ``corpus``, and those of installed packages.
+"""Models of real exporters: those of ``corpus``, and those of installed packages.
 
-The folder with the packages is ``ORTSERVE_TEST_PACKAGES``, as ``pip install --target`` leaves it; they are too large to
-be fetched for each run of the tests.
+``ORTSERVE_TEST_PACKAGES`` is the folder with the packages, as ``pip install --target`` creates it. The packages are too
+large to be fetched for each run of the tests.
 """
 
 import json
@@ -25,17 +25,17 @@ PACKAGES: Final = os.environ.get("ORTSERVE_TEST_PACKAGES", "")
 
 @dataclass(frozen=True)
 class Exported:
-    """A model by an exporter, and its request of one row.
+    """A model of an exporter, with its request of one row.
 
     Attributes:
         made_by: The exporter, with its version.
-        shapes: Of the inputs of one row; 1 along the axis of the rows.
-        below: Integers of an input are less.
-        scale: Of floats.
-        axes: Where an input carries rows, if not on axis 0; None for one without rows.
-        independent: Whether the rows are independent along these axes, as is known of the model or was tried at large.
-        values: Of inputs that have to be something in particular.
-        at_shape: Whether the verdict is asked for requests of exactly these sizes.
+        shapes: Shapes of the inputs of one row; 1 along the axis of the rows.
+        below: Upper bounds of the integers of inputs.
+        scale: Factor of the floats.
+        axes: The axis of rows for inputs whose rows are not on axis 0; None for inputs without rows.
+        independent: Whether the rows are independent along these axes, as known from the model or from many trials.
+        values: Values of inputs that require particular ones.
+        at_shape: Whether the verdict is for requests of exactly these sizes.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Exported:
 
     @property
     def sizes(self) -> dict[str, list[int | None]]:
-        """The sizes that the verdict may rest on."""
+        """The sizes on which the verdict may depend."""
         if not self.at_shape:
             return {}
         axes = self.row_axes
@@ -70,7 +70,7 @@ class Exported:
 
     @property
     def given(self) -> dict[str, list[int]]:
-        """The values of inputs without rows that the verdict may rest on."""
+        """The values of inputs without rows on which the verdict may depend."""
         return {name: [value] for name, value in self.values.items() if self.at_shape and self.row_axes[name] is None}
 
     @property
@@ -106,7 +106,7 @@ def committed() -> list[Exported]:
 
 
 def packaged(folder: Path) -> Iterator[Exported]:
-    """The models of packages that the folder has."""
+    """The models of packages in the folder."""
     for path, entry in _PACKAGED.items():
         if (folder / path).exists():
             yield Exported(path, folder / path, **entry)
@@ -198,4 +198,4 @@ _PACKAGED: Final[dict[str, dict[str, Any]]] = {
         "independent": False,
     },
 }
-"""By path: what they take, and whether their rows are independent, which brute force shows."""
+"""Packaged models by path: their inputs, and whether their rows are independent, which brute force shows."""

@@ -1,4 +1,4 @@
-"""Picks operands for the steps of random graphs."""
+"""Chooses operands for the steps of random graphs."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from rows.growing import BOOL, FLOAT, INT64, ROWS, GrowingGraph, Runs, Unsuitabl
 
 TEXTS: Final = ("red", "green", "blue", "a b c", "")
 KINDS: Final[Mapping[int, float]] = {FLOAT: 8, INT64: 4, BOOL: 1, TensorProto.UINT8: 1}
-"""The element types of inputs, and how often each is taken."""
+"""The element types of inputs, and their frequencies."""
 
 
 class Grower:
-    """Picks operands for steps."""
+    """Chooses operands for steps."""
 
     def __init__(self, rng: random.Random, graph: GrowingGraph) -> None:
         self.rng = rng
@@ -45,10 +45,10 @@ class Grower:
             self.graph.add_input(kind, dims, axis, rows)
 
     def pick(self, kinds: str = "f", *, least_rank: int = 0, most_rank: int = 6, exact: bool = False) -> str:
-        """A tensor of some kinds, rather a late one with rows.
+        """A tensor of some kinds, preferably a late one with rows.
 
         Raises:
-            Unsuitable: There is none.
+            Unsuitable: There is no such tensor.
         """
         names = [
             name
@@ -71,7 +71,7 @@ class Grower:
         return name
 
     def axis_of(self, name: str, *, rarely_rows: bool = True) -> int:
-        """An axis, mostly not that of the rows."""
+        """An axis, usually not that of the rows."""
         rank = len(self.graph.shape(name))
         if not rank:
             raise Unsuitable
@@ -82,7 +82,7 @@ class Grower:
         return axis
 
     def sign(self, axis: int, name: str) -> int:
-        """The axis, or the same counted from the end."""
+        """The axis, or the same axis counted from the end."""
         return axis - len(self.graph.shape(name)) if self.rng.random() < 0.3 else axis
 
     def weight(self, *shape: int, low: int = -3, high: int = 3) -> str:
@@ -142,19 +142,19 @@ class Grower:
         return self.graph.add("Concat", *parts, axis=0) if len(parts) > 1 else parts[0]
 
     def length(self, name: str, axis: int) -> str:
-        """An element of a target: a constant, or computed where the axis has rows."""
+        """An element of a target shape: a constant, or computed if the axis has rows."""
         if axis == self.graph.rows_axis(name) or self.rng.random() < 0.4:
             return self.size(name, axis)
         return self.graph.add_ints(self.graph.shape(name)[axis])
 
     def numbered(self, like: str) -> str:
-        """The numbers of a tensor's rows, as recent exporters make them."""
+        """The numbers of a tensor's rows, as recent exporters compute them."""
         axis = self.graph.rows_axis(like)
         count = self.scalar(self.size(like, self.axis_of(like) if axis is None else axis))
         return self.graph.add("Range", self.graph.add_scalar(0), count, self.graph.add_scalar(1))
 
     def numbers(self) -> str:
-        """A vector or a scalar that was made of shapes, as far as there is one."""
+        """A vector or a scalar computed from shapes, if there is one."""
         names = [
             name
             for name, runs in self.graph.values.items()

@@ -1,6 +1,6 @@
-"""A graph that grows node by node and is run by ONNX Runtime at each step: each row alone, and batches of the rows.
+"""A graph that grows node by node. ONNX Runtime runs it at each step: each row alone, and batches of the rows.
 
-Nodes run one at a time, in sessions that are kept for the next graph, so that thousands of graphs take seconds.
+Nodes run one at a time in sessions that are reused for the next graphs, so that thousands of graphs take seconds.
 """
 
 import random
@@ -20,15 +20,15 @@ from rows.brute_force import BATCHES, Observation, fill_memory
 IR_VERSION: Final = 10
 ROWS: Final = 3
 RUNS: Final = [*((row,) for row in range(ROWS)), *BATCHES[1:]]
-"""The rows alone, then the batches."""
+"""Single rows, then the batches."""
 
 Runs: TypeAlias = list[np.ndarray | None]
-"""A tensor in each of ``RUNS``; None where ONNX Runtime refused it."""
+"""A tensor in each of ``RUNS``; None if ONNX Runtime rejected it."""
 
 _MOST_SESSIONS: Final = 3000
 _SIZED: Final = frozenset({"ConstantOfShape", "Expand", "Pad", "Range", "Reshape", "Resize", "Tile"})
 _LARGEST: Final = 1e5
-"""Numbers stay below, so that differences are not those of rounding."""
+"""Upper bound of numbers, so that differences are not caused by rounding."""
 
 
 class Unsuitable(Exception):  # noqa: N818 - nothing is wrong
@@ -45,7 +45,7 @@ class Input:
 
 
 class GrowingGraph:
-    """Nodes, weights and inputs, and the values of all tensors in all runs."""
+    """Nodes, weights and inputs, with the values of all tensors in all runs."""
 
     def __init__(self, rng: random.Random, opset: int) -> None:
         self.rng = rng
@@ -86,10 +86,10 @@ class GrowingGraph:
         return self.add_many(op, *inputs, outputs=outputs, domain=domain, **attributes)[0]
 
     def add_many(self, op: str, *inputs: str, outputs: int, domain: str = "", **attributes: Any) -> list[str]:
-        """Run a node in all runs, and keep it if each single row can run it.
+        """Run a node in all runs, and add it if it succeeds for each single row.
 
         Raises:
-            Unsuitable: A row alone is refused, or its numbers are too large.
+            Unsuitable: A single row is rejected, or its numbers are too large.
         """
         names = [self.new_name() for _ in range(outputs)]
         node = helper.make_node(op, list(inputs), names, domain=domain, **attributes)
@@ -107,7 +107,7 @@ class GrowingGraph:
             # Input names of the session, by position: the session may belong to another node.
             feeds = {f"i{position}": runs[index] for position, runs in enumerate(operands.values())}
             is_missing = any(array is None or (op in CRASHING and not array.size) for array in feeds.values())
-            if op == "Einsum":  # ONNX Runtime 1.31.1 ends the process if an operand has another rank than its term
+            if op == "Einsum":  # ONNX Runtime 1.31.1 crashes the process if an operand has another rank than its term
                 ranks = [there(runs[0]).ndim for runs in operands.values()]
                 is_missing = is_missing or [array.ndim for array in feeds.values() if array is not None] != ranks
             try:
@@ -125,7 +125,7 @@ class GrowingGraph:
         return names
 
     def _is_huge(self, name: str) -> bool:
-        """Whether a tensor may ask for a huge result, where it is read as a shape."""
+        """Whether a tensor, used as a shape, may request a huge result."""
         for array in self.values[name]:
             if array is None or array.dtype.kind != "i" or array.size >= 9:
                 continue
@@ -135,7 +135,7 @@ class GrowingGraph:
         return False
 
     def drop(self, count: int) -> None:
-        """Keep the first nodes only."""
+        """Remove all nodes after the first ``count``."""
         for node in self.nodes[count:]:
             for name in node.output:
                 del self.values[name]
@@ -174,11 +174,11 @@ class GrowingGraph:
         )
 
     def made(self) -> list[str]:
-        """The tensors that nodes make."""
+        """The tensors that nodes produce."""
         return [name for node in self.nodes for name in node.output]
 
     def model(self) -> onnx.ModelProto:
-        """All of it, with the last tensors that no other node uses as outputs."""
+        """The whole graph as a model; its outputs are the tensors that no other node uses."""
         used = {name for node in self.nodes for name in [*node.input, *captured(node)]}
         ends = [name for name in self.made() if name not in used]
         graph = helper.make_graph(
@@ -270,7 +270,7 @@ def _renamecaptured(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
 
 
 def _is_tame(array: np.ndarray) -> bool:
-    if not array.size:  # the proof is for axes that are not empty: 0 in the target of a Reshape means another size
+    if not array.size:  # the proof covers nonempty axes: 0 in the target of a Reshape means another size
         return False
     if array.dtype.kind == "f":
         return bool(np.all(np.isfinite(array)) and float(np.abs(array).max()) < _LARGEST) and array.size < 5000

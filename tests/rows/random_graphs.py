@@ -1,7 +1,7 @@
 """Random graphs of operators with rules in the proof, biased towards hard proofs.
 
-A step tries to add what one of ``STEPS`` makes; some of what comes out is nonsense, none of it is refused for a row
-alone.
+A step tries to add the result of one of ``STEPS``. Some results are meaningless, but ONNX Runtime rejects none of them
+for a single row.
 """
 
 import random
@@ -26,13 +26,13 @@ _TRIES: Final = 3
 
 
 def grow(seed: int, most_nodes: int = 16) -> GrowingGraph:
-    """The graph of a seed, always the same, of operators that exporters write."""
+    """The graph of a seed, from operators that exporters write; equal seeds give equal graphs."""
     rng = random.Random(seed)
     return _grown(Grower(rng, GrowingGraph(rng, rng.choice(OPSETS))), KINDS, STEPS, most_nodes)
 
 
 def grow_widely(seed: int, most_nodes: int = 12) -> GrowingGraph:
-    """The graph of a seed, always the same, of all operators with rules."""
+    """The graph of a seed, from all operators with rules; equal seeds give equal graphs."""
     rng = random.Random(seed)
     return _grown(Grower(rng, GrowingGraph(rng, rng.choice(ALL_OPSETS))), MORE_KINDS, STEPS | OPERATORS, most_nodes)
 
@@ -272,7 +272,7 @@ def _reshape(g: Grower) -> object:
 
 
 def _reshape_like(g: Grower) -> object:
-    """To the shape of another tensor with as many elements, or to a constant one."""
+    """Reshape to the shape of another tensor with as many elements, or to a constant shape."""
     name = g.pick("fib")
     count = g.graph.alone(name).size
     if not count:
@@ -290,7 +290,7 @@ def _reshape_like(g: Grower) -> object:
 
 
 def _round_trip(g: Grower) -> object:
-    """Fold rows and another axis, do something, and unfold them again."""
+    """Merge rows and another axis, apply an operation, and split them again."""
     name = g.pick("f", least_rank=2)
     shape = g.graph.add("Shape", name)
     folded = g.graph.add("Reshape", name, g.graph.add_ints(-1, g.graph.shape(name)[-1]))
@@ -343,7 +343,7 @@ def _slice(g: Grower) -> object:
 
 
 def _table(g: Grower) -> object:
-    """Add a table that is cut to a length: positions, as exporters write them."""
+    """Add a table that is sliced to a length, like positions in exported models."""
     name = g.pick("f", least_rank=1)
     axis = g.axis_of(name)
     shape = [1] * len(g.graph.shape(name))
@@ -395,7 +395,7 @@ def _concat(g: Grower) -> object:
 
 
 def _stack_and_split(g: Grower) -> object:
-    """Stack two tensors along the rows, do something, and take them apart: as convolutions of stereo images do."""
+    """Stack two tensors along the rows, apply an operation, and separate them, as models of stereo images do."""
     first = g.pick("f", least_rank=1)
     axis = g.graph.rows_axis(first)
     same = [
@@ -457,7 +457,7 @@ def _flat_index(g: Grower) -> object:
         index = g.graph.add("ArgMax", of, axis=1, keepdims=0)
     elif draw < 0.7:
         index = g.pick("i", most_rank=1)
-    elif draw < 0.85:  # some entries of each row, as masks are indexed
+    elif draw < 0.85:  # some entries of each row, as with masks
         other = g.pick("fib", least_rank=2) if rng.random() < 0.3 else name
         end = g.scalar(g.size(other, 1)) if rng.random() < 0.7 else g.graph.add_scalar(rng.randint(1, length))
         index = g.graph.add("Range", g.graph.add_scalar(rng.choice((0, 0, -1))), end, g.graph.add_scalar(1))
@@ -491,7 +491,7 @@ def _gather_nd(g: Grower) -> object:
 
 
 def _numbers_used(g: Grower) -> object:
-    """The rows' own numbers as a feature: wrong, unless what is done with them undoes it."""
+    """Use the numbers of rows as a feature: wrong, unless a later operation removes them."""
     numbers = _numbered(g)
     draw = g.rng.random()
     if draw < 0.3:
@@ -523,7 +523,7 @@ def _size_arithmetic(g: Grower) -> object:
 
 
 def _size_as_data(g: Grower) -> object:
-    """Tensors made from shapes, beside data."""
+    """Combine tensors computed from shapes with data."""
     real = g.graph.add("Cast", g.numbers(), to=FLOAT)
     name = g.pick("f")
     return g.graph.add(g.rng.choice(("Add", "Mul")), name, real)
@@ -632,7 +632,7 @@ def _data_dependent(g: Grower) -> object:
 
 
 def _body_nodes(g: Grower, start: str, outer: str, count: int) -> tuple[list[NodeProto], str]:
-    """A few element-wise, reducing or moving nodes on ``start``; now and then with a tensor from outside."""
+    """A few element-wise, reducing or moving nodes on ``start``, sometimes with a tensor from outside."""
     nodes: list[NodeProto] = []
     for _ in range(count):
         result = g.graph.new_name("b")
@@ -712,7 +712,7 @@ def _loop(g: Grower) -> object:
 
 
 def _is_like_slices(g: Grower, name: str, scanned: str, axis: int) -> bool:
-    """Whether a state has the shape of a scanned slice in all runs: ONNX Runtime 1.31 writes past the end of others."""
+    """Whether a state has the shape of a scanned slice in all runs; otherwise ONNX Runtime 1.31 writes past its end."""
     return all(
         state is not None and whole is not None and state.shape == (*whole.shape[:axis], *whole.shape[axis + 1 :])
         for state, whole in zip(g.graph.values[name], g.graph.values[scanned], strict=True)
@@ -813,4 +813,4 @@ STEPS: Final[dict[Step, float]] = {
     _loop: 1.5,
     _scan: 1.5,
 }
-"""How often each is tried."""
+"""The frequency of each step."""

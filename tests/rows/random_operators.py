@@ -1,6 +1,6 @@
 """Further steps of random graphs: rare, quantized and fused operators, classical models, texts.
 
-Each step adds one operator with operands that fit it, and with attributes that matter to rows.
+Each step adds one operator with suitable operands and with attributes that are relevant to rows.
 """
 
 from collections.abc import Callable
@@ -111,7 +111,7 @@ def _dropout(g: Grower) -> object:
 
 
 def _indices(g: Grower, name: str, length: int) -> str:
-    """Whole numbers from 0 on, below a length, of the shape of a tensor."""
+    """Integers from 0 to ``length`` - 1, in the shape of a tensor."""
     whole = g.graph.add("Cast", name, to=INT64)
     return g.graph.add("Mod", whole, g.graph.add_scalar(length))
 
@@ -144,7 +144,7 @@ def _scatter_nd(g: Grower) -> object:
     shape = g.graph.shape(name)
     extra: Attributes = {"reduction": rng.choice(("add", "none", "mul"))} if g.graph.opset >= 16 else {}
     draw = rng.random()
-    if draw < 0.35:  # the same entries of all rows, as a slice is assigned
+    if draw < 0.35:  # the same entries of all rows, like an assignment to a slice
         first = rng.randrange(shape[0])
         updates = g.graph.add("Gather", name, g.graph.add_ints(first), axis=0)
         return g.graph.add("ScatterND", name, g.graph.add_weight(np.array([[first]])), updates, **extra)
@@ -296,7 +296,7 @@ def _spatial(g: Grower) -> object:
 
 
 def _bytes(g: Grower, least_rank: int = 0, most_rank: int = 6) -> str:
-    """A tensor of bytes: an input, or floats that are quantized."""
+    """A tensor of bytes: an input, or quantized floats."""
     names = [
         name
         for name, runs in g.graph.values.items()
@@ -676,7 +676,7 @@ def _texts(g: Grower) -> object:
 
 
 def _whole(g: Grower) -> object:
-    """Operators whose result has as many entries as the values say."""
+    """Operators whose values determine the size of the result."""
     op = g.rng.choice(("NonZero", "Unique", "Compress"))
     name = g.pick("f", least_rank=1, exact=True)
     if op == "Compress":
@@ -697,7 +697,7 @@ def _constant(g: Grower) -> object:
 
 
 def _counting(g: Grower) -> object:
-    """Counts along an axis: positions, as exporters write them."""
+    """Counts along an axis, like positions in exported models."""
     name = g.pick("fi", least_rank=1)
     axis = g.axis_of(name)
     length = g.scalar(g.size(name, axis))
@@ -739,7 +739,7 @@ OPERATORS: Final[dict[Step, float]] = {
     _constant: 1,
     _counting: 1.5,
 }
-"""How often each is tried."""
+"""The frequency of each step."""
 
 KINDS: Final[dict[int, float]] = {
     FLOAT: 8,
@@ -750,4 +750,4 @@ KINDS: Final[dict[int, float]] = {
     TensorProto.INT32: 1,
     TensorProto.DOUBLE: 1,
 }
-"""The element types of inputs, and how often each is taken."""
+"""The element types of inputs, and their frequencies."""

@@ -1,7 +1,7 @@
 """Random models as the server runs them, and requests to them.
 
-A model is opened with the session options of the server, its requests are joined by shape class, and an instance stages
-and runs them. Only models whose rows are proven to be independent are served so.
+A model is opened with the server's session options, its requests are joined by shape class, and an instance stages and
+runs them. Only models with rows that are proven independent are served in this way.
 """
 
 import random
@@ -46,7 +46,7 @@ Outputs: TypeAlias = list[np.ndarray]
 def with_proven_outputs(graph: GrowingGraph, rng: random.Random) -> onnx.ModelProto | None:
     """The part of a graph that computes one to three tensors whose entries are claimed to be rows; None without any.
 
-    Half of the models have no free sizes beside the rows, and some have a part of their nodes in a function.
+    Half of the models have no free sizes besides the rows, and some have a part of their nodes in a function.
     """
     model = graph.model()
     axes = {name: one.axis for name, one in graph.inputs.items()}
@@ -77,7 +77,7 @@ def _are_rows(value: Value) -> bool:
 
 
 def _prune(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
-    """Keep what the outputs need, and declare none of them."""
+    """Keep only the nodes that the outputs need, and declare the outputs without shapes."""
     needed, nodes = set(outputs), []
     for node in reversed(model.graph.node):
         if needed.intersection(node.output):
@@ -91,11 +91,12 @@ def _prune(model: onnx.ModelProto, outputs: Sequence[str]) -> None:
 
 
 def _move_to_function(model: onnx.ModelProto, rng: random.Random) -> None:
-    """Move up to four nodes that follow each other to a function of the model."""
+    """Move up to four consecutive nodes to a function of the model."""
     nodes = list(model.graph.node)
     first = rng.randrange(len(nodes))
     part, later = nodes[first : first + 4], nodes[first + 4 :]
-    # ONNX Runtime 1.31.1 crashes on operators that it added to ONNX's domain, as LayerNormalization before opset 17.
+    # ONNX Runtime 1.31.1 crashes on operators that it added to ONNX's domain, such as LayerNormalization before opset
+    # 17.
     if any(captured(node) or "LayerNormalization" in node.op_type for node in part):
         return
     made = [name for node in part for name in node.output]
@@ -129,7 +130,7 @@ class Served:
         self.classes = ShapeClasses(signature, None)
 
     def run_alone(self, row: Arrays) -> Outputs | None:
-        """The outputs of ONNX Runtime for a request in the model's own form; None if it is rejected."""
+        """ONNX Runtime's outputs for a request in the model's own form; None if it is rejected."""
         try:
             outputs = self.session.run([spec.name for spec in self.signature.outputs], row)
         except ORT_ERRORS:
@@ -137,7 +138,7 @@ class Served:
         return [np.asarray(output) for output in outputs]
 
     def shape_class(self, row: Arrays) -> object:
-        """Equal for requests that may share a batch; None for a request that must run alone."""
+        """A key that is equal for requests that may share a batch; None for a request that must run alone."""
         found = self.classes.find(self._in_batch_form(row))
         return None if isinstance(found, Alone) else found
 
@@ -170,7 +171,7 @@ def served(model: onnx.ModelProto, path: Path) -> Iterator[Served]:
     """Open a model as the server does, on the CPU with one thread.
 
     Raises:
-        NotServed: It does not load, or its rows are not proven to be independent.
+        NotServed: The model does not load, or its rows are not proven to be independent.
     """
     path.write_bytes(model.SerializeToString())
     analysed = analyse_model(path, "m", ModelOptions())
@@ -192,17 +193,17 @@ def served(model: onnx.ModelProto, path: Path) -> Iterator[Served]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of one row, in the model's own form. Of a wild one some numbers are extreme."""
+    """A request of one row, in the model's own form. A wild request contains extreme numbers."""
 
     inputs: Arrays
     is_wild: bool
 
 
 def make_requests(graph: GrowingGraph, signature: ModelSignature, rng: random.Random, count: int) -> list[Request]:
-    """Requests of one row: those that the graph grew with, and others with small or extreme numbers and other sizes."""
+    """Requests of one row: the rows of the graph, and others with small or extreme numbers and other sizes."""
     grown = [{spec.name: there(graph.values[spec.name][row]) for spec in signature.inputs} for row in range(ROWS)]
     if any(grown[0][spec.name].shape[axis] != 1 for spec in signature.inputs if (axis := spec.batch_axis) is not None):
-        return []  # the proof found other axes than those along which the graph grew
+        return []  # the proof found other axes than the graph has
     requests = [Request(row, False) for row in grown]
     for _ in range(count):
         wild = rng.choice((0.0, 0.0, 0.1, 0.5, 1.0))
@@ -218,11 +219,11 @@ EXTREMES: Final[Mapping[str, Sequence[float]]] = {
     "u": (0, 255),
     "b": (0, 1),
 }
-"""Numbers at the ends of types, by kind of type."""
+"""Numbers at the limits of types, by kind of type."""
 
 
 def _vary(rng: random.Random, spec: TensorSpec, like: np.ndarray, sizes: dict[str, int], wild: float) -> np.ndarray:
-    """Another value for an input: mostly with the shape of ``like``, and with one size for each name of a dimension."""
+    """Another value for an input, usually in the shape of ``like``, and with one size for each name of a dimension."""
     if spec.batch_axis is None and rng.random() < 0.9:
         return like
     shape = list(like.shape)

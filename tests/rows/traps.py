@@ -1,6 +1,6 @@
 """Models whose rows only seem independent. The proof must accept none of them.
 
-Most look right for a row alone, for equal rows, for small numbers, or for two rows of a certain size.
+Most appear correct for single rows, for equal rows, for small numbers, or for two rows of a certain size.
 """
 # A line for each model.
 # ruff: noqa: E501

@@ -1,7 +1,7 @@
-"""The verdicts about models by real exporters, and the reference page that lists them.
+"""The verdicts about models of real exporters, and the reference page that lists them.
 
-``python tests/rows/verdicts.py`` writes the page; a test checks that it is current. What it says of models that
-packages ship is kept in ``packaged.json``, and renewed where ``ORTSERVE_TEST_PACKAGES`` is the folder that has them.
+``python tests/rows/verdicts.py`` writes the page; a test checks that it is current. ``packaged.json`` stores the
+verdicts about models in packages; it is renewed if ``ORTSERVE_TEST_PACKAGES`` names the folder with the packages.
 """
 
 import json
@@ -34,7 +34,7 @@ class Line:
 
 
 def judge(model: Exported) -> Line:
-    """The verdict about a model, as the page has it."""
+    """The verdict about a model as a line of the page."""
     verdict = model.verdict
     if verdict.outcome is Outcome.PROVEN:
         detail = _axes(verdict.input_axes, "in") + _axes(verdict.output_axes, "out")
@@ -80,7 +80,7 @@ def _table(lines: Sequence[Line]) -> list[str]:
 
 
 def _axes(axes: Mapping[str, int | None], way: str) -> str:
-    """Axes other than the first; nothing where all are the first."""
+    """The axes other than the first; empty if all are the first."""
     other = [f"{name} {'none' if axis is None else axis}" for name, axis in axes.items() if axis != 0]
     return f"; {way}: " + ", ".join(other) if other else ""
 

@@ -1,6 +1,6 @@
-"""The batcher keeps its figures: the most critical cells of ``loadtests/batching_simulation.py``.
+"""The batcher reaches its figures in the most critical cells of ``loadtests/batching_simulation.py``.
 
-Virtual time and seeded arrivals: every run gives the same numbers.
+Virtual time and seeded arrivals give the same numbers in every run.
 """
 
 import random
@@ -56,7 +56,8 @@ def test_overloaded_server_keeps_its_goodput(machine: Machine, load: float, nois
 @pytest.mark.parametrize("machine", MACHINES)
 def test_tight_deadlines_halve_batches_but_not_throughput(machine: Machine) -> None:
     slo_ns = round(1.2 * machine.latency_ns(machine.max_rows))
-    # A request that arrives just after a dispatch waits for that batch and its own: a batch may take half of the time.
+    # A request that arrives just after a dispatch waits for that batch and its own, so a batch may take half of the
+    # time.
     rows = max(rows for rows in range(1, machine.max_rows + 1) if machine.latency_ns(rows) <= slo_ns / 2)
     reachable_per_s = rows / machine.latency_ns(rows) * 1e9
     outcome = open_loop(machine, poisson_ns(2 * machine.capacity_per_s, 15_000, seed=1), slo_ns=slo_ns)

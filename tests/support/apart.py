@@ -1,4 +1,4 @@
-"""Packages that tests need, but that cannot live beside the project's own: installed apart, once a machine."""
+"""Packages that tests need but that conflict with the project's own: installed separately, once per machine."""
 
 import os
 import subprocess
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Final
 
 CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ortserve-tests"
-"""Outside the tree, so that every clone on a machine shares it."""
+"""Folder outside the tree, shared by all clones on a machine."""
 
 _INSTALL_S: Final = 300
 
 
 class UnavailableError(Exception):
-    """Something cannot be had on this machine; the text says what and why."""
+    """A dependency is not available on this machine; the text says which and why."""
 
 
 def installed_apart(name: str, *requirements: str) -> Path:
-    """A folder with these packages, for ``PYTHONPATH`` or for what lies in it; made by the first who asks for it.
+    """A folder with these packages, for ``PYTHONPATH`` or for other files in it. The first caller installs them.
 
     Args:
-        name: Of the folder; it holds the versions, so that another version is another folder.
-        requirements: As pip takes them, options among them.
+        name: Name of the folder; it includes the versions, so that another version uses another folder.
+        requirements: Requirements and options of pip.
 
     Raises:
         UnavailableError: pip could not install them.
@@ -33,7 +33,7 @@ def installed_apart(name: str, *requirements: str) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             whole = Path(scratch) / "whole"
-            # Bytecode of what is imported is made then; that of all takes longer than the rest.
+            # Imported modules are compiled on import; compiling all would take longer than the rest.
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", f"--target={whole}"]
             run_tool([*pip, *requirements])
             keep(whole, folder)
@@ -41,7 +41,7 @@ def installed_apart(name: str, *requirements: str) -> Path:
 
 
 def keep(made: Path, folder: Path) -> None:
-    """Put a folder that was made aside in its place: whole or not at all, whoever else does the same."""
+    """Move a finished folder to its place atomically, even if other processes do the same."""
     try:
         made.rename(folder)
     except OSError:
@@ -50,10 +50,10 @@ def keep(made: Path, folder: Path) -> None:
 
 
 def run_tool(command: Sequence[str]) -> None:
-    """Run a command to its good end.
+    """Run a command that must succeed.
 
     Raises:
-        UnavailableError: It failed, or took too long.
+        UnavailableError: The command failed or took too long.
     """
     tool = " ".join(command[:3])
     try:

@@ -1,7 +1,7 @@
-"""Asks whether versions that are pinned in ``constraints.txt`` have known vulnerabilities: ``make audit``.
+"""Checks whether versions pinned in ``constraints.txt`` have known vulnerabilities: ``make audit``.
 
-pip-audit asks a service on the network. Where none answers, or none knows the packages, nothing was audited: that is
-said, and is no failure, for a build must not depend on it. A vulnerability that was found is one.
+pip-audit queries a service on the network. If no service answers or knows the packages, nothing was audited; the script
+reports this and succeeds, because a build must not depend on the network. A known vulnerability is a failure.
 """
 
 import json
@@ -14,17 +14,17 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 SERVICES: Final = ("osv", "pypi")
-"""pip-audit's names of those that are asked, one after the other, until one knows something."""
+"""pip-audit's names of the services, queried in this order until one knows a version."""
 _TIMEOUT_S: Final = 300
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What a service said.
+    """The answer of a service.
 
     Attributes:
-        audited: How many versions it knows.
-        unknown: Names of packages that it does not know, or would not tell of.
+        audited: Number of versions that it knows.
+        unknown: Names of packages that it does not know or did not report.
         found: A line for each vulnerability.
     """
 
@@ -34,7 +34,7 @@ class Audit:
 
 
 def read_report(report: str) -> Audit:
-    """Read pip-audit's JSON; what is none says nothing of any version."""
+    """Parse pip-audit's JSON; an invalid report counts as one without versions."""
     try:
         dependencies = json.loads(report)["dependencies"]
     except (ValueError, KeyError, TypeError):
@@ -53,7 +53,7 @@ def _remedy(fixed_in: Sequence[str]) -> str:
 
 
 def conclude(audit: Audit) -> tuple[int, str]:
-    """The exit status, and what to tell."""
+    """Returns the exit status and the text of the report."""
     if not audit.audited:
         return 0, "audit: nothing was audited: no service that knows these packages can be reached here"
     unknown = f"; unknown to it: {', '.join(audit.unknown)}" if audit.unknown else ""
@@ -62,7 +62,7 @@ def conclude(audit: Audit) -> tuple[int, str]:
 
 
 def ask(service: str, requirements: Path, *more: str) -> Audit:
-    """Have pip-audit ask a service about the versions in a file, which it does not install."""
+    """Query a service with pip-audit about the versions in a file, without installing them."""
     asked = ["--vulnerability-service", service, "--requirement", str(requirements), *more]
     flags = ["--disable-pip", "--no-deps", "--format", "json", "--progress-spinner", "off"]
     command = [sys.executable, "-m", "pip_audit", *asked, *flags]
@@ -74,7 +74,7 @@ def ask(service: str, requirements: Path, *more: str) -> Audit:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Audit ``constraints.txt``, or the file that is named."""
+    """Audit ``constraints.txt``, or the file in ``arguments``."""
     requirements = Path(arguments[0]) if arguments else ROOT / "constraints.txt"
     audit = Audit()
     for service in SERVICES:

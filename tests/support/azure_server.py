@@ -22,7 +22,7 @@ from servers import LONG_S
 
 ACCOUNT: Final = "devstoreaccount1"
 KEY: Final = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""The account and key of every Azurite."""
+"""The key of the default account of every Azurite."""
 _AZURITE: Final = "azurite@3.35.0"
 
 
@@ -30,7 +30,7 @@ class AzureServer:
     """Azurite with one container, in memory."""
 
     def __init__(self, container: str) -> None:
-        """Start it.
+        """Start Azurite.
 
         Raises:
             UnavailableError: There is no npm, or it cannot install Azurite.
@@ -51,7 +51,7 @@ class AzureServer:
         )
 
     def environment(self, key: str = KEY) -> dict[str, str]:
-        """Variables that lead a client to this server."""
+        """Variables that direct a client to this server."""
         return {
             "AZURE_STORAGE_ENDPOINT": self._endpoint,
             "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
@@ -71,7 +71,7 @@ class AzureServer:
         self._process.stdout.close()
 
     def _make_container(self, name: str) -> None:
-        """Create a container, which obstore cannot, with the signature of "Authorize with Shared Key"."""
+        """Create a container, signed as in "Authorize with Shared Key"; obstore cannot create containers."""
         headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2023-11-03"}
         lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items())]
         signed = "\n".join([*lines, f"/{ACCOUNT}/{ACCOUNT}/{name}", "restype:container"])
@@ -82,7 +82,7 @@ class AzureServer:
 
 
 def _installed() -> Path:
-    """Install Azurite, unless another test has, and return its folder."""
+    """Install Azurite, unless another test has. Returns its folder."""
     npm = shutil.which("npm")
     if npm is None:
         raise UnavailableError("npm, for Azurite, is not installed")

@@ -1,4 +1,4 @@
-"""Debian's Chromium, headless, driven by Playwright; pages that call any other host than the server fail."""
+"""Debian's Chromium, headless, driven by Playwright; pages that contact another host than the server fail."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ DESKTOP: Final = (1280, 900)
 def chromium() -> Iterator[Browser]:
     """A browser for the pages of a module."""
     with sync_playwright() as playwright:
-        # Without a sandbox, because tests may run as root in a container; the pages are our own.
+        # Without a sandbox, because tests may run as root in a container; all pages are ortserve's.
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
         )
@@ -38,14 +38,14 @@ def open_page(
     scheme: Literal["light", "dark"] = "light",
     expects_errors: bool = False,
 ) -> Iterator[Page]:
-    """A page of its own, without what other pages have stored. At its end there must be no error and no other host.
+    """Open a page without stored data of other pages. At its end there must be no error and no request to another host.
 
     Args:
-        browser: Of the page.
-        url: Where it goes first.
-        size: Of its window.
-        scheme: The color scheme of its system.
-        expects_errors: Whether rejected calls are a part of the test; browsers log them as errors.
+        browser: The browser that opens the page.
+        url: The first address.
+        size: The size of the window.
+        scheme: The color scheme of the system.
+        expects_errors: Whether the test includes rejected calls, which browsers log as errors.
     """
     width, height = size
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
@@ -68,7 +68,7 @@ def open_page(
 
 
 def violations(page: Page) -> list[str]:
-    """What axe-core finds on the page, by rule and element; empty for an accessible page."""
-    # The page's policy allows no inline scripts, so axe is evaluated by the debugger's protocol.
+    """The violations that axe-core finds on the page, by rule and element; empty for an accessible page."""
+    # The page's policy forbids inline scripts, so axe is evaluated through the debugger's protocol.
     found: dict[str, Any] = Axe().run(page).response
     return [f"{one['id']}: {node['target']}" for one in found["violations"] for node in one["nodes"]]

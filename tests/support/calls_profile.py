@@ -2,8 +2,8 @@
 
     PYTHONPATH=server:tests/support python tests/support/calls_profile.py json|binary|grpc [--summary]
 
-Prints JSON, function to calls per request, or with ``--summary`` the number of calls and of files. It is a process of
-its own, because a profiler and the server's settings of logging and garbage collection hold for a whole process.
+It prints calls per request by function as JSON, or with ``--summary`` the number of calls and of files. It runs in a
+separate process, because a profiler and the server's settings of logging and garbage collection affect a whole process.
 """
 
 import asyncio
@@ -74,11 +74,11 @@ async def grpc_caller(port: int) -> Call:
 
 
 async def profile(folder: Path, protocol: str) -> dict[str, float]:
-    """Serve a model, call it, and count what is interpreted meanwhile."""
+    """Serve a model, call it, and count the interpreted functions meanwhile."""
     interpreted: Counter[str] = Counter()
 
     def on_event(frame: FrameType, event: str, _: object) -> None:
-        module = str(frame.f_globals.get("__name__"))  # of what was made of no file, too
+        module = str(frame.f_globals.get("__name__"))  # the file name is not known for generated code
         if event == "call" and module.startswith("ortserve."):
             interpreted[f"{module}.{frame.f_code.co_qualname}"] += 1
 

@@ -1,4 +1,4 @@
-"""Certificates for tests, made by a small authority (trustme) and kept in files as Kubernetes mounts a secret."""
+"""Certificates for tests, issued by a small authority (trustme) and stored in files as Kubernetes mounts a secret."""
 
 import itertools
 import ssl
@@ -13,10 +13,10 @@ HOST: Final = "127.0.0.1"
 
 
 class Secret:
-    """A certificate for 127.0.0.1 with its key and authority, in a folder that is swapped as a whole.
+    """A certificate for 127.0.0.1 with its key and authority, in a folder that is replaced as a whole.
 
-    ``tls.crt``, ``tls.key`` and ``ca.crt`` are links through ``..data``, which is replaced in one step: so the kubelet
-    renews what it mounts.
+    ``tls.crt``, ``tls.key`` and ``ca.crt`` are links through ``..data``, which is replaced in one step, as the kubelet
+    does with mounted secrets.
     """
 
     def __init__(self, folder: Path, authority: trustme.CA | None = None) -> None:
@@ -42,16 +42,16 @@ class Secret:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Options of a server that serves with it."""
+        """Options of a server that uses this certificate."""
         return ("--tls-cert-file", str(self.cert), "--tls-key-file", str(self.key))
 
     @property
     def mutual_flags(self) -> tuple[str, ...]:
-        """The same, and clients must have certificates of the same authority."""
+        """The same options, with client certificates of this authority required."""
         return (*self.flags, "--tls-client-ca-file", str(self.ca))
 
     def renew(self, *, begins: datetime | None = None, expires: datetime | None = None) -> int:
-        """Put a new certificate in the place of the old one; returns its serial number."""
+        """Replace the certificate by a new one. Returns its serial number."""
         expires = expires or datetime.now(UTC) + timedelta(days=30)
         made = self.authority.issue_cert(HOST, not_before=begins, not_after=expires)
         chain = b"".join(part.bytes() for part in made.cert_chain_pems)
@@ -59,7 +59,7 @@ class Secret:
         return serial_of(chain)
 
     def put(self, cert: bytes, key: bytes) -> None:
-        """Swap the folder for one with these."""
+        """Replace the certificate and the key in one step."""
         data = self.folder / f"..{next(self._numbers)}"
         data.mkdir()
         (data / "tls.crt").write_bytes(cert)
@@ -70,7 +70,7 @@ class Secret:
         link.rename(self.folder / "..data")
 
     def client_files(self) -> tuple[Path, Path]:
-        """A client's own certificate and key."""
+        """The certificate and the key of a client."""
         made = self.authority.issue_cert("client.example", common_name="client")
         cert, key = self.folder / "client.crt", self.folder / "client.key"
         cert.write_bytes(made.cert_chain_pems[0].bytes())
@@ -78,7 +78,7 @@ class Secret:
         return cert, key
 
     def client_context(self, *, has_certificate: bool = False, alpn: str | None = None) -> ssl.SSLContext:
-        """For a client that trusts the authority, and may have a certificate of it."""
+        """The context of a client that trusts the authority, optionally with a certificate of it."""
         context = ssl.create_default_context()
         self.authority.configure_trust(context)
         if has_certificate:

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector in the test's own process: receives spans over HTTP and over gRPC, and keeps them."""
+"""An OpenTelemetry collector in the test's own process: it receives spans over HTTP and gRPC, and stores them."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +17,12 @@ from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 LONG_S: Final = 60.0
-"""A wait that only a failing test sees the end of."""
+"""Upper bound of waits; only failing tests reach it."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The span of a request, and those within it by name."""
+    """The span of a request, and the spans within it by name."""
 
     root: Span
     phases: dict[str, Span]
@@ -34,7 +34,7 @@ class Trace:
 
 @dataclass
 class Collector:
-    """What was received so far; ``endpoint`` is what to give to a server."""
+    """Stores received spans; ``endpoint`` is the address for a server's option."""
 
     endpoint: str = ""
     spans: list[Span] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Collector:
     news: threading.Condition = field(default_factory=threading.Condition)
 
     def take(self, body: bytes) -> bytes:
-        """Keep a request's spans, and answer it."""
+        """Store the spans of a request, and return the answer."""
         request = ExportTraceServiceRequest.FromString(body)
         with self.news:
             for group in request.resource_spans:
@@ -54,7 +54,7 @@ class Collector:
         return ExportTraceServiceResponse().SerializeToString()
 
     def wait_for(self, request_id: str) -> Trace:
-        """The trace of a request, when it comes."""
+        """Wait for the trace of a request."""
 
         def found() -> Span | None:
             return next(
@@ -70,18 +70,18 @@ class Collector:
             self.news.wait_for(lambda: found() is not None, LONG_S)
             root = found()
             assert root is not None, f"no span of {request_id!r} came"
-            # A request's spans are exported together.
+            # The spans of a request are exported together.
             return Trace(root, {span.name: span for span in self.spans if span.parent_span_id == root.span_id})
 
     def wait_for_span(self, is_wanted: Callable[[Span], bool]) -> Span:
-        """The first span that is wanted, when it comes."""
+        """Wait for the first span that is wanted."""
         with self.news:
             self.news.wait_for(lambda: any(map(is_wanted, self.spans)), LONG_S)
             return next(span for span in self.spans if is_wanted(span))
 
 
 def attributes_of(pairs: Iterable[KeyValue]) -> dict[str, str | int]:
-    """Attributes, of which there are texts and numbers, as a dictionary."""
+    """Attributes with text or integer values, as a dictionary."""
     return {
         pair.key: pair.value.int_value if pair.value.HasField("int_value") else pair.value.string_value
         for pair in pairs
@@ -90,7 +90,7 @@ def attributes_of(pairs: Iterable[KeyValue]) -> dict[str, str | int]:
 
 @contextmanager
 def collecting(protocol: str) -> Iterator[Collector]:
-    """Listen on a free port, as ``--otlp-protocol`` has it."""
+    """Listen on a free port; ``protocol`` is a value of ``--otlp-protocol``."""
     with _over_grpc() if protocol == "grpc" else _over_http() as collector:
         yield collector
 

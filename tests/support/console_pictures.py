@@ -1,4 +1,4 @@
-"""Takes the pictures of ``docs/console.md``: as a script, which replaces them, or for a test."""
+"""Takes the pictures of ``docs/console.md``; as a script it replaces them, a test takes them elsewhere."""
 
 import shutil
 import tempfile
@@ -26,7 +26,7 @@ rollout: {candidate: 2, mode: shadow, share: 0.5, rules: {max_disagreement: 0.01
 
 
 def send(url: str, ends: Event) -> None:
-    """Requests of varying sizes to two of the example models, a few of them wrong."""
+    """Send requests of varying sizes to two of the example models, a few of them invalid."""
     rng = np.random.default_rng(0)
     with httpx.Client(base_url=url, timeout=30) as client:
         while not ends.is_set():
@@ -46,7 +46,7 @@ def send(url: str, ends: Event) -> None:
 
 
 def take(browser: Browser, folder: Path, load_s: float) -> None:
-    """Take all pictures, of a server that has answered requests for ``load_s``, into a folder."""
+    """Take all pictures into a folder, from a server that has answered requests for ``load_s``."""
     ends = Event()
     temporary = tempfile.TemporaryDirectory()
     repository = Path(temporary.name) / "repository"

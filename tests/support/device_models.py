@@ -1,4 +1,4 @@
-"""Instances on devices, of host memory where no GPU is needed: opened by themselves, or by the server's own loader."""
+"""Instances on devices, opened directly or by the server's loader; without a GPU the device is host memory."""
 
 import os
 import random
@@ -47,7 +47,7 @@ _TELL_THE_HOST: Final = frozenset({"NonZero"})
 
 
 class StrictDevice(HostDevice):
-    """Host memory that captures nothing which tells the host something while it runs, as CUDA does not either."""
+    """Host memory that, like CUDA, cannot capture operations that report to the host during a run."""
 
     def run(self, bound: BoundRun, stream: int) -> None:
         if bound.graph_id is not None and bound.graph_id not in self.captured:
@@ -58,7 +58,7 @@ class StrictDevice(HostDevice):
 
 
 def strict_trials(*, one_graph_per_session: bool = False) -> CaptureTrials:
-    """Trials of captures on such a device for the CPU, in a process as the server starts one."""
+    """Capture trials on a ``StrictDevice`` for the CPU, in a process as the server starts it."""
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -71,14 +71,14 @@ main({{{CPU!r}: provider_of({CPU!r}, StrictDevice(one_graph_per_session={one_gra
 
 @dataclass(frozen=True)
 class Place:
-    """Where a test runs.
+    """The device on which a test runs.
 
     Attributes:
-        provider: The execution provider, in full.
-        make: Makes its device.
-        times: How often to do what is done often.
-        trials: Try captures there, in another process.
-        options: Of the provider.
+        provider: The full name of the execution provider.
+        make: Creates its device.
+        times: Number of repetitions in tests that repeat an operation.
+        trials: Runs capture trials for this device in another process.
+        options: Options of the provider.
     """
 
     provider: str
@@ -94,7 +94,7 @@ class Place:
 
 @dataclass
 class OnDevice:
-    """An instance on a device, what became of its batch sizes, and the same model run plainly."""
+    """An instance on a device, the outcome of its preparation, and a plain run of the same model."""
 
     instance: DeviceInstance
     opened: OpenDevice
@@ -109,14 +109,14 @@ class OnDevice:
 
 
 def provider_of(provider: str, device: Device) -> DeviceProvider:
-    """How sessions of a provider use this device: as they do in the server, or, of the CPU, as the device asks for."""
+    """The provider's use of this device: as in the server, or for host memory as the device states."""
     if isinstance(device, HostDevice):
         return DeviceProvider(lambda number: device, one_graph_per_session=device.one_graph_per_session)
     return replace(DEVICE_PROVIDERS.get(provider, DeviceProvider(CudaDevice)), make=lambda number: device)
 
 
 def run_apart(script: str, *arguments: str | Path) -> str:
-    """What a script says in a process of its own, which must end well: it may leave what this one could not bear."""
+    """Run a script in a separate process and return its output. It must exit with 0; it may corrupt its own process."""
     process = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -143,9 +143,9 @@ def on_device(
     use: DeviceProvider | None = None,
     shrink_arenas: Sequence[str] = (),
 ) -> Iterator[OnDevice]:
-    """A model on a device; ``options`` are of its execution provider, and ``wrap`` may stand before its sessions.
+    """A model on a device. ``options`` are options of its execution provider; ``wrap`` may wrap its sessions.
 
-    ``use`` is how the server would use the device, where none is given.
+    ``use`` overrides the server's use of the device.
     """
     use = use or provider_of(provider, device)
     opened = Devices({provider: use}).open(provider, device.device_id)
@@ -184,7 +184,7 @@ def on_device(
 def loaded_on(
     place: Place, path: Path, trials: CaptureTrials | None = None, **options: Any
 ) -> Iterator[tuple[LoadedModel, OnDevice]]:
-    """A model as the server's own loader makes it; ``trials`` are the place's where none are given."""
+    """A model from the server's own loader; ``trials`` override those of the place."""
     runtime = DeviceRuntime(devices=Devices({place.provider: provider_of(place.provider, place.make())}))
     wish = {place.provider: dict(place.options)}
     chosen = ModelOptions(execution_providers=(wish,), **{"warmup_s": 0.2, "intra_op_threads": 1} | options)
@@ -200,18 +200,18 @@ def loaded_on(
 
 
 def on_the_cpu(path: Path, signature: ModelSignature) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """The same model in a session of its own, on host arrays."""
+    """Returns a plain run of the same model in a separate session on host arrays."""
     return PlainRun(open_session(path, "plain", SessionOptions(ProviderChoice(CPU), 1)), signature).run
 
 
 def batch_of(*parts: Arrays, bucket: int = 0) -> Batch:
-    """The requests ``parts``, each with its inputs, in one batch."""
+    """One batch of the requests ``parts``, each with its inputs."""
     rows = sum(len(part[0]) for part in parts)
     return Batch(tuple(zip(*parts, strict=True)), rows, bucket or rows)
 
 
 def wait_for_capture(lock: CaptureLock) -> None:
-    """Until somebody waits to have the lock for himself."""
+    """Wait until a thread requests the exclusive lock."""
     ends = time.monotonic() + 30
     while not lock._exclusive_requests:
         assert time.monotonic() < ends
@@ -223,7 +223,7 @@ def bucket_for(rows: int, sizes: tuple[int, ...] = SIZES) -> int:
 
 
 def landed(future: Future[BatchResult | Exception]) -> Arrays:
-    """The outputs of a batch, or its error raised."""
+    """Wait for the outputs of a batch, or raise its error."""
     outcome = future.result(timeout=30)
     if isinstance(outcome, Exception):
         raise outcome
@@ -231,12 +231,12 @@ def landed(future: Future[BatchResult | Exception]) -> Arrays:
 
 
 def numbered(rows: int, first: int, width: int = 4) -> np.ndarray:
-    """Rows that are all different, and tell whose they are."""
+    """Distinct rows that identify their request ``first``."""
     return np.arange(first * 1000, first * 1000 + rows * width, dtype=np.float32).reshape(rows, width)
 
 
 def stream_of_requests(made: OnDevice, requests: int, seed: int = 0) -> int:
-    """Keep two batches in flight, of one or two requests each; returns how many rows came back wrong."""
+    """Keep two batches of one or two requests in flight. Returns the number of wrong rows."""
     drawn, wrong = random.Random(seed), 0
     waiting: deque[tuple[list[np.ndarray], Future[BatchResult | Exception]]] = deque()
 

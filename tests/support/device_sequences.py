@@ -1,4 +1,4 @@
-"""Models with sequences on a device, served without a server, and sequences whose answers are checked."""
+"""Models with sequences on a device, served without a server process, and sequences that check their answers."""
 
 import asyncio
 import gc
@@ -50,7 +50,7 @@ async def serving_on(
     limits: dict[str, Any] | None = None,
     **chosen: Any,
 ) -> AsyncIterator[ServedModel]:
-    """Serve a model with sequences on the device that ``make`` makes; None for the real ones."""
+    """Serve a model with sequences on the device that ``make`` creates; None selects the real devices."""
     runtime = DeviceRuntime(devices=None if make is None else Devices({CPU: DeviceProvider(make)}))
     sequence_options = {
         "strategy": strategy,
@@ -67,7 +67,7 @@ async def serving_on(
     try:
         yield served
     finally:
-        gc.collect()  # errors in cycles keep the frames of runs, and the session in them
+        gc.collect()  # errors in reference cycles keep the frames of runs, and with them the session
         await served.close()
 
 
@@ -91,7 +91,7 @@ def where(served: ServedModel) -> str:
 async def one_sequence(
     served: ServedModel, name: int, requests: int, draw: random.Random, rejected: float = 0.0
 ) -> None:
-    """A sequence of random values: each answer is the sum of those before it. The model rejects a share of them."""
+    """A sequence of random values. Each answer is the sum of all values so far. The model rejects a share of them."""
     total = 0
     for number in range(requests):
         value, is_start = draw.randint(1, 999), number == 0
@@ -106,7 +106,7 @@ async def one_sequence(
 
 
 async def growing_sequence(served: ServedModel, name: int, requests: int, draw: random.Random) -> None:
-    """A sequence of ``models.sequences.growing``: each answer is the number and the sum of the values before it."""
+    """A sequence of ``models.sequences.growing``. Each answer is the number and the sum of the values so far."""
     total = 0
     for number in range(1, requests + 1):
         value = draw.randint(1, 999)
@@ -119,7 +119,7 @@ async def growing_sequence(served: ServedModel, name: int, requests: int, draw: 
 
 
 async def history_sequence(served: ServedModel, name: int, requests: int, draw: random.Random) -> None:
-    """A sequence of ``models.sequences.history``: each answer is all rows before it."""
+    """A sequence of ``models.sequences.history``. Each answer is all rows so far."""
     rows = np.array([[draw.randint(1, 999) for _ in range(4)] for _ in range(requests)], np.float32)
     for number in range(1, requests + 1):
         (output,) = await send_array(served, rows[number - 1 : number], name, start=number == 1, end=number == requests)
@@ -129,7 +129,10 @@ async def history_sequence(served: ServedModel, name: int, requests: int, draw: 
 
 
 async def check_loss(path: Path, array: np.ndarray, **chosen: Any) -> None:
-    """Lose the device in the middle of sequences with this input: all of them end, and nothing is left on it."""
+    """Lose the device in the middle of sequences with this input.
+
+    All sequences must end and free their device memory.
+    """
     device = LosableDevice()
     async with serving_on(lambda number: device, path, **chosen) as served:
         await asyncio.gather(*[send_array(served, array, name, start=True) for name in range(1, 20)])

@@ -1,4 +1,4 @@
-"""The four encodings of one inference request, each as its own clients spell it; every answer as arrays by name."""
+"""The four encodings of one inference request, each as its own clients write it; answers are arrays by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -27,7 +27,7 @@ _NUMPY: Final[Mapping[str, npt.DTypeLike]] = {
 
 
 def rest_json(server: ServerProcess, model: str, inputs: Arrays) -> dict[str, np.ndarray]:
-    """JSON both ways."""
+    """JSON in both directions."""
     document = {"inputs": [json_input(name, array) for name, array in inputs.items()]}
     answer = httpx.post(rest_url(server, model), json=document, timeout=LONG_S)
     assert answer.status_code == 200, answer.text
@@ -36,21 +36,21 @@ def rest_json(server: ServerProcess, model: str, inputs: Arrays) -> dict[str, np
 
 
 def rest_binary(server: ServerProcess, model: str, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Binary tensors behind the JSON part, both ways."""
+    """Binary tensors after the JSON part, in both directions."""
     with triton_http.InferenceServerClient(server.http) as client:
         answer = client.infer(model, triton_inputs(triton_http, inputs))
     return {output["name"]: as_text(answer.as_numpy(output["name"])) for output in answer.get_response()["outputs"]}
 
 
 def grpc_raw(server: ServerProcess, model: str, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Raw contents both ways."""
+    """Raw contents in both directions."""
     with triton_grpc.InferenceServerClient(server.grpc) as client:
         answer = client.infer(model, triton_inputs(triton_grpc, inputs))
     return {output.name: as_text(answer.as_numpy(output.name)) for output in answer.get_response().outputs}
 
 
 def grpc_typed(server: ServerProcess, model: str, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Typed contents in; the server always answers raw ones."""
+    """Typed contents in the request; the server always answers with raw contents."""
     request = service_pb2.ModelInferRequest(model_name=model)
     for name, array in inputs.items():
         datatype = wire_datatype(array)
@@ -85,7 +85,7 @@ def json_array(output: Mapping[str, Any]) -> np.ndarray:
 
 
 def as_text(array: np.ndarray) -> np.ndarray:
-    """Make text of BYTES elements, which tritonclient gives as bytes."""
+    """Convert BYTES elements, which tritonclient returns as bytes, to text."""
     if array.dtype.kind != "O":
         return array
     text = np.empty(array.size, object)

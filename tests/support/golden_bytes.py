@@ -1,8 +1,8 @@
-"""Make ``contract/golden.json``: requests as clients spell them and the server's answers, frozen.
+"""Writes ``contract/golden.json``: requests as clients write them and the server's answers, frozen.
 
-It holds what the codecs make of tensors; ``contract/golden_calls.json``, made along with it by ``golden_calls`` and a
-server, the other calls. A change of these files is a change of the wire. Run from the repository's root, and read the
-difference:
+The file contains the codecs' encoding of tensors. ``golden_calls`` and a server write ``contract/golden_calls.json``
+with all other calls in the same run. A change of these files is a change of the wire format. Run it from the
+repository's root, and read the difference:
 
     PYTHONPATH=server:tests/support python tests/support/golden_bytes.py
 """
@@ -33,7 +33,7 @@ def answers(response: InferResponse) -> dict[str, wire.Body]:
 
 
 def spell(body: wire.Body) -> dict[str, Any]:
-    """A body for JSON: text where it is readable, else hexadecimal digits."""
+    """A body for JSON: readable bytes as text, other bytes as hexadecimal digits."""
     size = body.json_size
     try:
         spelled: dict[str, Any] = {"text": body.data.decode()} if body.data[:1] == b"{" and size is None else {}
@@ -45,7 +45,7 @@ def spell(body: wire.Body) -> dict[str, Any]:
 
 
 def read(spelled: dict[str, Any]) -> wire.Body:
-    """The body that ``spell`` was given."""
+    """The body from the result of ``spell``."""
     data = spelled["text"].encode() if "text" in spelled else bytes.fromhex(spelled["hex"])
     return wire.Body(data, spelled.get("json_size"))
 

@@ -1,7 +1,8 @@
-"""Calls as clients spell them and what a server answers, frozen in ``contract/golden_calls.json``.
+"""Calls as clients write them and the server's answers, frozen in ``contract/golden_calls.json``.
 
-``golden_bytes`` holds what the codecs make of tensors; here is the rest of the protocol, over real sockets: what a
-client sends and gets, independent of names inside the package. ``golden_bytes`` writes the page of both.
+``golden_bytes`` freezes the codecs' encoding of tensors. This module freezes the rest of the protocol over real
+sockets: the bytes that a client sends and receives, independent of names inside the package. ``golden_bytes`` writes
+both pages.
 """
 
 import json
@@ -25,17 +26,17 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
 PAGE: Final = Path(__file__).parents[1] / "contract" / "golden_calls.json"
 
 _HEADERS: Final = ("content-type", "inference-header-content-length", "retry-after", "allow")
-"""Of an answer, those that are part of the protocol and no times."""
+"""The headers of an answer that belong to the protocol and do not vary."""
 
 _TRAILERS: Final = ("grpc-retry-pushback-ms",)
 
 Spelled: TypeAlias = dict[str, Any]
-"""For JSON."""
+"""A value for JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestCall:
-    """``strip`` names keys that are taken out of the answer, as they are different every time."""
+    """A REST call. ``strip`` names keys that are removed from the answer, because they differ each time."""
 
     path: str
     body: bytes | None = None
@@ -45,7 +46,10 @@ class RestCall:
 
 @dataclass(frozen=True, slots=True)
 class GrpcCall:
-    """``strip`` names fields that are cleared in the answer, a ``response``, as they are different every time."""
+    """A gRPC call.
+
+    ``strip`` names fields that are cleared in the answer, a ``response``, because they differ each time.
+    """
 
     method: str
     messages: Sequence[bytes]
@@ -55,9 +59,9 @@ class GrpcCall:
 
 @contextmanager
 def contract_server(repository: Path, *ways: str) -> Iterator[ServerProcess]:
-    """The example models, one whose runs can be made to fail (``poison``) and one that cannot load (``broken``).
+    """Serve the example models, one whose runs can fail (``poison``) and one that cannot load (``broken``).
 
-    ``echo`` and ``echo_text`` answer rows of any number of FP32 or BYTES elements as they came.
+    ``echo`` and ``echo_text`` return rows of any number of FP32 or BYTES elements unchanged.
     """
     add_model(repository, "poison", builders.poison)
     add_model(repository, "broken", builders.not_onnx)
@@ -68,17 +72,17 @@ def contract_server(repository: Path, *ways: str) -> Iterator[ServerProcess]:
 
 
 def calls() -> dict[str, RestCall | GrpcCall]:
-    """All of them, by a name."""
+    """All calls, by name."""
     return _rest_calls() | _grpc_calls()
 
 
 def answer(server: ServerProcess, call: RestCall | GrpcCall) -> Spelled:
-    """Send a call to a ``contract_server``, and say what came back."""
+    """Send a call to a ``contract_server``. Returns the answer for JSON."""
     return _rest_answer(server, call) if isinstance(call, RestCall) else _grpc_answer(server, call)
 
 
 def spell_call(call: RestCall | GrpcCall) -> Spelled:
-    """What is sent."""
+    """The request of a call for JSON."""
     if isinstance(call, GrpcCall):
         return {"method": call.method, "messages": [message.hex() for message in call.messages]}
     body = {} if call.body is None else {"body": _spell(call.body)}
@@ -86,7 +90,7 @@ def spell_call(call: RestCall | GrpcCall) -> Spelled:
 
 
 def render(server: ServerProcess) -> str:
-    """The page, by a ``contract_server``."""
+    """The content of ``golden_calls.json``, from the answers of a ``contract_server``."""
     page = {name: {"call": spell_call(call), "answer": answer(server, call)} for name, call in calls().items()}
     return json.dumps(page, indent=1, ensure_ascii=True) + "\n"
 
@@ -174,7 +178,7 @@ def _rest_answer(server: ServerProcess, call: RestCall) -> Spelled:
 def _grpc_answer(server: ServerProcess, call: GrpcCall) -> Spelled:
     messages: list[bytes] = []
     with grpc.insecure_channel(server.grpc) as channel:
-        # On the wire a unary call is a stream of one message each way.
+        # On the wire a unary call is a stream of one message in each direction.
         method = f"/inference.GRPCInferenceService/{call.method}"
         stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
         got = stream(iter(call.messages), timeout=LONG_S)
@@ -199,7 +203,7 @@ def _stripped(data: bytes, call: GrpcCall) -> bytes:
 
 
 def _spell(body: bytes) -> Spelled:
-    """Text where it is readable, else hexadecimal digits."""
+    """Returns readable bytes as text, and other bytes as hexadecimal digits."""
     try:
         text = body.decode()
     except UnicodeDecodeError:

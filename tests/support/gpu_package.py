@@ -1,8 +1,8 @@
-"""ONNX Runtime's package for GPUs on a machine without one, with libraries in the place of NVIDIA's.
+"""ONNX Runtime's GPU package on a machine without a GPU, with substitutes for NVIDIA's libraries.
 
-Two kinds of them: some do nothing, as which options a provider takes, and how spelled, it says before it asks anything
-of a GPU. The others are a CUDA runtime on host memory (``host_cuda/runtime.cpp``), on which the CUDA provider opens
-sessions, copies, captures and replays.
+There are two kinds of substitutes. Libraries of the first kind do nothing, which suffices to see which options a
+provider accepts and in which spelling, because it reads them before it uses a GPU. The second kind is a CUDA runtime on
+host memory (``host_cuda/runtime.cpp``), on which the CUDA provider opens sessions, copies, captures and replays.
 """
 
 import hashlib
@@ -37,23 +37,23 @@ _UNVERSIONED: Final = {
     "getInfer": "libnvinfer.so.10",
     "getPlugin": "libnvinfer.so.10",
 }
-"""Where functions come from that have no version, by how their names begin."""
+"""Libraries of functions without a symbol version, by prefix of the function's name."""
 _SYSTEM: Final = ("GLIBC", "CXXABI", "GCC_", "ld-", "libstdc++", "libgcc", "libc.", "libm.", "libdl", "librt", "libpth")
 _AN_OBJECT: Final = """
 static long nothing(void) { return 0; }
 static void *methods[256], *object[512] = {methods};
 static void *an_object(void) { for (int i = 0; i < 256; i++) methods[i] = (void *)nothing; return object; }
 """
-"""What C++ takes for an object all of whose methods do nothing."""
+"""C source of an object that C++ accepts, all of whose methods do nothing."""
 
 
 def environment_for_options(provider: str) -> dict[str, str]:
-    """For a process in which ``cuda`` or ``tensorrt`` finds libraries that do nothing.
+    """Environment of a process in which ``cuda`` or ``tensorrt`` finds libraries that do nothing.
 
-    TensorRT's gives up as soon as it has read its options, for want of CUDA's.
+    TensorRT's provider fails right after it has read its options, because CUDA is missing.
 
     Raises:
-        UnavailableError: The package cannot be installed here, or there are no tools to make libraries with.
+        UnavailableError: The package or the tools that build libraries are not available on this machine.
     """
 
     def make(folder: Path) -> None:
@@ -67,13 +67,13 @@ def environment_for_options(provider: str) -> dict[str, str]:
 
 
 def environment_on_host_memory(**settings: str) -> dict[str, str]:
-    """For a process in which the CUDA provider, and what the server takes of cupy, work on host memory.
+    """Environment of a process in which the CUDA provider, and the parts of cupy that the server uses, use host memory.
 
     Args:
         settings: ``pace`` (late, any or at_once) and ``devices``; see ``host_cuda/runtime.cpp``.
 
     Raises:
-        UnavailableError: As ``environment_for_options``.
+        UnavailableError: As in ``environment_for_options``.
     """
     headers = installed_apart(f"headers-of-{'-'.join(_HEADERS)}", *_PIP, *_HEADERS) / "nvidia" / "cu13" / "include"
     digest = hashlib.sha256()
@@ -82,7 +82,8 @@ def environment_on_host_memory(**settings: str) -> dict[str, str]:
 
     def make(folder: Path) -> None:
         needed = {"libnvidia-ml.so.1": list[str](), **_needed(_provider("cuda"))}
-        for home in sorted(needed, key=lambda home: home != "libcudart.so.13"):  # first what others are linked with
+        # First the library that others are linked with.
+        for home in sorted(needed, key=lambda home: home != "libcudart.so.13"):
             parts: list[Path] = []
             if home in _SOURCES:
                 parts.append(folder / "source.o")
@@ -103,7 +104,7 @@ def environment_on_host_memory(**settings: str) -> dict[str, str]:
 
 
 def _package() -> Path:
-    """The folder that it is imported from, in which no distribution says that it is installed beside the CPU's."""
+    """The folder to import the package from. It has no metadata that says that it is installed beside the CPU's."""
     whole = installed_apart(f"onnxruntime-gpu-{_VERSION}", *_PIP, f"onnxruntime-gpu=={_VERSION}")
     return _made(
         f"onnxruntime-gpu-{_VERSION}-alone", lambda folder: (folder / "onnxruntime").symlink_to(whole / "onnxruntime")
@@ -123,7 +124,7 @@ def _environment(libraries: Path, *folders: Path) -> dict[str, str]:
 
 
 def _made(name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that is made once a machine."""
+    """A folder that is built once per machine."""
     folder = CACHE / name
     if not folder.exists():
         if missing := [tool for tool in ("gcc", "g++", "nm", "readelf") if shutil.which(tool) is None]:
@@ -137,7 +138,7 @@ def _made(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _needed(library: Path) -> Mapping[str, list[str]]:
-    """The libraries of NVIDIA's that a library needs, and the functions that it takes from each."""
+    """The NVIDIA libraries that a library needs, and the functions that it uses from each."""
     functions: dict[str, list[str]] = defaultdict(list)
     for line in _output("readelf", "-d", str(library)).splitlines():
         home = line.partition("[")[2].rstrip("]")

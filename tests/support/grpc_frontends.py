@@ -1,4 +1,4 @@
-"""The gRPC frontend in the test's own process, on services that are fakes, and channels that send bytes as they are."""
+"""The gRPC frontend in the test's own process, with fake services, and channels that send raw bytes."""
 
 import asyncio
 import ssl
@@ -33,15 +33,15 @@ from ortserve.service.shared_memory import SharedMemory
 OVER_TLS: Final = " over TLS"
 MAX_BODY_BYTES: Final = 100_000
 LONG_S: Final = 60.0
-"""A wait that only a failing test sees the end of."""
+"""Upper bound of waits; only failing tests reach it."""
 
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 class Frontend:
-    """All calls on fakes, on a port of their own; ``transport`` as ``--grpc-transport``, ``native over TLS``, too.
+    """All calls on fake services, on a separate port; ``transport`` as in ``--grpc-transport``, or ``native over TLS``.
 
-    ``streams`` are those that are open, ``address`` is where it listens.
+    ``streams`` are the open streams; ``address`` is the listening address.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ def _count_nothing(_label: str) -> None:
 
 @dataclass(frozen=True)
 class _Tls:
-    """A certificate as the native transport takes it, and who signed it."""
+    """A certificate in the form that the native transport expects, and its authority."""
 
     authority: bytes
     context: ssl.SSLContext
@@ -129,7 +129,7 @@ def _tls() -> _Tls:
 async def frontend(
     inference: FakeInferenceService, models: FakeModelService, transport: str, **options: Any
 ) -> AsyncIterator[tuple[Frontend, grpc.aio.Channel]]:
-    """A frontend that listens, and a channel to it; ``options`` as ``Frontend`` takes them."""
+    """Start a frontend and open a channel to it; ``options`` are arguments of ``Frontend``."""
     front = Frontend(inference, models, transport, **options)
     await front.start()
     try:
@@ -153,20 +153,20 @@ def open_stream(
     timeout_s: float | None = LONG_S,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> Stream:
-    """Open a stream of bytes each way."""
+    """Open a stream of bytes in both directions."""
     call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
     return call(timeout=timeout_s, metadata=metadata)
 
 
 async def wait_until(claim: Callable[[], bool]) -> None:
-    """Let the loop turn until something is so."""
+    """Let the loop run until the claim holds."""
     async with asyncio.timeout(LONG_S):
         while not claim():  # noqa: ASYNC110  # the server has no event for every number
             await asyncio.sleep(0)
 
 
 async def read(stream: Stream) -> bytes | None:
-    """The next message, None at the end of the stream, with any status."""
+    """The next message; None at the end of the stream, whatever its status."""
     try:
         data: object = await stream.read()
     except grpc.aio.AioRpcError:
@@ -175,7 +175,7 @@ async def read(stream: Stream) -> bytes | None:
 
 
 async def read_answer(stream: Stream) -> pb.ModelStreamInferResponse:
-    """The next answer of an inference stream; fails where there is none."""
+    """The next answer of an inference stream; fails at its end."""
     data = await read(stream)
     assert data is not None, "the stream has ended"
     return pb.ModelStreamInferResponse.FromString(data)

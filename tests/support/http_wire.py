@@ -1,4 +1,4 @@
-"""HTTP/1.1 by hand, on a socket: requests as bytes, and the answers of a connection one after the other."""
+"""HTTP/1.1 on a plain socket: requests as bytes, and the answers of a connection one after the other."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ from servers import LONG_S, LOOK_S, ServerProcess
 
 
 def connect(server: ServerProcess) -> socket.socket:
-    """A connection to the HTTP port, by TLS where the server speaks it."""
+    """Open a connection to the HTTP port, with TLS if the server uses it."""
     host, port = server.http.split(":")
     plain = socket.create_connection((host, int(port)), timeout=LONG_S)
     return server.client.wrap_socket(plain, server_hostname=HOST) if server.client else plain
@@ -30,7 +30,7 @@ def get(path: str) -> bytes:
 
 
 def is_read(connection: socket.socket) -> bool:
-    """Whether the server has read all that was sent to it: nothing of it waits in either end's kernel."""
+    """Whether the server has read all sent bytes, so that the kernel buffers of both ends are empty."""
     ours, theirs = connection.getsockname()[1], connection.getpeername()[1]
     waiting = 0
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
@@ -45,7 +45,7 @@ def is_read(connection: socket.socket) -> bool:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Look until it is so, for what nothing announces."""
+    """Poll until a condition without an event holds."""
     end_s = time.monotonic() + LONG_S
     while not is_so():
         assert time.monotonic() < end_s
@@ -74,17 +74,17 @@ class Answers:
         return int(first.split(" ")[1]), headers, json.loads(body) if is_json else body
 
     def is_at_end(self) -> bool:
-        """Whether the server closed the connection and nothing is left to read. Blocks until one is true."""
+        """Whether the server closed the connection and no bytes are left. Blocks until bytes or the end arrive."""
         return not self._came and self._connection.recv(1) == b""
 
     def receive(self) -> None:
-        """Read what there is, as the connection's timeout says."""
+        """Read available bytes, within the connection's timeout."""
         data = self._connection.recv(1 << 20)
         assert data, f"the server closed the connection after {bytes(self._came)!r}"
         self._came += data
 
 
 def reset(connection: socket.socket) -> None:
-    """Close by a reset. Over TLS, too: nothing is said of the end of the session."""
+    """Reset the connection. Over TLS, the end of the session is not announced either."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()

@@ -1,9 +1,9 @@
-"""Check the installed ortserve: it is compiled, and its server answers over REST and gRPC.
+"""Check that the installed ortserve is compiled, and that its server answers over REST and gRPC.
 
     python -I tests/support/installed_wheel.py
 
 ``make wheel`` and the release workflow run it in a fresh environment, isolated (``-I``) so that the source tree is not
-on the path. It needs nothing beyond the wheel and its extra ``cpu``.
+on the path. It needs only the wheel and its extra ``cpu``.
 """
 
 import json
@@ -31,11 +31,11 @@ COMPILED: Final = (
     "ortserve.core.batch",
     "ortserve.telemetry.metrics",
 )
-"""One module of each compiled package that every inference request passes through."""
+"""One module of each compiled package through which every inference request passes."""
 
 
 def main() -> None:
-    """Exit with 0, or with an error that says what was expected."""
+    """Exit with 0, or with an error that states the expectation."""
     package = Path(ortserve.__file__).parent
     assert package.parent.name == "site-packages", f"expected an installed package, got {package}"
     for name in COMPILED:
@@ -47,7 +47,7 @@ def main() -> None:
     command = [sys.executable, "-Im", "ortserve", "serve", "--example", "--log-format", "json"]
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
     with subprocess.Popen([*command, *ports], stderr=subprocess.PIPE, text=True, env=os.environ) as server:
-        guard = threading.Timer(START_S, server.kill)  # ends the wait for lines that never come
+        guard = threading.Timer(START_S, server.kill)  # ends the wait if the expected lines never appear
         guard.start()
         try:
             assert server.stderr is not None
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def wait_until_ready(lines: Iterable[str]) -> dict[str, int]:
-    """Return the port of each protocol once the models are loaded, as the server's log gives them."""
+    """Wait until the models are loaded. Returns the port of each protocol from the server's log."""
     listening: dict[str, int] = {}
     log = ""
     for line in lines:
@@ -79,7 +79,7 @@ def wait_until_ready(lines: Iterable[str]) -> dict[str, int]:
 
 
 def ask_rest(address: str) -> None:
-    """One inference in JSON."""
+    """Send an inference request with JSON."""
     image = {"name": "image", "datatype": "FP32", "shape": [1, 1, 8, 8], "data": [0.0] * 64}
     body = json.dumps({"inputs": [image]}).encode()
     request = urllib.request.Request(f"http://{address}/v2/models/digits/infer", body)
@@ -89,7 +89,7 @@ def ask_rest(address: str) -> None:
 
 
 def ask_grpc(address: str) -> None:
-    """One inference with raw tensors."""
+    """Send an inference request with raw tensors."""
     request = pb.ModelInferRequest(model_name="simple")
     for name, first in (("INPUT0", 0), ("INPUT1", 1)):
         request.inputs.add(name=name, datatype="INT32", shape=[1, 16])

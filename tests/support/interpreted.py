@@ -1,4 +1,4 @@
-"""Tests for which modules must be interpreted: what is compiled cannot be replaced, nor a class of it be inherited."""
+"""Marks tests that need interpreted modules: compiled code cannot be patched, nor compiled classes be subclassed."""
 
 from typing import Final
 

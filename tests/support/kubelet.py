@@ -1,4 +1,4 @@
-"""What ``kubernetes_api`` leaves to a pod's node: commands, ports and logs, of real processes on this machine."""
+"""The node's part of ``kubernetes_api``: commands, ports and logs of pods, from real processes on this machine."""
 
 import asyncio
 import base64
@@ -19,16 +19,16 @@ from servers import LONG_S
 
 EXEC: Final = "v5.channel.k8s.io"
 PORT_FORWARD: Final = "SPDY/3.1+portforward.k8s.io"
-"""What is spoken inside the WebSockets of ``kubectl``, by the names that it asks for."""
+"""Protocols inside the WebSockets of ``kubectl``, by the names that it requests."""
 _STDOUT, _STDERR, _STATUS = b"\x01", b"\x02", b"\x03"
 
 Read = Callable[[str, str], Document]
-"""The object of a kind and a name, of the pod's namespace."""
+"""Reads an object by kind and name in the pod's namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kubelet:
-    """Of all pods, which stand for one real server: its ``ports`` by those of its container, ``logs`` by container."""
+    """The kubelet of all pods. They share one real server: ``ports`` maps container ports to its ports."""
 
     ports: Mapping[int, int]
     environment: Mapping[str, str]
@@ -36,7 +36,7 @@ class Kubelet:
     previous_logs: Mapping[str, str]
 
     def log(self, pod: Document, container: str, *, is_previous: bool) -> str:
-        """Of a container that is there and, for its previous log, has ended before."""
+        """The log of a container. The container must exist and, for its previous log, have ended before."""
         where = f'in pod "{pod["metadata"]["name"]}"'
         if container not in {known["name"] for known in containers_of(pod)}:
             raise RefusedError(400, "BadRequest", f"container {container} is not valid {where}")
@@ -46,7 +46,7 @@ class Kubelet:
         return (self.previous_logs if is_previous else self.logs)[container]
 
     async def execute(self, socket: web.WebSocketResponse, pod: Document, command: Sequence[str], read: Read) -> None:
-        """Run a command with the server's variables and mounted files; what it prints is sent when it has ended."""
+        """Run a command with the server's variables and mounted files. Its output is sent after it has ended."""
         done = await asyncio.to_thread(self._run, pod, command, read)
         await socket.send_bytes(_STDOUT + done.stdout)
         await socket.send_bytes(_STDERR + done.stderr)
@@ -68,12 +68,12 @@ class Kubelet:
             return subprocess.run(words, env=environment, capture_output=True, check=False, timeout=LONG_S)
 
     async def forward_ports(self, socket: web.WebSocketResponse) -> None:
-        """Until the client leaves."""
+        """Forward ports until the client disconnects."""
         await _PortForward(socket, self.ports).run()
 
 
 class _PortForward:
-    """Joins the streams that a client opens, each time one of errors and one of data, to connections to real ports."""
+    """Joins the client's streams to connections to real ports; each has an error stream and a data stream."""
 
     def __init__(self, socket: web.WebSocketResponse, ports: Mapping[int, int]) -> None:
         self._socket = socket
@@ -106,7 +106,7 @@ class _PortForward:
                 self._writers[stream].write(data)
 
     async def _answer(self, reader: asyncio.StreamReader, data: int, errors: int) -> None:
-        with suppress(ConnectionError):  # the client has left
+        with suppress(ConnectionError):  # the client has disconnected
             while received := await reader.read(65536):
                 self._connection.send(data, received)
                 await self._flush()
@@ -120,7 +120,10 @@ class _PortForward:
 
 
 def mount_volumes(pod: Document, read: Read, folder: Path) -> Iterator[str]:
-    """Write the server's Secrets and ConfigMaps as the kubelet does, as links through ``..data``; yields where to."""
+    """Write the server's Secrets and ConfigMaps as the kubelet does, as links through ``..data``.
+
+    Yields mount paths.
+    """
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
     for mount in pod["spec"]["containers"][0]["volumeMounts"]:
         match volumes[mount["name"]]:
@@ -140,7 +143,7 @@ def mount_volumes(pod: Document, read: Read, folder: Path) -> Iterator[str]:
 
 
 def exit_status(status: int) -> dict[str, Any]:
-    """How the exit of a command is reported to ``kubectl``."""
+    """The exit of a command in the form that ``kubectl`` expects."""
     if status == 0:
         return {"status": "Success"}
     causes = [{"reason": "ExitCode", "message": str(status)}]

@@ -1,9 +1,9 @@
-"""A stand-in for Kubernetes' API that a real ``kubectl`` talks to, since no cluster can be had where the tests run.
+"""A stand-in for Kubernetes' API that a real ``kubectl`` talks to, because tests have no cluster.
 
-A green test says that ``kubectl`` takes a command as it stands and that it has its effect on objects; that namespaces,
-names, labels, containers, ports and fields are there and fit each other, in the order in which they are applied; that
-what pods mount exists. Commands in pods and their ports are those of real processes (``kubelet``). It says nothing of
-what only a cluster has: scheduling, networking, admission, containers, what operators make of their objects.
+A passing test shows that ``kubectl`` accepts a command as written and that the command has its effect on objects; that
+namespaces, names, labels, containers, ports and fields exist and match each other in the order of application; and that
+the volumes of pods exist. Commands in pods and their ports are real processes (``kubelet``). Tests do not cover what
+only a cluster has: scheduling, networking, admission, containers and the actions of operators.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ MERGES: Final = {"application/merge-patch+json": merge, "application/strategic-m
 
 
 class KubernetesApi:
-    """Answers requests, on one event loop."""
+    """Answers requests on one event loop."""
 
     def __init__(self, kubelet: Kubelet) -> None:
         self._kubelet = kubelet
@@ -103,15 +103,15 @@ class KubernetesApi:
         return listed
 
     def _selected(self, request: web.Request, key: Key) -> dict[str, Document]:
-        """The objects that are asked for, by their uid."""
+        """The requested objects, by uid."""
         labels, fields = (request.query.get(f"{what}Selector", "") for what in ("label", "field"))
         found = self._objects.all(key.kind, key.namespace)
         return {document["metadata"]["uid"]: document for document in found if is_selected(document, labels, fields)}
 
     async def _watch(self, request: web.Request, key: Key) -> web.StreamResponse:
-        """Tell what changes after the version that the client knows, until it leaves."""
+        """Send changes after the version that the client knows, until the client disconnects."""
         if "sendInitialEvents" in request.query:
-            # As servers that cannot: newer clients list first, then, as older ones do.
+            # Some servers reject this. Newer clients then list first, as older ones do.
             raise RefusedError(422, "Invalid", "sendInitialEvents is forbidden for watch")
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
@@ -154,7 +154,7 @@ class KubernetesApi:
 
 
 def parse(path: str) -> tuple[Key, str]:
-    """The object, or with no name the objects, that a path is for, and the subresource."""
+    """The object that a path names, or with an empty name all objects, and the subresource."""
     found = PATHS.fullmatch(path)
     if found:
         group, version, namespace, plural, name, subresource = (part or "" for part in found.groups())
@@ -165,7 +165,10 @@ def parse(path: str) -> tuple[Key, str]:
 
 
 async def patched(request: web.Request, key: Key, document: Document) -> Document:
-    """The object with the patch that came; Kubernetes knows no strategic ones for kinds that operators bring."""
+    """Returns the object with the request's patch applied.
+
+    As in Kubernetes, custom kinds accept no strategic patches.
+    """
     way = request.content_type
     if way not in MERGES or (key.kind.is_custom and MERGES[way] is strategic_merge):
         raise RefusedError(415, "UnsupportedMediaType", f"{way}: not known for {key.kind.name}")
@@ -180,7 +183,7 @@ def scale_of(deployment: Document) -> Document:
 
 
 def discovery() -> dict[str, Document]:
-    """What ``kubectl`` asks for first, by path: which kinds there are, and that the server checks their fields."""
+    """The answers that ``kubectl`` requests first, by path: the kinds, and the support for field validation."""
     version = kubernetes_validate.utils.latest_version()
     groups = [
         {"name": group, "versions": versions, "preferredVersion": versions[0]}
@@ -219,7 +222,7 @@ def resources(kind: Kind) -> Iterator[Document]:
 
 
 def checked(kind: Kind) -> Document:
-    """By this parameter ``kubectl`` knows that it may leave the checks to the server."""
+    """The OpenAPI entry whose parameter tells ``kubectl`` to leave field validation to the server."""
     names = {"group": kind.group, "version": kind.version, "kind": kind.name}
     parameters = [{"name": "fieldValidation", "in": "query"}]
     return {"patch": {"parameters": parameters, "x-kubernetes-group-version-kind": names}}
@@ -227,7 +230,7 @@ def checked(kind: Kind) -> Document:
 
 @contextmanager
 def serving_api(folder: Path, kubelet: Kubelet) -> Iterator[Path]:
-    """Serve a cluster that nothing was installed in. Yields the file for ``KUBECONFIG``; who has it may ask."""
+    """Serve an empty cluster. Yields the file for ``KUBECONFIG``, which contains the client's certificate."""
     secret = Secret(folder)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="kubernetes-api")
@@ -245,13 +248,13 @@ def serving_api(folder: Path, kubelet: Kubelet) -> Iterator[Path]:
 
 
 async def _listen(secret: Secret, kubelet: Kubelet) -> web.AppRunner:
-    """Only clients with the cluster's certificate are let in, since they run commands."""
+    """Listen. Clients need the cluster's certificate, because they can run commands."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=secret.ca)
     context.load_cert_chain(secret.cert, secret.key)
     context.verify_mode = ssl.CERT_REQUIRED
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", KubernetesApi(kubelet).answer)
-    # A watch ends when its client leaves, so that the end waits for none.
+    # A watch ends when its client disconnects, so that the shutdown does not wait for it.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, HOST, 0, ssl_context=context).start()

@@ -1,6 +1,6 @@
-"""What ``kubernetes_api`` keeps: objects that Kubernetes' published schemas allow, and the pods of its Deployments.
+"""The state of ``kubernetes_api``: objects valid by Kubernetes' published schemas, and the pods of Deployments.
 
-Decisions alone, without sockets or threads; ``Objects`` belongs to the thread that serves it.
+It makes decisions only, without sockets or threads. ``Objects`` belongs to the thread that serves it.
 """
 
 import copy
@@ -38,7 +38,7 @@ class Kind:
 
     @property
     def is_custom(self) -> bool:
-        """Whether an operator brings it, so that its schema is not among Kubernetes' own."""
+        """Whether the kind is defined by an operator, so that Kubernetes' schemas do not include it."""
         return "." in self.group and not self.group.endswith(".k8s.io")
 
 
@@ -57,7 +57,7 @@ KINDS: Final = (
     Kind("serving.kserve.io/v1alpha1", "ClusterServingRuntime", is_namespaced=False),
     Kind("serving.kserve.io/v1beta1", "InferenceService"),
 )
-"""Those of the manifests and of the pages, and what ``kubectl`` asks for along with them."""
+"""The kinds in the manifests and pages, and the kinds that ``kubectl`` requests along with them."""
 
 KIND: Final = {kind.name: kind for kind in KINDS}
 
@@ -70,7 +70,7 @@ class Key:
 
 
 class RefusedError(Exception):
-    """What the API answers in place of an object, with Kubernetes' status and reason."""
+    """An error response of the API, with Kubernetes' status and reason."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -80,7 +80,10 @@ class RefusedError(Exception):
 
 
 class Objects:
-    """All objects. ``version`` rises with every change; an object has that of its last one as ``resourceVersion``."""
+    """All objects.
+
+    ``version`` rises with every change; ``resourceVersion`` of an object is the version of its last change.
+    """
 
     def __init__(self) -> None:
         self.version = 0
@@ -97,7 +100,7 @@ class Objects:
         return copy.deepcopy(self._kept[key])
 
     def all(self, kind: Kind, namespace: str = "") -> list[Document]:
-        """Of one namespace, or of all."""
+        """All objects of a kind, in one namespace or in all."""
         found = [kept for key, kept in self._kept.items() if key.kind == kind and namespace in ("", key.namespace)]
         return copy.deepcopy(found)
 
@@ -139,7 +142,7 @@ class Objects:
             self._kept[key] = document
 
     def _follow_deployments(self) -> None:
-        """What controllers, scheduler and kubelet come to in time where nothing is in the way, at once."""
+        """Do at once what controllers, scheduler and kubelet would do in time without obstacles."""
         for pod in self.all(KIND["Pod"]):
             if pod["status"]["phase"] == "Pending":
                 pod["status"] = pod_status(pod, self._missing(pod))
@@ -148,7 +151,7 @@ class Objects:
             self._follow(deployment)
 
     def _follow(self, deployment: Document) -> None:
-        """As many pods of the present template as are wanted; older ones stay until these are ready."""
+        """Create the wanted number of pods of the current template; older pods stay until the new ones are ready."""
         template, wanted = deployment["spec"]["template"], deployment["spec"].get("replicas", 1)
         digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
         owned = [pod for pod in self.all(KIND["Pod"]) if is_owned(pod, deployment)]
@@ -186,7 +189,7 @@ def now() -> str:
 
 
 def validate(document: Document) -> None:
-    """By the newest schemas that are known here, unknown fields refused; what operators bring is taken as it is."""
+    """Validate against the newest known schemas and reject unknown fields; custom kinds are not checked."""
     if KIND[document["kind"]].is_custom:
         return
     try:
@@ -199,7 +202,7 @@ def validate(document: Document) -> None:
 
 
 def references(pod: Document) -> Iterator[tuple[str, str]]:
-    """Kind and name of what the pod needs in its namespace before it starts."""
+    """Kind and name of each object that the pod needs in its namespace before it starts."""
     yield "ServiceAccount", pod["spec"]["serviceAccountName"]
     for volume in pod["spec"]["volumes"]:
         match volume:
@@ -242,7 +245,7 @@ def is_ready(pod: Document) -> bool:
 
 
 def pod_status(pod: Document, missing: list[str]) -> Document:
-    """Of a pod that runs, or that waits for what it mounts."""
+    """The status of a pod that runs, or that waits for missing objects."""
     waiting = {"waiting": {"reason": "ContainerCreating", "message": "; ".join(missing)}}
     return {
         "phase": "Pending" if missing else "Running",
@@ -273,7 +276,7 @@ def deployment_status(deployment: Document, new: list[Document], old: list[Docum
 
 
 def merge(target: Any, patch: Any) -> Any:
-    """A JSON merge patch, as RFC 7396 has it."""
+    """A JSON merge patch (RFC 7396)."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(target) if isinstance(target, dict) else {}
@@ -286,7 +289,7 @@ def merge(target: Any, patch: Any) -> Any:
 
 
 def strategic_merge(target: Any, patch: Any) -> Any:
-    """A strategic merge patch as ``kubectl`` sends it: by ``$setElementOrder`` it tells which lists are merged."""
+    """A strategic merge patch as ``kubectl`` sends it; ``$setElementOrder`` names the lists that are merged."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(target) if isinstance(target, dict) else {}
@@ -312,7 +315,7 @@ def _merge_list(entries: list[Document], patches: list[Document], order: list[Do
 
 
 def is_selected(document: Document, labels: str, fields: str) -> bool:
-    """Whether selectors of equalities, the only ones that are understood here, choose the object."""
+    """Whether label and field selectors choose the object; only equality selectors are supported."""
     has = document["metadata"].get("labels", {})
     return all(has.get(name) == value for name, value in _equalities(labels)) and all(
         _field(document, path) == value for path, value in _equalities(fields)

@@ -1,6 +1,6 @@
-"""Kubernetes' protobuf, as far as ``kubectl create`` writes it (from 1.32 on; all other commands send JSON).
+"""Kubernetes' protobuf, as far as ``kubectl create`` writes it (since 1.32; all other commands send JSON).
 
-The numbers are those of ``k8s.io/apimachinery/pkg/runtime/generated.proto`` (``Unknown``), of
+Field numbers are those of ``k8s.io/apimachinery/pkg/runtime/generated.proto`` (``Unknown``), of
 ``k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto`` and of ``k8s.io/api/core/v1/generated.proto``.
 """
 
@@ -13,7 +13,7 @@ _METADATA: Final = {1: "name", 3: "namespace"}
 
 
 def read_protobuf(body: bytes) -> dict[str, Any]:
-    """A ConfigMap, Namespace or Secret, with what the command line can say of one."""
+    """Parse a ConfigMap, Namespace or Secret with the fields that the command line can set."""
     envelope = dict(_fields(body.removeprefix(b"k8s\0")))
     api_version, kind = (text.decode() for _, text in _fields(envelope[1]))
     document: dict[str, Any] = {"apiVersion": api_version, "kind": kind}
@@ -32,7 +32,7 @@ def read_protobuf(body: bytes) -> dict[str, Any]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Number and content of the fields in order; those that are plain numbers are passed over."""
+    """Number and content of each field in order; fields with plain numbers are skipped."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)

@@ -1,7 +1,7 @@
-"""A caller that asks for liveness every 5 ms on a connection of its own, and knows how long it waited at most.
+"""A caller that requests liveness every 5 ms on its own connection, and records its longest wait.
 
-It is a process, so that what a test sends at the same time does not hold it up: ``python liveness.py host:port`` counts
-anew at each line it reads and writes the longest wait since the last one, in seconds.
+It runs in a separate process, so that load from the test does not delay it. ``python liveness.py host:port`` writes the
+longest wait in seconds for each line that it reads, and then starts a new count.
 """
 
 import select
@@ -18,14 +18,14 @@ _REQUEST: Final = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class LivenessCaller:
-    """The process, as a test sees it."""
+    """A test's handle of the process."""
 
     def __init__(self, asks: IO[str], tells: IO[str]) -> None:
         self._asks = asks
         self._tells = tells
 
     def longest_wait_s(self) -> float:
-        """Since the last call of this; what is not answered yet counts, and infinite where the connection ended."""
+        """The longest wait since the last call. A pending request counts; infinite if the connection ended."""
         self._asks.write("\n")
         self._asks.flush()
         return float(self._tells.readline())
@@ -33,7 +33,7 @@ class LivenessCaller:
 
 @contextmanager
 def asking_for_liveness(address: str) -> Iterator[LivenessCaller]:
-    """Ask the HTTP port at ``address`` (``host:port``) as long as the block lasts."""
+    """Request liveness from the HTTP port at ``address`` (``host:port``) while the block runs."""
     with subprocess.Popen(
         [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

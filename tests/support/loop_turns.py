@@ -1,4 +1,4 @@
-"""How often the event loop served others while a coroutine ran."""
+"""Counts the event loop's iterations while a coroutine runs."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def run_counting_turns(work: Coroutine[Any, Any, T]) -> tuple[T, int]:
-    """Run ``work``. Returns its result, and how many turns of the event loop it took."""
+    """Run ``work``. Returns its result, and the number of iterations of the event loop meanwhile."""
     task = asyncio.create_task(work)
     turns = 0
     while not task.done():

@@ -21,11 +21,11 @@ HEALTHY: Final[Mapping[str, str]] = {
     "sys/kernel/mm/transparent_hugepage/defrag": "always defer [madvise] never\n",
     "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
 }
-"""Four steady processors, without a limit."""
+"""Four processors at a steady frequency, without a limit."""
 
 
 def write_machine(root: Path, files: Mapping[str, str] = {}) -> Path:
-    """A healthy machine below ``root``, with other contents for ``files``; an empty content removes the file."""
+    """Write a healthy machine below ``root``, with other contents for ``files``; empty content omits the file."""
     for name, content in {**HEALTHY, **files}.items():
         if content:
             path = root / name
@@ -39,7 +39,7 @@ def limits(
 ) -> dict[str, str]:
     """The files of a cgroup ``group``, such as ``/kubepods/pod1``, that limit processors and memory.
 
-    ``quota`` is that of a period of 100 ms, in microseconds; ``-1`` or ``max`` for none.
+    ``quota`` is the time per period of 100 ms in microseconds; ``-1`` or ``max`` means unlimited.
     """
     statistics = f"nr_periods 1000\nnr_throttled {throttled}\n"
     if version == "v2":

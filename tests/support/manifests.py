@@ -1,4 +1,4 @@
-"""The Kubernetes manifests as tests read them: the base by its files, always; overlays as ``kubectl`` renders them."""
+"""The Kubernetes manifests for tests: the base read from its files, overlays as ``kubectl`` renders them."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Installation:
-    """What would be applied to a cluster."""
+    """The documents that would be applied to a cluster."""
 
     documents: tuple[Document, ...]
 
@@ -44,12 +44,12 @@ class Installation:
 
     @property
     def containers(self) -> list[Document]:
-        """All containers of the pod, those that run before the server included."""
+        """All containers of the pod, including its init containers."""
         return [*self.pod["spec"].get("initContainers", []), *self.pod["spec"]["containers"]]
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that the server's container gets from its ConfigMaps."""
+        """The variables that the server's container receives from its ConfigMaps."""
         values: dict[str, str] = {}
         for source in self.server["envFrom"]:
             values |= self.one("ConfigMap", source["configMapRef"]["name"])["data"]
@@ -57,12 +57,12 @@ class Installation:
 
 
 def installation(name: str) -> Installation:
-    """The base (``BASE``) or an overlay; skips where an overlay cannot be rendered here."""
+    """The base (``BASE``) or an overlay. Skips the test if the overlay cannot be rendered here."""
     return _base() if name == BASE else rendered(DEPLOY / "overlays" / name)
 
 
 def rendered(folder: Path) -> Installation:
-    """What ``kubectl apply -k`` would apply; skips without ``kubectl``."""
+    """The documents that ``kubectl apply -k`` would apply. Skips the test without ``kubectl``."""
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, to render Kustomize's overlays")
     return _rendered(folder)
@@ -74,7 +74,7 @@ def _rendered(folder: Path) -> Installation:
         ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr  # kustomize tells of deprecated fields there
+    assert not done.stderr, done.stderr  # kustomize reports deprecated fields on stderr
     return Installation(tuple(yaml.safe_load_all(done.stdout)))
 
 
@@ -103,12 +103,12 @@ def read_variables(path: Path) -> dict[str, str]:
 
 
 def overlays() -> list[str]:
-    """The overlays that install the server, KServe's not among them."""
+    """The overlays that install the server; KServe's is not among them."""
     return sorted(path.name for path in (DEPLOY / "overlays").iterdir() if path.name != "kserve")
 
 
 def is_pinned(image: str) -> bool:
-    """Whether an image has a tag that is no moving one, or a digest."""
+    """Whether an image has a digest or a tag that does not move."""
     name = image.rpartition("/")[2]
     return "@sha256:" in name or (":" in name and not name.endswith(":latest"))
 

@@ -1,4 +1,4 @@
-"""What PromQL expressions name, for tests that look for names of no metric."""
+"""Names in PromQL expressions, for tests that search for unknown metrics."""
 
 import re
 from typing import Final
@@ -34,7 +34,7 @@ def labels_of(expression: str) -> set[str]:
 
 
 def known_metrics() -> set[str]:
-    """Every name that a server's series have."""
+    """The names of all series of a server."""
     names: set[str] = set()
     for declared in DECLARATIONS:
         suffixes = ("_bucket", "_count", "_sum") if declared.type == "histogram" else ("",)
@@ -48,7 +48,7 @@ def unknown_metrics(expression: str, recorded: set[str]) -> set[str]:
 
 
 def unknown_labels(expression: str) -> set[str]:
-    """Labels that none of the metrics in an expression has; of recorded ones, any label may be."""
+    """Labels that none of the metrics in an expression has; recorded metrics may have any label."""
     named = metrics_of(expression)
     bases = {re.sub(r"_(bucket|count|sum)$", "", name) for name in named} | named
     of_metrics = {label for declared in DECLARATIONS if declared.name in bases for label in declared.labels}

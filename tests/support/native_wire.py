@@ -1,4 +1,4 @@
-"""A connection of the native gRPC transport without a socket, in virtual time, and the ``h2`` library as its client."""
+"""A connection of the native gRPC transport without a socket, in virtual time, with the ``h2`` library as client."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -38,17 +38,17 @@ from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.service.gate import BodyGate
 
 ECHO: Final = "/test/Echo"
-"""Quick: answers with its message."""
+"""A quick call that answers with its message."""
 FAIL: Final = "/test/Fail"
-"""Quick: fails at once."""
+"""A quick call that fails at once."""
 HOLD: Final = "/test/Hold"
-"""Quick: answers with its message when it is released."""
+"""A quick call that answers with its message after ``Wire.release``."""
 SLOW: Final = "/test/Slow"
-"""A handler: answers with its message when it is released."""
+"""A handler that answers with its message after ``Wire.release``."""
 STREAM: Final = "/test/Stream"
-"""A handler: answers each message with itself."""
+"""A handler that answers each message with the same message."""
 BOOM: Final = "/test/Boom"
-"""A handler with a fault: it raises an exception that is no ServeError."""
+"""A faulty handler: it raises an exception other than ServeError."""
 
 HEADERS: Final = ((":method", "POST"), (":scheme", "http"), (":authority", "x"), ("te", "trailers"))
 
@@ -59,14 +59,14 @@ def framed(message: bytes, *, flag: int = 0) -> bytes:
 
 
 class Wire:
-    """A connection, its calls and its memory limits.
+    """A connection with its calls and memory limits.
 
     Attributes:
-        running: Calls that have begun and not ended.
+        running: Calls that have started and not ended.
         cancelled: Number of cancelled calls.
         timeouts_ns: The timeout of each quick call.
-        cut_answers: The cause of each.
-        connection_errors: The code of each.
+        cut_answers: The cause of each incomplete answer.
+        connection_errors: The code of each connection error.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Wire:
         self.connection.connection_made(self.transport)
 
     def connect(self, limits: Limits, max_age_s: float | None = None) -> Connection:
-        """One more connection of the same port, without a transport."""
+        """Open another connection to the same port, without a transport."""
         return Connection(
             self.work,
             limits,
@@ -117,21 +117,21 @@ class Wire:
         )
 
     def feed(self, data: bytes) -> None:
-        """Pass bytes to the connection, as if they arrived."""
+        """Pass bytes to the connection as received bytes."""
         self.transport.receive(data)
 
     async def turn(self) -> bytes:
-        """Run the loop until it has nothing to do now. Returns the sent bytes."""
+        """Run the loop until it is idle. Returns the sent bytes."""
         for _ in range(8):
             await asyncio.sleep(0)
         return self.transport.take()
 
     def lose(self) -> None:
-        """Reset the connection, as a peer that has exited."""
+        """Reset the connection, as if the peer had exited."""
         self.transport.abort()
 
     def release(self) -> None:
-        """Answer the calls that wait for their release."""
+        """Answer the calls that wait for ``release``."""
         releases, self._releases = self._releases, []
         for held in releases:
             if isinstance(held, InflightRequest):
@@ -146,7 +146,7 @@ class Wire:
         self._releases.append(request)
 
     def _answering(self, start: Callable[[InflightRequest], object]) -> QuickCall:
-        """A quick call that answers with its message when the request that ``start`` gets is settled."""
+        """A quick call that answers with its message when the request passed to ``start`` is settled."""
 
         def begin(
             message: bytes | memoryview,
@@ -235,7 +235,7 @@ class Answer:
 
     @property
     def status(self) -> int:
-        """``grpc-status``, from the trailers or from the only headers."""
+        """``grpc-status``, from the trailers or from the headers of an answer without a body."""
         return int((self.trailers or self.headers)[b"grpc-status"])
 
     @property
@@ -258,10 +258,10 @@ class Client:
     """The ``h2`` library at the other end of a ``Wire``.
 
     Attributes:
-        answers: By stream.
+        answers: Answers by stream id.
         goaways: Code and text of each GOAWAY.
         pongs: The payloads of answers to PINGs.
-        reads: Whether it returns the window for the bytes that it has read.
+        reads: Whether the client returns window for received bytes.
     """
 
     def __init__(self, wire: Wire, settings: "dict[SettingCodes, int] | None" = None) -> None:
@@ -341,9 +341,9 @@ class Client:
 
 
 def on_wire(test: Callable[[Wire, Client], Coroutine[Any, Any, None]], **traits: Any) -> None:
-    """Run a test on a connection after its handshake. At its end no call may hold memory.
+    """Run a test on a connection after its handshake. At the end no call may hold memory.
 
-    ``traits`` are the arguments of ``Wire``, and ``settings`` those of the client.
+    ``traits`` are arguments of ``Wire``; ``settings`` are the client's HTTP/2 settings.
     """
     settings = traits.pop("settings", None)
 
@@ -358,7 +358,7 @@ def on_wire(test: Callable[[Wire, Client], Coroutine[Any, Any, None]], **traits:
 
 
 async def end(wire: Wire) -> None:
-    """Reset the connection, and check that it has released everything."""
+    """Reset the connection and check that it has released everything."""
     wire.transport.is_stuck = False
     wire.lose()
     await wire.turn()

@@ -1,6 +1,6 @@
-"""The backend node tests of the ONNX package: one model an operator's trait, with stored inputs and outputs.
+"""The backend node tests of the ONNX package: one model per trait of an operator, with stored inputs and outputs.
 
-Wheels after 1.22 have none, so that wheel is fetched with pip into a cache outside the tree, once a machine.
+Wheels after 1.22 do not contain them, so pip fetches that wheel once per machine into a cache outside the tree.
 """
 
 import hashlib
@@ -20,28 +20,28 @@ from onnx import OptionalProto, SequenceProto, TensorProto, numpy_helper
 from apart import CACHE, keep, run_tool
 
 ONNX_VERSION: Final = "1.22.0"
-# The same file for every Python and machine: it is for its data, and nothing imports it.
+# The same wheel for every Python and machine: only its data is used, nothing imports it.
 _WHEEL: Final = ("--python-version=3.11", "--implementation=cp", "--abi=cp311", "--platform=manylinux_2_28_x86_64")
 _SHA256: Final = "1d0a2bdb15eb2b3cb65c438f3423d9620d14fdce32f92380e6bb1b2e09568ef5"
 _DATA: Final = "onnx/backend/test/data/node/"
 
 RTOL: Final = 1e-3
 ATOL: Final = 1e-7
-"""The runner's own tolerances (``onnx/backend/test/loader``); no case sets others."""
+"""The tolerances of ONNX's own runner (``onnx/backend/test/loader``); no case sets others."""
 
 
 class _NoTensor:
-    """What a stored optional sequence is read as."""
+    """The value of a stored optional sequence."""
 
 
 NO_TENSOR: Final = _NoTensor()
 Value: TypeAlias = np.ndarray | list[np.ndarray] | _NoTensor | None
-"""A stored input or output, a list for a sequence of tensors; None for an optional one that is empty."""
+"""A stored input or output: a list is a sequence of tensors, None an empty optional value."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCase:
-    """A case: its model, and what goes in and comes out, by name. BF16 and the like are arrays of ``ml_dtypes``."""
+    """A case: its model, and its inputs and outputs by name. BF16 and similar types are arrays of ``ml_dtypes``."""
 
     name: str
     model: Path
@@ -50,10 +50,10 @@ class NodeCase:
 
 
 def fetch_node_cases() -> Path:
-    """The folder that has a folder for each case.
+    """The folder with a folder for each case.
 
     Raises:
-        UnavailableError: When it was never fetched here, and pip cannot.
+        UnavailableError: The cases are not cached, and pip cannot fetch them.
     """
     folder = CACHE / f"onnx-{ONNX_VERSION}"
     if not folder.exists():
@@ -67,12 +67,12 @@ def fetch_node_cases() -> Path:
 
 
 def read_node_cases(folder: Path) -> list[NodeCase]:
-    """All cases by name; each has one set of data."""
+    """Read all cases in the order of their names; each has one set of data."""
     return [_read_case(entry) for entry in sorted(folder.iterdir()) if (entry / "model.onnx").exists()]
 
 
 def make_repository(cases: list[NodeCase], repository: Path) -> None:
-    """Make a model repository of the cases, one model each."""
+    """Write a model repository with one model per case."""
     for case in cases:
         version = repository / case.name / "1"
         version.mkdir(parents=True)
@@ -80,7 +80,7 @@ def make_repository(cases: list[NodeCase], repository: Path) -> None:
 
 
 def assert_similar(expected: np.ndarray, got: np.ndarray) -> None:
-    """What the runner of the node tests asserts of an output."""
+    """Make the assertion of the node tests' runner about an output."""
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
     if expected.dtype == object:
@@ -135,6 +135,6 @@ def _as_array(tensor: TensorProto) -> np.ndarray:
     array = numpy_helper.to_array(tensor)
     if tensor.data_type != TensorProto.STRING:
         return array
-    texts = np.empty(array.size, object)  # the array has bytes or str, by version
+    texts = np.empty(array.size, object)  # the array contains bytes or str, depending on the version
     texts[:] = [element.decode() if isinstance(element, bytes) else str(element) for element in array.ravel()]
     return texts.reshape(array.shape)

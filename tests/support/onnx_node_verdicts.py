@@ -1,4 +1,4 @@
-"""What a running server makes of the ONNX node tests, case by case, and the reference page that tells of it.
+"""A running server's result for each ONNX node test, and the reference page that lists the results.
 
 ``python tests/support/onnx_node_verdicts.py`` writes the page; a test checks that it is current.
 """
@@ -37,14 +37,14 @@ from servers import LONG_S, serving
 PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "onnx-node-tests.md"
 
 FLAGS: Final = ("--warmup-s", "0", "--intra-op-threads", "1")
-"""A server for models that are asked once each."""
+"""Flags of a server whose models each answer a single request."""
 
 Arrays: TypeAlias = dict[str, np.ndarray]
 Ask: TypeAlias = Callable[[str, Mapping[str, np.ndarray]], Arrays]
 
 
 class Fate(Enum):
-    """What became of a case."""
+    """The result of a case."""
 
     SERVED = "served"
     IN_PART = "served in part"
@@ -55,7 +55,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``why`` a case is not served whole, empty where it is; ``failures`` are what no server may do to it."""
+    """``why`` a case is not fully served, empty if it is; ``failures`` list violations that no server may show."""
 
     name: str
     fate: Fate
@@ -65,7 +65,7 @@ class Verdict:
 
 @contextmanager
 def judging(cases: Sequence[NodeCase], repository: Path) -> Iterator[Callable[[], list[Verdict]]]:
-    """Serve all cases by one server, and give what judges them."""
+    """Serve all cases with one server, and yield a function that judges them."""
     make_repository(list(cases), repository)
     with (
         serving(repository, *FLAGS) as server,
@@ -129,7 +129,7 @@ def _judge(case: NodeCase, rest: httpx.Client, wires: Mapping[str, Ask]) -> Verd
     }
     brought = {name for name, value in case.inputs.items() if value is not None}
     if brought != feeds.keys():
-        return Verdict(case.name, fate, why)  # the stored inputs are not for this part
+        return Verdict(case.name, fate, why)  # the stored inputs also contain inputs that are not served
     names = [spec["name"] for spec in metadata["outputs"]]
     if any(_differ(case.outputs[name]) for name in names):
         refusals = {wire: _refusal(ask, case.name, feeds) for wire, ask in wires.items()}
@@ -158,14 +158,14 @@ def _judge(case: NodeCase, rest: httpx.Client, wires: Mapping[str, Ask]) -> Verd
 
 
 def _differ(value: Any) -> bool:
-    """Whether it is a sequence of tensors of different shapes."""
+    """Whether the value is a sequence of tensors of different shapes."""
     return isinstance(value, list) and len({tensor.shape for tensor in value}) > 1
 
 
 def _run_plainly(
     session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray] | None:
-    """ONNX Runtime's own answer; None with BF16, which it has no numpy arrays for."""
+    """ONNX Runtime's own answer; None for BF16, for which it has no numpy arrays."""
     types = [arg.type for arg in (*session.get_inputs(), *session.get_outputs())]
     if "tensor(bfloat16)" in types:
         return None
@@ -183,7 +183,7 @@ def _open(model: Path) -> ort.InferenceSession | None:
 
 
 def _asking(library: Any, client: Any) -> Ask:
-    """Ask with ``tritonclient.http`` or ``tritonclient.grpc``, in binary form, for all outputs."""
+    """Returns a function that requests all outputs in binary form with a module of ``tritonclient``."""
 
     def ask(model: str, feeds: Mapping[str, np.ndarray]) -> Arrays:
         answer = client.infer(model, triton_inputs(library, feeds))
@@ -195,7 +195,7 @@ def _asking(library: Any, client: Any) -> Ask:
 
 
 def _refusal(ask: Ask, model: str, feeds: Mapping[str, np.ndarray]) -> str:
-    """The error of a call; empty if it is answered."""
+    """The error of a call; empty if it succeeds."""
     try:
         ask(model, feeds)
     except InferenceServerException as error:
@@ -212,7 +212,7 @@ def _is_similar(expected: np.ndarray, got: np.ndarray) -> bool:
 
 
 def _comparable(value: Any) -> np.ndarray:
-    """Texts as str, BF16 as float32, which numpy can compare; a sequence of tensors stacked."""
+    """The value in a form that numpy can compare: texts as str, BF16 as float32, a sequence of tensors stacked."""
     array = as_text(np.asarray(value)) if _holds_bytes(value) else np.asarray(value)
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 

@@ -1,4 +1,4 @@
-"""Traces as ONNX Runtime's profiler writes them: events in the order in which they end, each on a line."""
+"""Traces as ONNX Runtime's profiler writes them: one event per line, in the order in which they end."""
 
 import json
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def event(name: str, start_us: int, total_us: int, *, thread: int = 1, category: str = "Session", **args: Any) -> bytes:
-    """Any event."""
+    """An event of any kind."""
     document = {"cat": category, "pid": 1, "tid": thread, "dur": total_us, "ts": start_us, "ph": "X", "name": name}
     return json.dumps(document | {"args": args}).encode() + b",\n"
 
@@ -22,7 +22,7 @@ def node(
     thread: int = 1,
     **args: Any,
 ) -> bytes:
-    """A run of a node, with floats as inputs and outputs."""
+    """A run of a node with FP32 inputs and outputs."""
     return event(
         f"{name}_kernel_time",
         start_us,
@@ -44,7 +44,7 @@ def node(
 
 
 def execution(start_us: int, total_us: int) -> bytes:
-    """The execution of a graph, after its nodes."""
+    """The execution of a graph, written after its nodes."""
     return event("SequentialExecutor::Execute", start_us, total_us)
 
 
@@ -54,12 +54,12 @@ def run(start_us: int, total_us: int) -> bytes:
 
 
 def trace_file(*events: bytes) -> list[bytes]:
-    """The lines of a file."""
+    """The lines of a trace file."""
     return [b"[\n", *events, b"]\n"]
 
 
 def flat_run(start_us: int, *times_us: int, gap_us: int = 5) -> list[bytes]:
-    """A run of nodes ``n0``, ``n1`` …, each after a gap."""
+    """A run of the nodes ``n0``, ``n1`` …, each after a gap."""
     lines, now_us = [], start_us
     for number, time_us in enumerate(times_us):
         lines.append(node(f"n{number}", now_us + gap_us, time_us, op=f"Op{number}"))

@@ -1,4 +1,4 @@
-"""The documents as tests read them: their pages, their blocks, and the commands that they tell readers to run."""
+"""The documents as tests read them: their pages, code blocks, and the commands for readers."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ PAGES: Final = (
     ROOT / "loadtests" / "README.md",
     *sorted(page for page in DOCS.rglob("*.md") if GENERATED not in page.parents),
 )
-"""Everything for users that is written by hand."""
+"""All hand-written pages for users."""
 
 KUBERNETES: Final = (DOCS / "operations" / "kubernetes.md").read_text()
 RUNBOOK: Final = (DOCS / "operations" / "runbook.md").read_text()
@@ -34,7 +34,7 @@ RUNBOOK: Final = (DOCS / "operations" / "runbook.md").read_text()
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of a console block: its text as a shell reads it, and what the page shows as its output."""
+    """A command of a console block: its text as a shell reads it, and the output that the page shows."""
 
     page: Path
     text: str
@@ -42,7 +42,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """Without the variables that it sets."""
+        """The words of the command, without the variables that it sets."""
         return list(dropwhile(lambda word: re.match(r"[A-Z]+(_[A-Z]+)*=", word), shlex.split(self.text)))
 
     def __str__(self) -> str:
@@ -50,19 +50,19 @@ class Command:
 
 
 def blocks(language: str, text: str) -> list[str]:
-    """The fenced blocks of a language, without the indent that they have in lists."""
+    """The fenced blocks of a language, without their indentation in lists."""
     found = re.findall(rf"^ *```{language}\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     return [textwrap.dedent(block) for block in found]
 
 
 def yaml_block(mark: str) -> Any:
-    """The one block of YAML on the page of Kubernetes that contains this text."""
+    """The only block of YAML on the page about Kubernetes that contains this text."""
     (found,) = (block for block in blocks("yaml", KUBERNETES) if mark in block)
     return yaml.safe_load(found)
 
 
 def commands(*pages: Path) -> list[Command]:
-    """Every command of the console blocks of pages, all pages by default."""
+    """All commands in the console blocks of pages, by default of all pages."""
     return [
         command
         for page in pages or PAGES
@@ -72,7 +72,7 @@ def commands(*pages: Path) -> list[Command]:
 
 
 def _of(page: Path, block: str) -> Iterator[Command]:
-    """A block with prompts shows output, too; of any other block each line is a command."""
+    """The commands of a block. A block with prompts also shows output; in other blocks each line is a command."""
     parts = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
     for part in parts or block.splitlines(keepends=True):
         lines = part.splitlines(keepends=True)
@@ -81,7 +81,7 @@ def _of(page: Path, block: str) -> Iterator[Command]:
 
 
 def spans(text: str) -> list[str]:
-    """The code within sentences and tables, each span on one line."""
+    """The code spans in sentences and tables, each on one line."""
     outside = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", outside)]
 
@@ -92,20 +92,20 @@ def flags_in(text: str) -> set[str]:
 
 @cache
 def flags_of_tool(name: str) -> set[str]:
-    """The flags in the help of a tool. It is printed by this process: imports cost each process of its own seconds."""
+    """The flags in the help of a tool. This process prints it, because imports take seconds in each new process."""
     with redirect_stdout(StringIO()) as shown:
         assert main([name, "--help"]) == 0, f"there is no command {name}"
     return flags_in(shown.getvalue())
 
 
 def kubectl_commands() -> set[str]:
-    """Of all pages, including those within sentences."""
+    """The ``kubectl`` commands of all pages, including those within sentences."""
     typed = {command.text for command in commands()} | {span for page in PAGES for span in spans(page.read_text())}
     return {command for command in typed if re.search(r"\bkubectl ", command)}
 
 
 def own_overlay(folder: Path, overlay: dict[str, Any]) -> Path:
-    """An overlay beside a copy of the manifests, as the page of Kubernetes describes it."""
+    """Write an overlay beside a copy of the manifests, as the page about Kubernetes describes."""
     shutil.copytree(DEPLOY, folder / "deploy", dirs_exist_ok=True)
     (folder / "my-models").mkdir()
     (folder / "my-models" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))

@@ -1,6 +1,6 @@
-"""perf_analyzer, the load generator of Triton's users: where it comes from and how it is run.
+"""perf_analyzer, the load generator for Triton: its installation and use.
 
-It comes in a wheel of an older tritonclient than the tests use.
+It is part of a wheel of an older tritonclient than the tests use.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ from typing import Final
 from apart import CACHE, UnavailableError, installed_apart, keep, run_tool
 
 VERSION: Final = "2.51.0"
-"""The last whose binary runs on glibc 2.34; later ones want 2.38."""
+"""The last version whose binary runs with glibc 2.34; later ones require 2.38."""
 
 _WHEELS: Final = (
     *("--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1"),
-    *(f"tritonclient=={VERSION}", "nvidia-cuda-runtime-cu12==12.9.79"),  # it is linked to libcudart.so.12
+    *(f"tritonclient=={VERSION}", "nvidia-cuda-runtime-cu12==12.9.79"),  # the binary is linked to libcudart.so.12
 )
 _RUN_S: Final = 60
 _LIBB64: Final = "libb64.so.0d"
@@ -32,25 +32,25 @@ _NO_LIBB64: Final = "\n".join(
         for name in ("init_encodestate", "encode_block", "encode_blockend", "init_decodestate", "decode_block")
     ]
 )
-"""In the place of a library that few machines have. It is there to be found when perf_analyzer starts, and is called
-for CUDA handles over HTTP and encoded input files only, which no test has."""
+"""Substitute for libb64, which few machines have. perf_analyzer needs the library to start, but calls it only for CUDA
+handles over HTTP and for encoded input files, which no test uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerfAnalyzer:
-    """An installed perf_analyzer and the folders of what it is linked to."""
+    """An installed perf_analyzer, and the folders of its libraries."""
 
     program: Path
     libraries: tuple[Path, ...]
 
     def run(self, *arguments: str) -> str:
-        """Run to the end, which must be a good one, and return all it wrote."""
+        """Run perf_analyzer to its end. It must succeed. Returns its output."""
         ran = self._start(*arguments)
         assert ran.returncode == 0, f"{' '.join(arguments)}: exit status {ran.returncode}\n{ran.stdout}"
         return ran.stdout
 
     def require_start(self) -> None:
-        """Raises UnavailableError, where the binary does not start."""
+        """Raises UnavailableError if the binary does not start."""
         ran = self._start("--version")
         if ran.returncode != 0:
             raise UnavailableError(f"it does not start: {ran.stdout.strip()}")
@@ -67,10 +67,10 @@ class PerfAnalyzer:
 
 
 def find_perf_analyzer() -> PerfAnalyzer:
-    """The one that is kept apart, which is put there first where there is none.
+    """The installed perf_analyzer; the first call on a machine installs it.
 
     Raises:
-        UnavailableError: This is no machine that it runs on, or it could not be installed.
+        UnavailableError: It does not run on this machine, or could not be installed.
     """
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise UnavailableError("it is made for Linux on x86_64 only")
@@ -85,7 +85,7 @@ def find_perf_analyzer() -> PerfAnalyzer:
 
 
 def _folder_of_libb64() -> Path:
-    """Raises UnavailableError."""
+    """The folder of the substitute. Raises UnavailableError if it cannot be built."""
     folder = CACHE / "no_libb64"
     if _is_installed(_LIBB64) or folder.exists():
         return folder

@@ -1,4 +1,4 @@
-"""OpenVINO's plug-in for ONNX Runtime: an execution provider beside the CPU's that needs no GPU. Installed apart."""
+"""OpenVINO's plug-in for ONNX Runtime: an execution provider that needs no GPU. It is installed separately."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ print(*[device.ep_name for device in onnxruntime.get_ep_devices()])
 
 
 def openvino_folder() -> Path:
-    """Where the package is; skips the test where it cannot be had."""
+    """The folder of the package; skips the test if the package is unavailable."""
     try:
         return installed_apart(f"openvino-plugin-{_VERSION}", "--no-deps", f"onnxruntime-ep-openvino=={_VERSION}")
     except UnavailableError as error:
@@ -30,9 +30,9 @@ def openvino_folder() -> Path:
 
 
 def openvino_environment(*, with_package: bool = True) -> dict[str, str]:
-    """Environment variables of a process in which the plug-in has a device; skips the test where it has none.
+    """Environment of a process in which the plug-in has a device; skips the test if there is none.
 
-    Without the package it has to be named by its library.
+    Without the package, the plug-in must be named by its library.
     """
     folder = openvino_folder()
     own = {"ORT_DISABLE_TELEMETRY": "1"}

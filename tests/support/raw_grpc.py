@@ -1,4 +1,4 @@
-"""gRPC calls by the h2 library, for what grpc's own clients keep to themselves, such as load reports."""
+"""gRPC calls with the h2 library, for details that grpc's own clients hide, such as load reports."""
 
 import base64
 import socket
@@ -11,7 +11,7 @@ import h2.events
 from h2.settings import SettingCodes, Settings
 
 LONG_S: Final = 60.0
-"""A wait that only a failing test sees the end of."""
+"""Upper bound of waits; only failing tests reach it."""
 
 Trailers = Mapping[str, str | bytes]
 
@@ -19,7 +19,7 @@ Trailers = Mapping[str, str | bytes]
 def trailers_of_call(
     address: str, path: str, messages: Sequence[bytes], metadata: Mapping[str, str] | None = None
 ) -> Trailers:
-    """Make a call, which must end well, and return its trailing metadata; values of ``-bin`` names are decoded."""
+    """Make a call that must succeed. Returns its trailing metadata, with values of ``-bin`` names decoded."""
     body = b"".join(b"\x00" + len(message).to_bytes(4, "big") + message for message in messages)
     trailers = end_of_call(address, path, body, metadata)
     assert trailers["grpc-status"] == "0", trailers
@@ -32,9 +32,9 @@ def trailers_of_call(
 def end_of_call(
     address: str, path: str, body: bytes, metadata: Mapping[str, str] | None = None, *, window: int | None = None
 ) -> Mapping[str, str]:
-    """Send what fits the first windows, messages or not, and return the headers that end the call.
+    """Send as much of ``body`` as fits the initial windows, and return the headers that end the call.
 
-    Of the answer ``window`` bytes are taken, None for as many as HTTP/2 has it.
+    ``window`` is the client's window for the answer in bytes; None means the default of HTTP/2.
     """
     host, _, port = address.rpartition(":")
     connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))

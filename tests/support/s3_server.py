@@ -1,6 +1,6 @@
-"""A real S3 server on a folder (rclone), and a TCP proxy before it that cuts, delays, truncates and corrupts.
+"""A real S3 server on a folder (rclone), and a TCP proxy in front that cuts, delays, truncates and corrupts answers.
 
-Without keys it also serves clients of Google Cloud Storage, whose XML interface is that of S3.
+Without keys it also serves clients of Google Cloud Storage, whose XML interface equals that of S3.
 """
 
 import json
@@ -33,7 +33,7 @@ class S3Server:
         self.start(secret_key)
 
     def start(self, secret_key: str = SECRET_KEY, access_key: str = ACCESS_KEY) -> None:
-        """Start the server on a new port. An empty secret key turns authentication off."""
+        """Start the server on a new port. An empty secret key disables authentication."""
         program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
         flags = ["--auth-key", f"{access_key},{secret_key}"] if secret_key else []
         flags += [
@@ -64,7 +64,7 @@ class S3Server:
 
     @property
     def google_environment(self) -> dict[str, str]:
-        """Variables that lead a client of Google Cloud Storage to this server, without keys."""
+        """Variables that direct a client of Google Cloud Storage to this server, without keys."""
         account = {"gcs_base_url": f"http://127.0.0.1:{self.port}", "disable_oauth": True}
         account |= {"client_email": "", "private_key": "", "private_key_id": ""}
         return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account), "GOOGLE_ALLOW_HTTP": "true"}
@@ -79,13 +79,13 @@ class S3Server:
 
 
 class FaultyProxy:
-    """Passes connections to ``target``, and spoils the answers to requests for ``spoiled`` paths.
+    """Passes connections to ``target`` and applies a fault to answers for ``spoiled`` paths.
 
     Attributes:
         fault: ``""``; ``down`` (connections are closed at once); ``cut`` (the connection ends in the middle of an
-            object); ``corrupt`` (bytes of an object are changed); ``stall`` (an object ends nowhere, its connection
-            stays open); ``error`` (503).
-        spoiled: Part of the paths whose answers the faults concern; ``down`` concerns all.
+            object); ``corrupt`` (bytes of an object are changed); ``stall`` (an object stops in the middle, its
+            connection stays open); ``error`` (503).
+        spoiled: Part of the paths to which faults apply; ``down`` applies to all.
         paths: The paths of requests so far.
     """
 
@@ -100,7 +100,7 @@ class FaultyProxy:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that lead a client to this proxy."""
+        """Variables that direct a client to this proxy."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ALLOW_HTTP": "true",
@@ -119,7 +119,7 @@ class FaultyProxy:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """Answer one request, without keeping the connection."""
+        """Answer one request and close the connection."""
         with client, suppress(OSError):
             if self.fault == "down":
                 return
@@ -151,12 +151,12 @@ class FaultyProxy:
             body = body[:middle]
         client.sendall(head + b"\r\n\r\n" + body)
         if fault == "stall":
-            client.recv(1)  # until the client gives up
+            client.recv(1)  # returns when the client gives up
 
 
 @contextmanager
 def s3_behind_proxy(root: Path) -> Iterator[tuple[S3Server, FaultyProxy]]:
-    """A server of ``root`` and the proxy before it."""
+    """Start a server of ``root`` with the proxy in front."""
     server = S3Server(root)
     proxy = FaultyProxy(server)
     try:
@@ -167,7 +167,7 @@ def s3_behind_proxy(root: Path) -> Iterator[tuple[S3Server, FaultyProxy]]:
 
 
 def upload(root: Path, files: Mapping[str, bytes]) -> None:
-    """Write objects, each as a whole."""
+    """Write objects, each in one piece."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

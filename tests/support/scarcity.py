@@ -1,4 +1,4 @@
-"""This process as one that has used up its memory or its descriptors."""
+"""Makes this process run out of memory or of descriptors."""
 
 import gc
 import resource
@@ -9,8 +9,8 @@ from pathlib import Path
 
 @contextmanager
 def little_memory(left_bytes: int) -> Iterator[None]:
-    """The process may reserve so many more bytes of addresses."""
-    gc.collect()  # what earlier tests left behind could be freed meanwhile
+    """Limit the address space that the process may still reserve to ``left_bytes``."""
+    gc.collect()  # otherwise garbage of earlier tests could be freed meanwhile
     reserved_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with _limit(resource.RLIMIT_AS, reserved_bytes + left_bytes):
         yield
@@ -18,7 +18,7 @@ def little_memory(left_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def few_descriptors(count: int) -> Iterator[None]:
-    """The process may open no descriptor from this number on."""
+    """Prevent descriptors with this number or a higher one."""
     with _limit(resource.RLIMIT_NOFILE, count):
         yield
 

@@ -1,4 +1,4 @@
-"""Real servers for tests: the command line in a process of its own, on ports that the system chooses."""
+"""Real servers for tests: the command line in a separate process, on ports that the system chooses."""
 
 import json
 import os
@@ -23,22 +23,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from preloaded import PreloadedProcess
 
 LONG_S: Final = 60.0
-"""A wait that only a failing test sees the end of."""
+"""Upper bound of waits; only failing tests reach it."""
 
 LOOK_S: Final = 0.005
-"""Between two looks at a state that nothing announces, so that looking leaves the processors to the server."""
+"""Pause between two checks of a state without events, so that polling leaves the processors to the server."""
 
 SHORT_WARMUP: Final = ("--warmup-s", "0.2")
-"""Enough to verify batching and to learn batch sizes of tiny models."""
+"""Warm-up that suffices to verify batching and to learn batch sizes of tiny models."""
 
 
 class ServerProcess:
-    """``ortserve serve`` with ``arguments``. Its output is read by a thread, so that tests can wait for lines of it.
+    """``ortserve serve`` with ``arguments``. A thread reads its output, so that tests can wait for lines.
 
-    ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens; ``client`` is the context of a client
-    of its HTTP port where that speaks TLS. ``through`` is a command that ends by replacing itself with its arguments:
-    it sets limits for the server. A server without it, and without other variables than options, credentials and
-    those of OpenTelemetry, starts preloaded.
+    ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens. ``client`` is the context of a client
+    of the HTTP port if that uses TLS. ``through`` is a command that sets limits and then executes its arguments. A
+    server starts preloaded, unless it has ``through``, or variables other than options, credentials and
+    OpenTelemetry's.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Of the HTTP port."""
+        """The URL of the HTTP port."""
         return f"http{'s' if self.client else ''}://{self.http}"
 
     @property
@@ -90,7 +90,10 @@ class ServerProcess:
         return self._address("metrics")
 
     def wait_for_line(self, *parts: str) -> str:
-        """Return the first line that holds all ``parts``, when it comes; fail when it cannot come any more."""
+        """Wait for the first line with all ``parts`` and return it.
+
+        Fails at the end of the output or after ``LONG_S``.
+        """
 
         def found() -> str | None:
             return next((line for line in self.lines if all(part in line for part in parts)), None)
@@ -102,14 +105,14 @@ class ServerProcess:
         return line
 
     def wait_until_loaded(self) -> None:
-        """Wait for the end of loading, successful or not."""
+        """Wait for the end of loading, whether it succeeds or fails."""
         self.wait_for_line("initial loading has ended")
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     def wait_until_delivered(self, number: signal.Signals) -> None:
-        """Wait until a signal that was sent no longer waits for a thread of the server (proc_pid_status(5))."""
+        """Wait until a sent signal is no longer pending for the server (proc_pid_status(5))."""
         for _ in range(100_000):
             status = Path(f"/proc/{self.pid}/status").read_text()
             pending = re.search(r"ShdPnd:\s+(\w+)", status)
@@ -118,13 +121,13 @@ class ServerProcess:
         raise AssertionError(f"{number!r} was not delivered")
 
     def wait(self) -> int:
-        """Return the exit status; the whole output is in ``lines`` then."""
+        """Return the exit status; ``lines`` then contains the whole output."""
         status = self._process.wait(LONG_S)
         self._reader.join(LONG_S)
         return status
 
     def stop(self) -> None:
-        """End the server as its operator would; it must leave without a complaint."""
+        """Stop the server with SIGTERM. It must exit with 0 and without a traceback."""
         if self._process.poll() is None:
             self.send(signal.SIGTERM)
         status = self.wait()
@@ -132,7 +135,7 @@ class ServerProcess:
         assert "Traceback" not in self.output, self.output
 
     def kill(self) -> None:
-        """End the process in any case."""
+        """Kill the process if it still runs."""
         self._process.kill()
         self._process.wait()
         self._reader.join(LONG_S)
@@ -166,7 +169,7 @@ def starting(
     client: ssl.SSLContext | None = None,
     through: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
-    """Start a server on free ports without waiting for it; it may end in any way and is ended in any case."""
+    """Start a server on free ports without waiting for it. It may exit in any way and is killed after the block."""
     flags = ("--http-port", "--grpc-port", "--metrics-port")
     ports = () if set(flags) & set(arguments) else [part for flag in flags for part in (flag, "0")]
     server = ServerProcess(*arguments, *ports, env=env, client=client, through=through)
@@ -186,7 +189,7 @@ def serving(
     client: ssl.SSLContext | None = None,
     through: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
-    """Serve with all models loaded; at the end the server must drain, exit with 0 and show no traceback."""
+    """Serve with all models loaded. After the block the server must drain, exit with 0 and show no traceback."""
     with starting(*arguments, env=env, client=client, through=through) as server:
         server.wait_until_loaded()
         ready = httpx.get(f"{server.url}/v2/health/ready", timeout=LONG_S, verify=client or True)
@@ -208,7 +211,7 @@ def freezing(way: str, seconds: float | None = None) -> dict[str, str]:
 
 
 def add_model(repository: Path, name: str, build: Callable[..., Path], *, version: int = 1, **traits: Any) -> Path:
-    """Put a model that one of ``models.builders`` makes into a repository; returns the model's folder."""
+    """Write a model of a builder in ``models.builders`` to a repository. Returns the model's folder."""
     folder = repository / name / str(version)
     folder.mkdir(parents=True)
     build(folder / "model.onnx", **traits)
@@ -219,7 +222,7 @@ def add_model(repository: Path, name: str, build: Callable[..., Path], *, versio
 def triton_clients(
     server: ServerProcess,
 ) -> Iterator[tuple[triton_http.InferenceServerClient, triton_grpc.InferenceServerClient]]:
-    """The unmodified clients, HTTP and gRPC."""
+    """Unmodified Triton clients for HTTP and gRPC."""
     with (
         triton_http.InferenceServerClient(server.http) as http,
         triton_grpc.InferenceServerClient(server.grpc) as grpc,
@@ -237,31 +240,31 @@ def wire_datatype(array: np.ndarray) -> str:
 
 
 def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
-    """An entry of ``inputs`` of a REST request, nested like the tensor; a number without axes is a list of one, too."""
+    """An entry of ``inputs`` of a REST request, nested like the tensor; a number without axes is a list of one."""
     data = array.tolist() if array.ndim else [array.item()]
     return {"name": name, "shape": list(array.shape), "datatype": wire_datatype(array), "data": data}
 
 
 def rest_url(server: ServerProcess, model: str, version: str = "") -> str:
-    """Where REST inference with a model is."""
+    """The URL path of REST inference with a model."""
     return f"{server.url}/v2/models/{model}{f'/versions/{version}' if version else ''}/infer"
 
 
 class Samples:
-    """What the metrics port said at one moment."""
+    """The content of the metrics port at one time."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def value(self, name: str, **labels: str) -> float:
-        """The sample with exactly these labels; fails where there is none."""
+        """The sample with exactly these labels; fails if it does not exist."""
         values = [sample.value for sample in self._samples if sample.name == name and sample.labels == labels]
         assert len(values) == 1, f"{len(values)} samples of {name} with {labels} in:\n{self.text}"
         return float(values[0])
 
     def by_labels(self, name: str, *labels: str) -> dict[str, float]:
-        """All samples of a name that are not 0, by the values of these labels: ``simple 1 http ok``."""
+        """All nonzero samples of a metric, by the values of these labels: ``simple 1 http ok``."""
         return {
             " ".join(sample.labels[label] for label in labels): float(sample.value)
             for sample in self._samples
@@ -276,9 +279,9 @@ def read_metrics(server: ServerProcess) -> Samples:
 
 
 def wait_for_sample(server: ServerProcess, name: str, is_wanted: Callable[[float], bool], **labels: str) -> float:
-    """Look until a sample has a wanted value, and return it; one that is not there counts as 0.
+    """Poll until a sample has a wanted value and return it; an absent sample counts as 0.
 
-    Each look is a request of its own to the port that no load holds up.
+    Each poll is a separate request to the metrics port, which no load delays.
     """
     value = 0.0
     end_s = time.monotonic() + LONG_S
@@ -291,17 +294,17 @@ def wait_for_sample(server: ServerProcess, name: str, is_wanted: Callable[[float
 
 
 def wait_for_queue(server: ServerProcess, model: str, rows: int) -> None:
-    """Look until at least so many rows wait for a model."""
+    """Poll until at least ``rows`` rows wait for a model."""
     wait_for_sample(server, "ortserve_queue_rows", lambda waiting: waiting >= rows, model=model, version="1")
 
 
 def decisions(server: ServerProcess, model: str) -> dict[str, int]:
-    """How often the batcher of a model took each decision."""
+    """The batcher's count of each decision for a model."""
     answer = httpx.get(f"http://{server.http}/v2/models/{model}/batching", timeout=LONG_S).raise_for_status()
     taken: dict[str, int] = answer.json()["decisions"]
     return taken
 
 
 def _clean_environment() -> dict[str, str]:
-    """Ours, without what would change a server's options."""
+    """The environment without variables that would change a server's options."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("ORTSERVE_", "ORT_", "OTEL_"))}

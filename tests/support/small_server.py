@@ -1,4 +1,4 @@
-"""A tiny server of the protocol over REST, in a thread, whose delays and failures are known exactly."""
+"""A tiny server of the REST protocol in a thread, with exactly known delays and failures."""
 
 import asyncio
 import json
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Behave = Callable[[int], str]
-"""The way in which an infer request is treated, by its number: ``ok``, a status such as ``503``, ``close``, ``hang``,
-``garbage`` (no HTTP), ``nonsense`` (status 200 without outputs) or ``wrong`` (another value)."""
+"""Treatment of an infer request, by its number: ``ok``, a status such as ``503``, ``close``, ``hang``, ``garbage`` (not
+HTTP), ``nonsense`` (status 200 without outputs) or ``wrong`` (another value)."""
 
 
 @dataclass
 class SmallServer:
-    """One worker that takes ``service_s`` for a request, and stalls for ``stall_s`` at every multiple of ``every_s``.
+    """One worker that takes ``service_s`` per request, and stalls for ``stall_s`` at every multiple of ``every_s``.
 
-    The model ``m`` answers with its input. ``served_s`` are the times that requests really took, stalls apart.
+    The model ``m`` answers with its input. ``served_s`` are the actual service times of requests, without stalls.
     """
 
     behave: Behave = lambda number: "ok"
@@ -38,7 +38,7 @@ class SmallServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def serve(self, ready: Callable[[], object], stop: asyncio.Event) -> None:
-        """Listen until ``stop``."""
+        """Listen until ``stop`` is set."""
         server = await asyncio.start_server(self._converse, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._began_s = time.monotonic()

@@ -1,7 +1,8 @@
-"""The server's end of SPDY/3.1, as far as ``kubectl port-forward`` speaks it; no library for it is kept up any more.
+"""The server side of SPDY/3.1, as far as ``kubectl port-forward`` uses it; no library for it is maintained any more.
 
-Bytes come in, events and bytes go out; sockets are the caller's. Frames are those of draft-mbelshe-httpbis-spdy-00,
-section 2.6. There is no flow control, because ``kubectl`` and Kubernetes' own servers have none either.
+The module converts bytes to events and back; sockets belong to the caller. Frames follow
+draft-mbelshe-httpbis-spdy-00, section 2.6. There is no flow control, because ``kubectl`` and Kubernetes' own servers
+have none either.
 """
 
 import struct
@@ -36,7 +37,7 @@ _VALUES: Final = (
 )
 _SIZED_NAMES: Final = b"".join(struct.pack(">I", len(name)) + name.encode() for name in _NAMES.split(","))
 _DICTIONARY: Final = _SIZED_NAMES + _VALUES.encode()
-"""What headers are compressed with (section 2.6.10.1); zlib compares its checksum with the client's."""
+"""The dictionary for header compression (section 2.6.10.1); zlib compares its checksum with the client's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,14 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Bytes came on a stream; none are its end."""
+    """The client sent bytes on a stream; empty bytes end it."""
 
     stream: int
     data: bytes
 
 
 class Connection:
-    """From its first byte on. What is to be sent gathers until ``take_outgoing``."""
+    """A connection from its first byte on. Bytes to send accumulate until ``take_outgoing``."""
 
     def __init__(self) -> None:
         self._incoming = bytearray()
@@ -65,7 +66,7 @@ class Connection:
         self._deflate = zlib.compressobj(zdict=_DICTIONARY)
 
     def receive(self, data: bytes) -> Iterator[Opened | Received]:
-        """Take bytes in pieces of any size; what the protocol asks for is answered."""
+        """Process received bytes in pieces of any size, and enqueue the answers that the protocol requires."""
         self._incoming += data
         while len(self._incoming) >= 8:
             head, sized = struct.unpack_from(">II", self._incoming)
@@ -81,7 +82,7 @@ class Connection:
         self._outgoing += struct.pack(">II", stream, is_last << 24 | len(data)) + data
 
     def take_outgoing(self) -> bytes:
-        """What has gathered since the last time."""
+        """The bytes to send since the last call."""
         taken = bytes(self._outgoing)
         self._outgoing.clear()
         return taken
@@ -110,7 +111,7 @@ def _events(stream: int, data: bytes, is_last: bool) -> Iterator[Received]:
 
 
 def _headers(block: bytes) -> dict[str, str]:
-    """Names and values, each with its length before it, after their number."""
+    """Parse the number of headers, then names and values, each preceded by its length."""
     texts, at = [], 4
     while at < len(block):
         end = at + 4 + int.from_bytes(block[at : at + 4])

@@ -1,4 +1,4 @@
-"""Records of TLS 1.3 that no library of Python sends: made of a session's secrets (RFC 8446, sections 5 and 7)."""
+"""TLS 1.3 records that no Python library sends, built from a session's secrets (RFC 8446, sections 5 and 7)."""
 
 import ssl
 from pathlib import Path
@@ -14,10 +14,10 @@ _KEY_UPDATE: Final = b"\x18\x00\x00\x01"
 
 
 class ClientRecords:
-    """Seals what a client sends after its handshake, and before it has sent anything by its own session."""
+    """Encrypts records of a client after its handshake; its own session must not have sent any before."""
 
     def __init__(self, session: ssl.SSLObject | ssl.SSLSocket, key_log: Path) -> None:
-        """Take the session's secret from the file that its context's ``keylog_filename`` names."""
+        """Read the session's secret from the ``keylog_filename`` of its context."""
         cipher = session.cipher()
         assert cipher is not None
         assert cipher[0] == CIPHER
@@ -25,11 +25,11 @@ class ClientRecords:
         self._renew(bytes.fromhex(secrets["CLIENT_TRAFFIC_SECRET_0"]))
 
     def data(self, plaintext: bytes, *, padding: int = 0) -> bytes:
-        """A record of data."""
+        """A record of application data."""
         return self._seal(plaintext, _APPLICATION_DATA, padding)
 
     def key_update(self, *, is_answer_wanted: bool = False) -> bytes:
-        """Announce new keys, and seal by them from now on."""
+        """A record that announces new keys; later records use them."""
         record = self._seal(_KEY_UPDATE + bytes([is_answer_wanted]), _HANDSHAKE, 0)
         self._renew(_expand(self._secret, b"traffic upd", 48))
         return record

@@ -1,7 +1,7 @@
-"""Which of the two servers of the gRPC port a test runs on.
+"""Selects which of the two servers of the gRPC port a test uses.
 
-Tests run on the native transport, unless they are marked: every call, its errors, streams, limits, deadlines, keys, TLS
-and the drain run on grpcio's server, too. What both servers share, such as codecs and the service, is tested once.
+Tests use the native transport unless they are marked. Marked tests also run on grpcio's server: every call, its errors,
+streams, limits, deadlines, keys, TLS and the drain. Shared parts, such as codecs and the service, are tested once.
 """
 
 from typing import Final
@@ -11,4 +11,4 @@ import pytest
 ON_BOTH_TRANSPORTS: Final = pytest.mark.parametrize(
     "grpc_transport", ["native", "grpcio"], indirect=True, scope="session"
 )
-"""Marks a test, or all tests of a file by ``pytestmark``, that depend on the fixture ``grpc_transport``."""
+"""Runs a test, or with ``pytestmark`` all tests of a file, on both; tests use the fixture ``grpc_transport``."""

@@ -1,4 +1,4 @@
-"""Steady load by unmodified Triton clients on both protocols. Every answer is checked."""
+"""A steady load by unmodified Triton clients on both protocols. Every answer is checked."""
 
 import asyncio
 from collections import Counter
@@ -17,10 +17,10 @@ import tritonclient.http.aio as triton_http_aio
 from servers import LONG_S
 
 CALLERS: Final = 6
-"""Of each protocol."""
+"""Callers per protocol."""
 
 PAUSE_S: Final = 0.04
-"""Between a caller's answer and its next request, so that requests meet restarts and not a saturated machine."""
+"""Pause between a caller's answer and its next request, so that requests meet restarts and not a saturated machine."""
 
 Infer = Callable[[np.ndarray], Awaitable[Any]]
 
@@ -30,7 +30,7 @@ class Failure:
     protocol: str
     text: str
     is_untaken: bool
-    """Whether its connection ended without an answer: HTTP clients send such a request again, on a new connection."""
+    """Whether the connection ended without an answer. HTTP clients repeat such a request on a new connection."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Load:
 
     model: str
     rows: np.ndarray
-    """Inputs ``x`` [n, …]; each request carries one."""
+    """Inputs ``x`` [n, …]; each request carries one of them."""
     expected: np.ndarray
     """Outputs ``y`` [n, …] of the same rows."""
     answered: Counter[str] = field(default_factory=Counter)
@@ -47,9 +47,9 @@ class Load:
     _news: dict[str, asyncio.Event] = field(default_factory=lambda: {"http": asyncio.Event(), "grpc": asyncio.Event()})
 
     async def go_on(self, more: int = 100) -> None:
-        """Return when so many further requests were answered on each protocol.
+        """Wait until ``more`` further requests are answered on each protocol.
 
-        The time limit applies to each answer: a machine that does other work needs minutes for some hundred requests.
+        The time limit applies to each answer, because a busy machine needs minutes for some hundred requests.
         """
         wanted = {protocol: self.answered[protocol] + more for protocol in self._news}
         for protocol, count in wanted.items():
@@ -103,7 +103,7 @@ class Load:
 
 @asynccontextmanager
 async def loading(load: Load, *, rest: str, grpc: str) -> AsyncIterator[None]:
-    """Send requests to these addresses for as long as the block runs."""
+    """Send requests to these addresses while the block runs."""
     async with asyncio.TaskGroup() as callers:
         tasks = [
             callers.create_task(call(address, number))

@@ -1,4 +1,4 @@
-"""A lab without processes: configurations have known capacities, measurements noise and a duration in virtual time."""
+"""A lab without processes: configurations have known capacities, and measurements have noise and a virtual duration."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,10 @@ class VirtualLab:
         between: float = 0.005,
         open_s: float = 1.5,
     ) -> None:
-        """``truth`` gives the factor of the capacity, 0 for configurations that fail; spreads are of logarithms."""
+        """``truth`` returns the factor of the capacity, 0 for configurations that fail.
+
+        Spreads are those of logarithms.
+        """
         self.truth = truth
         self.random = np.random.default_rng(seed)
         self.spread = spread
@@ -52,7 +55,7 @@ class VirtualLab:
         self.on_open: Callable[[Changes], None] = lambda changes: None
         self.memory: Callable[[Changes], int] = lambda changes: 10**8
         self.slowness: Callable[[float], float] = lambda now_s: 1.0
-        """How much longer everything takes because of other work on the machine, by the time."""
+        """Slowdown by other work on the machine, as a function of time."""
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds * self.slowness(self.now_s)
@@ -70,7 +73,7 @@ class VirtualLab:
 
 
 class VirtualContender:
-    """A configuration with a capacity. It fails after some loads if ``left`` is set."""
+    """A configuration with a capacity. If ``left`` is set, it fails after that many loads."""
 
     def __init__(self, lab: VirtualLab, rate: float, nbytes: int) -> None:
         self.lab = lab
@@ -97,7 +100,7 @@ class VirtualContender:
 
 
 def end(lab: VirtualLab, winner: Point, goal: Goal = GOAL) -> Ending:
-    """What is left of a winner."""
+    """End a search with this winner."""
     bench = Bench(lab, goal, SPACE, Budget(600, lambda: lab.now_s), Noise(), lambda line: None)
     bench.noise.learn([-lab.spread, lab.spread] * 10)
     return end_search(bench, winner, RATE)
@@ -106,7 +109,7 @@ def end(lab: VirtualLab, winner: Point, goal: Goal = GOAL) -> Ending:
 def search(
     lab: VirtualLab, *, minutes: float, journal: Path | None = None, kill_current_after: int | None = None
 ) -> tuple[Ending | None, int]:
-    """What a whole search ends with, and the number of trials."""
+    """Run a whole search. Returns its ending and the number of trials."""
     budget = Budget(minutes * 60, lambda: lab.now_s)
     bench = Bench(lab, GOAL, SPACE, budget, Noise(), lambda line: None)
     with open_journal(journal, {"model": "m"}, SPACE, resume=None) as opened:

@@ -1,5 +1,6 @@
-"""Inference requests and answers as bytes, the way clients spell and read them: nothing of the server is used here but
-the names of datatypes.
+"""Inference requests and answers as bytes, as clients write and read them.
+
+It uses nothing from the server except the names of datatypes.
 """
 
 import json
@@ -28,19 +29,19 @@ TYPED_FIELDS: Final = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-"""Of InferTensorContents; FP16 and BF16 have none."""
+"""Fields of InferTensorContents by datatype; FP16 and BF16 have none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """``json_size`` is what REST's header says, None where there is none."""
+    """A body. ``json_size`` is the value of REST's header, or None without it."""
 
     data: bytes
     json_size: int | None = None
 
 
 def samples() -> Mapping[str, tuple[DataType, np.ndarray]]:
-    """Arrays as the server holds them, by a name: each datatype with what is hard about it, and shapes that are odd."""
+    """Arrays as the server holds them, by name: each datatype with its difficult values, and unusual shapes."""
     made: dict[str, tuple[DataType, np.ndarray]] = {
         "BOOL": (DataType.BOOL, np.array([[True, False], [False, True]])),
         "BYTES": (DataType.BYTES, np.array([["", "añb"], ["\0", "😀 \u2028\n"]], object)),
@@ -72,7 +73,7 @@ def rest_json_request(datatype: DataType, array: np.ndarray) -> Body:
 
 
 def rest_binary_request(datatype: DataType, array: np.ndarray) -> Body:
-    """A binary tensor behind a JSON document."""
+    """A binary tensor after a JSON document."""
     tail = raw_bytes(datatype, array)
     entry = {"name": "x", "shape": list(array.shape), "datatype": datatype.value}
     head = json.dumps(_document(entry | {"parameters": {"binary_data_size": len(tail)}})).encode()
@@ -80,14 +81,14 @@ def rest_binary_request(datatype: DataType, array: np.ndarray) -> Body:
 
 
 def grpc_raw_request(datatype: DataType, array: np.ndarray) -> Body:
-    """Raw contents."""
+    """A request with raw contents."""
     message = _message(datatype, array)
     message.raw_input_contents.append(raw_bytes(datatype, array))
     return Body(message.SerializeToString())
 
 
 def grpc_typed_request(datatype: DataType, array: np.ndarray) -> Body | None:
-    """Typed contents; None for a datatype that has none."""
+    """A request with typed contents; None for a datatype without a field."""
     if datatype.value not in TYPED_FIELDS:
         return None
     message = _message(datatype, array)
@@ -101,19 +102,19 @@ def grpc_typed_request(datatype: DataType, array: np.ndarray) -> Body | None:
 
 
 def read_rest_answer(body: Body) -> tuple[np.ndarray, dict[str, Any]]:
-    """Output ``y`` as tritonclient's arrays, and the JSON document."""
+    """Output ``y`` as tritonclient's array, and the JSON document."""
     result = triton_http.InferenceServerClient.parse_response_body(body.data, header_length=body.json_size)
     return result.as_numpy("y"), result.get_response()
 
 
 def read_grpc_answer(data: bytes) -> tuple[np.ndarray, service_pb2.ModelInferResponse]:
-    """Output ``y`` as tritonclient's arrays, and the message."""
+    """Output ``y`` as tritonclient's array, and the message."""
     result = triton_grpc.InferResult(service_pb2.ModelInferResponse.FromString(data))
     return result.as_numpy("y"), result.get_response()
 
 
 def as_client_sees(datatype: DataType, array: np.ndarray) -> np.ndarray:
-    """The array that tritonclient gives for one that the server holds: BF16 as float32, texts as bytes."""
+    """The array that tritonclient returns for the server's array: BF16 as float32, texts as bytes."""
     if datatype is DataType.BF16:
         return _widened(array)
     if datatype is DataType.BYTES:
@@ -124,7 +125,7 @@ def as_client_sees(datatype: DataType, array: np.ndarray) -> np.ndarray:
 
 
 def raw_bytes(datatype: DataType, array: np.ndarray) -> bytes:
-    """The layout of binary tensors."""
+    """The bytes of a binary tensor."""
     if datatype is DataType.BYTES:
         encoded = [element.encode() for element in array.ravel()]
         return b"".join(len(element).to_bytes(4, "little") + element for element in encoded)
@@ -132,7 +133,7 @@ def raw_bytes(datatype: DataType, array: np.ndarray) -> bytes:
 
 
 def _widened(bits: np.ndarray) -> np.ndarray:
-    """The float32 numbers of BF16's bit patterns, which are their upper halves."""
+    """The float32 numbers whose upper halves are these BF16 bit patterns."""
     numbers: np.ndarray = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return numbers
 

@@ -10,7 +10,7 @@ def test_connection_ages_have_ten_percent_jitter() -> None:
     assert max(ages) > 105.0
 
 
-def test_kernel_takes_a_bounded_part_of_an_answer_for_a_caller_who_does_not_read() -> None:
+def test_kernel_buffers_a_bounded_part_of_an_answer_that_is_not_read() -> None:
     listener = open_listener("http_port", "127.0.0.1", 0)
     with listener, socket.create_connection(listener.getsockname()) as caller:
         connection, _ = listener.accept()

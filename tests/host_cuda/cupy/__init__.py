@@ -1,1 +1,1 @@
-"""The part of cupy that the server uses, on a CUDA runtime of host memory: cupy needs NVIDIA's runtime and driver."""
+"""The part of cupy that the server uses, on a CUDA runtime on host memory; cupy itself needs NVIDIA's libraries."""

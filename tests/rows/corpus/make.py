@@ -1,7 +1,7 @@
 """Exports the models of this folder with real exporters, in a separate environment: see ``README.md``.
 
-``python make.py [name ...]`` writes the models and ``manifest.json``: what made each, and what a request of one row is.
-Weights are random, so that files stay small; what counts is what exporters write around them.
+``python make.py [name ...]`` writes the models and ``manifest.json``, which contains the exporter of each and the
+shapes of a request of one row. Weights are random, so that files stay small; the exporters' graphs around them matter.
 """
 # mypy: ignore-errors
 
@@ -27,9 +27,9 @@ torch.manual_seed(0)
 
 
 def model(shapes, *, below=None, independent=True, axes=None):
-    """Register a function that writes a model to a path and returns what made it.
+    """Register a function that writes a model to a path and returns its exporter.
 
-    ``shapes`` are those of a request of one row; ``axes`` are where the rows are, if not in front of all inputs.
+    ``shapes`` are the shapes of a request of one row; ``axes`` are the axes of rows, if not axis 0 of all inputs.
     """
 
     def register(write):
@@ -40,7 +40,7 @@ def model(shapes, *, below=None, independent=True, axes=None):
 
 
 def script(module, example, path, inputs, outputs, axes, opset=17):
-    """Export by torch's older exporter, which traces."""
+    """Export with torch's older exporter, which traces."""
     torch.onnx.export(
         module.eval(), example, str(path), input_names=inputs, output_names=outputs, dynamic_axes=axes,
         opset_version=opset, dynamo=False,
@@ -49,7 +49,7 @@ def script(module, example, path, inputs, outputs, axes, opset=17):
 
 
 def dynamo(module, example, path, inputs, outputs, shapes):
-    """Export by torch's newer exporter."""
+    """Export with torch's newer exporter."""
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "model.onnx"
         torch.onnx.export(
@@ -57,7 +57,7 @@ def dynamo(module, example, path, inputs, outputs, shapes):
             dynamo=True, external_data=False, verbose=False,
         )  # fmt: skip
         made = onnx.load(whole)
-    for node in made.graph.node:  # where in the source a node comes from
+    for node in made.graph.node:  # removes the metadata about a node's place in the source
         del node.metadata_props[:]
     del made.graph.value_info[:]
     onnx.save(made, path)
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
 
 
 class TextTower(nn.Module):
-    """The state at the token with the highest number, as CLIP takes it."""
+    """The state at the token with the highest number, as in CLIP."""
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ class TextTower(nn.Module):
 
 
 class Windows(nn.Module):
-    """Attention within windows of an image, as Swin has it."""
+    """Attention within windows of an image, as in Swin."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ class UNet(nn.Module):
 
 
 class Crnn(nn.Module):
-    """Reads a line of text: rows in front of the image, and on axis 1 of the result."""
+    """Recognizes a line of text: rows on axis 0 of the image, and on axis 1 of the result."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ class Crnn(nn.Module):
 
 
 class Voice(nn.Module):
-    """A recurrent step: state in and out on axis 1."""
+    """A recurrent step with state inputs and outputs on axis 1."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ class Voice(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each row goes through the two of its experts that score highest."""
+    """Each row passes through the two of its experts with the highest scores."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ class Experts(nn.Module):
 
 
 class Images(nn.Module):
-    """Images against texts: each row by all others."""
+    """Compares images with texts: each row depends on all others."""
 
     def forward(self, images, texts):
         a = images / images.norm(dim=-1, keepdim=True)
@@ -231,7 +231,7 @@ class Images(nn.Module):
 
 
 class Greedy(nn.Module):
-    """Emits tokens until all rows have emitted the last."""
+    """Emits tokens until all rows have emitted the last one."""
 
     def __init__(self):
         super().__init__()
@@ -263,7 +263,7 @@ class Standardized(nn.Module):
 
 
 class Packed(nn.Module):
-    """Lengths of sequences, and a mask made of them."""
+    """Lengths of sequences, and a mask computed from them."""
 
     def __init__(self):
         super().__init__()

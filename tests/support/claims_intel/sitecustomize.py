@@ -1,7 +1,7 @@
-"""Imported by Python at its start where this folder is on the path: lets ONNX Runtime take the processor for Intel's.
+"""Python imports this module at its start if its folder is in PYTHONPATH: ONNX Runtime then sees an Intel processor.
 
-OpenVINO's plug-in offers itself for processors whose maker is Intel, and runs on others of the kind just as well. Tests
-that need some plug-in execution provider would have none on such a machine, so they change what ONNX Runtime has noted.
+OpenVINO's plug-in offers itself only for Intel processors, but runs on others of the architecture too. Tests need some
+plug-in execution provider also on such machines, so this module changes the vendor that ONNX Runtime has recorded.
 """
 
 import ctypes
@@ -14,7 +14,8 @@ _INTEL = 0x8086
 def _claim() -> None:
     for offered in onnxruntime.get_ep_devices():
         device = offered.device
-        # pybind11 keeps the address of what it wraps behind the object's header; the maker is among the first words.
+        # pybind11 stores the address of the wrapped object after the object's header; the vendor is among its first
+        # words.
         address = ctypes.c_void_p.from_address(id(device) + object.__basicsize__).value
         words = (ctypes.c_uint32 * 4).from_address(address or 0)
         found = [index for index, word in enumerate(words) if word == device.vendor_id]

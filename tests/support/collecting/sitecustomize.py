@@ -1,7 +1,7 @@
-"""Imported by Python at its start where this folder is on the path: the server's garbage can then be counted.
+"""Python imports this module at its start if its folder is in PYTHONPATH: it counts the server's garbage.
 
-SIGUSR1 turns the cyclic garbage collector off. SIGUSR2 prints, as JSON, how many objects of each type it would have
-found since then. Both print the number of the measurement first.
+SIGUSR1 disables the cyclic garbage collector. SIGUSR2 prints as JSON how many objects of each type the collector would
+have found since then. Both first print the number of the measurement.
 """
 
 import gc

@@ -1,1 +1,1 @@
-"""Stand-ins that behave: they run the code a caller would reach, and nothing behind it."""
+"""Fakes: they behave like the real object towards a caller, without the resources behind it."""

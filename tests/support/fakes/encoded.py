@@ -1,4 +1,4 @@
-"""Requests and answers that no protocol has encoded, for tests that give them to the inference service."""
+"""Requests and answers without an encoding, for tests that call the inference service directly."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass
 class Given:
-    """An ``EncodedRequest`` that ``decode`` makes."""
+    """An ``EncodedRequest`` that the function ``decode`` produces."""
 
     decode: Callable[[], InferRequest]
     place: Reading = Reading.INLINE
@@ -43,4 +43,4 @@ class EncodedBy(Generic[T]):
 
 
 AS_IS = EncodedBy[InferResponse](lambda _, response: response)
-"""Answers are what the service made."""
+"""Returns the service's response as the answer."""

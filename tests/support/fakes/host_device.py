@@ -1,7 +1,7 @@
-"""A device on host memory, for models on the CPU. Tests and dry runs of benchmarks use it in the place of a GPU.
+"""A device on host memory, for models on the CPU. Tests and dry runs of benchmarks use it in place of a GPU.
 
-Copies and runs are enqueued as on a GPU; ``pace`` decides when they run. The device keeps all guarantees of a real one
-and no others: if the code forgets an event, a late or random pace gives wrong rows. A replay runs the binding of the
+Copies and runs are enqueued as on a GPU; ``pace`` decides when they run. The device gives the guarantees of a real one
+and no more: if the code omits an event, a late or random pace yields wrong rows. A replay runs the binding of the
 capture, not the given one, as ONNX Runtime does on CUDA.
 """
 
@@ -23,7 +23,7 @@ from ortserve.device.protocol import BoundRun, MemoryInfo
 from ortserve.engine.output_buffers import address_of
 
 CAPTURING_RUNS: Final = 3
-"""Runs with a graph id as in ONNX Runtime before 1.26: two regular runs, and one that captures."""
+"""Runs with a graph id until the capture, as in ONNX Runtime before 1.26: two regular runs and one that captures."""
 
 
 class Pace(Enum):
@@ -31,14 +31,14 @@ class Pace(Enum):
 
     AT_ONCE = "at once"
     LATE = "late"
-    """Only when a thread waits for it, and no more than the thread waits for."""
+    """Only when a thread waits for it, and only the work that the thread waits for."""
     ANY = "any"
-    """At random times that the events allow, drawn from a seeded generator."""
+    """At random times that the events permit, drawn from a seeded generator."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """Enqueued work, and counts of all enqueued and all completed work."""
+    """Enqueued work, with counts of all enqueued and all completed work."""
 
     queue: deque[Callable[[], None]] = field(default_factory=deque)
     enqueued: int = 0
@@ -59,7 +59,7 @@ class _Graph:
 
 
 class HostDevice:
-    """Host memory in the place of device memory. Thread-safe."""
+    """Host memory in place of device memory. Thread-safe."""
 
     ort_name = "cpu"
     pci_bus_id = ""
@@ -75,8 +75,8 @@ class HostDevice:
     ) -> None:
         """``total_bytes`` bounds allocations; ``seed`` is for the pace ``ANY``.
 
-        With ``one_graph_per_session`` a session keeps a single graph from its first run with an id, with any ids,
-        and replays it in runs without an id, too, as TensorRT's provider does.
+        With ``one_graph_per_session`` a session keeps a single graph from its first run with an id, whatever the id,
+        and also replays it in runs without an id, as TensorRT's provider does.
         """
         self.name = f"host:{device_id}"
         self.device_id = device_id
@@ -93,7 +93,7 @@ class HostDevice:
         self._capturing: set[int] = set()
         self._graphs: WeakKeyDictionary[ort.InferenceSession, dict[int, _Graph]] = WeakKeyDictionary()
         self._computed: WeakSet[ort.IOBinding] = WeakSet()
-        """Bindings whose outputs may be in memory that ONNX Runtime has allocated, for as long as they exist."""
+        """Existing bindings whose outputs may be in memory that ONNX Runtime has allocated."""
         self._handles = 0
 
     @property
@@ -103,12 +103,12 @@ class HostDevice:
 
     @property
     def handles(self) -> int:
-        """Streams, events, host blocks and shared memory that are not released yet."""
+        """Number of streams, events, host blocks and shared memory that are not released yet."""
         return len(self._streams) + len(self._events) + len(self._host) + self._shared
 
     @property
     def captured(self) -> set[int]:
-        """Ids of all captured graphs of all sessions."""
+        """Ids of all captured graphs in all sessions."""
         return {
             number for graphs in self._graphs.values() for number, graph in graphs.items() if graph.captured is not None
         }
@@ -186,7 +186,7 @@ class HostDevice:
     def make_wait(self, stream: int, event: int) -> None:
         with self._lock:
             marked = self._events[event]
-            if marked.position:  # an event that was never recorded is complete
+            if marked.position:  # an unrecorded event is complete
                 other, position = marked.stream, marked.position
                 self._enqueue(stream, lambda: self._advance(other, position))
 
@@ -201,7 +201,7 @@ class HostDevice:
         return address.to_bytes(64, "little")
 
     def leave_capturing(self, stream: int) -> None:
-        """Leave a stream capturing, as after a failed capture that was not ended."""
+        """Leave a stream in capture mode, as after a failed capture that was not ended."""
         self._capturing.add(stream)
 
     def end_capture(self, stream: int) -> None:
@@ -274,16 +274,16 @@ class HostDevice:
                 self._advance(number, self._random.randint(chosen.done, chosen.enqueued))
 
     def _advance(self, stream: int, position: int) -> None:
-        """Run the work of a stream up to a position, and the work that it waits for."""
+        """Run the work of a stream up to a position, and the work on which it depends."""
         own = self._streams[stream]
         while own.done < position:
             work = own.queue.popleft()
-            own.done += 1  # first, as failed work is not repeated
+            own.done += 1  # before the run, so that failed work is not repeated
             work()
 
 
 class LosableDevice(HostDevice):
-    """Each run fails with CUDA's error of a lost device once the test has set ``is_lost``."""
+    """A device whose runs fail with CUDA's error of a lost device once the test has set ``is_lost``."""
 
     is_lost = False
 

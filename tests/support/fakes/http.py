@@ -19,11 +19,11 @@ from ortserve.frontends.http.request_head import HeadCache
 from ortserve.service.access import Access, Group, Keyring, digest_of
 
 TURNS = 12
-"""Turns of the event loop, more than a response takes."""
+"""Iterations of the event loop that suffice for a response."""
 
 
 class SeenHeaders:
-    """Replaces traces: records what each begins with, except the length of the body."""
+    """Replaces traces: records the headers that each begins with, except the length of the body."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, bytes, list[tuple[bytes, bytes]]]] = []
@@ -33,7 +33,7 @@ class SeenHeaders:
 
 
 class Service(FakeInferenceService):
-    """Records how many bytes are held when each request begins."""
+    """Records the number of held bytes at the beginning of each request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 class HttpSide:
-    """A server whose connections are made one after the other. With ``has_keys`` infer needs the key ``right``."""
+    """A server that creates connections one after the other. With ``has_keys`` infer requires the key ``right``."""
 
     def __init__(self, app: ASGIApp = echo, heads: HeadCache | None = None, *, has_keys: bool = False) -> None:
         self.service = Service()
@@ -83,14 +83,14 @@ class HttpSide:
         self.state = ServerState()
 
     def connect(self, written: bytearray) -> tuple[HttpProtocol, FakeSocket]:
-        """A connection, and the transport whose writes are appended to ``written``."""
+        """Create a connection with a transport that appends its writes to ``written``."""
         transport = FakeSocket(written.extend)
         protocol = HttpProtocol(self.context, self.endpoint, self.asgi, self.state, {})
         protocol.connection_made(transport)
         return protocol, transport
 
     async def answer(self, pieces: list[bytes]) -> tuple[bytes, bool]:
-        """The written bytes, and whether the connection is closed, once all pieces are answered."""
+        """Send all pieces and wait for the answers. Returns the written bytes, and whether the connection is closed."""
         written = bytearray()
         protocol, transport = self.connect(written)
         for piece in pieces:

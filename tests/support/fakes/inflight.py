@@ -1,4 +1,4 @@
-"""In-flight requests in one line, and what came of them."""
+"""In-flight requests that are created in one line, and their outcomes."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Hashable
@@ -24,7 +24,7 @@ def inflight(
     key: Hashable = None,
     text_units: int = 0,
 ) -> InflightRequest:
-    """A request as the queue holds it."""
+    """A request as the queue stores it."""
     request = InflightRequest(timing or Timing(0), inputs, rows)
     request.level = level
     request.finish_by_ns = finish_by_ns
@@ -36,9 +36,9 @@ def inflight(
 
 
 class Outcome:
-    """The outcome of a request with the methods of a future, readable any number of times.
+    """The outcome of a request with the methods of a future; it can be read any number of times.
 
-    A task that waits for it cancels the request if it is cancelled itself.
+    A task that waits for the outcome cancels the request if the task is cancelled.
     """
 
     def __init__(self, request: InflightRequest) -> None:
@@ -73,7 +73,7 @@ class Outcome:
         return self._error
 
     def add_done_callback(self, callback: Callable[["Outcome"], object]) -> None:
-        """Before the request is settled."""
+        """Add a callback. The request must not be settled yet."""
         assert not self.done()
         self._callbacks.append(callback)
 
@@ -129,7 +129,7 @@ async def _wait_for(outcome: Outcome) -> Arrays:
 def submit_to(
     served: ServedVersion, inputs: Arrays, rows: int, timing: Timing | None = None, terms: Terms = NO_TERMS
 ) -> Outcome:
-    """A request to a model, as the service submits it."""
+    """Submit a request to a model as the service does."""
     request = InflightRequest(timing or Timing(0), inputs, rows)
     served.submit(request, terms)
     return Outcome(request)

@@ -1,7 +1,7 @@
-"""An event loop in virtual time: whenever nothing is left to do, the clock jumps to the next timer.
+"""An event loop in virtual time: whenever it is idle, the clock jumps to the next timer.
 
-So hours pass in milliseconds, every run of a test is the same, and a task that waits for something that can never come
-is an error at once (``StalledError``), not a test that hangs.
+Hours pass in milliseconds, and every run of a test is the same. A task that waits for an event that can never occur
+raises ``StalledError`` at once instead of hanging the test.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ Keys = list[tuple[selectors.SelectorKey, int]]
 
 
 class StalledError(Exception):
-    """Nothing is scheduled, and only another thread could wake the loop."""
+    """Nothing is scheduled; only another thread could wake the loop."""
 
 
 class _ClockSelector(selectors.BaseSelector):
-    """Never blocks: where a selector would wait, it moves the clock."""
+    """Never blocks: where a selector would wait, it advances the clock."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
         self._real = selectors.DefaultSelector()
 
     def select(self, timeout: float | None = None) -> Keys:
-        ready = self._real.select(0)  # the loop's own pipe, by which call_soon_threadsafe wakes it
+        ready = self._real.select(0)  # the loop's own pipe, through which call_soon_threadsafe wakes it
         if ready or timeout == 0:
             return ready
         if timeout is None:
@@ -55,7 +55,10 @@ class _ClockSelector(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """``time()`` is ``clock`` in seconds. ``faults`` collects what callbacks and forgotten futures raised."""
+    """``time()`` is ``clock`` in seconds.
+
+    ``faults`` collects exceptions of callbacks and of futures without a reader.
+    """
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__(_ClockSelector(clock))
@@ -68,7 +71,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """From the loop's own thread this is ``call_soon``: writing to the pipe costs more than most schedules."""
+        """Like ``call_soon`` on the loop's own thread, because writing to the pipe costs more than most schedules."""
         if threading.get_ident() == self._made_by:
             return self.call_soon(callback, *args, context=context)
         return super().call_soon_threadsafe(callback, *args, context=context)
@@ -78,7 +81,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Callable[[VirtualTimeLoop, FakeClock], Coroutine[Any, Any, T]]) -> T:
-    """Run ``main`` on a loop of its own, and see that no callback raised and no exception went unseen.
+    """Run ``main`` on a new loop and check that no callback raised and no exception went unseen.
 
     Raises:
         StalledError: ``main`` can never finish.

@@ -11,19 +11,17 @@ from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
 from ortserve.errors import ErrorKind, ServeError
 
 POISON = -1
-"""A value that makes every batch fail in which a row has it."""
+"""A value that makes the run of every batch with it fail."""
 
 
 def answer(rows: np.ndarray) -> Arrays:
-    """What the runner makes of INT64 rows of shape ``(rows, width)``: one output of that shape, one of one axis."""
+    """The runner's outputs for INT64 rows of shape ``(rows, width)``: one of that shape, and one with a single axis."""
     return rows * 3 + 1, rows.sum(axis=1)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeRun:
-    """A batch that ran: its parts' only input each, their rows, the rows it was padded to, and when (virtual
-    nanoseconds).
-    """
+    """A batch that ran: the only input of each part, the rows, the padded rows, and its virtual times in ns."""
 
     parts: tuple[np.ndarray, ...]
     rows: int
@@ -43,7 +41,7 @@ class FakeRun:
 
 
 class NeverOverdue:
-    """The part of a runner by which runs are ended, for one whose runs always end by themselves."""
+    """The termination methods of a runner whose runs always end by themselves."""
 
     is_running = False
 
@@ -55,12 +53,12 @@ class NeverOverdue:
 
 
 class FakeRunner:
-    """Runs batches of one INT64 input of two axes, in a time that is a function of the rows they are padded to.
+    """Runs batches of one INT64 input with two axes; the duration is a function of the padded rows.
 
-    It takes ``depth`` batches at a time and computes one after the other.
+    It accepts ``depth`` batches at a time and computes them one after the other.
 
-    ``runs`` says what ran, in order; ``violations`` how the caller broke the promises that a batch and a ``Runner``
-    rest on. Those are kept rather than raised: the batcher takes every error of a run as its failure.
+    ``runs`` lists the runs in order. ``violations`` lists the caller's violations of the contract of a batch and of
+    ``Runner``. They are recorded and not raised, because the batcher handles every error of a run as a failed run.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class FakeRunner:
         self._pending: tuple[asyncio.TimerHandle, BatchDone] | None = None
 
     def run(self, batch: Batch) -> BatchResult:
-        """Take the time at once."""
+        """Run at once: advance the clock by the duration."""
         began_ns = self._begin(batch)
         self._clock.advance(self.latency_ns(batch.bucket))
         outcome = self._end(batch, began_ns, is_inline=True)
@@ -95,7 +93,7 @@ class FakeRunner:
         return outcome
 
     def start(self, batch: Batch, done: BatchDone) -> None:
-        """Call ``done`` when the time is over."""
+        """Call ``done`` after the duration."""
         began_ns = self._begin(batch)
         computes_ns = max(began_ns, self._free_at_ns)
         self._free_at_ns = computes_ns + self.latency_ns(batch.bucket)
@@ -106,7 +104,7 @@ class FakeRunner:
         )
 
     def terminate(self, batch: Batch) -> None:
-        """End the run at once, with an error, unless runs do not end."""
+        """End the run at once with an error, unless ``is_endless``."""
         self.terminated += 1
         if self._pending is not None and not self.is_endless:
             timer, done = self._pending
@@ -151,11 +149,11 @@ class FakeRunner:
 
 
 def rows_of(*values: int, width: int = 2) -> np.ndarray:
-    """A request with a row for each value, which fills it."""
+    """A request with a row for each value, filled with that value."""
     column = np.array(values, np.int64).reshape(-1, 1)
     return np.repeat(column, width, axis=1)
 
 
 def first_values(parts: Sequence[np.ndarray]) -> list[int]:
-    """Of each row of each part, the first element."""
+    """The first element of each row of each part."""
     return [int(value) for part in parts for value in part[:, 0]]

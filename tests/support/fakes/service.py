@@ -1,4 +1,4 @@
-"""The services as a frontend sees them, with a few models that need no ONNX Runtime."""
+"""Fake services for frontends, with a few models that do not need ONNX Runtime."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 @dataclass
 class FakeInferenceService:
-    """Doubles every input: numbers by adding, strings by repeating, truth values not at all.
+    """Doubles every input: numbers by adding, strings by repeating; booleans stay unchanged.
 
-    Output ``k`` is named ``OUT<k>``, model ``double`` version 1. A request for ``held`` is announced by ``held`` and
-    waits for ``release``. Any other model name is raised from ``failures``, or else is not found. Every answer's phases
-    took 1, 2, 3, 4 and 5 ms.
+    Output ``k`` is named ``OUT<k>``; the model is ``double`` version 1. A request to ``held`` sets ``held`` and waits
+    for ``release``. Any other model name raises its error in ``failures``, or else is not found. The phases of every
+    answer took 1, 2, 3, 4 and 5 ms.
     """
 
     held: asyncio.Event = field(default_factory=asyncio.Event)
@@ -46,12 +46,12 @@ class FakeInferenceService:
     refused: list[ErrorKind] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if IS_COMPILED:  # where what is begun here would be refused: it names no model that is served
+        if IS_COMPILED:  # a compiled request would be rejected here, because it names no served model
             pytest.skip(WHY)
 
     @property
     def admission(self) -> BodyAdmission:
-        """For gRPC; the transports enforce the limit of a message."""
+        """Admission for gRPC; the transports enforce the limit of a message."""
         return BodyAdmission("grpc", self.gate.hold, self.count_refused_body, max_body_bytes=2**31)
 
     def receive(
@@ -149,7 +149,7 @@ class FakeModelService:
         return self.news
 
     def turn(self, *, ready: bool) -> None:
-        """Become ready or not, and tell who watches."""
+        """Become ready or not, and notify watchers."""
         self.ready = ready
         self.news.set()
         self.news = asyncio.Event()

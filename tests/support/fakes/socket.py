@@ -1,4 +1,4 @@
-"""A transport that takes everything at once, without a socket."""
+"""A transport without a socket that accepts all writes at once."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class FakeSocket(asyncio.Transport):
-    """Hands on what is written until it is closed. Its caller never keeps it waiting."""
+    """Passes written bytes on until it is closed. It never pauses its protocol."""
 
     def __init__(self, on_write: Callable[[bytes], object]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class FakeSocket(asyncio.Transport):
     abort = close
 
     def write_eof(self) -> None:
-        """Stands for a caller that ends its own side when it sees the end of the server's."""
+        """Stands for a client that closes its side when it sees the end of the server's."""
         self.is_closed = True
 
     def is_closing(self) -> bool:

@@ -5,16 +5,16 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 _READ_BYTES: Final = 256 * 1024
-"""Read at once by uvloop for a protocol without buffers of its own."""
+"""Maximum size of uvloop's reads for a protocol without its own buffers."""
 
 
 class FakeTransport(asyncio.Transport):
-    """Passes received bytes to its protocol as uvloop does, and keeps written bytes until ``take``.
+    """Passes received bytes to its protocol as uvloop does, and stores written bytes until ``take``.
 
     Attributes:
         writes: Number of writes.
-        is_stuck: Whether no written byte leaves it, so that its buffer fills up.
-        placed_bytes: Received bytes that were written into buffers of the protocol.
+        is_stuck: Whether written bytes stay in the buffer, so that it fills up.
+        placed_bytes: Number of received bytes that were written into buffers of the protocol.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.BaseProtocol) -> None:
@@ -52,7 +52,7 @@ class FakeTransport(asyncio.Transport):
         return self._protocol
 
     def receive(self, data: bytes) -> None:
-        """Pass bytes to the protocol, as if they arrived."""
+        """Pass bytes to the protocol as received bytes."""
         rest = memoryview(data)
         while rest and not self._is_closing:
             if isinstance(self._protocol, asyncio.BufferedProtocol):
@@ -68,7 +68,7 @@ class FakeTransport(asyncio.Transport):
             rest = rest[count:]
 
     def take(self) -> bytes:
-        """The bytes that were written since the last call; none while the transport is stuck."""
+        """The bytes written since the last call; empty while the transport is stuck."""
         if self.is_stuck:
             return b""
         data, self._buffer = bytes(self._buffer), bytearray()

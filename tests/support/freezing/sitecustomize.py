@@ -1,7 +1,7 @@
-"""Imported by Python at its start where this folder is on the path: SIGUSR1 then freezes the server's event loop.
+"""Python imports this module at its start if its folder is in PYTHONPATH: SIGUSR1 then freezes the event loop.
 
-``FREEZE_WAY`` says how: ``python``, by bytecode without end; ``call``, by a C call that has released the interpreter
-lock; ``lock``, by a C call that keeps it. With ``FREEZE_S`` a C call ends after so long.
+``FREEZE_WAY`` selects how: ``python`` by an endless loop of bytecode; ``call`` by a C call that has released the
+interpreter lock; ``lock`` by a C call that holds it. With ``FREEZE_S`` a C call ends after that many seconds.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ def _freeze(_number: int, _frame: FrameType | None) -> None:
         return
     mutex = (ctypes.c_char * 64)()
     libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)  # waits for itself
+    libc.pthread_mutex_lock(mutex)  # deadlocks with itself
 
 
 signal.signal(signal.SIGUSR1, _freeze)

@@ -1,6 +1,6 @@
-"""Python imports this by itself where its folder is in PYTHONPATH: as if the host's memory were that of two GPUs.
+"""Python imports this module at its start if its folder is in PYTHONPATH: host memory then acts as two GPUs.
 
-What another process shares of "them" is an object in ``/dev/shm``, whose name fills the 64 bytes of the handle.
+Memory shared with another process is an object in ``/dev/shm``, whose name fills the 64 bytes of the handle.
 """
 
 import mmap

@@ -1,1 +1,1 @@
-"""Tiny ONNX models that tests build when they need them."""
+"""Tiny ONNX models that tests build on demand."""

@@ -1,8 +1,8 @@
-"""Builders of tiny ONNX models, each with one trait that a server has to cope with.
+"""Builders of tiny ONNX models, each with one trait that a server must handle.
 
 Every builder writes a model file to ``path``, whose folder must exist, and returns ``path``. Weights come from seeded
-generators, so that a model is the same each time. Unless said otherwise the input is ``x``, the output ``y``, and the
-axis named ``batch`` is free.
+generators, so that a model is identical each time. Unless stated otherwise the input is ``x``, the output is ``y``, and
+the axis named ``batch`` is free.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ ELEMENT_TYPES: Final = {
 
 
 def mlp(path: Path, inputs: int = 64, hidden: int = 256, outputs: int = 10, seed: int = 0) -> Path:
-    """Softmax over a dense network of one hidden layer: x FP32 [batch, inputs] → y FP32 [batch, outputs]."""
+    """Softmax over a dense network with one hidden layer: x FP32 [batch, inputs] → y FP32 [batch, outputs]."""
     rng = np.random.default_rng(seed)
     nodes = [
         helper.make_node("MatMul", ["x", "w1"], ["h1"]),
@@ -53,7 +53,7 @@ def mlp(path: Path, inputs: int = 64, hidden: int = 256, outputs: int = 10, seed
 
 
 def random_outputs(path: Path) -> Path:
-    """Noise without a seed, so that no two runs are equal: x FP32 [batch, 4] → y FP32 [batch, 4]."""
+    """Noise without a seed, so that every run differs: x FP32 [batch, 4] → y FP32 [batch, 4]."""
     nodes = [helper.make_node("RandomNormalLike", ["x"], ["noise"]), helper.make_node("Add", ["x", "noise"], ["y"])]
     return write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)])
 
@@ -61,7 +61,7 @@ def random_outputs(path: Path) -> Path:
 def quantized_counts(path: Path) -> Path:
     """A linear layer after ``quantize_dynamic``, on counts: x INT64 [batch, 4] → y FP32 [batch, 3].
 
-    One scale for all rows quantizes them, so the greatest count of one row decides how exact the others are.
+    All rows share one quantization scale, so the greatest count of one row determines the precision of the others.
     """
     weights = np.random.default_rng(0).integers(-50, 50, (4, 3)).astype(np.int8)
     constants = [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(np.array(0, np.int8), "w_zero")]
@@ -77,9 +77,9 @@ def quantized_counts(path: Path) -> Path:
 
 
 def identity(path: Path, datatype: DataType = DataType.FP32, shape: Sequence[int | str | None] = ("batch", 4)) -> Path:
-    """The input as it came, of any datatype and shape.
+    """Returns its input unchanged, of any datatype and shape.
 
-    A dimension is a size, the name of a free axis, or None: free without a name.
+    A dimension is a size, the name of a free axis, or None for a free axis without a name.
     """
     element_type = ELEMENT_TYPES[datatype]
     return write(
@@ -91,7 +91,7 @@ def identity(path: Path, datatype: DataType = DataType.FP32, shape: Sequence[int
 
 
 def counting(path: Path) -> Path:
-    """An answer of any size to a small request: x INT32 [1], a count n → y INT32 [n], the numbers 0 to n - 1."""
+    """A small request with an answer of any size: x INT32 [1], a count n → y INT32 [n], the numbers 0 to n - 1."""
     nodes = [
         helper.make_node("Squeeze", ["x"], ["limit"]),
         helper.make_node("Range", ["start", "limit", "delta"], ["y"]),
@@ -103,7 +103,7 @@ def counting(path: Path) -> Path:
 
 
 def denoted(path: Path) -> Path:
-    """Dimensions that say what they are for: x FP32 [batch, 3, -1] → y FP32 [batch, 3, -1], the input as it came."""
+    """Dimensions with denotations: x FP32 [batch, 3, -1] → y FP32 [batch, 3, -1], the unchanged input."""
     x = _fp32("x", "batch", 3, None)
     for dimension, denotation in zip(x.type.tensor_type.shape.dim, ("BATCH", "CHANNEL", "FEATURE"), strict=True):
         dimension.denotation = f"DATA_{denotation}"
@@ -111,15 +111,15 @@ def denoted(path: Path) -> Path:
 
 
 def scalar_sum(path: Path) -> Path:
-    """An output without any axis: x FP32 [n] → y FP32 [], the sum. The free axis of x is no batch axis."""
+    """An output without axes: x FP32 [n] → y FP32 [], the sum. The free axis of x is not a batch axis."""
     nodes = [helper.make_node("ReduceSum", ["x"], ["y"], keepdims=0)]
     return write(path, nodes, [_fp32("x", "n")], [_fp32("y")])
 
 
 def row_mixer(path: Path, width: int | str = 4) -> Path:
-    """Shapes that look batchable, rows that influence each other: x FP32 [batch, width] → y FP32 [batch, width].
+    """Shapes that look batchable, but rows influence each other: x FP32 [batch, width] → y FP32 [batch, width].
 
-    y = x - mean of x over axis 0. A ``width`` that is a text is the name of a free axis.
+    y = x - mean of x over axis 0. A text as ``width`` is the name of a free axis.
     """
     nodes = [
         helper.make_node("ReduceMean", ["x", "axes"], ["mean"], keepdims=1),
@@ -130,9 +130,9 @@ def row_mixer(path: Path, width: int | str = 4) -> Path:
 
 
 def poison(path: Path) -> Path:
-    """Row-wise, but one bad row fails the whole run: x INT64 [batch, 4] → y FP32 [batch, 4], y = x / 2.
+    """Rows are independent, but one bad row fails the whole run: x INT64 [batch, 4] → y FP32 [batch, 4], y = x / 2.
 
-    Values from 0 to 15 are fine; with 16 or more in any row, such as ``POISON``, ONNX Runtime raises.
+    Values from 0 to 15 are valid; with 16 or more in any row, such as ``POISON``, ONNX Runtime raises an error.
     """
     table = [numpy_helper.from_array(np.arange(16, dtype=np.float32) / 2, "table")]
     nodes = [helper.make_node("Gather", ["table", "x"], ["y"])]
@@ -142,7 +142,7 @@ def poison(path: Path) -> Path:
 def recurrent(path: Path, operator: str = "LSTM") -> Path:
     """An LSTM or GRU over the steps of each row: x FP32 [batch, steps, 2] → y FP32 [batch, 3], its last state.
 
-    ONNX Runtime 1.31.1 ends the process where either is empty.
+    ONNX Runtime 1.31.1 crashes the process if the batch or the steps are empty.
     """
     gates = {"GRU": 3, "LSTM": 4}[operator]
     rng = np.random.default_rng(0)
@@ -199,7 +199,7 @@ def two_batch_names(path: Path) -> Path:
 
 
 def variable_length(path: Path) -> Path:
-    """A free axis besides the batch: x INT64 [batch, seq] → y FP32 [batch], the sum of each row."""
+    """A free axis in addition to the batch: x INT64 [batch, seq] → y FP32 [batch], the sum of each row."""
     nodes = [
         helper.make_node("Cast", ["x"], ["floats"], to=TensorProto.FLOAT),
         helper.make_node("ReduceSum", ["floats", "axes"], ["y"], keepdims=0),
@@ -211,8 +211,8 @@ def variable_length(path: Path) -> Path:
 def masked_tokens(path: Path) -> Path:
     """A value for each token, and a mask: ids, mask INT64 [batch, seq] → y FP32 [batch, seq], total FP32 [batch].
 
-    ``total`` is the sum of the ids whose mask is 1, and y = ids - total, so that ids which are not masked out change
-    the answers of all others in their row.
+    ``total`` is the sum of the ids whose mask is 1, and y = ids - total. Unmasked ids therefore change the answers of
+    all others in their row.
     """
     nodes = [
         helper.make_node("Mul", ["ids", "mask"], ["chosen"]),
@@ -228,11 +228,11 @@ def masked_tokens(path: Path) -> Path:
 
 
 def heavy(path: Path, steps: int = 60, width: int = 1024, seed: int = 0) -> Path:
-    """Work enough to fill queues with: x FP32 [batch, 64] → y FP32 [batch, 10]; rows do not influence each other.
+    """Enough work to fill queues: x FP32 [batch, 64] → y FP32 [batch, 10]; rows are independent.
 
-    A dense layer of ``width`` inputs and outputs applied ``steps`` times, in a loop so that the file holds its weights
-    (4 MB by default) once. Measured with one intra-op thread on a virtual AMD EPYC core: 3 ms for one row, 40 ms for
-    32; the time grows in proportion to ``steps``.
+    A dense layer of ``width`` inputs and outputs is applied ``steps`` times in a loop, so that the file contains its
+    weights (4 MB by default) once. Measured with one intra-op thread on a virtual AMD EPYC core: 3 ms for one row, 40
+    ms for 32; the time is proportional to ``steps``.
     """
     rng = np.random.default_rng(seed)
     nodes = [
@@ -242,7 +242,7 @@ def heavy(path: Path, steps: int = 60, width: int = 1024, seed: int = 0) -> Path
     ]
     weights = [
         _weight(rng, "w_in", (64, width)),
-        # Half the norm: the loop then damps rounding differences between batch sizes instead of blowing them up.
+        # Half the norm, so that the loop damps rounding differences between batch sizes instead of amplifying them.
         _weight(rng, "w", (width, width), gain=0.5),
         _weight(rng, "w_out", (width, 10)),
         numpy_helper.from_array(np.array(steps, np.int64), "steps"),
@@ -251,13 +251,13 @@ def heavy(path: Path, steps: int = 60, width: int = 1024, seed: int = 0) -> Path
 
 
 def slow(path: Path, steps: int = 30_000) -> Path:
-    """A run that lasts long enough to drain a server meanwhile: x FP32 [batch, 4] → y FP32 [batch, 4].
+    """A run that is long enough to drain a server meanwhile: x FP32 [batch, 4] → y FP32 [batch, 4].
 
-    y = x + c, where c is the end of a loop over a small dense layer. About 100 ms on a virtual AMD EPYC core however
-    many rows there are, in proportion to ``steps``.
+    y = x + c, where c is the result of a loop over a small dense layer. A run takes about 100 ms on a virtual AMD EPYC
+    core for any number of rows, in proportion to ``steps``.
     """
     rng = np.random.default_rng(0)
-    width = 240  # from 256 on, ONNX Runtime splits each product over two threads: no faster, twice the processor time
+    width = 240  # from 256 on, ONNX Runtime splits each product over two threads: twice the CPU time and no faster
     nodes = [
         _dense_loop("h0", "w", "h_last", rows=1, width=width),
         helper.make_node("MatMul", ["h_last", "w_out"], ["c"]),
@@ -273,9 +273,9 @@ def slow(path: Path, steps: int = 30_000) -> Path:
 
 
 def repeats(path: Path, steps: int | None = None) -> Path:
-    """A loop of as many steps as the request says: x INT64 [1] → y INT64 [], the number of steps.
+    """A loop whose number of steps is the input: x INT64 [1] → y INT64 [], the number of steps.
 
-    With ``steps`` each request runs so many, independent of its input.
+    With ``steps`` each request runs that many, independent of its input.
     """
     body = helper.make_graph(
         [
@@ -300,11 +300,10 @@ def repeats(path: Path, steps: int | None = None) -> Path:
 
 
 def multiplies(path: Path, least: int = 0) -> Path:
-    """One long operator, inside which no run can be ended: x INT64 [1] → y FP32 [1].
+    """One long operator, inside which a run cannot be terminated: x INT64 [1] → y FP32 [1].
 
-    The product of two matrices of x × x ones: y is x. With 2048 some 1 s on one thread of a virtual AMD EPYC core, and
-    eight times as long or more for twice the size. Each request counts as ``least`` at
-    least.
+    The product of two matrices of x × x ones; y is x. An x of 2048 takes about 1 s on one thread of a virtual AMD EPYC
+    core, and twice the x at least eight times as long. ``least`` is the minimum of x.
     """
     nodes = [
         helper.make_node("Max", ["x", "least"], ["n"]),
@@ -323,9 +322,9 @@ def multiplies(path: Path, least: int = 0) -> Path:
 
 
 def in_sequence(path: Path, names: Sequence[str] = ("batch", "batch")) -> Path:
-    """Y = 2 x, by an operator that the analysis of rows has no rule for: x FP32 [batch, 4] → y FP32 [batch, 4].
+    """Y = 2 x, by an operator for which the analysis of rows has no rule: x FP32 [batch, 4] → y FP32 [batch, 4].
 
-    ``names`` are those of the first dimensions of x and y.
+    ``names`` are the names of the first dimensions of x and y.
     """
     nodes = [
         helper.make_node("SequenceConstruct", ["x"], ["all"]),
@@ -337,17 +336,17 @@ def in_sequence(path: Path, names: Sequence[str] = ("batch", "batch")) -> Path:
 
 
 def refuses_synthetic(path: Path, *, is_proven: bool = True) -> Path:
-    """Runs on proper inputs, not on invented ones: x INT64 [batch, 4] → y FP32 [batch, 4], y = (x - 2) / 2.
+    """Runs on valid inputs, but not on generated ones: x INT64 [batch, 4] → y FP32 [batch, 4], y = (x - 2) / 2.
 
-    Values from 2 to 33 are proper; with a 0 or a 1 anywhere ONNX Runtime raises. The graph shows that rows are
-    independent, but where it is not to be proven.
+    Values from 2 to 33 are valid; with a 0 or a 1 ONNX Runtime raises an error. The graph proves that rows are
+    independent, unless ``is_proven`` is False.
     """
     table = [
         numpy_helper.from_array(np.arange(32, dtype=np.float32) / 2, "table"),
         numpy_helper.from_array(np.array(34, np.int64), "offset"),
     ]
     nodes = [
-        # Negative indices count from the end, so that 2..33 become -32..-1 while 0 and 1 fall off the table's front.
+        # Negative indices count from the end: 2..33 become -32..-1, while 0 and 1 are out of range.
         helper.make_node("Sub", ["x", "offset"], ["index"]),
         helper.make_node("Gather", ["table", "index"], ["found"]),
     ]
@@ -361,13 +360,13 @@ def refuses_synthetic(path: Path, *, is_proven: bool = True) -> Path:
 
 
 def pools_images(path: Path, least: int = 32) -> Path:
-    """FP32 [batch, 1, height, width] → y, means of ``least`` × ``least`` elements; a smaller image it refuses."""
+    """FP32 [batch, 1, height, width] → y, means of ``least`` × ``least`` elements; rejects smaller images."""
     node = helper.make_node("AveragePool", ["x"], ["y"], kernel_shape=[least, least])
     return write(path, [node], [_fp32("x", "batch", 1, "height", "width")], [_fp32("y", "batch", 1, "rows", "columns")])
 
 
 def crops_images(path: Path, top: int) -> Path:
-    """FP32 [batch, 1, height, width] → y, without the first ``top`` lines: of a smaller image nothing is left."""
+    """FP32 [batch, 1, height, width] → y, without the first ``top`` lines; the result of a smaller image is empty."""
     bounds = {"starts": top, "ends": 2**31, "axes": 2}
     given = [numpy_helper.from_array(np.array([value], np.int64), name) for name, value in bounds.items()]
     node = helper.make_node("Slice", ["x", *bounds], ["y"])
@@ -377,16 +376,16 @@ def crops_images(path: Path, top: int) -> Path:
 
 
 def sequence_output(path: Path) -> Path:
-    """An output that is no tensor: x FP32 [batch, 4] → y, the sequence of x twice."""
+    """An output that is not a tensor: x FP32 [batch, 4] → y, the sequence of x twice."""
     nodes = [helper.make_node("SequenceConstruct", ["x", "x"], ["y"])]
     output = helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, ["batch", 4])
     return write(path, nodes, [_fp32("x", "batch", 4)], [output])
 
 
 def external_weights(path: Path, location: str) -> Path:
-    """Weights in a file beside the model, or wherever ``location`` says: x FP32 [batch, 4] → y FP32 [batch, 4], x + w.
+    """Weights in a file beside the model, or at ``location``: x FP32 [batch, 4] → y FP32 [batch, 4], x + w.
 
-    The file holds four FP32 values and is not made here.
+    The file contains four FP32 values; this function does not write it.
     """
     weight = onnx.TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
     weight.external_data.add(key="location", value=location)
@@ -396,7 +395,7 @@ def external_weights(path: Path, location: str) -> Path:
 
 
 def image_classifier(path: Path) -> Path:
-    """As classifiers were exported: a fixed batch of 1: data FP32 [1, 3, 8, 8] → scores FP32 [1, 5, 1, 1].
+    """An exported classifier with a fixed batch of 1: data FP32 [1, 3, 8, 8] → scores FP32 [1, 5, 1, 1].
 
     The scores are the mean of the image plus 0, 1, 2, 3 and 4.
     """
@@ -430,27 +429,27 @@ GIT_LFS_POINTER: Final = (
     "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
     "size 12345\n"
 )
-"""What a checkout without Git LFS has in place of a file."""
+"""The file content in a checkout without Git LFS."""
 
 
 def many_tensors(path: Path, count: int) -> Path:
-    """As many inputs and outputs: x0 FP32 [batch, 1] → y0 FP32 [batch, 1], x1 → y1, and so on."""
+    """``count`` inputs and outputs: x0 FP32 [batch, 1] → y0 FP32 [batch, 1], x1 → y1, and so on."""
     nodes = [helper.make_node("Identity", [f"x{number}"], [f"y{number}"]) for number in range(count)]
     inputs, outputs = ([_fp32(f"{letter}{number}", "batch", 1) for number in range(count)] for letter in "xy")
     return write(path, nodes, inputs, outputs)
 
 
 def not_onnx(path: Path) -> Path:
-    """Bytes that no parser takes for a model."""
+    """Bytes that no parser accepts as a model."""
     path.write_bytes(b"\xff not a model \xff")
     return path
 
 
 def _dense_loop(start: str, weight: str, end: str, *, rows: int | str, width: int) -> onnx.NodeProto:
-    """Make the loop h ← tanh(h @ weight + start), from h = start, as often as the tensor ``steps`` says.
+    """Make the loop h ← tanh(h @ weight + start), from h = start, repeated as often as the tensor ``steps`` says.
 
-    ``start`` and ``end`` name FP32 tensors [rows, width], ``weight`` one [width, width]. The start is fed in again at
-    each step, so that the end never fades to a constant however many steps there are.
+    ``start`` and ``end`` name FP32 tensors [rows, width], ``weight`` a tensor [width, width]. Each step adds ``start``
+    again, so that the result does not converge to a constant with many steps.
     """
     body = helper.make_graph(
         [
@@ -479,7 +478,7 @@ def _int64(name: str, *shape: int | str | None) -> onnx.ValueInfoProto:
 
 
 def _weight(rng: np.random.Generator, name: str, shape: tuple[int, int], gain: float = 1.0) -> onnx.TensorProto:
-    """Draw normal weights scaled so that a row of unit variance keeps it, times ``gain``."""
+    """Draw normal weights, scaled so that the output of a row of unit variance has the standard deviation ``gain``."""
     values = rng.standard_normal(shape, np.float32) * np.float32(gain / np.sqrt(shape[0]))
     return numpy_helper.from_array(values, name)
 

@@ -1,4 +1,4 @@
-"""Builders of models whose small requests ask for much: long runs, large answers, or large memory to load.
+"""Builders of models with small requests of high cost: long runs, large answers, or large memory to load.
 
 The conventions are those of ``models.builders``.
 """
@@ -14,13 +14,13 @@ from models.builders import ELEMENT_TYPES, IR_VERSION, OPSET
 from ortserve.core.dtypes import DataType
 
 FILL: Final = 0.12345678
-"""Each element of the answers of ``widened``; nine digits as JSON."""
+"""Value of every element in the answers of ``widened``; nine digits in JSON."""
 
 
 def counted_loop(path: Path) -> Path:
-    """A loop of as many steps as the input says: n INT64 [1] → y FP32 [1], the number of steps.
+    """A loop whose number of steps is the input: n INT64 [1] → y FP32 [1], the number of steps.
 
-    About 0.5 µs a step, so that the time of a run depends on a value and not on a shape.
+    A step takes about 0.5 µs, so the duration of a run depends on a value and not on a shape.
     """
     body = helper.make_graph(
         [
@@ -47,28 +47,28 @@ def counted_loop(path: Path) -> Path:
 
 
 def widened(path: Path) -> Path:
-    """As many elements as the input says: n INT64 [1] → y FP32 [n], all ``FILL``."""
+    """An output whose length is the input: n INT64 [1] → y FP32 [n], all ``FILL``."""
     fill = numpy_helper.from_array(np.array([FILL], np.float32))
     node = helper.make_node("ConstantOfShape", ["n"], ["y"], value=fill)
     return _write(path, [node], ("n", DataType.INT64, [1]), ("y", DataType.FP32, ["width"]))
 
 
 def largest(path: Path, datatype: DataType = DataType.FP32) -> Path:
-    """The largest element of each row, so that the answer is small: x [batch, width] → y [batch, 1]."""
+    """The largest element of each row, for small answers: x [batch, width] → y [batch, 1]."""
     node = helper.make_node("ReduceMax", ["x", "axes"], ["y"], keepdims=1)
     axes = numpy_helper.from_array(np.array([1], np.int64), "axes")
     return _write(path, [node], ("x", datatype, ["batch", "width"]), ("y", datatype, ["batch", 1]), axes)
 
 
 def first_text(path: Path) -> Path:
-    """The first text of each row, so that the answer is small: x BYTES [batch, width] → y BYTES [batch]."""
+    """The first text of each row, for small answers: x BYTES [batch, width] → y BYTES [batch]."""
     node = helper.make_node("Gather", ["x", "place"], ["y"], axis=1)
     place = numpy_helper.from_array(np.array(0, np.int64), "place")
     return _write(path, [node], ("x", DataType.BYTES, ["batch", "width"]), ("y", DataType.BYTES, ["batch"]), place)
 
 
 def weighty(path: Path, width: int = 5_000, layers: int = 2) -> Path:
-    """Dense layers, 200 MB of weights by default: x FP32 [batch, width] → y FP32 [batch, 1]."""
+    """Dense layers with 200 MB of weights by default: x FP32 [batch, width] → y FP32 [batch, 1]."""
     rng = np.random.default_rng(0)
     names = ["x", *(f"h{number}" for number in range(layers))]
     weights = [

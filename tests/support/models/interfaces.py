@@ -1,6 +1,6 @@
-"""Builders of tiny ONNX models whose interface is unusual: optional inputs, types that are no tensors, no inputs.
+"""Builders of tiny ONNX models with an unusual interface: optional inputs, types other than tensors, no inputs.
 
-As ``models.builders``: every builder writes a model file to ``path`` and returns ``path``.
+As in ``models.builders``, every builder writes a model file to ``path`` and returns ``path``.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _ML_OPSET: Final = 3
 
 
 def bfloat16_sum(path: Path) -> Path:
-    """BF16 beside another type: x BF16 [batch, 4], n FP32 [batch, 4] → y BF16 [batch, 4], the sum, and m FP32, n."""
+    """BF16 with another type: x BF16 [batch, 4], n FP32 [batch, 4] → y BF16 [batch, 4], the sum, and m FP32, n."""
     nodes = [
         helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
         helper.make_node("Add", ["wide", "n"], ["sum"]),
@@ -31,13 +31,13 @@ def bfloat16_sum(path: Path) -> Path:
 
 
 def bfloat16_beside_its_input(path: Path) -> Path:
-    """X BF16 [batch, 4], which is an output, too → x, and y BF16 [batch, 4], the same."""
+    """An input that is also an output: x BF16 [batch, 4] → x, and y BF16 [batch, 4], the same."""
     x, y = _tensor("x", DataType.BF16, "batch", 4), _tensor("y", DataType.BF16, "batch", 4)
     return _write(path, [helper.make_node("Identity", ["x"], ["y"])], [x], [x, y])
 
 
 def joined(path: Path) -> Path:
-    """Y [batch, time, 8] is f [batch, steps, 4] and x [batch, time, 4]; present is past [batch, past, 4] and x."""
+    """Concatenations: y [batch, time, 8] of f [batch, steps, 4] and x [batch, time, 4]; present of past and x."""
     nodes = [
         helper.make_node("Concat", ["f", "x"], ["y"], axis=2),
         helper.make_node("Concat", ["past", "x"], ["present"], axis=-2),
@@ -63,7 +63,7 @@ def free_window(path: Path) -> Path:
 
 
 def running_sum(path: Path) -> Path:
-    """The sum of steps, by a Scan along axis 1: x FP32 [batch, steps, 2] → last FP32 [batch, 2]."""
+    """The sum over steps, by a Scan along axis 1: x FP32 [batch, steps, 2] → last FP32 [batch, 2]."""
     state, step, total = (_tensor(name, DataType.FP32, "batch", 2) for name in ("state", "step", "total"))
     body = helper.make_graph([helper.make_node("Add", ["state", "step"], ["total"])], "body", [state, step], [total])
     nodes = [
@@ -100,14 +100,14 @@ def skip_normalized(path: Path) -> Path:
 
 
 def joined_features(path: Path) -> Path:
-    """X FP32 [batch, 2] and z FP32 [batch, 2] → y FP32 [batch, 4], one beside the other."""
+    """Concatenated features: x FP32 [batch, 2] and z FP32 [batch, 2] → y FP32 [batch, 4]."""
     node = helper.make_node("FeatureVectorizer", ["x", "z"], ["y"], domain="ai.onnx.ml", inputdimensions=[2, 2])
     inputs = [_tensor(name, DataType.FP32, "batch", 2) for name in ("x", "z")]
     return _write(path, [node], inputs, [_tensor("y", DataType.FP32, "batch", 4)])
 
 
 def quantized_product(path: Path) -> Path:
-    """A product of two inputs that is computed as INT32: a [batch, inner] and b [inner, 3] → y FP32 [batch, 3]."""
+    """A product of two inputs that is computed in INT32: a [batch, inner] and b [inner, 3] → y FP32 [batch, 3]."""
     nodes = [
         helper.make_node("DynamicQuantizeLinear", ["a"], ["a8", "a_scale", "a_zero"]),
         helper.make_node("DynamicQuantizeLinear", ["b"], ["b8", "b_scale", "b_zero"]),
@@ -121,14 +121,14 @@ def quantized_product(path: Path) -> Path:
 
 
 def product_with_vector(path: Path) -> Path:
-    """A product with a vector, without rows: a FP32 [rows, inner] and b FP32 [inner] → y FP32 [rows]."""
+    """A product with a vector without rows: a FP32 [rows, inner] and b FP32 [inner] → y FP32 [rows]."""
     inputs = [_tensor("a", DataType.FP32, "rows", "inner"), _tensor("b", DataType.FP32, "inner")]
     node = helper.make_node("MatMul", ["a", "b"], ["y"])
     return _write(path, [node], inputs, [_tensor("y", DataType.FP32, "rows")])
 
 
 def bfloat16_and_text(path: Path) -> Path:
-    """What is given back as it came: x BF16 [batch], s BYTES [batch] → wide FP32 [batch], t BYTES [batch], y BF16."""
+    """Returns its inputs: x BF16 [batch], s BYTES [batch] → wide FP32 [batch], t BYTES [batch], y BF16."""
     nodes = [
         helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
         helper.make_node("Identity", ["s"], ["t"]),
@@ -144,23 +144,24 @@ def bfloat16_and_text(path: Path) -> Path:
 
 
 def float8_output(path: Path) -> Path:
-    """An element type that the protocol has no name for: x FP32 [4] → y FLOAT8E4M3FN [4]."""
+    """An element type without a name in the protocol: x FP32 [4] → y FLOAT8E4M3FN [4]."""
     nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT8E4M3FN)]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT8E4M3FN, [4])]
     return _write(path, nodes, [_tensor("x", DataType.FP32, 4)], outputs)
 
 
 def sequence_input(path: Path) -> Path:
-    """An input that is no tensor: x, a sequence of FP32 → n INT64 [], its length."""
+    """An input that is not a tensor: x, a sequence of FP32 → n INT64 [], its length."""
     nodes = [helper.make_node("SequenceLength", ["x"], ["n"])]
     inputs = [helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None)]
     return _write(path, nodes, inputs, [_tensor("n", DataType.INT64)])
 
 
 def zipmap_classifier(path: Path, classes: Sequence[int] | Sequence[str] = (0, 1), *, is_tree: bool = False) -> Path:
-    """As scikit-learn's classifiers are converted: x FP32 [batch, n] → label [batch], probabilities, maps; n classes.
+    """A converted scikit-learn classifier: x FP32 [batch, n] → label [batch], probabilities, maps; n classes.
 
-    The label is the class of the largest element; of a tree, the first class where x[0] is 0.5 at most, else the last.
+    The label is the class of the largest element. A tree's label is the first class if x[0] is at most 0.5, else the
+    last.
     """
     count, is_text = len(classes), isinstance(classes[0], str)
     numbers = "classlabels_int64s" if is_tree else "classlabels_ints"
@@ -203,26 +204,26 @@ def zipmap_classifier(path: Path, classes: Sequence[int] | Sequence[str] = (0, 1
 
 
 def zip_map(classes: Sequence[int] | Sequence[str], scores: str) -> onnx.NodeProto:
-    """The node that makes maps of scores, ``probabilities``."""
+    """The node that converts scores to the maps ``probabilities``."""
     keys = "classlabels_strings" if isinstance(classes[0], str) else "classlabels_int64s"
     names: dict[str, Any] = {keys: list(classes)}
     return helper.make_node("ZipMap", [scores], ["probabilities"], domain="ai.onnx.ml", **names)
 
 
 def maps(classes: Sequence[int] | Sequence[str]) -> onnx.ValueInfoProto:
-    """The output of such a node."""
+    """The output of ``zip_map``."""
     key = TensorProto.STRING if isinstance(classes[0], str) else TensorProto.INT64
     row = helper.make_map_type_proto(key, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
     return helper.make_value_info("probabilities", helper.make_sequence_type_proto(row))
 
 
 def zipped_scores(path: Path, classes: Sequence[int] = (0, 1, 2), shape: Sequence[int | str] = ("batch", 3)) -> Path:
-    """Maps of what comes: x FP32 ``shape`` → probabilities, maps."""
+    """Scores as maps: x FP32 ``shape`` → probabilities, maps."""
     return _write(path, [zip_map(classes, "x")], [_tensor("x", DataType.FP32, *shape)], [maps(classes)])
 
 
 def split_sequence(path: Path, lengths: Sequence[int] = (2, 2), shape: Sequence[int | str] = ("batch", 4)) -> Path:
-    """A sequence of tensors: x FP32 ``shape`` → parts, x split along axis 1 by ``lengths``, and y FP32, x."""
+    """An output that is a sequence of tensors: x FP32 ``shape`` → parts, x split along axis 1, and y FP32, x."""
     given = numpy_helper.from_array(np.array(lengths, np.int64), "lengths")
     nodes = [
         helper.make_node("SplitToSequence", ["x", "lengths"], ["parts"], axis=1),
@@ -235,7 +236,7 @@ def split_sequence(path: Path, lengths: Sequence[int] = (2, 2), shape: Sequence[
 
 
 def bfloat16_and_sequence(path: Path) -> Path:
-    """A sequence beside BF16: x FP32 [batch] → y BF16 [batch], x, and parts, a sequence of x."""
+    """A sequence and a BF16 output: x FP32 [batch] → y BF16 [batch], x, and parts, a sequence of x."""
     nodes = [
         helper.make_node("Cast", ["x"], ["y"], to=TensorProto.BFLOAT16),
         helper.make_node("SequenceConstruct", ["x"], ["parts"]),
@@ -245,7 +246,7 @@ def bfloat16_and_sequence(path: Path) -> Path:
 
 
 def text_sequence(path: Path) -> Path:
-    """Sequences of texts: x BYTES [n] → y, the sequence of x and x, and parts, that of each text of x, without axes."""
+    """Sequences of texts: x BYTES [n] → y, the sequence of x twice, and parts, each text of x without axes."""
     nodes = [
         helper.make_node("SequenceConstruct", ["x", "x"], ["y"]),
         helper.make_node("SplitToSequence", ["x"], ["parts"], axis=0, keepdims=0),
@@ -274,7 +275,7 @@ def default_scale(path: Path, shape: Sequence[int | str] = (1,)) -> Path:
 
 
 def optional_bias(path: Path, rows: int | str = "batch") -> Path:
-    """An input of an optional type: x, bias FP32 [rows, 4] → y FP32 [rows, 4], x + bias, or x where it is left out."""
+    """An input of an optional type: x, bias FP32 [rows, 4] → y FP32 [rows, 4], x + bias, or x if bias is absent."""
     then_branch = helper.make_graph(
         [
             helper.make_node("OptionalGetElement", ["bias"], ["some"]),
@@ -300,7 +301,7 @@ def optional_bias(path: Path, rows: int | str = "batch") -> Path:
 
 
 def optional_sequence(path: Path) -> Path:
-    """An input that no request can bring, but may leave out: x FP32 [4], more → y FP32 [4], x, and has BOOL []."""
+    """An optional input that requests can omit but not supply: x FP32 [4], more → y FP32 [4], x, and has BOOL []."""
     more = helper.make_optional_type_proto(
         helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, None))
     )
@@ -319,7 +320,7 @@ def constant(path: Path) -> Path:
 
 
 def any_shape(path: Path) -> Path:
-    """No shape is declared for x FP32 → y FP32, x; s FP32 [] → t FP32 [], s, has none."""
+    """Inputs without a declared shape: x FP32 → y FP32, x. s FP32 [] has a shape → t FP32 [], s, has none."""
     nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Identity", ["s"], ["t"])]
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None), _tensor("s", DataType.FP32)]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None), _tensor("t", DataType.FP32)]
@@ -327,14 +328,14 @@ def any_shape(path: Path) -> Path:
 
 
 def reversed_of_any_shape(path: Path) -> Path:
-    """No shape is declared for x FP32, which must have 2 axes or more; lengths INT64 [n] → y FP32, reversed rows."""
+    """X FP32 without a declared shape, but 2 axes or more; lengths INT64 [n] → y FP32, reversed rows."""
     node = helper.make_node("ReverseSequence", ["x", "lengths"], ["y"], batch_axis=0, time_axis=1)
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
     return _write(path, [node], [x, _tensor("lengths", DataType.INT64, "n")], [y])
 
 
 def positive(path: Path) -> Path:
-    """Data decides the shape: x FP32 [n] → y FP32 [m], those elements of x that are positive."""
+    """The values determine the output shape: x FP32 [n] → y FP32 [m], the positive elements of x."""
     zero = numpy_helper.from_array(np.zeros((), np.float32), "zero")
     nodes = [
         helper.make_node("Greater", ["x", "zero"], ["is_positive"]),

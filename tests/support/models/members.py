@@ -1,4 +1,4 @@
-"""Small models for ensembles: each computes something that a test can compute itself."""
+"""Small models for ensembles; each computes a result that a test can compute itself."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,14 +30,14 @@ def sums(path: Path, shape: Shape = ROWS) -> Path:
 
 
 def scaled(path: Path) -> Path:
-    """A FP32 [batch, 2] and optionally factor FP32 [batch, 2], by default 1 → b FP32 [batch, 2], their product."""
+    """A FP32 [batch, 2] and an optional factor FP32 [batch, 2], by default 1 → b FP32 [batch, 2], their product."""
     factor = numpy_helper.from_array(np.ones((1, 2), np.float32), "factor")
     inputs = [_value("a", ROWS), _value("factor", (None, 2))]
     return write(path, [helper.make_node("Mul", ["a", "factor"], ["b"])], inputs, [_value("b", ROWS)], [factor])
 
 
 def picks(path: Path) -> Path:
-    """A FP32 [batch, 2] → b FP32 [batch, 2], entries of a table by the indices in a; fails for indices over 15."""
+    """A FP32 [batch, 2] → b FP32 [batch, 2], entries of a table at the indices in a; fails for indices over 15."""
     table = [numpy_helper.from_array(np.arange(16, dtype=np.float32), "table")]
     nodes = [
         helper.make_node("Cast", ["a"], ["i"], to=TensorProto.INT64),
@@ -54,7 +54,7 @@ Step = tuple[str, dict[str, str], dict[str, str]]
 
 
 def ensemble_text(inputs: Sequence[str], outputs: Sequence[str], steps: Sequence[Step], **more: str) -> str:
-    """A ``model.yaml`` of an ensemble, with keys of ``more`` as further lines."""
+    """The ``model.yaml`` of an ensemble, with the keys of ``more`` as further lines."""
     lines = [f"{key}: {value}" for key, value in more.items()]
     lines += [f"inputs: {{{', '.join(f'{name}: {{}}' for name in inputs)}}}"]
     lines += [f"outputs: {{{', '.join(f'{name}: {{}}' for name in outputs)}}}", "ensemble:", "  steps:"]
@@ -70,7 +70,7 @@ def _mapping(names: dict[str, str]) -> str:
 def add_ensemble(
     repository: Path, name: str, inputs: Sequence[str], outputs: Sequence[str], steps: Sequence[Step], **more: str
 ) -> Path:
-    """Put an ensemble into a repository; returns its folder."""
+    """Write an ensemble into a repository. Returns its folder."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     (folder / "model.yaml").write_text(ensemble_text(inputs, outputs, steps, **more))

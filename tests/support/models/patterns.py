@@ -1,6 +1,6 @@
-"""Builders of tiny models with the patterns of nodes that ``ortserve inspect`` looks for, as exporters write them.
+"""Builders of tiny models with the patterns of nodes that ``ortserve inspect`` searches for, as exporters write them.
 
-Every builder writes a model file to ``path`` and returns ``path``. ``leak`` makes a value within the pattern an output
+Every builder writes a model file to ``path`` and returns ``path``. ``leak`` makes a value inside the pattern an output
 of the model, so that no optimizer may fuse the pattern.
 """
 
@@ -116,7 +116,7 @@ def gelu(path: Path, *, leak: bool) -> Path:
 
 
 def gelu_by_tanh(path: Path) -> Path:
-    """GELU in pieces, approximated by Tanh: x FP32 [batch, 8] → y, the same."""
+    """GELU in pieces, approximated with Tanh: x FP32 [batch, 8] → y, the same."""
     weights = {name: float32(number) for name, number in (("three", 3), ("c", 0.044715), ("r", 0.7978845), ("one", 1))}
     weights["half"] = float32(0.5)
     nodes = [
@@ -133,7 +133,7 @@ def gelu_by_tanh(path: Path) -> Path:
 
 
 def convolution(path: Path, *, channels_last: bool) -> Path:
-    """A convolution, between two Transposes if its images have their channels last: x [batch, 8, 8, 4] → y."""
+    """A convolution, between two Transposes if its images are channels-last: x [batch, 8, 8, 4] → y."""
     weights = {"w": np.random.default_rng(0).standard_normal((4, 4, 3, 3)).astype(np.float32)}
     if not channels_last:
         nodes = [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])]
@@ -148,7 +148,7 @@ def convolution(path: Path, *, channels_last: bool) -> Path:
 
 
 def casts(path: Path, *, back: bool) -> Path:
-    """A Cast to half precision and, if ``back``, back again behind a Transpose: x FP32 [batch, 4, 4] → y."""
+    """A Cast to half precision and, if ``back``, back again after a Transpose: x FP32 [batch, 4, 4] → y."""
     element = FLOAT if back else TensorProto.FLOAT16
     nodes = [
         helper.make_node("Cast", ["x"], ["half"], to=TensorProto.FLOAT16),
@@ -159,7 +159,7 @@ def casts(path: Path, *, back: bool) -> Path:
 
 
 def dense(path: Path, dtype: type[np.generic] = np.float32, *, is_input: bool = False) -> Path:
-    """A dense layer, whose weights may be an input, too: x [batch, 8] → y [batch, 4]."""
+    """A dense layer, whose weights can also be an input: x [batch, 8] → y [batch, 4]."""
     element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     weights = {"w": np.ones((8, 4), dtype), "b": np.ones(4, dtype)}
     nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Add", ["h", "b"], ["y"], name="add")]
@@ -168,7 +168,7 @@ def dense(path: Path, dtype: type[np.generic] = np.float32, *, is_input: bool = 
 
 
 def branch(path: Path) -> Path:
-    """A branch that the input decides: x FP32 [batch, 4] → y, x or twice x."""
+    """A branch that depends on the input: x FP32 [batch, 4] → y, x or twice x."""
     sides = {
         name: helper.make_graph([helper.make_node(op, ["x", *more], [name])], name, [], [value(name, "batch", 4)])
         for name, op, more in (("same", "Identity", []), ("twice", "Add", ["x"]))

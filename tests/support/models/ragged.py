@@ -1,4 +1,4 @@
-"""Models that take requests of different shapes as one tensor, and the inputs that tell them apart."""
+"""Models that receive requests of different shapes as one tensor, with the inputs that separate them."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ double (float[n] X) => (float[n] Y)
 
 
 def kinds(path: Path) -> Path:
-    """Returns the double of the joined ``X``, the sum of each request, and what each kind of batch input holds."""
+    """Returns the double of the joined ``X``, the sum of each request, and the values of each kind of batch input."""
     return _save(_KINDS, path)
 
 

@@ -1,4 +1,4 @@
-"""Builders of models whose requests belong to sequences, with controls and states that the server fills."""
+"""Builders of models with sequences, with controls and states that the server fills."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ _HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 def accumulate(path: Path, flag: str = "int32", correlation: str = "uint64", rows: str = "batch,") -> Path:
     """A running sum that START resets: OUTPUT = INPUT, or the last OUTPUT + INPUT. An INPUT of 1000 or more fails.
 
-    STATE_SEEN, ID_SEEN and FLAGS_SEEN (START, READY, END) return what the model received. ``rows`` is empty for a model
-    without a batch axis.
+    STATE_SEEN, ID_SEEN and FLAGS_SEEN (START, READY, END) return the values that the model received. ``rows`` is empty
+    for a model without a batch axis.
     """
     return _write(
         path,
@@ -43,7 +43,7 @@ def accumulate(path: Path, flag: str = "int32", correlation: str = "uint64", row
 
 
 def whole_batch(path: Path) -> Path:
-    """Returns to each row the size of its batch, and READY and INPUT of all rows as digits: rows are dependent."""
+    """Returns to each row the size of its batch, and READY and INPUT of all rows as digits; rows are dependent."""
     return _write(
         path,
         """whole (int32[batch,1] INPUT, int32[batch,1] READY, int32[batch,1] STATE)
@@ -114,7 +114,7 @@ def growing(path: Path, rows: str = "batch") -> Path:
 
 
 def history(path: Path) -> Path:
-    """Returns all INPUTs since the start, by copies only: a state that grows by one row of 4 with each request."""
+    """Returns all INPUTs since the start, using copies only; the state grows by one row of 4 with each request."""
     return _write(
         path,
         """history (float[batch,4] INPUT, float[batch,past,4] PAST)
@@ -129,7 +129,7 @@ def history(path: Path) -> Path:
 
 
 def growing_halves(path: Path) -> Path:
-    """As ``growing``, with a state of BF16."""
+    """Like ``growing``, with a BF16 state."""
     return _write(
         path,
         """halves (float[batch,1] INPUT, bfloat16[batch,past] PAST)
@@ -144,7 +144,7 @@ def growing_halves(path: Path) -> Path:
 
 
 def growing_beside_its_input(path: Path) -> Path:
-    """A state that grows by INPUT, which is an output, too."""
+    """A state that grows by INPUT, which is also an output."""
     return _write(
         path,
         """growing (float[batch,1] INPUT, float[batch,past] PAST)
@@ -155,7 +155,7 @@ def growing_beside_its_input(path: Path) -> Path:
 
 
 def totals(path: Path) -> Path:
-    """TOTAL of all values since the start, any number of which may be in a request: a state of one size."""
+    """TOTAL of all values since the start; a request has any number of them, the state has a constant size."""
     return _write(
         path,
         """totals (float[batch,count] INPUT, float[batch,1] STATE) => (float[batch,1] TOTAL, float[batch,1] NEXT) {
@@ -168,7 +168,7 @@ def totals(path: Path) -> Path:
 
 
 def turned(path: Path) -> Path:
-    """A state of 2 columns, followed by one of 2 rows: only a square one is a next state."""
+    """A state of 2 columns, whose next state has 2 rows; only a square state is valid as a next input."""
     return _write(
         path,
         """turned (float[batch,1] INPUT, float[batch,rows,2] STATE)
@@ -221,7 +221,7 @@ def random_state(path: Path) -> Path:
 
 
 def delayed(path: Path) -> Path:
-    """Returns the INPUT of the request before, by copies only."""
+    """Returns the INPUT of the previous request, using copies only."""
     return _write(
         path,
         """delayed (float[batch,4] INPUT, float[batch,4] STATE) => (float[batch,4] OUTPUT, float[batch,4] NEXT) {
@@ -232,7 +232,7 @@ def delayed(path: Path) -> Path:
 
 
 def slow(path: Path, steps: int = 50_000) -> Path:
-    """A running sum whose run takes about 0.1 s, in proportion to ``steps``; TOTAL begins at 0 with each sequence."""
+    """A running sum whose run takes about 0.1 s, in proportion to ``steps``; TOTAL starts at 0 with each sequence."""
     model = parser.parse_model(
         _HEAD
         + """slow (int32[batch,1] INPUT, int32[batch,1] STATE) => (int32[batch,1] TOTAL, int32[batch,1] NEXT) {
@@ -254,7 +254,7 @@ def slow(path: Path, steps: int = 50_000) -> Path:
 
 
 def marks(path: Path) -> Path:
-    """TOTAL counts the texts "x" of a sequence, any number of which may be in a request."""
+    """TOTAL counts the texts "x" of a sequence; a request has any number of texts."""
     return _write(
         path,
         """marks (string[batch,count] INPUT, int32[batch,1] STATE) => (int32[batch,1] TOTAL, int32[batch,1] NEXT) {
@@ -296,7 +296,7 @@ def simple_dyna_sequence(path: Path) -> Path:
 
 
 def simple_string_dyna_sequence(path: Path) -> Path:
-    """What Triton's example of the same name computes, in ONNX: a running sum; END adds the number in the id."""
+    """Computes the same as Triton's example of this name: a running sum; END adds the number in the id."""
     return _write(
         path,
         """dyna (int32[batch,1] INPUT, int32[batch,1] START, int32[batch,1] READY, int32[batch,1] END,

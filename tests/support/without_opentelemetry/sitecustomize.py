@@ -1,4 +1,4 @@
-"""Python imports this by itself where its folder is in PYTHONPATH: as if the extra ``otel`` were not installed."""
+"""Python imports this module at its start if its folder is in PYTHONPATH: the extra ``otel`` then appears missing."""
 
 import sys
 

@@ -100,7 +100,7 @@ def test_stalls_in_quick_succession_are_counted_not_logged(lines: Lines) -> None
     go_on = threading.Event()
 
     def stand_still(loop: asyncio.AbstractEventLoop, stalls: int) -> None:
-        # Until the watchdog has counted it: the reading is its own.
+        # Until the watchdog has counted it in its own reading.
         while made[0].reading().stalls < stalls:
             go_on.wait(0.01)
         if stalls == 2:

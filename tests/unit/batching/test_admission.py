@@ -39,7 +39,7 @@ def backlog(
 @pytest.mark.parametrize(
     ("left_ns", "before", "observations", "verdict"),
     [
-        # in time, to the nanosecond: wait, own batch and error
+        # in time, to the nanosecond: wait, the request's batch, and error
         (116, backlog(busy_ns=100, error_ns=5), 8, None),
         (115, backlog(busy_ns=100, error_ns=5), 8, None),
         (114, backlog(busy_ns=100, error_ns=5), 8, TooLate(1, is_hopeless=False)),
@@ -58,7 +58,9 @@ def backlog(
         (1, backlog(busy_ns=100), 7, None),
     ],
 )
-def test_judgement(left_ns: float, before: Backlog, observations: int, verdict: TooLate | None) -> None:
+def test_request_is_late_only_if_it_can_no_longer_finish_in_time(
+    left_ns: float, before: Backlog, observations: int, verdict: TooLate | None
+) -> None:
     assert judge(left_ns, before, observations) == verdict
 
 
@@ -129,7 +131,7 @@ def test_queue_is_full_in_rows_or_in_bytes(rows: int, nbytes: int, is_refused: b
     assert error.message == (
         "Exceeds maximum queue size: 5 rows of 50 bytes wait, at most max_queue_rows 10 and max_queue_bytes 100 may"
     )
-    assert error.retry_after_s == pytest.approx(5 / 4 * 0.016)  # until the queued requests have run
+    assert error.retry_after_s == pytest.approx(5 / 4 * 0.016)  # the time until the queued requests have run
     assert stage.decisions == Decisions(refused_full=1)
 
 
@@ -174,7 +176,7 @@ def test_other_models_on_the_device_lengthen_the_wait() -> None:
 
 def test_rows_of_the_same_batch_lengthen_the_batch_and_not_the_wait() -> None:
     stage = Stage()
-    stage.wait(3)  # with one more a full batch of 16 ms
+    stage.wait(3)  # with one more row, a full batch of 16 ms
     stage.check(left_ms=32, busy_ms=16)
     assert stage.refusal(left_ms=32, busy_ms=17).retry_after_s == pytest.approx(0.001)
 
@@ -182,7 +184,7 @@ def test_rows_of_the_same_batch_lengthen_the_batch_and_not_the_wait() -> None:
 def test_batches_ahead_are_as_small_as_a_tight_deadline_makes_them() -> None:
     stage = Stage()
     stage.wait(3)
-    # In half of 25 ms 2 rows can run (12 ms): one batch of 2 goes first, then its own with the third row.
+    # In half of 25 ms 2 rows can run (12 ms): one batch of 2 runs first, then its own batch with the third row.
     stage.check(left_ms=25, busy_ms=1)
     assert stage.refusal(left_ms=25, busy_ms=2).retry_after_s == pytest.approx(0.001)
 
@@ -201,7 +203,7 @@ def test_only_requests_that_run_first_count() -> None:
         stage.wait(4, level=2)
     stage.check(left_ms=15, busy_ms=5, level=1)
     assert stage.refusal(left_ms=15, busy_ms=5, level=2).kind is ErrorKind.OVERLOADED
-    stage.check(left_ms=15, busy_ms=5)  # of no level: of the first
+    stage.check(left_ms=15, busy_ms=5)  # a request without a level has the first level
     stage.check(left_ms=1000, busy_ms=5, level=2)
     for _ in range(2):
         stage.wait(4, finish_by_ns=NOW + 1000 * MS)  # due later
@@ -331,7 +333,7 @@ def test_queued_work_of_each_shape_is_predicted_from_its_own_batches() -> None:
     stage = TwoShapes()
     stage.wait_other(4)
     stage.wait_other(1)
-    # 160 for a full batch, 100 for the remaining one, and its own
+    # 160 for a full batch, 100 for the remaining one, and 10 for its own
     stage.check(left_ms=5 + 160 + 100 + 10, busy_ms=5)
     assert stage.refusal(left_ms=5 + 160 + 100 + 9, busy_ms=5).retry_after_s == pytest.approx(0.001)
     cheap = TwoShapes()

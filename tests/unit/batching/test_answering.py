@@ -37,7 +37,7 @@ def test_some_batches_are_measured() -> None:
     assert answers.due_ns == 8 * MS
 
 
-def test_few_times_are_longer() -> None:
+def test_few_answers_take_longer_than_the_learned_time() -> None:
     seeded = random.Random(7)
     answers, longer = AnswerTime(), 0
     for number in range(20_000):

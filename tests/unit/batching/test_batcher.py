@@ -1,4 +1,4 @@
-"""The batcher in single situations; ``test_batcher_properties`` tests what holds in all schedules."""
+"""The batcher in single situations; ``test_batcher_properties`` tests properties of all schedules."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -36,8 +36,10 @@ RUN_NS = 2 * MS
 
 @dataclass
 class Stage:
-    """A batcher with its fakes. ``observed`` holds the sizes of the reported batches, and ``abandoned`` whether each
-    abandoned instance was the last one.
+    """A batcher with its fakes.
+
+    ``observed`` holds the sizes of the reported batches; ``abandoned`` states for each abandoned instance whether it
+    was the last one.
     """
 
     loop: VirtualTimeLoop
@@ -56,7 +58,7 @@ class Stage:
 
     @property
     def now_ns(self) -> int:
-        """Since the start of the test."""
+        """Virtual time since the start of the test."""
         return self.clock() - self.began_ns
 
     def submit(
@@ -81,7 +83,7 @@ class Stage:
         )
 
     def practise(self, width: int = 2) -> None:
-        """Make predictions count as based on enough runs to reject requests."""
+        """Let predictions count as based on enough runs to reject requests."""
         self.queue.shape_class((width,)).batch_latency.observations = MIN_OBSERVATIONS
 
     def began(self) -> list[int]:
@@ -156,7 +158,7 @@ def test_requests_of_one_turn_of_the_loop_share_a_batch() -> None:
 
 
 class Tap:
-    """Keeps what it observes (a ``BatchTap``)."""
+    """Records its observations (a ``BatchTap``)."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[Batch, int]] = []
@@ -171,7 +173,7 @@ class Tap:
 
 @pytest.mark.parametrize("tries_one_row", [False, True])
 def test_tap_observes_the_batches_that_were_answered(tries_one_row: bool) -> None:
-    """The same arrays, rows and padding as ran: without failed runs, and without the trial of a first row."""
+    """It observes the executed arrays, rows and padding, without failed runs and without the trial of a first row."""
 
     async def main(stage: Stage) -> None:
         tap = Tap()
@@ -200,7 +202,7 @@ def test_tap_observes_the_batches_that_were_answered(tries_one_row: bool) -> Non
 
 
 def test_tap_does_not_observe_a_batch_whose_outputs_cannot_be_divided() -> None:
-    """Its requests run again alone, and each is observed once."""
+    """The requests of a failed batch run again alone, and each is observed once."""
 
     async def main(stage: Stage) -> None:
         tap = Tap()
@@ -274,7 +276,7 @@ def test_queue_delay_ends_when_the_batch_is_full() -> None:
 
 def test_queue_delay_counts_from_the_oldest_row_and_also_behind_a_run() -> None:
     async def main(stage: Stage) -> None:
-        futures = [stage.submit(rows_of(1, 2))]  # full: runs from 0 to 2 ms
+        futures = [stage.submit(rows_of(1, 2))]  # a full batch: runs from 0 to 2 ms
         await asyncio.sleep(1e-3)
         futures.append(stage.submit(rows_of(3)))
         await asyncio.gather(*futures)
@@ -701,7 +703,7 @@ def test_request_that_can_no_longer_finish_is_dropped_before_its_run() -> None:
 
 
 def test_request_admitted_by_an_idle_server_runs_despite_its_prediction() -> None:
-    """Otherwise a far too long prediction would reject all requests, and no run would correct it."""
+    """Otherwise a far too long prediction would reject all requests, and no run could correct it."""
 
     async def main(stage: Stage) -> None:
         stage.practise()
@@ -754,7 +756,7 @@ def test_deadline_behind_a_long_queue_is_rejected_with_a_retry_time() -> None:
         await asyncio.sleep(0.5e-3)
         waiting += [stage.submit(rows_of(value)) for value in range(1, 4)]
         near = stage.submit(rows_of(4), terms=stage.within(finish_ns=20 * RUN_NS))
-        with pytest.raises(ServeError) as caught:  # 3 of the 4 are due after it: 1.5 ms, then its own
+        with pytest.raises(ServeError) as caught:  # 3 of the 4 are due after it: 1.5 ms, then its own batch
             stage.submit(rows_of(5), terms=stage.within(finish_ns=3 * MS))
         assert caught.value.kind is ErrorKind.OVERLOADED
         assert caught.value.retry_after_s == pytest.approx(0.5e-3)
@@ -767,7 +769,7 @@ def test_overdue_run_is_not_taken_for_an_idle_instance() -> None:
     async def main(stage: Stage) -> None:
         stage.practise()
         overdue = stage.submit(rows_of(0))
-        await asyncio.sleep(2 * RUN_NS / 1e9)  # of 5 that the run takes; 1 was predicted
+        await asyncio.sleep(2 * RUN_NS / 1e9)  # the run takes 5, but 1 was predicted
         for finish_ns in (RUN_NS, 1):
             with pytest.raises(ServeError, match="deadline cannot be met") as caught:
                 stage.submit(rows_of(1), terms=stage.within(finish_ns=finish_ns))
@@ -928,7 +930,7 @@ def test_closed_loop_wait_makes_no_queued_request_late(bounds: dict[str, int], w
             for come_ns in (100 * US, 300 * US, 400 * US, 500 * US, 600 * US):
                 closed_loop.on_arrival(1, at_ns + come_ns)
         closed_loop.on_answer(stage.clock(), RUN_NS)
-        # A request without a deadline goes first, so that not only the first request counts.
+        # A request without a deadline is first, so that the test covers more than the first request.
         first = stage.submit(rows_of(2), terms=Terms(1))
         await asyncio.gather(first, stage.submit(rows_of(3), terms=stage.within(**bounds, level=2)))
         assert (stage.runner.runs[-1].began_ns > stage.began_ns) == waits
@@ -981,7 +983,7 @@ def test_decisions_are_counted() -> None:
         left.cancel()
         await asyncio.gather(*[stage.submit(rows_of(value)) for value in (2, 3, POISON)], return_exceptions=True)
         await stage.submit(rows_of(4))
-        # 3 rows, then 1 and 2, then the 2 alone: padded to 4, 2 and 2, 2 and 2; and one more
+        # 3 rows, then 1 and 2, then the 2 alone, padded to 4, 2 and 2, 2 and 2; and one more
         assert stage.batcher.learned().decisions == Decisions(
             batches=6, retries=4, left=1, padding_rows=1 + 1 + 0 + 1 + 1 + 1
         )
@@ -1027,7 +1029,7 @@ def test_a_model_returns_to_the_loop_after_short_runs_on_a_worker() -> None:
     async def main(stage: Stage) -> None:
         await stage.submit(rows_of(0))
         stage.runner.latency_ns = lambda rows: 20 * US
-        for value in range(TRIAL_RUNS + 20):  # the long run is in the prediction for some of them
+        for value in range(TRIAL_RUNS + 20):  # some predictions include the long run
             await stage.submit(rows_of(value))
         on_loop = [run.is_inline for run in stage.runner.runs]
         assert on_loop[: TRIAL_RUNS + 1] == [True] + TRIAL_RUNS * [False]
@@ -1141,7 +1143,7 @@ def test_instance_whose_run_does_not_end_is_abandoned_and_queued_requests_fail()
 
 def test_other_instances_continue_when_one_is_abandoned() -> None:
     async def main(stage: Stage) -> None:
-        stuck, healthy = stage.runners[1], stage.runners[0]  # the last is lent first
+        stuck, healthy = stage.runners[1], stage.runners[0]  # the last one is used first
         stuck.latency_ns = lambda rows: 3600_000 * MS
         stuck.is_endless = True
         lost = stage.submit(rows_of(1))

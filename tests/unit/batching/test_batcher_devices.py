@@ -1,4 +1,4 @@
-"""Instances on devices: two batches at a time, too little memory, lost devices."""
+"""Instances on devices: two batches at a time, out of memory, lost devices."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -82,7 +82,7 @@ def test_a_second_batch_is_chosen_late_and_computed_without_a_gap() -> None:
         answers = [stage.submit(rows_of(0))]
         await asyncio.sleep(0.001)
         answers.append(stage.submit(rows_of(1)))
-        await asyncio.sleep(0.006)  # seven of ten milliseconds: too early to choose the next batch
+        await asyncio.sleep(0.006)  # seven of ten milliseconds: too early to plan the next batch
         answers.append(stage.submit(rows_of(2)))
         for future, value in zip(answers, range(3), strict=True):
             np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])

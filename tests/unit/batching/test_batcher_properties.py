@@ -1,6 +1,6 @@
 """Properties of batchers in all schedules of arrivals, cancellations, failures and closes, in virtual time.
 
-A schedule is a function of its seed. ``ORTSERVE_TEST_SCHEDULES`` is their number, 100,000 for ``make fuzz``;
+A schedule is a function of its seed. ``ORTSERVE_TEST_SCHEDULES`` is the number of schedules, 100,000 in ``make fuzz``;
 ``ORTSERVE_TEST_SEED`` is the first seed, so that a failing schedule can run alone.
 """
 
@@ -52,7 +52,7 @@ SIGNATURE = ModelSignature(
 
 
 def answer_and(size: Callable[[np.ndarray], int]) -> Callable[[np.ndarray], Arrays]:
-    """As ``answer``, with another output, which only the row checks compare."""
+    """Like ``answer``, with another output that only the row checks compare."""
     return lambda rows: (*answer(rows), np.full(len(rows), size(rows)))
 
 
@@ -64,8 +64,8 @@ BELIEFS: Sequence[Belief] = ("right", "none", "too long", "too short")
 class Model:
     """A model and the predictions of its batcher.
 
-    Latency of n rows is ``base_ns + n * row_ns``. If the model is practised, its predictions count as based on
-    enough runs from the start.
+    Latency of n rows is ``base_ns + n * row_ns``. The predictions of a practised model count as based on enough runs
+    from the start.
     """
 
     policy: BatchPolicy
@@ -100,7 +100,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The models, and the requests that arrive."""
+    """The models, and the arrivals of requests."""
 
     models: Sequence[Model]
     device_threads: int
@@ -135,7 +135,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """One model's part of a finished schedule; ``runs`` of all its instances, in the order of their starts."""
+    """One model's part of a finished schedule; ``runs`` are those of all its instances in the order of their starts."""
 
     model: Model
     is_alone: bool
@@ -166,7 +166,7 @@ def draw_schedule(seed: int) -> Schedule:
     first_row = 1
     arrivals = []
     for _ in range(draw.randint(1, pick([6, 12, 30]))):
-        if draw.random() < 0.6:  # otherwise in the same turn of the loop as the previous one
+        if draw.random() < 0.6:  # otherwise in the same iteration of the loop as the previous one
             at_ns += draw.randint(0, 2 * gap_ns)
         to = draw.randrange(len(models))
         model = models[to]
@@ -174,7 +174,7 @@ def draw_schedule(seed: int) -> Schedule:
         rows = draw.randint(1, pick([1, 1, max_rows]))
         if draw.random() < large_share:
             rows = draw.randint(max_rows, 4 * max_rows)
-        # Each row of a schedule is unique: its number, then noise.
+        # Each row of a schedule is unique: its number, followed by noise.
         width = pick(widths)
         array = np.empty((rows, width), np.int64)
         array[:] = range(width)
@@ -221,7 +221,7 @@ def _draw_model(draw: random.Random) -> Model:
 
 
 def _draw_bound(draw: random.Random, full_ns: int) -> int:
-    """Passed already, tight, or generous."""
+    """An absolute bound that has passed, is tight, or is generous."""
     return draw.choice([-draw.randint(1, MS), draw.randint(0, 3 * full_ns), draw.randint(full_ns, 8 * full_ns), 10**9])
 
 
@@ -284,7 +284,7 @@ class Theatre:
         return plays
 
     def _without_checks(self, index: int, runs: Sequence[FakeRun]) -> Sequence[FakeRun]:
-        """The runs of requests. A run of a check repeats rows that ran without a failure."""
+        """The runs of requests, without those of checks. A check repeats rows that ran without a failure."""
         checks = self.checks[index]
         if checks is None:
             return runs
@@ -374,7 +374,7 @@ class Theatre:
         try:
             return await asking
         finally:
-            caller.settled_ns = self.clock()  # the outcome of this task is recorded later
+            caller.settled_ns = self.clock()  # this task's outcome is recorded later
 
     def _settle(self, caller: Caller, outcome: Arrays | ServeError | Literal["cancelled"]) -> None:
         caller.outcomes.append(outcome)
@@ -384,11 +384,11 @@ class Theatre:
             self.all_settled.set()
 
     async def _close(self, index: int) -> tuple[int | None, int]:
-        """The times at which the batcher began to close, None if requests could not notice, and had closed."""
+        """Close the batcher. Returns the times of its begin, None if requests could not notice it, and of its end."""
         close_ns = self.schedule.models[index].close_ns
         if close_ns is None:
             await self.all_settled.wait()
-            await asyncio.sleep(10)  # long after all runs: no request waits any more
+            await asyncio.sleep(10)  # long after all runs, when no request waits any more
             assert self.queues[index].rows == 0
         else:
             await asyncio.sleep(close_ns / 1e9)
@@ -522,12 +522,13 @@ def check_rejections_have_a_cause(one: Play) -> None:
             assert terms.start_by_ns < caller.settled_ns
         elif "its deadline came too near" in message:
             assert terms.finish_by_ns is not None
-            for_answer_ns = (terms.finish_by_ns - caller.timing.queued_ns) / 2  # at most
+            for_answer_ns = (terms.finish_by_ns - caller.timing.queued_ns) / 2  # the maximum
             assert terms.finish_by_ns <= caller.settled_ns + for_answer_ns
         elif "met: 0.0 ms are left" in message:
             assert terms.finish_by_ns is not None
-            assert terms.finish_by_ns <= caller.settled_ns + MS // 20  # of a millisecond, which is formatted as 0.0
-        else:  # by prediction
+            # A twentieth of a millisecond, which is formatted as 0.0.
+            assert terms.finish_by_ns <= caller.settled_ns + MS // 20
+        else:  # rejected by prediction
             assert terms.finish_by_ns is not None
             succeeded = [run for run in one.runs if run.ended_ns <= caller.settled_ns and not run.has_failed]
             own = sum(run.parts[0].shape[1] == caller.width for run in succeeded)
@@ -555,7 +556,7 @@ def check_no_request_starts_too_late(one: Play) -> None:
 
 
 def check_late_requests_are_evicted_in_time(one: Play) -> None:
-    """Not only when a batch reaches them. Runs on the loop delay evictions."""
+    """They are not only evicted when a batch reaches them. Runs on the loop delay evictions."""
     if not one.is_alone or any(run.is_inline for run in one.runs):
         return
     for caller in one.callers:
@@ -566,7 +567,7 @@ def check_late_requests_are_evicted_in_time(one: Play) -> None:
 
 
 def check_order(one: Play) -> None:
-    """In a shape class, higher levels go first, then earlier arrivals, but for deadlines within ``LEAST_DUE_NS``."""
+    """In a shape class higher levels run first, then earlier arrivals, except for deadlines within ``LEAST_DUE_NS``."""
     ran = [caller for caller in one.callers if caller.runs and not caller.is_piece_wise]
     for first, second in combinations(ran, 2):
         if first.width != second.width:
@@ -694,7 +695,7 @@ CHECKS_OF_ANSWERS = (
     check_searches_are_short,
     check_close,
 )
-"""Without the checks of start times: a batch is chosen here before the previous one ends."""
+"""All checks but those of start times: with two batches at a time, one is chosen before the previous one ends."""
 
 
 CHECKS_OF_CHECKED = (
@@ -704,4 +705,4 @@ CHECKS_OF_CHECKED = (
     check_batches,
     check_close,
 )
-"""Without the bound on searches: once requests run alone, a search does not halve batches."""
+"""All checks but the bound on searches: once requests run alone, a search does not halve batches."""

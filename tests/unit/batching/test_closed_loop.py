@@ -18,7 +18,7 @@ SOLO_NS = 1550 * US
 def taught(
     arrivals_us: Callable[[random.Random], list[float]], answers: int = 200, cycle_ns: int = 3 * MS
 ) -> ClosedLoopWait:
-    """A profile after many answers, each followed by the arrivals (µs after it); the last answer is at time 0."""
+    """A profile after many answers, each followed by arrivals (µs after it). The last answer is at time 0."""
     draw = random.Random(0)
     echo = ClosedLoopWait(-answers * cycle_ns, SOLO_NS)
     for number in range(answers):

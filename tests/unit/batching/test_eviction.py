@@ -52,7 +52,7 @@ def stays(
 
 
 def latency(observations: int = MIN_OBSERVATIONS, ns: float = 100) -> LatencyModel:
-    """Any batch takes ``ns``."""
+    """Every batch takes ``ns``."""
     model = LatencyModel([(1, ns), (8, ns)])
     model.observations = observations
     return model
@@ -92,7 +92,7 @@ def test_unsure_prediction_evicts_no_request(model: LatencyModel) -> None:
 
 def test_prediction_evicts_only_requests_that_the_wait_made_late() -> None:
     waiting = [
-        stays(finish_by_ns=1050, queued_ns=951),  # at its arrival it had 99 left already
+        stays(finish_by_ns=1050, queued_ns=951),  # at its arrival only 99 were left
         Waiting(OUT_OF_REACH, finish_by_ns=1050, queued_ns=950),
     ]
     assert_evicted(waiting, latency())
@@ -141,7 +141,7 @@ def test_moment_itself_is_not_too_late() -> None:
 
 def test_late_requests_of_a_failed_batch_do_not_run_again() -> None:
     waiting = [
-        stays(start_by_ns=1),  # its run has begun in time
+        stays(start_by_ns=1),  # its run starts in time
         Waiting(PASSED_IN_SEARCH, finish_by_ns=999),
         stays(finish_by_ns=1000),
         stays(finish_by_ns=999),

@@ -1,4 +1,4 @@
-"""The search for failing requests, without a runner: the test knows them and counts the runs of the search."""
+"""The search for failing requests without a runner: the test knows them and counts the runs of the search."""
 
 from collections import deque
 from math import ceil, log2
@@ -17,7 +17,7 @@ REJECTED = ServeError(ErrorKind.INTERNAL, "the run failed")
 
 
 def search(size: int, offenders: set[int], error: Exception = REJECTED) -> tuple[int, set[int], set[int]]:
-    """More runs than the first, requests answered, requests failed."""
+    """Returns the number of runs after the first, the number of answered requests, and the failed requests."""
     requests = [inflight((), index + 1, Timing(0)) for index in range(size)]
     answered: set[int] = set()
     failed: set[int] = set()

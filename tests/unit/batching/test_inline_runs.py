@@ -67,7 +67,7 @@ def test_short_runs_on_a_worker_end_a_bar_and_each_bar_needs_twice_as_many() -> 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         runs = InlineRuns(InlineBudget(loop))
         for needed in (TRIAL_RUNS, 2 * TRIAL_RUNS, 4 * TRIAL_RUNS):
-            await asyncio.sleep(0)  # each turn of the loop has a budget of its own
+            await asyncio.sleep(0)  # each iteration of the loop has its own budget
             assert runs.begin(SHORT, 1)
             assert runs.end(MAX_OVERRUN_NS + 1)
             for _ in range(needed):

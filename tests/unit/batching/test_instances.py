@@ -10,7 +10,7 @@ NOW = 1000
 
 
 class Idler(NeverOverdue):
-    """Never runs here."""
+    """Never runs."""
 
     def run(self, batch: Batch) -> BatchResult:
         raise AssertionError

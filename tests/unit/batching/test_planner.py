@@ -51,7 +51,7 @@ def plan(
         ([(1, 900), (1, 950), (1, 1000)], BatchPolicy(8), Take(3, 3)),
         ([(8, 900)], BatchPolicy(8), Take(1, 8)),
         ([(3, 1), (3, 2), (3, 3)], BatchPolicy(8), Take(2, 6)),
-        ([(5, 1), (4, 2), (1, 3)], BatchPolicy(8), Take(1, 5)),  # the third would fit, but is behind the second
+        ([(5, 1), (4, 2), (1, 3)], BatchPolicy(8), Take(1, 5)),  # the third would fit, but the second is before it
         ([(1, 1)] * 20, BatchPolicy(1), Take(1, 1)),
         # with a delay, which starts when the oldest request was queued, at any position
         ([(1, 900)], BatchPolicy(8, 500), WaitUntil(1400)),
@@ -94,7 +94,7 @@ def test_requests_without_deadlines(
         ([(1, 1110), (1, None), (1, None)], Take(1, 1)),
         ([(2, 1160), (3, None), (2, None)], Take(2, 5)),
         ([(1, 9999)] * 8, Take(8, 8)),
-        # of several deadlines the earliest counts, at any position
+        # of several deadlines the earliest applies, at any position
         ([(1, 1180), (1, 1125), (1, None)], Take(2, 2)),
         # if no size meets it, a small batch helps no request
         ([(1, 1109), (1, None), (1, None)], Take(3, 3)),
@@ -143,7 +143,7 @@ def test_delay_makes_no_request_late(one: Waiting, planned: Take | WaitUntil) ->
         ([1] * 5, [(4, 100), (8, 200)], Take(4, 4)),
         ([1] * 7, [(4, 100), (8, 200)], Take(4, 4)),  # 100/4 < 200/7
         ([1] * 8, [(4, 100), (8, 200)], Take(8, 8)),
-        # flat: padding costs next to nothing
+        # flat: padding costs almost nothing
         ([1] * 5, [(4, 100), (8, 110)], Take(5, 5)),
         ([1] * 5, [(4, 100), (8, 125)], Take(5, 5)),  # equal: fewer runs
         ([1] * 5, [(4, 100), (8, 126)], Take(4, 4)),
@@ -185,7 +185,7 @@ TIGHT_NS = NOW + 120
 @pytest.mark.parametrize(
     ("waiting", "taken"),
     [
-        # full batches behind it would be late after a small one: it is evicted for one of them
+        # full batches after a small one would be late, so the small one's request is evicted
         ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 299)] * 9], Take(8, 8, evicted=1)),
         ([*[Waiting(1, 0, TIGHT_NS)] * 2, *[Waiting(1, 0, NOW + 290)] * 9], Take(8, 8, evicted=2)),
         # the small batch makes no request late: all are answered

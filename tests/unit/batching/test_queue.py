@@ -1,4 +1,4 @@
-"""The order of the queue, its size, and the shape classes that it keeps."""
+"""The order and the size of the queue, and the shape classes that it stores."""
 
 import random
 from collections.abc import Hashable

@@ -35,7 +35,7 @@ class Stage:
         return request
 
     def answer(self, output: float = 7.0) -> np.ndarray:
-        """Answer the first request of the queue. Returns the memory of its outputs, which a later run may use."""
+        """Answer the first request of the queue. Returns the memory of its outputs, which a later run may reuse."""
         memory = np.array([[output]], np.float32)
         self.queue.pop(0).complete((memory,))
         return memory
@@ -117,7 +117,7 @@ def test_outputs_are_copied_before_their_memory_is_used_again() -> None:
     ],
     ids=["shape", "datatype", "width", "value", "texts"],
 )
-def test_other_inputs_run(other: tuple[np.ndarray, ...]) -> None:
+def test_different_inputs_are_run(other: tuple[np.ndarray, ...]) -> None:
     async def test() -> None:
         stage = Stage()
         stage.submit()
@@ -196,7 +196,7 @@ def test_equal_requests_wait_for_a_run_under_way() -> None:
     run(test)
 
 
-def test_errors_reach_all_who_wait_and_are_not_kept() -> None:
+def test_errors_reach_all_waiting_requests_and_are_not_cached() -> None:
     async def test() -> None:
         stage = Stage()
         requests = [stage.submit() for _ in range(2)]
@@ -382,7 +382,7 @@ def test_a_load_closes_although_no_thread_can_be_started_for_a_copy(monkeypatch:
 
 
 def test_requests_are_enqueued_before_the_load_is_idle() -> None:
-    """Its batcher is closed then, and rejects whatever comes later."""
+    """Its batcher is then closed and rejects later requests."""
 
     async def test() -> None:
         stage = Stage()

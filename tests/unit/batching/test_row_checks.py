@@ -1,4 +1,4 @@
-"""Row checks: requests of a batch that run again alone, their choice, their time, and their outcome."""
+"""Row checks: the requests of a batch that run again alone, their selection, their time, and their outcome."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,7 +32,7 @@ from ortserve.errors import ErrorKind, ServeError
 
 MS = 1_000_000
 LOUD = 1000
-"""A row with this value changes the answers of the rows beside it, in the models below."""
+"""In the models below, a row with this value changes the answers of the other rows."""
 SIGNATURE = ModelSignature(
     (TensorSpec("x", DataType.INT64, (-1, -1)),),
     (TensorSpec("y", DataType.INT64, (-1, -1)), TensorSpec("sum", DataType.INT64, (-1,))),
@@ -153,7 +153,7 @@ def test_after_a_difference_each_request_runs_alone_and_no_request_is_lost() -> 
     async def main(stage: Stage) -> None:
         wrong, _ = await stage.ask(rows_of(1), rows_of(LOUD))
         assert not np.array_equal(wrong[0], answer(rows_of(1))[0])
-        await asyncio.sleep(0.0015)  # the second of the two runs alone has begun
+        await asyncio.sleep(0.0015)  # the second of the two single runs has started
         assert stage.sizes() == [[1, 1], [1]]
         requests = [rows_of(value, *[LOUD] * (value % 3)) for value in range(20)]
         answers = await stage.ask(*requests)
@@ -242,7 +242,7 @@ def test_no_check_begins_while_a_request_waits() -> None:
         first = [stage.submit(rows_of(value)) for value in range(8)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        later = [stage.submit(rows_of(value)) for value in range(3)]  # while the first run
+        later = [stage.submit(rows_of(value)) for value in range(3)]  # sent during the first run
         await asyncio.gather(*first)
         await asyncio.gather(*later)
         assert stage.sizes() == [[1] * 8, [1] * 3]

@@ -35,7 +35,7 @@ def test_callback_of_an_evicted_request_does_not_change_the_batch_that_was_plann
             queue.push(shape_class, request, POLICY.max_rows)
             return request
 
-        # Only a small batch is in time for the first, and it would make all others late.
+        # Only a small batch is in time for the first request, and it would make all others late.
         tight = enqueue(1, now_ns + 125)
         others = [enqueue(1, now_ns + 299) for _ in range(9)]
         errors: list[BaseException] = []

@@ -40,7 +40,7 @@ TENSORS = SequenceTensors(
     (StateTensor("STATE", "NEXT", 1, (1, -1)),),
     1,
 )
-"""Inputs: the client's, START, READY, END, ID, the state. Outputs: the sum, and the same as the next state."""
+"""Inputs: the client's, START, READY, END, ID and the state. Outputs: the sum, and the same as the next state."""
 
 
 class Stage:
@@ -87,13 +87,13 @@ class Stage:
         request.withdraw = self.queue.remove
 
     def submit(self, name: int | str, value: int = 1, flags: str = "", terms: Terms = NO_TERMS) -> InflightRequest:
-        """``flags`` contains S for the start, E for the end, and A if an ensemble says that it was sent ahead."""
+        """``flags`` contains S for the start, E for the end, and A for a request that an ensemble sent ahead."""
         request = InflightRequest(Timing(self.clock()), (one(value),), 1)
         self.runs.submit(request, terms, SequencePart(name, "S" in flags, "E" in flags, "A" in flags))
         return request
 
     def take(self) -> InflightRequest:
-        """Begin the first run."""
+        """Start the first run."""
         run = self.queue.pop(0)
         run.state = RUNNING
         run.withdraw = None
@@ -101,7 +101,7 @@ class Stage:
         return run
 
     async def answer(self) -> None:
-        """Run the first one as the model would."""
+        """Finish the first run with the model's result."""
         await asyncio.sleep(0)
         finish(self.take())
         await asyncio.sleep(0)
@@ -112,7 +112,7 @@ def finish(run: InflightRequest) -> None:
     output = client + state * (1 - start)
     memory = output.copy()
     run.complete((output, memory))
-    memory[:] = -1_000_000  # a later run uses the memory of states
+    memory[:] = -1_000_000  # a later run reuses the memory of states
 
 
 def total(request: InflightRequest) -> int:
@@ -222,7 +222,7 @@ async def test_a_rejected_request_can_be_sent_again_if_its_client_awaits_each_an
 @pytest.mark.parametrize("is_ahead", [True, False])
 @pytest.mark.parametrize("by_ensemble", [True, False])
 def test_a_rejection_ends_a_sequence_whose_client_has_sent_ahead(is_ahead: bool, by_ensemble: bool) -> None:
-    """Its next request may be on its way, and would run without the rejected one."""
+    """Its next request may be in transit, and would run without the rejected one."""
 
     @virtual()
     async def run(stage: Stage) -> None:
@@ -519,7 +519,7 @@ async def test_direct_takes_a_cancelled_request_out_of_its_slot(stage: Stage) ->
 
 @pytest.mark.parametrize("strategy", ["oldest", "direct"])
 def test_an_output_that_is_no_next_state_fails_its_request_only(strategy: str) -> None:
-    """Rows of a state that are not one would shift those of the other sequences in the next batch."""
+    """A state without exactly one row would shift the states of other sequences in the next batch."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         stage = Stage(loop, clock, strategy=strategy)
@@ -634,7 +634,7 @@ STEPS = st.lists(
 @settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(STEPS, st.sampled_from(["oldest", "direct"]), st.integers(1, 3), st.integers(1, 2))
 def test_no_state_ever_reaches_another_sequence(steps: list[Any], strategy: str, slots: int, groups: int) -> None:
-    """Every value is another power of two, so that an output shows which requests it is the sum of."""
+    """Every value is a different power of two, so that an output shows the requests that it sums."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         stage = Stage(loop, clock, slots, strategy=strategy, groups=groups)

@@ -115,7 +115,7 @@ def test_no_run_overtakes_one_that_needs_more_threads() -> None:
     async def main(stage: Stage) -> None:
         small, other, large = stage.share("small"), stage.share("other"), stage.share("large", threads=2)
         run(small)
-        assert not large.may_start()  # one thread is free, it needs two
+        assert not large.may_start()  # one thread is free, but it needs two
         assert not other.may_start(), "or the large one might wait for ever"
         small.end()
         await asyncio.sleep(0)
@@ -138,7 +138,7 @@ def test_withdrawal_lets_the_next_run_start() -> None:
         await asyncio.sleep(0)
         assert stage.woken == ["a", "b"]
         run(b)
-        a.withdraw()  # it does not wait: no effect
+        a.withdraw()  # it does not wait, so this has no effect
         b.end()
         assert stage.shared.free_threads == 1
 
@@ -375,7 +375,7 @@ def test_model_of_many_threads_gets_its_share_beside_one_of_many_instances() -> 
         backlogged.add(3 * MS, instances=4)
         backlogged.add(10 * MS, threads=4)
         await asyncio.sleep(8)
-        # Work is time by threads.
+        # Work is time multiplied by threads.
         small, large = backlogged.worked_ns(0), 4 * backlogged.worked_ns(1)
         assert small == pytest.approx(large, rel=0.02)
 

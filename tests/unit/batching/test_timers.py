@@ -1,4 +1,4 @@
-"""Timers that fire on time; in real time, which is their purpose."""
+"""Timers that fire on time; tested in real time."""
 
 import asyncio
 import statistics
@@ -34,7 +34,7 @@ def test_timer_fires_within_a_fraction_of_a_millisecond_of_its_time() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         late_ns = runner.run(main())
     assert min(late_ns) >= 0, "never early"
-    assert statistics.median(late_ns) < 400 * US  # the loop's own timers are late by up to 1,000
+    assert statistics.median(late_ns) < 400 * US  # the loop's own timers are up to 1,000 µs late
 
 
 def test_timer_set_again_fires_only_at_the_new_time() -> None:

@@ -1,4 +1,4 @@
-"""The event loop in virtual time, which the other tests of batching use."""
+"""The event loop in virtual time, which other tests of batching use."""
 
 import asyncio
 import threading

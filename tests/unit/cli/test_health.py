@@ -23,7 +23,7 @@ def _no_options_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def answering(answers: dict[str, tuple[int, str]], context: ssl.SSLContext | None = None) -> Iterator[int]:
-    """A port of 127.0.0.1 that answers each path with a status and a body; with a ``context``, over TLS."""
+    """Serve on a port of 127.0.0.1: each path has a status and a body. With a ``context``, use TLS."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

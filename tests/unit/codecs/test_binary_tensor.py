@@ -1,4 +1,4 @@
-"""Tensors as raw bytes, BYTES elements, and places in shared memory."""
+"""Tensors as raw bytes, BYTES elements, and positions in shared memory."""
 
 import contextlib
 import struct
@@ -23,7 +23,7 @@ from ortserve.errors import ErrorKind, ServeError
 
 FIXED = [datatype for datatype in DataType if datatype is not DataType.BYTES]
 
-# Two elements each, spelled by hand: little-endian.
+# Two elements each, written by hand: little-endian.
 GOLDEN: dict[DataType, tuple[list[Any], str]] = {
     DataType.BOOL: ([True, False], "01 00"),
     DataType.UINT8: ([1, 255], "01 ff"),
@@ -196,7 +196,7 @@ def test_first_fault_is_reported_even_in_an_excess_element() -> None:
         (1,),
         "string element 1 of inference input 'x' has length 3, but only 2 bytes are left",
     )
-    # cut off within a character: the length is what is wrong, not the text
+    # cut within a character: the error is the length, not the text
     cut = spell(b"a", "ü".encode())[:-1]
     expect_invalid(cut, (2,), "string element 1 of inference input 'x' has length 2, but only 1 bytes are left")
 

@@ -1,4 +1,4 @@
-"""Shapes that are impossible for arrays, and how long the work on texts keeps the interpreter lock."""
+"""Shapes that are impossible for arrays, and bounds on the time for which work on texts holds the interpreter lock."""
 
 import sys
 import time
@@ -37,7 +37,7 @@ def test_too_many_dimensions_are_rejected_before_their_product_is_computed() -> 
 
 @pytest.fixture
 def compiled_interpreter() -> Iterator[None]:
-    """The interpreter lock changes hands as with compiled code: only when a thread releases it."""
+    """Simulate compiled code: the interpreter lock changes hands only when a thread releases it."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(60)
     yield

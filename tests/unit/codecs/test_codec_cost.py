@@ -1,5 +1,6 @@
-"""Large binary tensors are not copied on their way in, and once on their way out: what ``loadtests/codec_cost.py``
-counts before it measures.
+"""Large binary tensors are not copied when read, and copied once when written.
+
+``loadtests/codec_cost.py`` counts the copies before it measures.
 """
 
 from dataclasses import replace

@@ -90,7 +90,7 @@ def test_random_bytes_are_inflated_or_rejected(encoding: Encoding, noise: bytes)
 def test_trailing_bytes_are_rejected_and_counted(encoding: Encoding) -> None:
     whole = compress(b"body", encoding)
     assert "3 bytes follow its end" in refusal(whole + b"abc", encoding).message
-    long = os.urandom(70_000)  # more than is fed at a time
+    long = os.urandom(70_000)  # more than is decompressed in one step
     assert f"{70_000} bytes follow its end" in refusal(whole + long, encoding).message
 
 

@@ -1,4 +1,4 @@
-"""One JSON object in, one out: inputs and outputs are its keys."""
+"""The generate extension: the keys of one JSON object are inputs, those of the answer are outputs."""
 
 import json
 from typing import Any
@@ -40,7 +40,7 @@ def refusal(document: object, *, is_stream: bool = False) -> ServeError:
         ("text", [["hi"], ["you"]], (2, 1)),
         ("row", [1, 2, 3, 4], (1, 4)),
         ("row", [[1, 2, 3, 4], [5, 6, 7, 8]], (2, 4)),
-        ("row", 1.5, (1, 1)),  # which the signature then refuses
+        ("row", 1.5, (1, 1)),  # the signature rejects it later
         ("number", 7, ()),
         ("number", [7], ()),
         ("rows", 7, (1,)),
@@ -136,7 +136,7 @@ def test_outputs_of_one_element_are_bare_and_others_flat() -> None:
             Tensor("text", DataType.BYTES, np.array([["hí"]], object)),
             Tensor("score", DataType.FP32, np.array([[np.float32(0.1)]])),
             Tensor("many", DataType.INT64, np.array([[1, 2], [3, 4]])),
-            Tensor("count", DataType.INT64, np.array([7], np.longlong)),  # what ONNX Runtime gives for INT64
+            Tensor("count", DataType.INT64, np.array([7], np.longlong)),  # ONNX Runtime's type for INT64
             Tensor("none", DataType.FP64, np.empty((1, 0))),
             Tensor("half", DataType.BF16, np.array([0x3F80], np.uint16)),
             Tensor("yes", DataType.BOOL, np.array(True)),

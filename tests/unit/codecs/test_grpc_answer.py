@@ -1,4 +1,4 @@
-"""Stream messages as the client library's own messages read them."""
+"""Stream messages, parsed with the client library's own messages."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Serialized inference messages to core and back."""
+"""Serialized inference messages, decoded to core objects and encoded again."""
 
 import math
 import os
@@ -131,7 +131,7 @@ def test_raw_tensor_is_a_view_on_the_request() -> None:
 
 
 def in_reverse(message: ModelInferRequest) -> bytes:
-    """The same message with its fields in another order, as a foreign writer may send it."""
+    """The same message with its fields in another order, as another implementation may write it."""
     raw = ModelInferRequest(raw_input_contents=message.raw_input_contents)
     rest = ModelInferRequest.FromString(message.SerializeToString())
     rest.ClearField("raw_input_contents")
@@ -250,10 +250,10 @@ def test_decoded_request_equals_that_of_protobuf(data: bytes, monkeypatch: pytes
         patched.setattr(grpc_infer, "split_request", split_by_protobuf)
         expected = outcome(data)
     if expected == (ErrorKind.INVALID_INPUT, NO_REQUEST):
-        assert refusal(data).kind is ErrorKind.INVALID_INPUT  # perhaps for another of its faults
+        assert refusal(data).kind is ErrorKind.INVALID_INPUT  # possibly for another of its faults
         return
     assert outcome(data) == expected
-    assert outcome(data) == expected  # now that its head is known
+    assert outcome(data) == expected  # with its head known
 
 
 UNPACKED = {
@@ -379,7 +379,7 @@ def test_typed_contents_of_every_datatype_are_decoded(datatype: str, field: str,
 def test_typed_floats_equal_the_protobuf_parse(
     dtype: type[np.floating], field: str, unknown: bytes, count: int
 ) -> None:
-    """Also beside fields that it does not know, or knows by another type."""
+    """This also holds with fields that are unknown or have another type."""
     values = np.random.default_rng(count).standard_normal(count).astype(dtype)
     values[0] = math.nan
     message = typed(f"FP{values.itemsize * 8}", [count], **{field: values.tolist()})

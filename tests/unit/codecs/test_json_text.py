@@ -195,7 +195,7 @@ def test_integers_are_decoded_as_floats() -> None:
 
 
 LARGEST_ODD = 2.0**128 - 2.0**103
-"""Half way from the largest FP32 to the next one, which there is not."""
+"""The middle between the largest FP32 and the next number, which FP32 cannot represent."""
 
 
 @given(
@@ -331,7 +331,7 @@ def test_lists_nest_up_to_64_levels() -> None:
 
 
 def test_long_string_beside_many_numbers_uses_no_extra_memory() -> None:
-    data = ["x" * 20_000, *[1] * 20_000]  # as an array of one type of text: 1.6 GB
+    data = ["x" * 20_000, *[1] * 20_000]  # an array with one text type would take 1.6 GB
     tracemalloc.start()
     try:
         expect_wrong_type(data, DataType.INT32, "integers", "a string")

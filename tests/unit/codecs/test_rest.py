@@ -1,4 +1,4 @@
-"""REST bodies: a JSON document and the binary tensors behind it."""
+"""REST bodies: a JSON document, and the binary tensors after it."""
 
 import json
 import struct
@@ -20,7 +20,7 @@ from ortserve.errors import ErrorKind, ServeError
 
 
 def decode(document: object, *tails: bytes, version: str = "") -> InferRequest:
-    """Decode a document, with binary tensors where there are any."""
+    """Decode a document with its binary tensors."""
     head = document if isinstance(document, bytes) else orjson.dumps(document)
     return RestRequest(head + b"".join(tails), len(head) if tails else None, "m", version).read()
 
@@ -38,7 +38,7 @@ def expect_invalid(document: object, *tails: bytes, text: str) -> None:
 
 
 def entry(**changes: object) -> dict[str, object]:
-    """A valid input with changed keys; keys with None are left out."""
+    """A valid input with changed keys; keys with None are omitted."""
     whole: dict[str, object] = {"name": "x", "shape": [2], "datatype": "INT32", "data": [1, 2], **changes}
     return {key: value for key, value in whole.items() if value is not None}
 
@@ -50,7 +50,7 @@ def binary(size: object, **changes: object) -> dict[str, object]:
 INT32S = struct.pack("<2i", 1, 2)
 
 
-# --- requests that are well
+# --- valid requests
 
 
 def test_input_in_a_region_leaves_the_binary_tail_to_the_others() -> None:
@@ -73,7 +73,7 @@ def test_regions_are_none_without_region_parameters() -> None:
     assert decode({"inputs": [entry()], "outputs": [{"name": "y"}]}).regions is None
 
 
-def test_smallest_request() -> None:
+def test_smallest_request_is_decoded() -> None:
     request = decode({"inputs": [entry()]}, version="3")
     assert (request.model_name, request.model_version, request.id) == ("m", "3", "")
     assert (request.outputs, request.parameters, request.binary_output) == ([], {}, False)
@@ -82,7 +82,7 @@ def test_smallest_request() -> None:
     assert tensor.array.tolist() == [1, 2]
 
 
-def test_request_with_everything() -> None:
+def test_request_with_every_field_is_decoded() -> None:
     request = decode(
         {
             "id": "42",
@@ -192,7 +192,7 @@ def test_oversized_number_is_rejected_beside_a_token() -> None:
         assert error.message.startswith("failed to parse the request JSON buffer: ")
 
 
-# --- requests that are not
+# --- invalid requests
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_long_id_is_rejected_because_its_answer_would_repeat_it() -> None:
 
 
 def test_shape_of_too_many_dimensions_is_rejected_before_multiplication() -> None:
-    # Multiplied first, these would take minutes.
+    # Multiplying these first would take minutes.
     expect_invalid(
         {"inputs": [entry(shape=[2**62] * 500_000)]},
         text="Unable to parse 'shape' of input 'x': at most 64 dimensions, got 500000",

@@ -1,4 +1,4 @@
-"""Values that match a declaration, or do not, as JSON brings them."""
+"""Values from JSON that match a declaration, or do not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where each of the server's options was set."""
+"""The origin of each of the server's options."""
 
 from pathlib import Path
 

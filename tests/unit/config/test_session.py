@@ -1,4 +1,4 @@
-"""The list of session entries, compared with ONNX Runtime's binaries: installed, for GPUs, and of a plug-in."""
+"""The list of session entries, compared with ONNX Runtime's binaries: the installed, the GPU and a plug-in one."""
 
 import mmap
 import platform
@@ -24,16 +24,16 @@ OF_CUDA = {
 }
 OF_OPENVINO = {"ep.context_source_model_path", "ep.share_ep_contexts", "ep.stop_share_ep_contexts"}
 OF_ARM = {"mlas.enable_gemm_fastmath_arm64_bfloat16"}
-"""In the package for aarch64 alone, where it was looked for, too."""
+"""Entries only in the package for aarch64, in which they were searched as well."""
 
 NO_ENTRIES = {
     # Entries of a run.
     "memory.enable_memory_arena_shrinkage",
     # Changed while a session runs.
     "ep.dynamic.workload_type",
-    # How a plug-in gets an option of its own.
+    # The form in which a plug-in receives its own options.
     "ep.openvinoexecutionprovider.hardware_device_type",
-    # How a package of models spells the settings of sessions; as entries they do nothing, which was tried.
+    # The spelling in packages of models; as session entries they have no effect, which was tried.
     "session.enable_cpu_mem_arena",
     "session.enable_mem_pattern",
     "session.enable_profiling",
@@ -94,7 +94,7 @@ def test_entry_that_a_binary_holds_is_in_the_list(libraries: Callable[[], Path])
     ],
 )
 def test_entry_in_the_list_is_in_a_binary(libraries: Callable[[], Path], entries: set[str]) -> None:
-    # The compiler builds the one that is too long for it out of pieces.
+    # The compiler builds the entry that exceeds its limit from pieces.
     pieces = {"session.model_external_initializers_file_folder_path": "external_initializers_file"}
     left = {pieces.get(entry, entry) for entry in entries}
     for path in libraries().glob("*.so*"):
@@ -113,7 +113,8 @@ def test_entries_with_files_are_entries() -> None:
         "ep.context_source_model_path",
         "ep.share_ep_contexts",
         "ep.stop_share_ep_contexts",
-        "session.debug_layout_transformation",  # writes post_layout_transform_step_1.onnx to where the server runs
+        # Writes post_layout_transform_step_1.onnx to the server's working folder.
+        "session.debug_layout_transformation",
     ],
 )
 def test_entry_that_reaches_beyond_the_model_is_among_those_with_files(entry: str) -> None:

@@ -1,4 +1,4 @@
-"""Values of options in words, without folders and credentials."""
+"""Values of options as text, without folders and credentials."""
 
 from pathlib import Path
 

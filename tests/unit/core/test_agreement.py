@@ -21,7 +21,7 @@ def test_equal_outputs_have_no_error() -> None:
     assert error.cosine == pytest.approx(0)
 
 
-def test_errors_of_numbers() -> None:
+def test_errors_of_numbers_are_measured() -> None:
     (error,) = compare(REFERENCE, np.array([[2.0, 1.0], [4.0, -3.0]], np.float32)).outputs
     assert error.max == 1
     assert error.relative == 0.25
@@ -89,12 +89,12 @@ def test_labels_find_the_output_of_classes() -> None:
 
 
 @pytest.mark.parametrize(("text", "shown"), [("0.01", "max=0.01"), ("cosine=1e-2", "cosine=0.01")])
-def test_bounds(text: str, shown: str) -> None:
+def test_bounds_are_parsed(text: str, shown: str) -> None:
     assert str(parse_bound(text)) == shown
 
 
 @pytest.mark.parametrize("text", ["", "cosine", "cosine=", "=1", "speed=1", "-1", "nan", "inf", "cosine=-1"])
-def test_invalid_bounds(text: str) -> None:
+def test_invalid_bounds_are_rejected(text: str) -> None:
     with pytest.raises(ServeError, match="--max-error: expected a number from 0"):
         parse_bound(text)
 

@@ -1,4 +1,4 @@
-"""Between the shapes that clients see and the model's own."""
+"""Conversion between the shapes that clients see and those of the model."""
 
 import numpy as np
 import pytest

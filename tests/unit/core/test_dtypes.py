@@ -34,7 +34,7 @@ def test_datatype_is_as_the_protocol_says(name: str, itemsize: int, numpy: type[
     assert datatype.numpy.isnative
 
 
-def test_there_are_no_others() -> None:
+def test_only_the_datatypes_of_the_protocol_exist() -> None:
     assert list(DATATYPES) == [name for name, *_ in TABLE]
     assert set(DATATYPES.values()) == set(DataType)
 
@@ -63,6 +63,6 @@ def test_others_are_rounded_to_the_nearest_and_ties_to_even() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (1, 2, 3)])
-def test_shapes_stay(shape: tuple[int, ...]) -> None:
+def test_conversions_of_bfloat16_preserve_shapes(shape: tuple[int, ...]) -> None:
     assert narrow(np.ones(shape, np.float32)).shape == shape
     assert widen(np.ones(shape, np.uint16)).shape == shape

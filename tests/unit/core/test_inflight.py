@@ -26,7 +26,7 @@ def inflight() -> InflightRequest:
 
 
 def outcome(request: InflightRequest) -> object:
-    """Outputs, or what is raised instead."""
+    """The outputs, or the raised error."""
     try:
         return request.take_outputs()
     except ServeError as error:
@@ -115,7 +115,7 @@ async def test_task_that_is_cancelled_at_the_same_time_is_not_woken() -> None:
     task = asyncio.create_task(wait())
     await asyncio.sleep(0)
     task.cancel()
-    request.complete(OUTPUTS)  # before the task knows that it is cancelled
+    request.complete(OUTPUTS)  # before the task is notified of its cancellation
     with pytest.raises(asyncio.CancelledError):
         await task
 
@@ -141,7 +141,8 @@ async def test_it_is_settled_by_a_task_and_cancels_it() -> None:
         await failed
     cancelled.cancel()
     other.cancel()
-    with pytest.raises(ServeError, match="the request was cancelled"):  # not by the caller, who still waits
+    # The caller, who still waits, has not cancelled it.
+    with pytest.raises(ServeError, match="the request was cancelled"):
         await ended
     assert task.cancelled()
 

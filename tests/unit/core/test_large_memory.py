@@ -1,4 +1,4 @@
-"""Memory for large bodies: lent once at a time, and kept within bounds."""
+"""Memory for large bodies: it is lent to one body at a time, and held within bounds."""
 
 import gc
 

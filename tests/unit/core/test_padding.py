@@ -1,4 +1,4 @@
-"""Which requests share a batch once they are padded, and what is cut off their answers."""
+"""The requests that share a batch after padding, and the part of answers that is cut off."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_requests_share_a_class_when_their_padded_shapes_are_equal() -> None:
 
 
 def test_inputs_that_disagree_on_a_shared_dimension_are_refused_by_both_names() -> None:
-    # Padded they would agree, and the model would take the elements of one for padding.
+    # With padding they would be equal, and the model would take elements of one for padding.
     with pytest.raises(ServeError) as caught:
         PADDING.shape_class(request(3, mask_length=2))
     assert caught.value.kind is ErrorKind.INVALID_INPUT

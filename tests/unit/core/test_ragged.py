@@ -1,4 +1,4 @@
-"""Batch inputs by kind, and outputs divided among requests of different shapes."""
+"""Batch inputs by kind, and outputs that are divided among requests of different shapes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a signature says of its model."""
+"""The properties that a signature states about its model."""
 
 import pickle
 

@@ -28,7 +28,7 @@ def test_rows_can_be_cut_and_joined_without_anything_in_them() -> None:
 
 
 ONE, TWO = np.array([0x3F80], np.uint16), np.array([0x4000], np.uint16)
-"""In BF16."""
+"""The BF16 bit patterns of 1 and 2."""
 
 
 def fp32(*values: float) -> np.ndarray:
@@ -41,7 +41,7 @@ def fp32(*values: float) -> np.ndarray:
         (fp32(100, 90, 1e-4), fp32(100, 90, 2e-4), False, True),  # a sum that nearly cancels
         (fp32(100, 90, 1e-4), fp32(100, 90, 0.2), False, False),
         (fp32(100, 90), fp32(100, 91), False, False),
-        # Values of a mask are no scale for those beside them.
+        # Values of a mask are not a scale for the values beside them.
         (fp32(1, 2, 3, -3.4e38), fp32(1, 2, 3.1, -3.4e38), False, False),
         (fp32(1, 2, 3, -np.inf), fp32(1, 2, 3.1, -np.inf), False, False),
         (fp32(np.inf, np.nan), fp32(np.inf, np.nan), True, True),

@@ -1,4 +1,4 @@
-"""The points of a request's way and the phases between them."""
+"""The timestamps of a request and the phases between them."""
 
 from ortserve.core.timing import PHASES, Timing
 

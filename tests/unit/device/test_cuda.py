@@ -1,4 +1,4 @@
-"""The CUDA device on a runtime of host memory: its calls, arguments and their order."""
+"""The CUDA device on a runtime of host memory: its calls, their arguments and their order."""
 
 import ctypes
 import importlib.util
@@ -29,9 +29,9 @@ from servers import LONG_S
 
 
 class HostRuntime:
-    """The functions of ``cupy.cuda.runtime`` that the device uses, by cupy 14.2's signatures, on host memory.
+    """The functions of ``cupy.cuda.runtime`` that the device uses, with cupy 14.2's signatures, on host memory.
 
-    Streams work at once. What is used after it was given back raises, as does what was never made.
+    Streams work at once. Uses of released resources, or of resources that were never created, raise an error.
     """
 
     memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3  # noqa: N815 - the names are CUDA's
@@ -134,7 +134,7 @@ class HostRuntime:
 
 
 class HostDriver:
-    """The function of ``libcuda.so.1`` that the door uses."""
+    """The function of ``libcuda.so.1`` that the device uses."""
 
     def __init__(self, runtime: HostRuntime) -> None:
         self._runtime = runtime
@@ -148,7 +148,7 @@ class HostDriver:
 
 
 class CpuComputes(CudaDevice):
-    """The door, for sessions on the CPU."""
+    """The CUDA device, for sessions on the CPU."""
 
     ort_name = "cpu"
 
@@ -280,7 +280,7 @@ json.dump({name: one if isinstance(one, int) else one and one.__doc__ for name, 
 def runtime_of_cupy() -> dict[str, int | str | None]:
     """The definitions of ``HostRuntime``'s names: values of constants, and first lines like ``free(intptr_t ptr)``.
 
-    Its import takes no GPU. It is the environment's own where there is one, which a GPU's is.
+    cupy is that of the environment if it has one, as on a GPU machine. Its import needs no GPU.
     """
     path = [os.environ.get("PYTHONPATH", "")]
     if importlib.util.find_spec("cupy") is None:
@@ -302,7 +302,7 @@ def runtime_of_cupy() -> dict[str, int | str | None]:
     return found
 
 
-@pytest.mark.timeout(400)  # it may have to be installed
+@pytest.mark.timeout(400)  # cupy may need to be installed
 def test_every_used_cuda_function_and_constant_exists_in_cupy(
     runtime_of_cupy: dict[str, int | str | None],
 ) -> None:
@@ -313,10 +313,11 @@ def test_every_used_cuda_function_and_constant_exists_in_cupy(
             continue
         assert isinstance(of_cupy, str), f"cupy has no {name}"
         _, *parameters = inspect.signature(ours).parameters.values()
-        # By hand, as functions in C tell no signature but in this text: "f(intptr_t ptr, unsigned int flags=0) -> int".
+        # Parsed by hand, because C functions state their signature only in this text: "f(intptr_t ptr, unsigned int
+        # flags=0) -> int".
         (inside,) = re.findall(rf"^{name}\((.*?)\)", of_cupy)
         theirs = [one.partition("=") for one in inside.split(", ") if one]
         assert [one.name for one in parameters] == [kind_and_name.split()[-1] for kind_and_name, _, _ in theirs], name
-        # The door may leave out no more than cupy lets it.
+        # The device may omit only the parameters with defaults in cupy.
         for parameter, (_, equals, _) in zip(parameters, theirs, strict=True):
             assert equals or parameter.default is inspect.Parameter.empty, f"{name}: {parameter}"

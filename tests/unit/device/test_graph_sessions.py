@@ -22,7 +22,7 @@ from ortserve.errors import DeviceLostError, invalid_input
 
 
 class OneEach(HostDevice):
-    """Counts the sessions that are there, and notes which ones captured."""
+    """Counts the existing sessions, and records those that captured."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(one_graph_per_session=True, **options)
@@ -59,7 +59,7 @@ def test_each_graph_has_its_own_session(tmp_path: Path, pace: Pace) -> None:
 
 
 def test_session_that_replays_its_first_batch_for_all_is_detected(tmp_path: Path) -> None:
-    """A provider is wrongly configured to keep a graph by each id: none of its captures is used."""
+    """A provider is wrongly configured to hold a graph per id: none of its captures is used."""
     device = OneEach()
     use = DeviceProvider(lambda number: device)
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note, use=use) as made:
@@ -103,7 +103,7 @@ def test_sessions_of_unused_graphs_are_freed_at_once(tmp_path: Path) -> None:
 
 
 def test_failed_capture_is_ended_before_other_work(tmp_path: Path) -> None:
-    """As on TensorRT: until then nothing happens on the stream, which all sessions of the instance share."""
+    """Nothing runs before on the stream, which all sessions of an instance share, as with TensorRT."""
 
     class GoesOn(OneEach):
         def run(self, bound: BoundRun, stream: int) -> None:
@@ -123,7 +123,7 @@ def test_memory_of_freed_sessions_is_in_no_account(tmp_path: Path) -> None:
     each = 100 * 2**20
 
     class Weighs(OneEach):
-        """Each session takes memory, and none of more than one row can be captured."""
+        """Each session takes memory, and no session of more than one row can be captured."""
 
         def memory(self) -> MemoryInfo:
             free = super().memory()
@@ -224,7 +224,7 @@ with on_device(Path(sys.argv[1]), device, sizes=(2,), captures=True, wrap=note) 
     made.opened.lost = sys.argv[2]
 print(*["kept" if session() is not None else "freed" for session in sessions])
 """
-"""Loads, captures, may lose the device, unloads and ends."""
+"""Loads, captures, optionally loses the device, unloads and ends."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The device of host memory has the guarantees of a real one, and no others."""
+"""The device of host memory gives the guarantees of a real one, and no others."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ Make = Callable[[], HostDevice]
 
 
 def copied(device: HostDevice, value: int, *, waits: bool) -> int:
-    """Copy a number in on one stream and out on another, which waits for it or does not."""
+    """Copy a number in on one stream and out on another, which optionally waits for the first."""
     copy_in, copy_out = device.make_stream(), device.make_stream()
     arrived, done = device.make_event(), device.make_event()
     address = device.allocate(8)
@@ -59,7 +59,7 @@ def test_event_represents_the_work_enqueued_before_its_recording() -> None:
     device.record(event, first)
     device.make_wait(second, event)
     device.copy_in(address, eight, first)
-    device.record(event, first)  # moves the event, but not the wait that was made before
+    device.record(event, first)  # moves the event, but not the earlier wait
     device.copy_out(target, address, second)
     device.record(done, second)
     device.wait(done)

@@ -1,4 +1,4 @@
-"""Instances on a device of host memory: right rows at every pace, no mixed rows, all memory released."""
+"""Instances on a device of host memory: correct rows at every pace, no mixed rows, all memory released."""
 
 import gc
 import sys
@@ -135,7 +135,7 @@ def test_batch_that_fits_no_bucket_runs_plainly_and_is_counted(tmp_path: Path) -
 def test_plain_run_that_is_terminated_before_it_begins_does_not_run(tmp_path: Path) -> None:
     with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice()) as made:
         batches = [batch_of((numbered(3, index),)) for index in range(3)]
-        with made.opened.capture_lock.exclusive():  # as the capture of another model, which holds up both
+        with made.opened.capture_lock.exclusive():  # like the capture of another model, which blocks both
             before, terminated = [made.start(batch) for batch in batches[:2]]
             made.instance.terminate(batches[1])
         assert np.array_equal(landed(before)[0], numbered(3, 0))
@@ -180,7 +180,7 @@ def test_graph_is_run_only_with_the_binding_of_its_rows_and_set(tmp_path: Path) 
 
 
 def test_a_replay_ignores_the_binding_it_is_given(tmp_path: Path) -> None:
-    """Behaviour of ONNX Runtime that the host device copies: the reason why ids are made of rows and set."""
+    """A behaviour of ONNX Runtime that the host device copies; because of it, ids are made of rows and set."""
     device = HostDevice()
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True) as made:
         binding = made.instance.binding
@@ -196,7 +196,7 @@ def test_a_replay_ignores_the_binding_it_is_given(tmp_path: Path) -> None:
 
 
 class NeverRight(HostDevice):
-    """A device whose replays compute with what was bound when the graph was made, which belongs to another batch."""
+    """A device whose replays use the binding of the capture, which belongs to another batch."""
 
     def _choose_binding(self, bound: BoundRun) -> ort.IOBinding:
         captured = super()._choose_binding(bound)
@@ -236,7 +236,7 @@ def test_failed_capture_is_not_used_and_the_others_are(tmp_path: Path) -> None:
 
 
 class Watching(HostDevice):
-    """Notes what the first input begins with when a graph is captured or replayed."""
+    """Records the beginning of the first input at each capture and replay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ def test_batch_behind_a_capture_runs_after_it(tmp_path: Path) -> None:
         waiting = threading.Thread(target=capture)
         waiting.start()
         wait_for_capture(lock)
-        late = made.start(batch_of((numbered(2, 1),)))  # behind the capture
+        late = made.start(batch_of((numbered(2, 1),)))  # after the capture
         late.add_done_callback(lambda _: order.append("batch"))
         with pytest.raises(TimeoutError):
             late.result(0.1)
@@ -434,14 +434,14 @@ def test_failed_batch_releases_everything(tmp_path: Path) -> None:
     with opening as made:
         gc.disable()
         try:
-            for error in ("bad", "CUDA failure 700", ""):  # the last fails because the device is lost by then
+            for error in ("bad", "CUDA failure 700", ""):  # the last run fails because the device is already lost
                 sessions[0].error = error
                 sent = numbered(2, 1)
                 freed = weakref.ref(sent)
                 future = made.start(batch_of((sent,)))
                 assert isinstance(future.result(30), ServeError)
                 del sent, future
-                made.instance.call(lambda: None)  # the worker is done with it
+                made.instance.call(lambda: None)  # waits for the worker
                 assert freed() is None, error
         finally:
             gc.enable()
@@ -465,7 +465,7 @@ def test_lost_device_is_lost_for_all_instances(tmp_path: Path, pace: Pace) -> No
 
 
 class FailsPlainly:
-    """A session whose plain runs fail once there is an error for them."""
+    """A session whose plain runs fail once an error is set."""
 
     def __init__(self, session: ort.InferenceSession, errors: list[str]) -> None:
         self._session = session
@@ -487,7 +487,7 @@ class FailsPlainly:
 def test_model_that_stops_working_with_its_buffers_is_not_served(
     tmp_path: Path, text: str, kind: type[ServeError]
 ) -> None:
-    """All is released although garbage collection is off and the error is still referenced."""
+    """All resources are released although garbage collection is off and the error is still referenced."""
     sessions: list[weakref.ref[Any]] = []
     errors: list[str] = []
 
@@ -554,7 +554,7 @@ with on_device(Path(sys.argv[1]), HostDevice(), captures=True) as made:
     made.opened.lost = sys.argv[2]
 print("kept" if session() is not None else "freed")
 """
-"""Loads, captures, may lose the device, unloads and ends."""
+"""Loads, captures, optionally loses the device, unloads and ends."""
 
 
 @pytest.mark.parametrize(("lost", "expected"), [("CUDA failure 700", "kept"), ("", "freed")])
@@ -679,7 +679,7 @@ def test_device_lost_during_trials_stays_lost(tmp_path: Path, graph: bool) -> No
 
 def test_graphs_of_sizes_that_run_plainly_are_not_counted(tmp_path: Path) -> None:
     class WrongAtLast(HostDevice):
-        """A session that forgets its output for 8 rows."""
+        """A session that does not write its output for 8 rows."""
 
         def run(self, bound: BoundRun, stream: int) -> None:
             if bound.binding.get_outputs()[0].shape()[0] != 8:
@@ -762,7 +762,7 @@ def test_hundred_loads_leave_no_memory_allocated(tmp_path: Path) -> None:
 
 def test_memory_of_captures_is_accounted(tmp_path: Path) -> None:
     class Keeping(HostDevice):
-        """A device whose graphs keep memory."""
+        """A device whose graphs hold memory."""
 
         def run(self, bound: BoundRun, stream: int) -> None:
             before = len(self.captured)

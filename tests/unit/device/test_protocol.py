@@ -1,4 +1,4 @@
-"""The meaning of errors of CUDA and ONNX Runtime; the texts are theirs."""
+"""The meaning of errors of CUDA and ONNX Runtime, with their original texts."""
 
 import pytest
 

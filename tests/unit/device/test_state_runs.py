@@ -1,4 +1,4 @@
-"""States on a device that grow, or that belong to models without buffers: never on the host, and right at any pace."""
+"""States on a device that grow, or that belong to models without buffers: never on the host, correct at any pace."""
 
 import asyncio
 import random
@@ -61,7 +61,7 @@ async def test_growing_states_are_right_at_any_pace(tmp_path: Path, pace: Pace, 
     draw = random.Random(seed)
     async with serving_on(lambda number: device, path, strategy=strategy, **GROWS) as served:
         assert where(served) == "on host:0"
-        for first in (1, 101):  # the second time in memory that was used before
+        for first in (1, 101):  # the second time in reused memory
             lives = [growing_sequence(served, first + each, draw.randint(1, 40), draw) for each in range(20)]
             await asyncio.gather(*lives)
         assert served.sequences is not None
@@ -96,7 +96,7 @@ async def test_no_state_passes_through_the_host(tmp_path: Path) -> None:
             assert device.copies == 1, "the next state to its slot; the one before is bound there"
         assert device.host_bytes == 0
         assert served.sequences is not None
-        assert served.sequences.reading().state_bytes == 20 * 4 + 72  # as the host's are counted, with the reference
+        assert served.sequences.reading().state_bytes == 20 * 4 + 72  # counted like the host's, with the reference
 
 
 async def test_rows_without_a_request_have_states_of_zeros(tmp_path: Path) -> None:
@@ -107,14 +107,14 @@ async def test_rows_without_a_request_have_states_of_zeros(tmp_path: Path) -> No
             await asyncio.gather(*[add(served, 1, name, start=step == 1) for name in (1, 2, 3)])
         await add(served, 1, 1, end=True)
         before = len(device.sent)
-        assert await add(served, 1, 3) == [3, 3]  # in the third slot: the others have no request
+        assert await add(served, 1, 3) == [3, 3]  # in the third slot, because the others have no request
         assert [array.view(np.float32).tolist() for array in device.sent[before:]] == [[0, 0]] * 2
 
 
 async def test_memory_of_a_growing_state_stays_in_proportion(tmp_path: Path) -> None:
     device = HostDevice()
     path = sequences.history(tmp_path / "m.onnx")
-    grows = [{"input": "PAST", "output": "PRESENT", "initial_dims": [2**18, 4]}]  # 4 MiB, which is 4 blocks
+    grows = [{"input": "PAST", "output": "PRESENT", "initial_dims": [2**18, 4]}]  # 4 MiB, which are 4 blocks
     async with serving_on(lambda number: device, path, states=grows, controls={}) as served:
         (instance,) = served.loaded.instances
         assert isinstance(instance, DeviceInstance)
@@ -124,7 +124,7 @@ async def test_memory_of_a_growing_state_stays_in_proportion(tmp_path: Path) -> 
             for step in range(3):
                 await send_array(served, row, name, start=step == 0, end=step == 2)
                 most = max(most, instance.streams.opened.ledger.totals()["m"]["states"])
-        # The first state and the zeros; of one sequence a state and the next one; and as many bytes that are free.
+        # The first state and the zeros; for one sequence a state and the next one; and as many free bytes.
         assert most <= 2 * (4 * 5 * 2**20) + 2**20
         assert device.allocated_bytes == instance.streams.opened.ledger.totals()["m"]["states"]
     assert device.allocated_bytes == 0
@@ -138,7 +138,7 @@ async def test_memory_of_earlier_sizes_is_freed(tmp_path: Path) -> None:
         assert isinstance(instance, DeviceInstance)
         for step in range(1000):
             assert await add(served, 1, 1, start=step == 0) == [step + 1, step + 1]
-        # One block for each of the sizes in use, the first states included, and free ones of as many bytes.
+        # One block for each size in use, including the first states, and as many free bytes.
         assert instance.streams.opened.ledger.totals()["m"]["states"] < 4 * 2**20
 
 

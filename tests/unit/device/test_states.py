@@ -1,4 +1,4 @@
-"""States of sequences that stay on a device: right at any pace of the device, never copied to the host, and freed."""
+"""States of sequences that stay on a device: correct at any pace, never copied to the host, and freed."""
 
 import asyncio
 import gc
@@ -32,11 +32,11 @@ async def test_no_state_meets_another_sequence_at_any_pace(
     device = HostDevice(pace=pace, seed=seed)
     path = sequences.accumulate(tmp_path / "m.onnx")
     draw = random.Random(seed)
-    # At a random pace the error of a run can meet the thread of another batch, as it cannot on a GPU.
+    # At a random pace the error of a run may reach the thread of another batch, which cannot happen on a GPU.
     rejected = 0.0 if pace is Pace.ANY else 0.1
     async with serving_on(lambda number: device, path, strategy=strategy, graph_replay=captures) as served:
         assert where(served) == "on host:0"
-        for first in (1, 101):  # the second time in slots that were used before
+        for first in (1, 101):  # the second time in reused slots
             lives = [one_sequence(served, first + each, draw.randint(1, 12), draw, rejected) for each in range(20)]
             await asyncio.gather(*lives)
         assert served.sequences is not None
@@ -87,7 +87,7 @@ async def test_states_that_run_together_are_copied_together(tmp_path: Path) -> N
 
 
 class DenseDevice(HostDevice):
-    """Places allocations side by side, and copies within one of them only, as a GPU does."""
+    """Places allocations side by side, and copies only within one of them, as a GPU does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ async def test_a_batch_without_buffers_leaves_its_states_on_the_device(tmp_path:
             answers = await asyncio.gather(*[send(served, name, name, start=step == 1) for name in names])
             assert [outputs[0].item() for outputs in answers] == [step, 2 * step]
             if step == 1:
-                instance.binding._runs.clear()  # as if no size had been prepared
+                instance.binding._runs.clear()  # as if no size were prepared
         assert instance.counts.plain["no_bucket"] >= 2
         with pytest.raises(ServeError) as caught:
             await send(served, 1000, 1)
@@ -191,7 +191,7 @@ async def test_states_stay_on_the_host_for_a_stated_reason(tmp_path: Path) -> No
 
 
 class FullDevice(HostDevice):
-    """Has room for an instance, and none for states, which have a stream of their own."""
+    """Has memory for an instance, but not for states, which have their own stream."""
 
     def memory(self) -> MemoryInfo:
         return MemoryInfo(0, 2**40) if len(self._streams) > 3 else super().memory()
@@ -285,7 +285,7 @@ async def test_a_load_in_which_any_allocation_fails_leaves_nothing(tmp_path: Pat
         return devices[-1]
 
     while not devices or devices[-1].has_failed:
-        with suppress(ServeError):  # a few failures leave a model that is served
+        with suppress(ServeError):  # after a few failures the model still serves
             async with serving_on(make, path, warmup_s=0.02, max_rows=2):
                 pass
         gc.collect()

@@ -1,4 +1,4 @@
-"""Models whose run time the number of rows bounds, and the node that is named for others."""
+"""Models whose run time is bounded by the number of rows, and for others the node that is named."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ def write(
     functions: Sequence[onnx.FunctionProto] = (),
     inputs: Sequence[str] = ("x",),
 ) -> Path:
-    """A model of these nodes; the values of its interface are of no interest here."""
+    """Write a model with these nodes; the values of its interface are irrelevant here."""
     x = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in inputs]
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     graph = helper.make_graph(nodes, "graph", x, [y], weights)
@@ -131,7 +131,7 @@ def test_shape_from_values_is_bounded_only_if_constant(tmp_path: Path, operator:
     of_values, weights = node("Cast", ["x"], ["n"], to=TensorProto.INT64), [ints("w", 1)]
     reason = why(tmp_path, of_values, node(operator, inputs), weights=weights)
     assert reason == f"node 'the {operator}' ({operator}) gets a shape from values, by its input 'n'"
-    # Computed of the input's shape and of weights, the same is fixed.
+    # A value is fixed if it is computed from the input's shape and from weights.
     of_shape = [node("Shape", ["x"], ["s"]), node("Mul", ["s", "w"], ["n"])]
     assert why(tmp_path, *of_shape, node(operator, inputs), weights=weights) == ""
     of_random = node("RandomUniformLike", ["w"], ["n"])

@@ -1,6 +1,6 @@
-"""Runs that flush denormal numbers to 0. Real sessions in separate processes, as a process's first session differs.
+"""Runs that flush denormal numbers to 0. The process's first session differs, so sessions run in separate processes.
 
-As a script this is such a process.
+As a script, this file is such a process.
 """
 
 import json
@@ -34,9 +34,9 @@ LAYOUT: Final = fenv_layout(platform.machine(), platform.libc_ver()[0])
 needs_layout: Final = pytest.mark.skipif(LAYOUT is None, reason="this machine cannot take denormals as 0")
 
 ROWS: Final = (1, 500)
-"""Of batches: the larger one is shared among the threads of a session."""
+"""Rows of batches; the threads of a session share the larger one."""
 RUNS: Final = 3
-"""Of which the first is plain, and others of small batches are on bound buffers."""
+"""Runs of each session: the first is plain, later ones of small batches use bound buffers."""
 AS_ZERO: Final = SessionSettings(denormal_as_zero=True)
 SETTINGS: Final = {
     "with": AS_ZERO,
@@ -50,7 +50,7 @@ WITHOUT: Final = ("with, but for its entry", "without", "without, in parallel")
 
 
 def write_squares(path: Path) -> Path:
-    """Two branches: x FP32 [batch, 1024] → y and z FP32 [batch, 1024], x², -x² and, of its own, a constant's square."""
+    """Two branches: x FP32 [batch, 1024] → y and z FP32 [batch, 1024]: x², -x² and a constant's square."""
     tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 1024]) for name in "xyz"]
     tiny = helper.make_tensor("tiny", TensorProto.FLOAT, [1024], [1e-20] * 1024)
     nodes = [
@@ -67,12 +67,12 @@ def write_squares(path: Path) -> Path:
 
 
 def are_zero_here() -> bool:
-    """Whether the calling thread takes denormals as 0."""
+    """Whether the calling thread treats denormals as 0."""
     return sys.float_info.min / 2 == 0
 
 
 def shares_of_zeros(instance: Instance, *, on_worker: bool) -> list[float]:
-    """All that came out for outputs of runs."""
+    """The shares of zeros in the outputs of runs."""
     shares = set()
     for rows in ROWS:
         batch = Batch(((np.full((rows, 1024), 1e-20, np.float32),),), rows, rows)
@@ -90,7 +90,7 @@ def shares_of_zeros(instance: Instance, *, on_worker: bool) -> list[float]:
 
 
 def main(path: str, *named: str) -> None:
-    """Open the model with these settings one after another, on one thread, then run all; print what came out."""
+    """Open the model with each of these settings on one thread, then run all sessions. Prints the results."""
     instances: dict[str, Instance] = {}
     found: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Divisions of integers: the results of ONNX Runtime, without the fault that would end this process."""
+"""Divisions of integers: ONNX Runtime's results, without the fault that would crash this process."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sessions that decode image files, compared with Pillow; files that are no images; models that are refused."""
+"""Sessions that decode image files, compared with Pillow; files that are not images; models that are rejected."""
 
 import gc
 import io
@@ -151,7 +151,7 @@ def test_one_session_decodes_in_several_threads(path: Path) -> None:
 
 def helpers() -> list[psutil.Process]:
     """The running processes that decode images for this one."""
-    gc.collect()  # the sessions of earlier tests, to which tracebacks refer
+    gc.collect()  # frees sessions of earlier tests, which tracebacks reference
     children = psutil.Process().children()
     alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in alive if "image_process" in " ".join(child.cmdline())]

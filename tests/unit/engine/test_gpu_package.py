@@ -21,7 +21,7 @@ from ortserve.engine.session import SessionOptions, open_session
 from ortserve.model_file.reading import read_model
 from servers import LONG_S
 
-pytestmark = pytest.mark.timeout(600)  # the package may have to be installed
+pytestmark = pytest.mark.timeout(600)  # the package may need to be installed
 
 _TRY: Final = """
 import json, sys
@@ -40,7 +40,7 @@ def problem(provider, options):
 ort.set_default_logger_severity(4)
 json.dump([problem(*one) for one in json.load(sys.stdin)], sys.stdout)
 """
-"""Opens a session for each pair of a provider and its options; says what became of each."""
+"""Opens a session for each pair of a provider and its options, and prints the outcome of each."""
 
 _REFUSED: Final = re.compile(
     r"Unknown provider option|Failed to parse provider option(?!.*Invalid device ID: \d+, must be between 0)|"
@@ -57,7 +57,7 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 
 def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> list[bool]:
-    """The options that ONNX Runtime rejects; with others it continues until it misses the GPU."""
+    """Whether ONNX Runtime rejects the options; valid options pass until it finds no GPU."""
     try:
         environment = environment_for_options("cuda" if provider == CUDA else "tensorrt")
     except UnavailableError as error:
@@ -90,7 +90,7 @@ def test_onnx_runtime_accepts_checked_options_unchanged(tmp_path: Path, provider
 
 
 def test_onnx_runtime_rejects_wrong_values_too(tmp_path: Path, provider: str) -> None:
-    """So that what it takes is no matter of course."""
+    """Shows that acceptance of the other options is meaningful."""
     wrong = [{"no_such_option": "1"}, {"trt_fp16_enable" if provider == TENSORRT else "use_tf32": "maybe"}]
     assert refused(builders.mlp(tmp_path / "m.onnx"), provider, wrong) == [True, True]
 

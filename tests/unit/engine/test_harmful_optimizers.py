@@ -79,7 +79,7 @@ def test_other_products_are_fused(tmp_path: Path, nodes: str) -> None:
 def test_quantized_average_of_an_image_smaller_than_its_kernel(
     tmp_path: Path, size: str, left_out: tuple[str, ...]
 ) -> None:
-    """With channels on the last axis ONNX Runtime would divide by 0, which ends this process."""
+    """With channels on the last axis ONNX Runtime would divide by 0, which crashes the process."""
     quantized = "{} = QuantizeLinear ({}, s, z) {} = DequantizeLinear ({}, s, z)"
     nodes = " ".join(
         [
@@ -121,7 +121,7 @@ def test_quantized_average_of_an_image_smaller_than_its_kernel(
 def test_scales_that_widen_a_quantized_product(
     tmp_path: Path, inputs: str, constants: str, shape: tuple[int, ...], left_out: tuple[str, ...]
 ) -> None:
-    """ONNX Runtime would write beyond the product of the matrices, which ends this process."""
+    """ONNX Runtime would write beyond the product of the matrices, which crashes the process."""
     nodes = "q, a, z = DynamicQuantizeLinear (x) p = MatMulInteger (q, w, z) f = Cast <to = 1> (p)"
     weights = ", ".join(filter(None, ["uint8[4,1] w = {1, 2, 3, 4}", constants]))
     path = write(tmp_path, inputs, f"{nodes} b = Mul (a, s) y = Mul (f, b)", weights)

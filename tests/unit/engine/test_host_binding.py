@@ -1,4 +1,4 @@
-"""Runs on bound buffers: the same answers as plain runs, and no memory is written while it is read."""
+"""Runs on bound buffers give the answers of plain runs, and never write memory while it is read."""
 
 import random
 import time
@@ -33,7 +33,7 @@ from scarcity import little_memory
 
 @dataclass
 class Opened:
-    """An instance, and the same model as it runs plainly."""
+    """An instance, and a plain run of the same model."""
 
     instance: Instance
     session: onnxruntime.InferenceSession
@@ -56,7 +56,7 @@ class Opened:
         return self.instance.run(batch_of(*parts, bucket=bucket)).outputs
 
     def poison_what_is_free(self) -> None:
-        """Write to all memory that a run might write to now."""
+        """Overwrite all memory that a run might write now."""
         for buffers in self.pool.sets if self.pool else ():
             if buffers.is_free:
                 buffers._block.fill(0xFF)
@@ -130,7 +130,7 @@ def constant_rows(path: Path) -> Path:
 
 
 def data_dependent_length(path: Path) -> Path:
-    """X FP32 [batch, 4] → y FP32 [batch, n], n the largest element: the shape of the output is in the data."""
+    """X FP32 [batch, 4] → y FP32 [batch, n], n the largest element: the data determine the shape of the output."""
     nodes = [
         helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
         helper.make_node("Cast", ["most"], ["n"], to=TensorProto.INT64),
@@ -144,7 +144,7 @@ def data_dependent_length(path: Path) -> Path:
 
 
 def drawn(path: Path) -> Path:
-    """Y = x + a number drawn anew each run."""
+    """Y = x + a random number that differs in each run."""
     nodes = [helper.make_node("RandomUniformLike", ["x"], ["r"]), helper.make_node("Add", ["x", "r"], ["y"])]
     return write(path, nodes, [fp32("x", "batch", 4)], [fp32("y", "batch", 4)])
 
@@ -229,7 +229,7 @@ def test_failed_batch_has_the_error_of_a_plain_run_and_the_next_is_bound(tmp_pat
     model = open_model(builders.poison(tmp_path / "model.onnx"))
     good, bad = np.ones((1, 4), np.int64), np.full((1, 4), builders.POISON)
     texts = []
-    for _ in range(2):  # before anything is bound, and after
+    for _ in range(2):  # before and after the binding
         with pytest.raises(ServeError) as caught:
             model.run(bad)
         texts.append(str(caught.value))
@@ -385,7 +385,7 @@ def check(readers: Iterable[Reader]) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_kept_answers_never_show_another_batch(tmp_path: Path, open_model: Open, seed: int) -> None:
-    """Riders keep their rows, views on them, or bytes not yet sent; all that is free is poisoned at each step."""
+    """Requests hold their rows, views of them, or unsent bytes; all free memory is overwritten at each step."""
     draw, numbers = random.Random(seed), np.random.default_rng(seed)
     model = open_model(builders.mlp(tmp_path / "model.onnx"))
     readers: list[Reader] = []
@@ -432,7 +432,7 @@ def test_memory_is_flat_over_many_batches(tmp_path: Path, open_model: Open) -> N
         return resident_bytes()
 
     warm = run(50)
-    assert run(1000) - warm < 8 * 2**20  # 1000 of up to 1 MB have gone through
+    assert run(1000) - warm < 8 * 2**20  # 1000 runs of up to 1 MB
     assert model.sets == 3 + 1
 
 
@@ -442,7 +442,7 @@ def resident_bytes() -> int:
 
 
 def test_batch_is_answered_although_no_memory_is_left_for_buffers(open_model: Open, tmp_path: Path) -> None:
-    width = 2**24  # rows of 64 MB, for which malloc has no free memory of its own
+    width = 2**24  # rows of 64 MB, for which malloc has no free memory
     nodes = [helper.make_node("Gather", ["x", "first"], ["y"], axis=1)]
     inputs, outputs, constants = [fp32("x", "b", width)], [fp32("y", "b", 1)], {"first": np.zeros(1, np.int64)}
     opened = open_model(write(tmp_path / "m.onnx", nodes, inputs, outputs, constants))

@@ -124,7 +124,7 @@ def test_padded_strings_are_returned_without_padding(tmp_path: Path, open_instan
 
 
 def test_output_with_other_rows_than_the_bucket_stays_unchanged(tmp_path: Path, open_instance: Open) -> None:
-    instance = open_instance(builders.two_batch_names(tmp_path / "model.onnx"))  # rows of a by rows of b
+    instance = open_instance(builders.two_batch_names(tmp_path / "model.onnx"))  # all pairs of rows of a and rows of b
     b = np.ones((2, 4), np.float32)
     (output,) = instance.run(Batch(((np.ones((5, 4), np.float32),), (b,)), 2, 4)).outputs
     assert output.shape == (5, 4)
@@ -315,7 +315,7 @@ def test_endless_run_is_aborted_and_the_instance_continues(open_instance: Open, 
         endless = batch_of(np.array([ENDLESS]))
         instance.start(endless, outcomes.put)
         with pytest.raises(queue.Empty):
-            outcomes.get(timeout=0.05)  # it is inside the loop then, or about to be
+            outcomes.get(timeout=0.05)  # it is then inside the loop, or about to enter it
         instance.terminate(endless)
         outcome = outcomes.get(timeout=30)
         assert isinstance(outcome, ServeError)
@@ -350,7 +350,7 @@ def test_memory_of_large_batches_is_released(open_instance: Open, tmp_path: Path
     instance = open_instance(builders.mlp(tmp_path / "model.onnx", inputs=4, hidden=65536, outputs=1))
     small, large = batch_of(np.ones((1, 4), np.float32)), batch_of(np.ones((512, 4), np.float32))
     answer = instance.run(small).outputs[0].copy()
-    give_back_freed()  # otherwise the run takes memory that earlier tests freed
+    give_back_freed()  # otherwise the run reuses memory that earlier tests freed
     before = resident_bytes()
     instance.run(large)
     grown = resident_bytes() - before

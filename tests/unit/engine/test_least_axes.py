@@ -1,4 +1,4 @@
-"""The least numbers of axes, from the operators that read an input."""
+"""The minimum numbers of axes, derived from the operators that read an input."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from ortserve.model_file.reading import read_model
     ],
     ids=["direct", "behind others", "an equation", "the most", "reshaped", "another domain", "fused", "a past"],
 )
-def test_least_axes_of_inputs(tmp_path: Path, nodes: str, expected: dict[str, int]) -> None:
+def test_operators_determine_the_least_axes_of_inputs(tmp_path: Path, nodes: str, expected: dict[str, int]) -> None:
     imports = '<ir_version: 8, opset_import: ["": 23, "com.microsoft": 1, "com.example": 1]>'
     model = parser.parse_model(f"{imports} m (float[n] x, float[n] w) => (float[n] y) {{ {nodes} }}")
     onnx.save(model, str(tmp_path / "model.onnx"))

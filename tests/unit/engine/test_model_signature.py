@@ -52,7 +52,7 @@ def read(path: Path) -> ModelSignature:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_signature_of_each_model(
+def test_signature_describes_each_model(
     tmp_path: Path,
     build: Callable[[Path], Path],
     inputs: list[Spec],

@@ -1,6 +1,6 @@
-"""Checks of operators: the results of ONNX Runtime where inputs are right, and errors in place of crashes.
+"""Checks of operators: ONNX Runtime's results for valid inputs, and errors in place of crashes.
 
-Sessions run in another process, which a missing check would end.
+Sessions run in another process, which a missing check would crash.
 """
 
 from collections.abc import Iterator
@@ -164,7 +164,7 @@ def test_inputs_that_an_operator_does_not_survive_get_an_error(
 
 
 def test_words_without_characters_become_zeros(process: Executor, tmp_path: Path) -> None:
-    """ONNX Runtime does not write them: they would have what the memory held before, such as other requests."""
+    """ONNX Runtime does not write them: they would contain earlier memory, such as that of other requests."""
     rng = np.random.default_rng(0)
     shapes = {"w": (6, 1, 3, 4), "b": (6,), "c": (30, 4)}
     inputs = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}

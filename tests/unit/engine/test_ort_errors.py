@@ -1,4 +1,4 @@
-"""Failed runs caused by their inputs: real models that reject theirs, and texts of real failures."""
+"""Failed runs that their inputs cause: real models that reject inputs, and texts of real failures."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Memory of outputs is reused once no view of it exists, and not before."""
+"""The memory of outputs is reused after the last view of it is gone, and not before."""
 
 import sys
 from collections.abc import Callable

@@ -69,7 +69,7 @@ def test_nodes_are_left_to_the_cpu_by_every_provider_but_itself() -> None:
     assert left_to_cpu(OPENVINO, {OPENVINO: {"MatMul": 1}}) == {}
 
 
-def test_placement_description() -> None:
+def test_placement_is_described_by_provider() -> None:
     assert describe_placement({CUDA: 31, CPU: 2}) == "CUDAExecutionProvider: 31, CPUExecutionProvider: 2"
 
 

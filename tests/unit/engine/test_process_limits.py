@@ -165,7 +165,7 @@ def test_throttled_periods_count_for_ten_seconds(tmp_path: Path) -> None:
     throttling = Throttling([file], S)
     assert not throttling.is_recent(3 * S)
     file.write_text("usage_usec 9\nnr_periods 8\nnr_throttled 4\nthrottled_usec 5\n")
-    assert not throttling.is_recent(3 * S + 1)  # it was looked at within the last second
+    assert not throttling.is_recent(3 * S + 1)  # it was read within the last second
     assert throttling.is_recent(4 * S)
     assert throttling.is_recent(13 * S)
     assert not throttling.is_recent(14 * S)

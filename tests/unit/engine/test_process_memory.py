@@ -16,7 +16,7 @@ def test_counters_are_read_in_bytes(tmp_path: Path) -> None:
 
 
 def test_blocks_of_weights_are_given_back_whatever_their_size() -> None:
-    """In a process of its own, whose malloc no other test has used: a freed block raises glibc's limits by default."""
+    """In a new process, whose malloc no other test has used: a freed block raises glibc's limits by default."""
     script = """
 import ctypes
 from ortserve.engine.process_memory import give_back_freed, read_held_memory, return_large_blocks

@@ -42,7 +42,7 @@ PROFILE = {f"trt_profile_{bound}_shapes": "x:1x4" for bound in ("min", "opt", "m
             {"trt_fp16_enable": "true", "trt_auxiliary_streams": "-1"},
         ),
         (TENSORRT, PROFILE, PROFILE),
-        (TENSORRT, {"trt_cuda_graph_enable": "true"}, {}),  # set for each session
+        (TENSORRT, {"trt_cuda_graph_enable": "true"}, {}),  # the server sets it for each session
         (TENSORRT, {"trt_cuda_graph_enable": "false"}, {}),
         (
             TENSORRT,

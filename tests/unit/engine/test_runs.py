@@ -1,4 +1,4 @@
-"""Plain runs of sessions, by the types of their inputs and outputs, BF16 as bit patterns among them."""
+"""Plain runs of sessions, by the types of inputs and outputs, including BF16 as bit patterns."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +120,7 @@ def test_an_output_that_is_an_input_is_a_copy_of_it(tmp_path: Path) -> None:
     run = open_run_by_name(interfaces.bfloat16_beside_its_input(tmp_path / "model.onnx"))
     x = bits_of(1, 2, 3, 4).reshape(1, 4)
     outputs = run({"x": x})
-    x[:] = 0  # as the rows of the next batch
+    x[:] = 0  # like the rows of the next batch
     for output in outputs:
         np.testing.assert_array_equal(output, bits_of(1, 2, 3, 4).reshape(1, 4))
 

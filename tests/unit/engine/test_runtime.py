@@ -1,4 +1,4 @@
-"""Offers of the process's ONNX Runtime. Plug-ins that work are in the integration tests, in other processes."""
+"""Providers that the process's ONNX Runtime offers. Integration tests cover working plug-ins in other processes."""
 
 import shutil
 import subprocess
@@ -88,6 +88,6 @@ def test_missing_dependency_of_a_provider_library_is_named(tmp_path: Path) -> No
     build("libcuda.so.1", "-Wl,-soname,libcuda.so.1")
     assert missing_library(CUDA, tmp_path) == ""
     provider = tmp_path / "libonnxruntime_providers_cuda.so"
-    provider.unlink()  # it is loaded: rewriting it would end this process at its exit
+    provider.unlink()  # it is loaded: rewriting it would crash this process at its exit
     provider.write_text("no library")
     assert missing_library(CUDA, tmp_path) == ""

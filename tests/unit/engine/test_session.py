@@ -33,7 +33,7 @@ def write_node(path: Path, operator: str, *, domain: str = "", opset: int = 21, 
 
 
 def write_external(path: Path) -> Path:
-    """A model whose weights lie in a file that is not there."""
+    """A model whose weights are in a missing file."""
     weights = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
     for key, value in (("location", "weights.bin"), ("offset", "0"), ("length", "16")):
         weights.external_data.add(key=key, value=value)
@@ -87,7 +87,7 @@ def test_error_for_an_unopenable_file_omits_its_folder(
 
 @pytest.mark.parametrize("name", ["model.onnx", "weights.bin"])
 def test_pointer_of_git_lfs_is_neither_a_model_nor_weights(tmp_path: Path, name: str) -> None:
-    """ONNX Runtime takes the first 16 bytes of the pointer for four weights."""
+    """ONNX Runtime reads the first 16 bytes of the pointer as four weights."""
     write_external(tmp_path / "model.onnx")
     (tmp_path / name).write_text(builders.GIT_LFS_POINTER)
     with pytest.raises(ServeError, match=f"^{name} is a Git LFS pointer, not .*: run 'git lfs pull'$") as caught:
@@ -116,7 +116,7 @@ def write_scan(path: Path, outputs: str, nodes: str) -> Path:
 def test_scan_with_outputs_that_no_run_writes_is_rejected(
     tmp_path: Path, outputs: str, nodes: str, unwritten: str
 ) -> None:
-    """Their memory has values of earlier runs."""
+    """Their memory contains values of earlier runs."""
     path = write_scan(tmp_path / "model.onnx", outputs, nodes)
     with pytest.raises(ServeError, match=f"got '{unwritten}', .*; return an Identity of it$") as caught:
         open_session(path, "m/1", OPTIONS)
@@ -145,7 +145,7 @@ def test_threads_are_set_and_do_not_spin(tmp_path: Path) -> None:
 
 
 def test_provider_that_cannot_start_is_an_error_and_no_session_on_the_cpu(tmp_path: Path) -> None:
-    path = builders.identity(tmp_path / "model.onnx")  # a provider that ONNX Runtime knows, but not on Linux
+    path = builders.identity(tmp_path / "model.onnx")  # ONNX Runtime knows this provider, but does not have it on Linux
     with pytest.warns(UserWarning, match="not in available provider names"), pytest.raises(ServeError) as caught:
         open_session(path, "m/1", SessionOptions(ProviderChoice("CoreMLExecutionProvider"), 1))
     assert "CoreMLExecutionProvider was chosen" in caught.value.message
@@ -263,7 +263,7 @@ def test_unknown_arena_fails_the_load_not_each_run(tmp_path: Path, settings: Ses
         (ProviderChoice(OPENVINO), "cpu:0", False),
         (ProviderChoice(OPENVINO, behind=(Provider(CPU),)), "gpu:0", True),
         (ProviderChoice(OPENVINO, behind=(Provider(CUDA),)), "gpu:0", False),
-        (ProviderChoice(CPU, behind=(Provider(CUDA),)), "gpu:0", True),  # of which nothing is attached there
+        (ProviderChoice(CPU, behind=(Provider(CUDA),)), "gpu:0", True),  # no memory of this device is attached here
         (ProviderChoice(CUDA), "gpu:0", False),
     ],
 )
@@ -288,7 +288,8 @@ def test_configured_arenas_are_shrunk_after_every_run(tmp_path: Path) -> None:
 
 def test_instance_shrinks_only_arenas_of_its_own_gpu() -> None:
     settings = SessionSettings(shrink_arenas=("cpu:0", "gpu:0", "gpu:1", "gpu:7"))
-    assert arenas_of(settings, 1, (0, 1)) == ["cpu:0", "gpu:1", "gpu:7"]  # the last has no device, which a run reports
+    # The last one has no device, which a run reports.
+    assert arenas_of(settings, 1, (0, 1)) == ["cpu:0", "gpu:1", "gpu:7"]
     assert arenas_of(settings, 0) == list(settings.shrink_arenas)
 
 
@@ -324,7 +325,7 @@ def test_optimized_model_is_saved_and_servable(tmp_path: Path) -> None:
     feeds = {"x": np.ones((2, 64), np.float32)}
     np.testing.assert_array_equal(first.run(None, feeds)[0], again.run(None, feeds)[0])
     domains = [{opset.domain for opset in onnx.load(path).opset_import} for path in (model, kept)]
-    assert domains[0] < domains[1]  # those of operators that ONNX Runtime fuses nodes into
+    assert domains[0] < domains[1]  # the domains of operators into which ONNX Runtime fuses nodes
 
 
 @pytest.mark.parametrize(
@@ -438,7 +439,7 @@ def test_disabled_optimizers_are_separated_by_semicolons(tmp_path: Path) -> None
 
 
 def test_provider_that_runs_no_node_is_an_error(tmp_path: Path) -> None:
-    # Every ONNX Runtime has this one; it is for operators that call a service elsewhere.
+    # Every ONNX Runtime has this provider; it is for operators that call a remote service.
     options = SessionOptions(ProviderChoice("AzureExecutionProvider"), 1)
     with pytest.raises(ServeError) as caught:
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)

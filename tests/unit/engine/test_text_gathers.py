@@ -1,4 +1,4 @@
-"""Gather of texts: whole slices, as ONNX defines them, and other nodes as they are."""
+"""Gather of texts: whole slices, as ONNX defines them; other nodes are unchanged."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_slices_are_whole(tmp_path: Path, axis: int, indices: object, dtype: typ
 
 
 @pytest.mark.parametrize("texts", [TEXTS[:0], TEXTS[:, :, :0]], ids=["no rows", "no columns"])
-def test_nothing_is_taken_of_nothing(tmp_path: Path, texts: np.ndarray) -> None:
+def test_gather_of_empty_texts_is_empty(tmp_path: Path, texts: np.ndarray) -> None:
     path = write(tmp_path, "string[a,b,c] x", "y = Gather <axis = 1> (x, i)", i=np.array([1, 0]))
     (found,) = opened(path).run(None, {"x": texts})
     assert found.shape == (len(texts), 2, texts.shape[2])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 
 
 def slice_ns() -> int | None:
-    """The slice of the calling thread; None if the kernel has none for single threads."""
+    """The slice of the calling thread; None if the kernel does not support slices of single threads."""
     path = Path("/proc/thread-self/sched")
     found = re.search(r"se\.slice\s*:\s*(\d+)", path.read_text()) if path.is_file() else None
     return int(found[1]) if found else None

@@ -81,7 +81,7 @@ def test_text_stats_rows_are_independent() -> None:
 
 
 def test_digits_reaches_the_accuracy_its_readme_states() -> None:
-    # The split is spelled out again on purpose: the stated number is checked without the script that produced it.
+    # The split is repeated here to check the stated number without the script that produced it.
     data = load_digits()
     images = data.images.astype(np.float32)[:, np.newaxis]
     _, images, _, labels = train_test_split(images, data.target, test_size=0.25, random_state=0, stratify=data.target)

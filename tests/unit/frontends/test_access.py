@@ -1,4 +1,4 @@
-"""Every call belongs to a group, the same on both protocols; spellings of paths; the groups that need no key."""
+"""Every call belongs to a group that is the same on both protocols; spellings of paths; groups that need no key."""
 
 import re
 import sys
@@ -34,13 +34,13 @@ CONTROL: Final = (
     "/v2/models/{model}/rollback",
 )
 READ_OR_CONTROL: Final = ("/v2/models/{model}/labels", "/v2/models/{model}/rollout")
-"""Reading needs a key of another group than changing."""
+"""Reading and changing need keys of different groups."""
 PAGE: Final = ("/", "/console/{path}")
 GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")
 
 
 def expected_group(template: str, method: str) -> Group | None:
-    """The expected group of a route by its template and a method, written independently of the server."""
+    """The expected group of a route by its template and a method, computed independently of the server."""
     plain = template.replace("/versions/{version}", "")
     if plain in HEALTH or plain in PAGE:
         return None
@@ -58,7 +58,7 @@ async def answer_nothing(_: Request) -> Response:
 
 
 def all_routes() -> list[Route]:
-    """The routes that FastAPI answers; no service is called here."""
+    """The routes that FastAPI serves; no service is called here."""
     nothing: Any = None
 
     class Nothing:
@@ -110,7 +110,7 @@ def test_path_has_the_group_of_its_route(segments: list[str], method: str) -> No
 
 
 def test_only_line_feeds_change_the_route_of_a_path() -> None:
-    """``is_unambiguous`` therefore needs to exclude no other character."""
+    """Therefore ``is_unambiguous`` does not need to exclude other characters."""
     scope = {"type": "http", "method": "POST", "root_path": "", "headers": []}
     for code in range(sys.maxunicode + 1):
         character = chr(code)

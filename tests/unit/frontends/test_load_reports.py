@@ -13,7 +13,7 @@ from ortserve.telemetry.metrics import Metrics
 
 
 def reports(*, is_always: bool) -> LoadReports:
-    clock = iter(range(0, 100_000_000_000, 1_000_000_000)).__next__  # a report is made anew each time
+    clock = iter(range(0, 100_000_000_000, 1_000_000_000)).__next__  # a new report each time
     return LoadReports(LoadMeter(Metrics(CollectorRegistry()), processors=1, clock=clock), is_always=is_always)
 
 

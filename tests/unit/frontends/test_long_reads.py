@@ -1,4 +1,4 @@
-"""Long reads are processed in parts: one turn of the loop takes what it has time for, and no byte is lost or moved."""
+"""Long reads are processed in parts: one iteration of the loop has a time limit, and no byte is lost or moved."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ COSTLY_S: Final = 0.003
 
 
 class Reader(asyncio.Protocol):
-    """Takes ``part_s`` for each part, and stores what it got."""
+    """Takes ``part_s`` for each part, and stores the received bytes."""
 
     def __init__(self, part_s: float) -> None:
         self.part_s = part_s
@@ -80,7 +80,7 @@ async def test_costly_read_is_followed_by_short_ones_until_they_are_cheap() -> N
     reader.transport.receive(bytes(LONG))
     await reader.have_processed(LONG)
     reader.parts.clear()
-    reader.transport.receive(bytes(2 * SHORT_READ_BYTES))  # the second half as a TLS session passes on what it has
+    reader.transport.receive(bytes(2 * SHORT_READ_BYTES))  # the second half arrives as from a TLS session
     assert [*map(len, reader.parts)] == [SHORT_READ_BYTES]
     assert not reader.transport.is_reading()
     await reader.have_processed(2 * SHORT_READ_BYTES)

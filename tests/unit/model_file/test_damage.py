@@ -1,4 +1,4 @@
-"""Files of a model that are not whole."""
+"""Incomplete files of a model."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from ortserve.model_file.damage import find_damage
 from ortserve.model_file.reading import read_model
 
 
-def test_whole_files_have_no_damage(tmp_path: Path) -> None:
+def test_complete_files_have_no_damage(tmp_path: Path) -> None:
     path = builders.external_weights(tmp_path / "model.onnx", "weights.bin")
     (tmp_path / "weights.bin").write_bytes(bytes(16))
 

@@ -1,4 +1,4 @@
-"""Each builder's model does what its docstring says when ONNX Runtime runs it on the CPU."""
+"""Each builder's model behaves as its docstring says when ONNX Runtime runs it on the CPU."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ import onnxruntime as ort  # isort: skip
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors  # isort: skip
 
 RNG = np.random.default_rng(0)
-BFLOAT16_ELEMENT = 16  # TensorProto.BFLOAT16, which onnxruntime wants as a number because numpy has no such type
+BFLOAT16_ELEMENT = 16  # TensorProto.BFLOAT16; onnxruntime requires the number, because numpy has no such type
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 def open_session(path: Path) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    options.log_severity_level = 4  # failing runs are wanted here, and onnxruntime prints each of them
+    options.log_severity_level = 4  # runs fail intentionally here, and onnxruntime would print each failure
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
@@ -178,8 +178,8 @@ def test_heavy_is_row_wise_and_not_constant(path: Path) -> None:
     assert_rows_run_alone_and_together_agree(session, x)
 
 
-# The floor is a quarter and a tenth of what was measured; to get below it one core would have to do 350 GFLOP/s, which
-# none does unless the work was optimised away. There is no ceiling, so that a busy machine fails nothing.
+# The lower bounds are a quarter and a tenth of the measured times; for less, one core would need 350 GFLOP/s, which is
+# possible only if the work was optimised away. There is no upper bound, so that a busy machine causes no failure.
 @pytest.mark.parametrize(("build", "shape"), [(builders.heavy, (32, 64)), (builders.slow, (1, 4))])
 def test_work_survives_graph_optimisation(path: Path, build: Any, shape: tuple[int, int]) -> None:
     session = open_session(build(path))

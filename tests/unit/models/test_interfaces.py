@@ -1,4 +1,4 @@
-"""Each builder's model does what its docstring says when ONNX Runtime runs it on the CPU."""
+"""Each builder's model behaves as its docstring says when ONNX Runtime runs it on the CPU."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The effective configuration, of versions that the real ONNX Runtime serves."""
+"""The effective configuration of versions that the real ONNX Runtime serves."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from rows.exported import CORPUS
 async def describe(
     root: Path, build: Callable[[Path], Path], file: str = "", text: str = "", **defaults: object
 ) -> dict[str, Any]:
-    """The configuration of a model with this file, as JSON that was written and read again."""
+    """The configuration of a model with this file, after a round trip through JSON."""
     folder = root / "m" / "1"
     folder.mkdir(parents=True)
     build(folder / "model.onnx")
@@ -158,7 +158,7 @@ async def test_effective_fields_of_config_pbtxt_are_shown(tmp_path: Path) -> Non
     assert (shown["instance_group"][0]["name"], shown["instance_group"][0]["count"]) == ("mine", 2)
     assert shown["parameters"]["other"] == {"string_value": "c"}
     assert shown["model_warmup"][0]["inputs"]["x"]["random_data"] is True
-    # These have no effect, and clients would act on them.
+    # These options have no effect, but clients would act on them.
     assert shown["dynamic_batching"]["preserve_ordering"] is False
     assert "response_cache" not in shown
 

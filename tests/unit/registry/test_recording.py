@@ -1,4 +1,4 @@
-"""Recordings: the choice of requests, the bounds of the queue and the disk, and files that are never seen half."""
+"""Recordings: the selection of requests, the bounds of queue and disk, and files that appear only when complete."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ from ortserve.registry.recording import MAX_WAITING_BYTES, Recording, Recordings
 LONG_S = 30.0
 FLOATS = TensorSpec("x", DataType.FP32, (-1, 4))
 NAMES = TensorSpec("file", DataType.BYTES, (-1,), is_optional=True)
-"""Its name is that of a parameter of ``numpy.savez``."""
+"""An input whose name is a parameter of ``numpy.savez``."""
 SIGNATURE = ModelSignature((FLOATS, NAMES), ())
 ROW: Arrays = (np.arange(4, dtype=np.float32)[np.newaxis], absent(1))
 
@@ -29,7 +29,7 @@ def begin(recordings: Recordings, *, share: float = 1.0, max_bytes: int = 2**20,
 
 
 def chosen(folder: Path, share: float, requests: int) -> list[int]:
-    """The numbers of the requests that are recorded."""
+    """The numbers of the recorded requests."""
     recordings = Recordings(folder)
     recording = begin(recordings, share=share, max_bytes=2**30)
     for number in range(requests):
@@ -73,7 +73,7 @@ def test_requests_are_dropped_while_the_disk_is_behind(tmp_path: Path) -> None:
     may_go_on = threading.Event()
     recordings.enqueue(MAX_WAITING_BYTES // 2, lambda: may_go_on.wait(LONG_S))
     large = (np.zeros((2**20, 4), np.float32), absent(2**20))
-    recording.observe(large, 2**20)  # 16 MiB, and as much for the placeholders below
+    recording.observe(large, 2**20)  # 16 MiB, and as much for the following placeholders
     for _ in range(2000):
         recording.observe(ROW, 1)
     waiting = 2000 - recording.counts()["dropped"]
@@ -82,7 +82,7 @@ def test_requests_are_dropped_while_the_disk_is_behind(tmp_path: Path) -> None:
     counts = recording.counts()
     assert 0 < waiting < 512
     assert counts["recorded"] + counts["failed"] == waiting + 1
-    assert counts["failed"]  # the large one is over max_bytes and ends the recording
+    assert counts["failed"]  # the large one exceeds max_bytes and ends the recording
 
 
 def test_close_waits_no_longer_than_it_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

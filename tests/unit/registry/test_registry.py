@@ -187,7 +187,7 @@ async def test_unavailable_models_are_reported_in_tritons_words(tmp_path: Path, 
         error = refusal(registry, name, version)
         assert (error.kind, error.message) == (kind, text)
         assert error.retry_after_s == (1 if kind is ErrorKind.NOT_READY else None)
-    assert refusal(registry, "good", "9" * 5000).kind is ErrorKind.NOT_FOUND  # int() refuses so many digits
+    assert refusal(registry, "good", "9" * 5000).kind is ErrorKind.NOT_FOUND  # int() rejects so many digits
 
 
 async def test_states_move_forward_and_metrics_show_them(
@@ -241,7 +241,7 @@ async def test_models_queued_for_loading_are_known_but_not_ready(tmp_path: Path)
 
 @pytest.fixture
 def pipes(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Makes models whose opening lasts until they are written."""
+    """Creates models whose opening lasts until the test writes them."""
     made: list[Path] = []
 
     def make_pipe(name: str) -> Path:
@@ -251,7 +251,7 @@ def pipes(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
     yield make_pipe
     for pipe in made:
-        with suppress(OSError):  # no reader is left, unless the test failed: then the loader's thread would stay
+        with suppress(OSError):  # no reader is left, unless the test failed; then the loader's thread would remain
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 
@@ -412,7 +412,7 @@ async def test_cancelled_request_frees_its_place_during_the_run_before(tmp_path:
     served = (await load()).find("m", "")
     rows = np.zeros((1, 4), np.float32)
     running, *waiting = [submit_to(served, (rows,), 1) for _ in range(4)]
-    await asyncio.sleep(0)  # in this turn the first is chosen
+    await asyncio.sleep(0)  # in this iteration the first is chosen
     assert (served.learned().decisions.batches, served.learned().queued_rows) == (1, 3)
     for outcome in waiting:
         outcome.cancel()
@@ -447,7 +447,7 @@ async def test_close_answers_admitted_requests_and_rejects_later_ones(tmp_path: 
 
 
 async def test_close_answers_requests_that_are_enqueued_late(tmp_path: Path, load: Load) -> None:
-    """Requests that let others go first are enqueued again; large ones are looked up in the cache before."""
+    """Requests that yield to others are enqueued again; large ones are looked up in the cache before."""
     policy = "queue_policy: {timeout_s: 0.001, timeout_action: delay}\nresponse_cache: true"
     put(tmp_path, lambda path: builders.slow(path, steps=3000), "m", options=f"max_rows: 1\nwarmup_s: 0\n{policy}")
     put(tmp_path, builders.variable_length, "lengths", options="warmup_s: 0\nresponse_cache: true")
@@ -467,7 +467,7 @@ async def test_close_answers_requests_that_are_enqueued_late(tmp_path: Path, loa
 @pytest.mark.parametrize(
     ("options", "asked", "terms"),
     [
-        # what is asked: timeout, priority, queue timeout, all of a request received at 1000
+        # the request: timeout, priority, queue timeout; all are received at 1000
         ("", (None, 0, None), Terms(1)),
         ("", (500, 0, None), Terms(1, finish_by_ns=1500)),
         ("", (None, 0, 700), Terms(1, start_by_ns=1700)),
@@ -476,7 +476,7 @@ async def test_close_answers_requests_that_are_enqueued_late(tmp_path: Path, loa
         ("slo_s: 0.25", (500, 0, 700), Terms(1, finish_by_ns=1500, start_by_ns=1700)),
         ("slo_s: 0.25", (10**12, 0, None), Terms(1, finish_by_ns=10**12 + 1000)),
         ("", (None, 1, None), Terms(1)),
-        ("", (None, 2, None), Terms(1)),  # no levels: all are alike
+        ("", (None, 2, None), Terms(1)),  # without levels all priorities are equal
         ("priority_levels: 3\ndefault_priority_level: 2", (None, 0, None), Terms(2)),
         ("priority_levels: 3\ndefault_priority_level: 2", (None, 1, None), Terms(1)),
         ("priority_levels: 3\ndefault_priority_level: 2", (None, 3, None), Terms(3)),
@@ -556,7 +556,7 @@ async def test_load_continues_after_its_request_is_cancelled(tmp_path: Path, loa
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    await registry.load("m")  # waits for the first
+    await registry.load("m")  # waits for the first load
     assert registry.ready_versions("m") == [1]
 
 
@@ -613,7 +613,7 @@ async def test_poll_retries_failed_loads_from_time_to_time(
     file.write_bytes(bytes(len(good)))
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     registry = await load()
-    file.write_bytes(good)  # as if what kept it from loading were elsewhere: by its stamp nothing has changed
+    file.write_bytes(good)  # as if the cause of the failure were elsewhere: by its stamp the file is unchanged
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     await registry.poll()
     ((state, _),) = state_of(registry, "m").values()
@@ -719,7 +719,7 @@ async def test_counts_of_a_version_outlive_it(tmp_path: Path, load: Load, promet
 
 @pytest.fixture
 def stuck_runs_end() -> Iterator[None]:
-    """Waits after the test for the threads that were left to their runs: the interpreter would end in the midst."""
+    """Wait after the test for abandoned threads; otherwise the interpreter would exit during their runs."""
     yield
     for thread in threading.enumerate():
         if thread.name.startswith("run long"):
@@ -811,14 +811,14 @@ async def test_version_replacements_are_limited(load: Load, tmp_path: Path) -> N
 
 
 async def test_version_that_fails_while_its_successor_loads_is_not_loaded_again(load: Load, tmp_path: Path) -> None:
-    """The labels of the successor come out of a pipe, so that its load is under way for as long as the test wants."""
+    """The labels of the next version are read from a pipe, so that its load lasts until the test ends it."""
     put(tmp_path, builders.identity, "m")
     registry = await load(warmup_s=0)
     (record,) = registry.records()
     put(tmp_path, builders.unnamed_dims, "m", 2, options="outputs: {y: {labels: labels.txt}}")
     os.mkfifo(tmp_path / "m" / "labels.txt")
     loading = asyncio.ensure_future(registry.load("m"))
-    with await asyncio.to_thread((tmp_path / "m" / "labels.txt").open, "w"):  # when the load opens the file
+    with await asyncio.to_thread((tmp_path / "m" / "labels.txt").open, "w"):  # returns when the load opens the file
         registry._versions._on_abandoned(record, _Stuck(), "its run did not end", True)
     await asyncio.wait_for(loading, 30)
     while registry.is_changing:  # noqa: ASYNC110 - there is no event for it
@@ -863,12 +863,12 @@ class _Stuck:
 
 
 async def test_unload_ends_a_load_under_way(tmp_path: Path, load: Load) -> None:
-    """The model comes out of a pipe, so that its load is under way for as long as the test wants."""
+    """The model is read from a pipe, so that its load lasts until the test ends it."""
     registry = await load(warmup_s=0, intra_op_threads=1)
     pipe = tmp_path / "m.onnx"
     os.mkfifo(pipe)
     loading = asyncio.ensure_future(registry.load("m"))
-    writer = await asyncio.to_thread(pipe.open, "wb")  # when ONNX Runtime opens the file
+    writer = await asyncio.to_thread(pipe.open, "wb")  # returns when ONNX Runtime opens the file
     unloading = asyncio.ensure_future(registry.unload("m"))
     for _ in range(3):
         await asyncio.sleep(0)

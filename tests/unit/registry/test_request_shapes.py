@@ -1,4 +1,4 @@
-"""The requests that can share a batch."""
+"""The shapes of requests that can share a batch."""
 
 import numpy as np
 import pytest

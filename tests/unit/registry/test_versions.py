@@ -27,7 +27,7 @@ OPENING = "opening the session on CPUExecutionProvider, for 0 s"
 
 
 class Lines(logging.Handler):
-    """The fields of log lines, for the loop to wait for."""
+    """Records the fields of log lines, and lets the loop wait for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Path]:
-    """The model ``m``, whose opening lasts until it is written."""
+    """The model ``m``, whose opening lasts until the test writes it."""
     path = tmp_path / "m.onnx"
     os.mkfifo(path)
     yield path
-    with suppress(OSError):  # no reader is left unless the test failed: the loader's thread would stay then
+    with suppress(OSError):  # no reader is left, unless the test failed; then the loader's thread would remain
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
@@ -78,5 +78,5 @@ async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, cap
     assert (record.state, record.explanation) == (State.READY, "")
     await draining.close()
     loader.close()
-    # All tasks of the load have ended; otherwise they would log for ever.
+    # All tasks of the load have ended; otherwise they would log forever.
     await asyncio.wait_for(asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True), 30)

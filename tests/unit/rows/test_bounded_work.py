@@ -80,7 +80,7 @@ def chain(length: int) -> onnx.ModelProto:
 
 
 def loops(depth: int) -> onnx.ModelProto:
-    """Loops in loops, each of which makes its state longer in every round."""
+    """Nested loops, each of which lengthens its state in every iteration."""
     graph = onnx.helper.make_graph
     value = onnx.helper.make_tensor_value_info
     node = onnx.helper.make_node

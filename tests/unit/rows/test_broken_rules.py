@@ -1,6 +1,6 @@
-"""Rules broken on purpose: the lists of models and the random graphs detect each of them.
+"""Intentionally broken rules: the lists of models and the random graphs detect each of them.
 
-A test that finds nothing in the rules as they are shows little unless it would find something in others.
+A test that finds no fault in the real rules is only meaningful if it finds the faults of broken ones.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +28,11 @@ Patch = pytest.MonkeyPatch
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """In place of a check."""
+    """Replaces a check and does nothing."""
 
 
 def _breaks(op: str, apply: Callable[[Call], Output]) -> Callable[[Patch], None]:
-    """Another rule for an operator."""
+    """Replace the rule of an operator."""
     return lambda patch: patch.setitem(RULES, ("", op), replace(RULES["", op], apply=apply))
 
 
@@ -41,7 +41,7 @@ def _never_checks(module: object, name: str) -> Callable[[Patch], None]:
 
 
 def _never_checks_axes(verb: str) -> Callable[[Patch], None]:
-    """Reductions or normalizations, by the verb of their error, run along any axis."""
+    """Remove the check of axes from reductions or normalizations, which are selected by the verb of their error."""
     off_axis = call.off_axis
 
     def check(value: Value, axes: Iterable[int], what: str) -> None:
@@ -52,7 +52,7 @@ def _never_checks_axes(verb: str) -> Callable[[Patch], None]:
 
 
 def _rows_only(call: Call, values: list[Value]) -> tuple[int, Value] | None:
-    """As ``aligned_axis``, for any pairing of operands without rows."""
+    """Like ``aligned_axis``, but accepts any pairing of operands without rows."""
     return _aligned_axis(call, [value for value in values if value.is_rows] or values)
 
 
@@ -60,14 +60,14 @@ _aligned_axis: Final = call.aligned_axis
 
 
 def _any_rows(call: Call, values: list[Value]) -> tuple[int, Value] | None:
-    """As ``aligned_axis``, for any order of the operands' rows."""
+    """Like ``aligned_axis``, but accepts any order of the operands' rows."""
     first = next((value for value in values if value.is_rows), None)
     rank = max(len(call.dims(value)) for value in values)
     return None if first is None else (rank - len(call.dims(first)) + first.axis, first)
 
 
 def _summed_rows(value: Value, rank: int, result_rank: int, *, is_left: bool) -> int | None:
-    """As ``_matrix_axis``, without a check of the axis that is summed over."""
+    """Like ``_matrix_axis``, without a check of the summed axis."""
     del is_left
     return value.axis + result_rank - rank if value.is_rows else None
 
@@ -96,12 +96,12 @@ _subtract: Final = RULES["", "Sub"].apply
 
 
 def _then(call: Call) -> Output:
-    """The first branch, under any condition."""
+    """Take the first branch, whatever the condition."""
     return call.scope.run_graph(call.attributes["then_branch"], [])  # type: ignore[arg-type]
 
 
 def _equal_lengths(patch: Patch) -> None:
-    """All lengths that are not known are one."""
+    """Treat all unknown lengths as one length."""
     make = Symbols.fresh
     shared: dict[tuple[int, object], Number] = {}
 
@@ -137,7 +137,7 @@ BROKEN: Final[dict[str, Callable[[Patch], None]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A case with what ONNX Runtime made of it."""
+    """A case with ONNX Runtime's results."""
 
     case: Case
     seen: dict[str, Observation] | None

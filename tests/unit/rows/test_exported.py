@@ -1,4 +1,4 @@
-"""No verdict about a model by a real exporter is wrong, and no claim about its tensors."""
+"""No verdict about a model of a real exporter is wrong, nor any claim about its tensors."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Accepted and rejected keys, the errors, and that the time of a check does not depend on the key."""
+"""Accepted and rejected keys, their errors, and checks whose duration does not depend on the key."""
 
 import hmac
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Polling turn by turn, on a fake loop and a clock that the tests set."""
+"""Polling in single iterations, on a fake loop and with a clock that the tests set."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ TURN_NS = 1_000
 
 
 class Turns:
-    """A loop that only has the callbacks of its next turn."""
+    """A loop that only has the callbacks of its next iteration."""
 
     def __init__(self) -> None:
         self.due: list[Callable[..., object]] = []
@@ -28,7 +28,7 @@ class Turns:
 
 
 class World:
-    """A server whose one client sends the next request ``GAP_NS`` after each answer, until a test changes it."""
+    """A server whose only client sends its next request ``GAP_NS`` after each answer, until a test changes it."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -38,13 +38,13 @@ class World:
         self.polling = BusyPolling(loop, self.clock, PollPolicy(200_000), lambda _: self.is_allowed)
 
     def serve(self) -> None:
-        """A request arrives and is answered in the same turn."""
+        """A request arrives and is answered in the same iteration."""
         self.polling.on_request(self.clock.now_ns)
         self.clock.advance(20_000)
         self.polling.on_end(self.clock.now_ns)
 
     def wait(self, gap_ns: int) -> int:
-        """Run turns until the loop sleeps, for at most ``gap_ns``. Returns their number."""
+        """Run iterations until the loop sleeps, for at most ``gap_ns``. Returns their number."""
         until_ns = self.clock.now_ns + gap_ns
         turned = 0
         while self.turns.due and self.clock.now_ns < until_ns:
@@ -88,7 +88,7 @@ def test_loop_sleeps_while_a_request_is_in_flight() -> None:
     world.learn()
     world.polling.on_request(world.clock.now_ns)
     world.serve()
-    assert world.wait(GAP_NS) == 1  # the turn that was due before
+    assert world.wait(GAP_NS) == 1  # the iteration that was already due
     assert not world.turns.due
     world.polling.on_end(world.clock.now_ns)
     assert world.wait(GAP_NS) > 1
@@ -99,7 +99,7 @@ def test_loop_sleeps_while_something_else_needs_the_processor() -> None:
     world.learn()
     world.wait(GAP_NS)
     world.is_allowed = False
-    world.clock.advance(5_000_000)  # for which the last answer holds
+    world.clock.advance(5_000_000)  # the period for which the last answer is valid
     world.serve()
     assert world.wait(GAP_NS) <= 2
     assert not world.turns.due

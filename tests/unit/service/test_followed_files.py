@@ -1,4 +1,4 @@
-"""Followed files whose content changes, settles, cannot be used or cannot be read. The tests make each check."""
+"""Followed files whose content changes, settles, is invalid or cannot be read. The tests trigger each check."""
 
 import asyncio
 from typing import Final
@@ -9,7 +9,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.service.followed_files import FollowedFiles
 
 LONG_S: Final = 30.0
-"""Only a failing test waits so long."""
+"""Upper bound of waits; only failing tests reach it."""
 
 
 class Files:

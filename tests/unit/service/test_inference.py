@@ -94,7 +94,7 @@ def two_outputs(path: Path) -> None:
 
 @pytest_asyncio.fixture
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    """Models ``double``, ``poison``, ``slow``, ``text``, ``two`` (two outputs), ``labelled`` (too) and ``broken``."""
+    """Models ``double``, ``poison``, ``slow``, ``text``, ``broken``, and ``two`` and ``labelled`` with two outputs."""
     builders.unnamed_dims(tmp_path / "double.onnx")
     folder = tmp_path / "poison" / "1"
     folder.mkdir(parents=True)
@@ -192,7 +192,7 @@ async def test_each_outcome_is_counted_once_with_its_labels(stage: Stage) -> Non
         ("", "", "http", "invalid_input"): 1,
         ("", "", "http", "internal"): 1,
     }
-    # A failed run is not a rejection: it was started.
+    # A failed run is not a rejection, because it started.
     assert stage.rejected() == {
         ("", "not_found"): 1,
         ("double", "not_found"): 1,
@@ -221,7 +221,7 @@ async def test_full_queue_is_counted_as_overloaded(stage: Stage) -> None:
 
 async def test_cancelled_call_is_counted_as_cancelled_and_not_as_rejected(stage: Stage) -> None:
     task = asyncio.create_task(stage.infer(request("slow")))
-    await asyncio.sleep(0)  # it is queued and would be chosen in the next turn
+    await asyncio.sleep(0)  # it is queued and would be dispatched in the next iteration
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -269,7 +269,7 @@ async def test_many_classes_are_the_same_off_the_loop(stage: Stage) -> None:
 
 async def test_cancelled_call_with_classes_is_counted_once_and_leaves_the_queue(stage: Stage) -> None:
     asked = replace(request("slow"), outputs=[RequestedOutput("y", classes=1)])
-    for steps in (0, 2):  # before and after the task for the classes has started
+    for steps in (0, 2):  # before and after the start of the task for the classes
         call, outcomes = stage.service.receive("http"), list[object]()
         stage.service.start(call, Given(lambda: asked), AS_IS, outcomes.append, outcomes.append)
         for _ in range(steps):
@@ -360,7 +360,7 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
 
 
 class NoThreads(CodecThreads):
-    """Threads that the system refuses to start."""
+    """The system refuses to start these threads."""
 
     def run(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         raise RuntimeError("can't start new thread")
@@ -398,7 +398,7 @@ async def test_long_answer_is_encoded_on_a_thread(stage: Stage) -> None:
 
 
 class ThreadOf:
-    """An encoder that answers with the thread on which another one would be called."""
+    """An encoder whose answer is the thread on which it was called."""
 
     def __init__(self, encoder: AnswerEncoder[Any]) -> None:
         self.is_long = encoder.is_long
@@ -422,7 +422,7 @@ async def test_few_long_texts_and_many_short_outputs_are_encoded_on_a_thread(
     assert not await is_on_loop(texts("ä" * 2**20))
     assert await is_on_loop(request("two"))
     rows = np.ones((INLINE_ELEMENTS // 4, 4), np.float32)
-    # Two outputs, each as long as one may be. Binary outputs count by their size.
+    # Two outputs, each of the maximum length. Binary outputs count by their size.
     assert await is_on_loop(request("two", rows)) == isinstance(encoder, GrpcEncoder)
 
 
@@ -532,12 +532,12 @@ async def test_request_whose_candidate_ran_and_that_stable_rejects_is_counted_as
 
     error = await stage.refusal(replace(poisoned(), model_name="tried"))
 
-    assert (error.kind, error.version) == (ErrorKind.INVALID_INPUT, "1")  # of other datatypes
+    assert (error.kind, error.version) == (ErrorKind.INVALID_INPUT, "1")  # the candidate has other datatypes
     assert stage.rejected() == {("tried", "invalid_input"): 1}
 
 
 class Shadow(AlwaysCandidate):
-    """Notes the requests that a shadow rollout would copy."""
+    """Records the requests that a shadow rollout would copy."""
 
     is_canary = False
 
@@ -564,7 +564,7 @@ async def test_a_copy_of_a_request_with_a_long_raw_text_is_not_decoded_again(sta
 
 
 async def test_requests_of_one_failed_batch_get_separate_errors(stage: Stage) -> None:
-    # So many failing requests that the search ends before each has failed alone.
+    # So many failing requests that the search ends before each has run alone.
     ids = [str(number) for number in range(32)]
     outcomes = await asyncio.gather(*(stage.infer(poisoned(one)) for one in ids), return_exceptions=True)
     errors = [outcome for outcome in outcomes if isinstance(outcome, ServeError)]

@@ -1,4 +1,4 @@
-"""Key files: their content, and that an invalid file changes nothing."""
+"""Key files: their content, and the rule that an invalid file changes nothing."""
 
 import logging
 from collections.abc import Set
@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
 
 
 class Opened:
-    """A keyring that follows the files of some groups. The tests make each check."""
+    """A keyring that follows the files of some groups. The tests trigger each check."""
 
     def __init__(self, paths: dict[Group, Path]) -> None:
         files = KeyFiles(paths)
@@ -42,14 +42,14 @@ class Opened:
 
 
 def put(file: Path, text: str) -> None:
-    """Replace a file in one step."""
+    """Replace a file atomically."""
     new = file.with_name(".new")
     new.write_text(text)
     new.replace(file)
 
 
 def write(file: Path, text: str) -> None:
-    """Write over a file, as an editor or a copy does."""
+    """Overwrite a file in place, as an editor or a copy does."""
     file.write_text(text)
 
 

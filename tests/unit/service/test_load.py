@@ -65,7 +65,7 @@ def test_utilization_is_the_maximum_of_the_models_and_the_loop(stage: Stage) -> 
     stage.pass_time(1, loop=0.5, answered=1)
     assert stage.meter.report().application_utilization == pytest.approx(1.25)
     assert stage.meter.report().named_metrics == {"saturation": 1.25, "event_loop_utilization": pytest.approx(0.5)}
-    stage.model.set_saturation_source(lambda: None)  # not known
+    stage.model.set_saturation_source(lambda: None)  # unknown
     stage.pass_time(1, loop=0.5)
     assert stage.meter.report().application_utilization == pytest.approx(0.5)
 

@@ -1,4 +1,4 @@
-"""Log settings, as clients of either protocol change them."""
+"""Log settings, changed by clients of either protocol."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""What becomes of a server whose device is lost: it refuses, is not ready, and not live, so that it is replaced.
+"""A server whose device is lost rejects requests, and is neither ready nor live, so that it is replaced.
 
-In the same way whether it serves or is still loading by then.
+This holds while it serves and while it is still loading.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ async def test_a_server_whose_device_is_lost_is_neither_ready_nor_live(tmp_path:
         registry.find("one", "")
     assert refused.value.kind is ErrorKind.NOT_READY
 
-    device.is_lost = False  # it seems to work again, but a lost context is never used again
+    device.is_lost = False  # it seems to work again, but a lost context is never reused
     with pytest.raises(ServeError, match="host:0 is lost"):
         await ask(served[1])
     await registry.close()
@@ -121,7 +121,7 @@ class FailingSession:
 
 
 class Loading:
-    """A server with a model that serves and one, ``late``, that is not loaded yet."""
+    """A server with a model that serves, and a model ``late`` that is not loaded yet."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = FailsOnce()
@@ -186,9 +186,9 @@ async def test_device_that_is_lost_while_a_model_loads_is_lost_for_the_server(
     assert (record.state, record.reason) == (State.FAILED, server.models.lost)
     assert "device is lost" in caplog.messages
 
-    with pytest.raises(ServeError, match="host:0 is lost"):  # the model that served before fails now
+    with pytest.raises(ServeError, match="host:0 is lost"):  # the model that served before now fails
         await ask(served)
-    with pytest.raises(ServeError, match="host:0 is lost"):  # and no model is loaded, although the device seems to work
+    with pytest.raises(ServeError, match="host:0 is lost"):  # no model is loaded, although the device seems to work
         await server.registry.load("late")
     await server.registry.close()
 

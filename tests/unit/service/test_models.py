@@ -22,7 +22,7 @@ from ortserve.telemetry.metrics import Metrics
 
 @pytest_asyncio.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
-    """``m`` in versions 2 and 3, both to be served, not loaded yet."""
+    """``m`` in versions 2 and 3, both configured to serve and not loaded yet."""
     for version in ("2", "3"):
         (tmp_path / "m" / version).mkdir(parents=True)
         builders.identity(tmp_path / "m" / version / "model.onnx")
@@ -140,7 +140,7 @@ async def test_server_stays_ready_after_a_failed_reload_and_after_an_unload(
     assert not models.is_ready()
 
 
-async def test_readiness_of_versions(registry: Registry) -> None:
+async def test_only_loaded_versions_are_ready(registry: Registry) -> None:
     await registry.load_all()
     models = service(registry)
     ready = {version: models.is_model_ready("m", version) for version in ("", "1", "2", "3", "x")}
@@ -157,7 +157,7 @@ async def test_server_metadata_lists_only_served_extensions(registry: Registry) 
     assert "trace" not in metadata.extensions, "settings are kept, but no traces written"
 
 
-async def test_model_metadata(registry: Registry) -> None:
+async def test_metadata_describe_the_model(registry: Registry) -> None:
     await registry.load_all()
     models = service(registry)
     metadata = models.model_metadata("m", "")

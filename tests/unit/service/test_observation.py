@@ -1,4 +1,4 @@
-"""What viewers of the console get: shared frames of what changed, a bounded queue, and a bounded number of viewers."""
+"""The console's events: shared frames of changes, a bounded queue per viewer, and a bounded number of viewers."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ class FakeRegistry:
 
 
 class Stage:
-    """An observation whose passes the test makes."""
+    """An observation whose passes the test triggers."""
 
     def __init__(self, *names: str) -> None:
         registry: Any = FakeRegistry(*names)
@@ -68,7 +68,7 @@ class Stage:
 
 
 async def events(viewer: Viewer) -> list[tuple[str, Any]]:
-    """The events that wait, and None for the end."""
+    """The waiting events, and None for the end."""
     found = []
     while viewer._events:
         event = await viewer.next()
@@ -205,7 +205,7 @@ async def test_first_viewer_of_many_versions_does_not_hold_the_event_loop() -> N
     stage = Stage(*(f"m{number}" for number in range(500)))
     second = asyncio.create_task(stage.observation.view(None))
     first, turns = await run_counting_turns(stage.observation.view(None))
-    assert turns >= 2 * 500 / 50  # they are listed, then read
+    assert turns >= 2 * 500 / 50  # they are listed first, then read
     for viewer in (first, await second):
         ((_, whole),) = await events(viewer)
         assert len(whole["models"]) == 500

@@ -1,4 +1,4 @@
-"""Request parameters that the server itself understands."""
+"""Request parameters that the server itself interprets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whether and how long the loop polls, with generated times."""
+"""The decision to poll and its duration, with generated times."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,7 +64,7 @@ def test_wasted_polling_is_recovered_over_time() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 400_000), st.integers(0, 5_000_000)), max_size=300))
 def test_waste_stays_below_a_twentieth_of_the_time(steps: list[tuple[int, int]]) -> None:
-    """For all gaps, if the loop polls for the whole budget each time."""
+    """This holds for all gaps, if the loop polls for the whole budget each time."""
     policy = PollPolicy(MAX_NS)
     began_ns = now_ns = S
     wasted_ns = 0

@@ -23,12 +23,12 @@ from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.shared_object import FOLDER, SharedObject
 
 LARGE = 8 * 1024 * 1024
-"""Copied on a thread."""
+"""Size of a tensor that a thread copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A shared memory object as the caller that made it sees it."""
+    """A shared memory object from the view of the caller that created it."""
 
     path: Path
 
@@ -58,7 +58,7 @@ def regions(owned: Owned) -> SharedMemory:
 
 @pytest.fixture
 def large(owned: Owned) -> SharedMemory:
-    """The object is ``LARGE``, and the region ``r``."""
+    """The object has ``LARGE`` bytes and is the region ``r``."""
     owned.fill(bytes(LARGE))
     regions = SharedMemory(is_allowed=True)
     regions.register("r", owned.path.name, 0, LARGE)
@@ -137,7 +137,7 @@ async def test_large_tensors_are_copied_on_a_thread_while_the_loop_goes_on(
 
 
 async def test_many_texts_are_decoded_and_encoded_on_a_thread(owned: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take some hundred times as long as a copy of as many bytes."""
+    """They take about a hundred times as long as a copy of as many bytes."""
     count = INLINE_ELEMENTS + 1
     content = b"\4\0\0\0text" * count
     owned.fill(content)

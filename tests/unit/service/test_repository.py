@@ -1,4 +1,4 @@
-"""The modes of a repository service, and the valid requests in each."""
+"""The modes of a repository service, and the requests that are valid in each."""
 
 import time
 from collections.abc import AsyncIterator

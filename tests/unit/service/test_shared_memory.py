@@ -32,13 +32,13 @@ def regions() -> SharedMemory:
 
 
 def is_open(key: str) -> bool:
-    """Whether this process has the object open; descriptors are closed on a thread."""
+    """Whether this process has the object open; a thread closes descriptors."""
     links = (os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir())
     return str(FOLDER / key[1:]) in links
 
 
 def settle(regions: SharedMemory) -> None:
-    """Wait for all work on the threads."""
+    """Wait for all work of the threads."""
     regions.threads.shutdown()
 
 
@@ -134,7 +134,7 @@ def test_span_beyond_the_end_of_its_region_is_rejected(
     assert caught.value.message.startswith(text)
     regions.unregister("r")
     settle(regions)
-    assert not is_open(key)  # nothing was leased
+    assert not is_open(key)  # there was no lease
 
 
 def test_span_of_an_unknown_region_is_not_found(regions: SharedMemory) -> None:
@@ -208,7 +208,7 @@ def test_default_limit_is_a_quarter_of_the_descriptors(
 
 
 class OnGpu(RegionMemory):
-    """Memory on a GPU, faked in host memory."""
+    """GPU memory, simulated in host memory."""
 
     may_wait = True
 
@@ -227,7 +227,7 @@ class OnGpu(RegionMemory):
 
 
 class Gpus:
-    """Opens memory of 16 bytes, once ``may_open`` is set."""
+    """Opens memory of 16 bytes once ``may_open`` is set."""
 
     def __init__(self) -> None:
         self.may_open = threading.Event()

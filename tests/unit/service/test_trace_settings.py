@@ -1,4 +1,4 @@
-"""Trace settings, as clients of either protocol change them, and the requests that they select."""
+"""Trace settings, changed by clients of either protocol, and the requests that they select."""
 
 import time
 from collections.abc import AsyncIterator
@@ -43,7 +43,7 @@ class Stage:
 
 @pytest_asyncio.fixture
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    """Of a server with the models ``m`` and ``n``."""
+    """The settings of a server with the models ``m`` and ``n``."""
     for name in "mn":
         builders.identity(tmp_path / f"{name}.onnx")
     registry = Registry([tmp_path], LoadOptions(warmup_s=0), Metrics(CollectorRegistry()), time.monotonic_ns)
@@ -80,10 +80,10 @@ async def test_reset_setting_has_the_value_of_the_option(stage: Stage) -> None:
 async def test_one_of_rate_requests_is_traced_and_each_change_restarts_the_count(stage: Stage) -> None:
     traces = stage.settings(trace_level="TIMESTAMPS", trace_rate=3)
     assert taken(traces, "m", 7) == [3, 6]
-    assert taken(traces, "n", 2) == [2]  # m's seventh was their first
+    assert taken(traces, "n", 2) == [2]  # m's seventh request was their first
     traces.update({"trace_rate": 2})
     assert taken(traces, "n", 5) == [2, 4]
-    traces.update({})  # only reads
+    traces.update({})  # only reads the settings
     assert taken(traces, "n", 1) == [1]
 
 

@@ -39,7 +39,7 @@ class Stage:
         await self.service.serve(self.service.receive(protocol, begun_ns=1), Given(lambda: request), AS_IS)
 
     async def traces(self) -> list[dict[str, Any]]:
-        """All, once the turn of the loop that ended the last request is over."""
+        """All traces, after the iteration of the loop that ended the last request."""
         await asyncio.sleep(0)
         self.settings.close()
         traces: list[dict[str, Any]] = json.loads(self.path.read_bytes())
@@ -120,7 +120,7 @@ async def test_trace_of_a_cancelled_request_ends_although_its_batch_continues(st
     stage.service.start(call, Given(lambda: request("slow")), AS_IS, outcomes.append, outcomes.append)
     call.cancel()
     assert not outcomes
-    # As its batch does when it is over, which may be in this turn of the loop; the trace is spelled in the next.
+    # A batch may end in this iteration of the loop; the trace is encoded in the next.
     call.timing.taken_ns = call.timing.staged_ns = call.timing.computed_ns = time.monotonic_ns()
     (trace,) = await stage.traces()
     assert names(trace)[-2:] == ["QUEUE_START", "REQUEST_END"]

@@ -96,7 +96,7 @@ MODELS = 1000
 
 
 class World:
-    """A registry with everything that a server exposes."""
+    """A registry with all metrics that a server exposes."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -119,7 +119,7 @@ class World:
 
 
 def contents(text: str) -> dict[str, object]:
-    """Each family's type, help and samples in any order; those of the process, which change at each look, left out."""
+    """The type, help and samples of each family in any order, without those of the process, which change constantly."""
     return {
         family.name: (
             family.type,
@@ -183,7 +183,7 @@ def test_scrape_of_a_thousand_models_is_bounded_in_time_and_size(is_used: bool, 
 
 
 def spent_s(work: Callable[[], object]) -> float:
-    """Processor time of this thread."""
+    """Processor time of this thread in seconds."""
     begin_s = time.thread_time()
     work()
     return time.thread_time() - begin_s

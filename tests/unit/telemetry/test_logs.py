@@ -192,7 +192,7 @@ FIELDS = {"protocol": "http", "model": "m", "request_id": "two words", "ms": 1.2
 
 
 class Writes(io.StringIO):
-    """Standard error, each write apart."""
+    """Standard error that records each write separately."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ SECOND_NS = 1_000_000_000
 
 
 def write(folder: Path, *ticks: int) -> None:
-    """A ``stat`` with user, nice, system, idle, iowait, irq, softirq, steal and so on; others 0."""
+    """Write a ``stat`` with user, nice, system, idle, iowait, irq, softirq, steal and so on; others are 0."""
     counts = [*ticks, *[0] * (10 - len(ticks))]
     (folder / "stat").write_text(f"cpu  {' '.join(map(str, counts))}\ncpu0 1 2 3\nintr 7\n")
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 def test_utilization_covers_the_time_since_the_last_read(folder: Path) -> None:
     clock = FakeClock()
     reader = CpuReader(clock, folder)
-    write(folder, 101, 1, 1, 110, 1, 1, 1, 1, 500, 500)  # 6 of 17 ticks; guests' are among the user's
+    write(folder, 101, 1, 1, 110, 1, 1, 1, 1, 500, 500)  # 6 of 17 ticks; user ticks include those of guests
     assert reader.read() == CpuReading(6 / 17, 1000 * 1024, 750 * 1024)
     write(folder, 103, 1, 1, 112, 1, 1, 1, 1)
     clock.advance(SECOND_NS)

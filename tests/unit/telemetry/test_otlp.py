@@ -46,7 +46,7 @@ def nowhere() -> str:
 
 
 def export(collector: Collector, path: bytes = b"", **ended: Any) -> Trace:
-    """The trace of one request, as it reaches the collector."""
+    """Export one request. Returns its trace as the collector receives it."""
     tracing = tracing_to(collector.endpoint)
     trace = tracing.begin(OPERATION, None, (), path)
     assert trace is not None
@@ -111,7 +111,7 @@ def test_parent_decides_at_any_ratio(nowhere: str, ratio: float) -> None:
     assert sampled.trace_id == TRACE_ID
     assert sampled.span_id not in (PARENT_ID, "0" * 16)
     assert unsampled is None
-    assert of_later_version is None  # its flag is unset, too
+    assert of_later_version is None  # its flag is unset as well
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Trace files on a real disk, the record of a trace, and when traces are written."""
+"""Trace files on a real disk, the record of a trace, and the times of writes."""
 
 import json
 import logging
@@ -105,7 +105,7 @@ def test_full_disk_drops_traces_logs_once_and_leaves_valid_files(
     path = tmp_path / "trace.json"
     files = TraceFiles(path, max_bytes=MANY)
     files.append(records(*range(20)))
-    files._writer.submit(int).result()  # the thread has caught up
+    files._writer.submit(int).result()  # waits until the thread has written
     with files_of_at_most(path.stat().st_size + 50):
         for _ in range(3):
             files.append(records(*range(100)))
@@ -241,7 +241,7 @@ def test_long_request_id_is_cut() -> None:
 
 @dataclass
 class FakeFiles:
-    """Keeps what is written: ``grown`` the file that grows, ``numbered`` the others."""
+    """Records writes: ``grown`` is the growing file, ``numbered`` the others."""
 
     grown: list[bytes] = field(default_factory=list)
     numbered: list[list[bytes]] = field(default_factory=list)
@@ -295,7 +295,7 @@ def test_count_writes_a_numbered_file_once_complete(files: FakeFiles) -> None:
     trace_all(one, b"a")
     assert one.take()
     assert one.take()
-    one.collect(b"c")  # while b is on its way
+    one.collect(b"c")  # while b is being written
     assert files.numbered == []
     one.collect(b"b")
     assert files == FakeFiles(numbered=[[b"a", b"c", b"b"]])

@@ -21,7 +21,7 @@ def start(environment: dict[str, str], **options: Any) -> Tracing | None:
 
 
 def samples(environment: dict[str, str], **options: Any) -> bool:
-    """Whether a request without a parent gets a trace."""
+    """Whether a request without a parent is traced."""
     tracing = start(environment, endpoint=ENDPOINT, **options)
     assert tracing is not None
     tracing.close(0)

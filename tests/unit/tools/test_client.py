@@ -1,4 +1,4 @@
-"""Addresses of servers, and blocking calls to what may answer there."""
+"""Addresses of servers, and blocking calls to the programs that answer there."""
 
 import socket
 import threading
@@ -53,7 +53,7 @@ def test_names_of_models_cannot_leave_their_place_in_the_path() -> None:
 
 @contextmanager
 def peer(answer: bytes) -> Iterator[Client]:
-    """A client of a server that answers its first call with these bytes, and then closes the connection."""
+    """A client of a server that answers its first call with these bytes and closes the connection."""
 
     def serve() -> None:
         connection, _ = listener.accept()
@@ -100,14 +100,14 @@ def test_answer_may_end_with_its_connection() -> None:
         assert client.call("/v2").json() == {}
 
 
-def test_silence_ends() -> None:
+def test_silent_server_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Client(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=0.05)
         with pytest.raises(ServeError, match=r"no server answers: waited 0\.05 s"):
             client.ask("/v2")
 
 
-def test_answer_that_never_ends_ends() -> None:
+def test_endless_answer_is_cut_off() -> None:
     has_left = threading.Event()
 
     def serve() -> None:

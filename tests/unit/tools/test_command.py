@@ -1,4 +1,4 @@
-"""What all tools do with their results and failures."""
+"""The handling of results and failures that all tools share."""
 
 import argparse
 import io

@@ -11,7 +11,7 @@ from ortserve.tools.control import Control
 
 
 def test_grpc_server_that_lacks_an_extension_is_told_from_one_of_another_kind() -> None:
-    server = grpc.server(ThreadPoolExecutor(1))  # it has no calls at all
+    server = grpc.server(ThreadPoolExecutor(1))  # it supports no calls
     control = Control(parse_address(f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"), "m")
     server.start()
     try:

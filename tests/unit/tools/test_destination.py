@@ -15,7 +15,7 @@ from ortserve.tools.subject import Subject, find_model
 
 @pytest.fixture(autouse=True)
 def opened_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are opened in this process, which saves a second each."""
+    """Open models in this process, which saves a second each."""
     monkeypatch.setattr(folder_module, "call_apart", lambda limit_s, function, *arguments: function(*arguments))
 
 
@@ -91,7 +91,7 @@ def test_a_destination_is_checked_before_the_work(source: Subject, tmp_path: Pat
 
 
 def test_nothing_is_written_if_the_version_is_refused(source: Subject, tmp_path: Path) -> None:
-    builders.mlp(source.path)  # the served version has other inputs now
+    builders.mlp(source.path)  # the served version now has other inputs
     before = files(tmp_path)
     with pytest.raises(ServeError, match="allow-changed-interface"):
         make(source, parsed("-o", tmp_path / "better.onnx", "--publish"))

@@ -11,7 +11,7 @@ from ortserve.tools.subject import Subject
 
 
 def test_a_model_whose_rows_meet_is_run_in_the_form_of_the_first_one(tmp_path: Path) -> None:
-    """The first has its rows on axis 1. The second does not show where, and takes no other form, as axis 0 is fixed."""
+    """The first model has its rows on axis 1. The second does not show its axis; its fixed axis 0 rejects others."""
     x, y = patterns.value("x", 4, "batch", 3), patterns.value("y", 4, "batch", 3)
     nodes = [helper.make_node("ReduceMean", ["x"], ["mean"]), helper.make_node("Sub", ["x", "mean"], ["y"])]
     first = patterns.write(tmp_path / "first.onnx", [helper.make_node("Relu", ["x"], ["y"])], [x], [y], {})

@@ -1,4 +1,4 @@
-"""Samples of files and folders: joined by shape, taken in proportion, each once, and errors that name the file."""
+"""Samples of files and folders: joined by shape, used once each and in proportion, and errors that name the file."""
 
 from collections import Counter
 from itertools import chain
@@ -69,7 +69,7 @@ def test_batches_have_one_shape_and_visit_all_samples_in_proportion(folder: Path
     one_by_one = [first_tokens(inputs, 1, number) for number in range(20)]
     assert sorted(chain(*one_by_one[:10])) == list(range(10))
     assert one_by_one[10:] == one_by_one[:10]
-    by_two = [first_tokens(inputs, 2, number) for number in range(6 * 7)]  # 4 + 1 + 1 batches, and 7 laps
+    by_two = [first_tokens(inputs, 2, number) for number in range(6 * 7)]  # 4 + 1 + 1 batches, repeated 7 times
     assert Counter(chain(*by_two)) == {**dict.fromkeys(range(7), 8), 7: 7, 8: 7, 9: 14}
     assert {len(tokens) for tokens in by_two} == {2}
     assert {len({token in (7, 8) for token in tokens}) for tokens in by_two} == {1}

@@ -1,4 +1,4 @@
-"""Damaged files of models: all commands that open models name the damage in the same words."""
+"""Damaged files of models: all commands that open models describe the damage in the same words."""
 
 from collections.abc import Callable
 from importlib import import_module

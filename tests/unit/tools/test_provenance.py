@@ -60,7 +60,7 @@ def test_a_provenance_is_written_and_read_and_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": "ortserve.provenance/1"}'])
-def test_a_malformed_provenance_is_none(tmp_path: Path, content: str) -> None:
+def test_a_malformed_provenance_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / "m.provenance.json").write_text(content)
     assert read_provenance(tmp_path / "m.onnx") is None
 

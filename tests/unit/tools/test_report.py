@@ -103,7 +103,7 @@ def test_progress_on_a_terminal_shows_no_control_characters_of_names(monkeypatch
 
 
 class Page(HTMLParser):
-    """Collects the ids of a page, and what it would load."""
+    """Collects the ids of a page, and the resources that it would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,17 +155,17 @@ def test_same_chart_gives_same_text() -> None:
         (2.5e7, "2.5e+07"),
     ],
 )
-def test_number_text(value: float, text: str) -> None:
+def test_numbers_are_shown_with_few_digits(value: float, text: str) -> None:
     assert number_text(value) == text
 
 
 @pytest.mark.parametrize(
     ("nbytes", "text"), [(12, "12 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB"), (5 * 2**40, "5,120 GiB")]
 )
-def test_bytes_text(nbytes: int, text: str) -> None:
+def test_bytes_are_shown_in_the_largest_unit(nbytes: int, text: str) -> None:
     assert bytes_text(nbytes) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.0, "2.00 s"), (0.0123, "12.3 ms"), (4.2e-6, "4.20 µs")])
-def test_duration_text(seconds: float, text: str) -> None:
+def test_durations_are_shown_in_a_suitable_unit(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text

@@ -15,7 +15,7 @@ def trial(seconds: np.ndarray) -> _Trial:
 
 
 def test_the_ratio_comes_from_pairs_of_blocks() -> None:
-    """The machine slows down by a factor of ten meanwhile, which both models share."""
+    """Meanwhile the machine becomes slower by a factor of ten, which affects both models."""
     drift = np.geomspace(0.001, 0.01, 30)
     noise = np.random.default_rng(0).normal(1, 0.01, (5, 30))
     speed = _speed([trial(drift * one) for one in noise], [trial(drift / 2)] * 5)
@@ -28,7 +28,7 @@ def test_the_ratio_comes_from_pairs_of_blocks() -> None:
 
 
 def test_intervals_cover_the_truth_although_processes_of_one_model_differ() -> None:
-    """The layout of memory makes a process slower for as long as it lives, which more blocks do not average out."""
+    """The layout of memory makes a process slower for its whole life, which more blocks do not average out."""
     random = np.random.default_rng(1)
     found = 0
     for _ in range(400):
@@ -81,11 +81,11 @@ def fill_the_disk() -> None:
 
 
 def run_out_of_memory() -> None:
-    raise OutOfMemoryError("too little memory")  # whose constructor takes no kind
+    raise OutOfMemoryError("too little memory")  # its constructor takes no kind
 
 
 def test_errors_of_another_process_keep_their_kind() -> None:
-    """The exit status depends on it: a full disk is no wrong argument, nor is the end of a process."""
+    """The exit status depends on it: neither a full disk nor a crashed process is a wrong argument."""
     with pytest.raises(OSError, match="No space left") as full:
         call_apart(60, fill_the_disk)
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "model.onnx")

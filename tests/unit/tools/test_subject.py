@@ -1,4 +1,4 @@
-"""The model that a tool looks at."""
+"""The model that a tool reads."""
 
 from pathlib import Path
 

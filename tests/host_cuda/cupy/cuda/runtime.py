@@ -22,7 +22,7 @@ class CUDARuntimeError(RuntimeError):
 
 def _check(status: int) -> None:
     if status:
-        _lib.cudaGetLastError()  # as cupy does, so that no other call reports it
+        _lib.cudaGetLastError()  # like cupy, so that later calls do not report it
         raise CUDARuntimeError(status)
 
 

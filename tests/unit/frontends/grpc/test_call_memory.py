@@ -1,4 +1,4 @@
-"""A rejected call releases its message at once: a reference cycle would keep it, uncounted, for the collector."""
+"""A rejected call releases its message at once; a reference cycle would hold it, uncounted, until a collection."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ def _no_collector() -> Iterator[None]:
 
 
 class FakeContext:
-    """Keeps the exception of an abort, as grpc's does, and so all frames that it passed."""
+    """Holds the exception of an abort, as grpc's context does, and thereby all frames that it passed."""
 
     def __init__(self, messages: list[bytes]) -> None:
         self._messages = messages
@@ -82,7 +82,7 @@ async def read_and_parse(context: Context) -> None:
 
 
 async def run(handler: Handler, context: FakeContext, data: bytes) -> None:
-    """Have a call of one message answered, whichever way its handler takes it."""
+    """Answer a call of one message, in the way that its handler requires."""
     any_handler: Any = handler
     is_unary = handler.unary_unary is not None
     call = any_handler.unary_unary(data, context) if is_unary else any_handler.stream_stream(None, context)

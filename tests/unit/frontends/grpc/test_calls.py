@@ -12,7 +12,7 @@ from ortserve.frontends.grpc.calls import answering, streaming
 
 
 class Left:
-    """The context of a call just before grpc cancels it: no message can be sent any more."""
+    """The context of a call just before grpc cancels it, when messages can no longer be sent."""
 
     async def abort(self, *_: object) -> None:
         raise grpc.aio.InternalError("Failed 'execute_batch'")

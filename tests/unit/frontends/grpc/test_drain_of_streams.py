@@ -1,4 +1,4 @@
-"""A drain lets streams finish their current write: grpcio cannot end a call within one."""
+"""A drain lets streams finish their current write, because grpcio cannot end a call during a write."""
 
 import asyncio
 from typing import Any, NoReturn
@@ -68,7 +68,7 @@ async def test_drain_finishes_the_current_write_before_the_stream_ends(name: str
     await asyncio.wait_for(caller.is_writing.wait(), LONG_S)
 
     streams.begin_drain()
-    for _ in range(20):  # turns of the loop, more than a cancellation takes
+    for _ in range(20):  # iterations of the loop, more than a cancellation takes
         await asyncio.sleep(0)
     assert not call.done()
     assert caller.status is None

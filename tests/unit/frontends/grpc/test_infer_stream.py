@@ -8,7 +8,7 @@ from ortserve.frontends.grpc.infer_stream import StreamQuota
 
 
 def has_room(quota: StreamQuota) -> bool:
-    """Whether a reader would go on without waiting."""
+    """Whether a reader would continue without waiting."""
     waiting = quota.wait()
     try:
         waiting.send(None)

@@ -22,7 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Faulty:
-    """Services of which each call is a fault."""
+    """Services in which every call raises an exception."""
 
     def __getattr__(self, name: str) -> Any:
         def fail(*_: object) -> None:
@@ -36,7 +36,7 @@ def get(path: str, *headers: str, method: str = "GET") -> bytes:
 
 
 async def answer(app: ASGIApp, *pieces: bytes) -> tuple[int, dict[str, str], bytes, bool]:
-    """Status, headers, content and whether the connection is closed."""
+    """Send requests. Returns status, headers, content and whether the connection is closed."""
     written, is_closed = await HttpSide(app).answer(list(pieces))
     head, _, content = written.partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
@@ -176,7 +176,7 @@ async def test_application_awaiting_a_body_is_notified_of_a_disconnect() -> None
     written, _ = await side.answer([get("/x", "Content-Length: 5", method="POST"), b"ab"])
     await asyncio.wait_for(is_over.wait(), 10)
     assert (written, seen) == (b"", ["http.disconnect"])
-    await asyncio.sleep(0)  # the task of the application ends, and is forgotten in the next turn
+    await asyncio.sleep(0)  # the application's task ends, and is removed in the next iteration
     assert side.state.tasks == set()
 
 

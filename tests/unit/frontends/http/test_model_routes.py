@@ -1,4 +1,4 @@
-"""Health answers for requests on another thread than the event loop's."""
+"""Health answers for requests on a thread other than the event loop's."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from ortserve.frontends.http.model_routes import HealthFromThreads
 
 @dataclass
 class Models:
-    """The state that the answers depend on."""
+    """The state that determines the answers."""
 
     is_exiting: bool = False
     lost: str = ""

@@ -86,7 +86,7 @@ def _known_of(call: Call) -> tuple[object, ...]:
 
 
 def request(rng: random.Random) -> bytes:
-    """Most are like many others, some are wrong in one way or another."""
+    """A random request: most equal many others, some are invalid."""
     is_odd = rng.random() < 0.2
     lines = [rng.choice(TARGETS + OTHERS * is_odd), b"Host: x", *HEADERS[: rng.randrange(len(HEADERS) + 1)]]
     lines += [line % rng.randrange(1000) for line in VARYING if rng.random() < 0.1]
@@ -104,7 +104,7 @@ def request(rng: random.Random) -> bytes:
 
 
 def stream(rng: random.Random) -> list[bytes]:
-    """Requests, most of them in separate segments."""
+    """Random requests, most of them in separate segments."""
     pieces: list[bytes] = []
     for _ in range(rng.randrange(1, 12)):
         came = request(rng)
@@ -233,7 +233,7 @@ async def test_key_is_checked_on_each_request_behind_a_known_head() -> None:
     "value", [b"", b" 1", b"1 ", b"1\t2", b"\xe9", b"a\x01b", b"a\x00b", b"1\nb3: 2", b"1\rb", b"x" * 5000]
 )
 async def test_odd_header_value_is_read_as_by_the_parser(value: bytes) -> None:
-    """The value of a header that may be any, in an otherwise known head."""
+    """A value for a header that may have any, in an otherwise known head."""
     requests = [whole(0, b"X-Request-Id: " + said) for said in (b"1", value)]
     knowing, parsing = HttpSide(heads=HeadCache()), HttpSide(heads=Forgetful())
     assert await knowing.answer(requests) == await parsing.answer(requests)
@@ -248,7 +248,7 @@ async def test_known_head_with_a_value_over_the_limit_is_rejected() -> None:
 
 
 async def test_head_over_the_limit_is_rejected_in_a_part_of_a_read() -> None:
-    """As the rest of a costly read arrives, after reads that were shorter than the limit."""
+    """The rest of a costly read arrives in this way, after reads shorter than the limit."""
     written = bytearray()
     protocol, _ = HttpSide().connect(written)
     protocol.data_received(whole(0, b"X-Request-Id: 1"))
@@ -298,14 +298,14 @@ def test_oldest_head_is_evicted_and_long_heads_are_not_cached() -> None:
 
 
 def whole(number: int, line: bytes = b"Accept: */*") -> bytes:
-    """A request whose head has this number, and this line."""
+    """A complete request whose head contains this number and this line."""
     body = BODIES[0]
     lines = (TARGETS[0], b"Host: x", b"User-Agent: %d" % number, line, b"Content-Length: %d" % len(body), b"", body)
     return b"\r\n".join(lines)
 
 
 def all_kept(heads: HeadCache) -> list[bytes]:
-    """Every byte that is kept: of the keys and of what came of parsing."""
+    """All bytes in the cache: its keys and the results of parsing."""
     keys = [part for key in heads for part in ((key,) if isinstance(key, bytes) else key)]
     return keys + [part for head in heads.values() for header in head.headers for part in header]
 
@@ -314,7 +314,7 @@ def all_kept(heads: HeadCache) -> list[bytes]:
 
 
 async def test_connection_lost_between_exchanges_holds_no_memory() -> None:
-    """The loop starts a waiting exchange in the turn after the response before it."""
+    """The loop starts a waiting exchange in the iteration after the previous response."""
     side = HttpSide()
     protocol, transport = side.connect(bytearray())
     protocol.data_received(whole(0).replace(b"/double/", b"/held/") + whole(0))

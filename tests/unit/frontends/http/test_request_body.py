@@ -1,4 +1,4 @@
-"""Compressed bodies on the loop and off it, held as they grow."""
+"""Compressed bodies, inflated on the event loop and on threads, and counted as they grow."""
 
 import asyncio
 import os
@@ -72,7 +72,7 @@ async def test_oversized_inflated_body_is_rejected_in_loop_and_threads() -> None
 
 
 async def test_body_in_parts_that_no_memory_can_hold_is_overloaded() -> None:
-    parts = [bytes(2**20)] * 2048  # joined, more than malloc can have kept of what earlier tests freed
+    parts = [bytes(2**20)] * 2048  # joined, more than malloc can hold from earlier tests
 
     async def receive() -> Message:
         return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}

@@ -1,4 +1,4 @@
-"""The end of the HTTP server: requests that are on their way when a drain begins are answered."""
+"""The end of the HTTP server: requests in flight at the begin of a drain are answered."""
 
 import asyncio
 import socket
@@ -28,7 +28,7 @@ async def server() -> AsyncIterator[HttpServer]:
 
 async def test_connections_that_wait_to_be_accepted_are_answered(server: HttpServer) -> None:
     port = await server.start()
-    callers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(3)]  # the event loop stands still
+    callers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(3)]  # the event loop is blocked
     for caller in callers:
         caller.sendall(REQUEST)
     assert server._server is not None

@@ -1,4 +1,4 @@
-"""The plan of an ensemble: faults of its graph, and which steps a request needs."""
+"""The plan of an ensemble: faults of its graph, and the steps that a request needs."""
 
 import random
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def numbered(letter: str, names: list[str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_selection_computes_what_a_plain_evaluation_computes(seed: int) -> None:
-    """Random graphs: following the counts of a selection runs each needed step once, with all its tensors there."""
+    """Random graphs: following the counts of a selection runs each needed step once, with all its tensors available."""
     rng = random.Random(seed)
     known, steps = ["x0", "x1"], []
     for number in range(rng.randint(1, 12)):

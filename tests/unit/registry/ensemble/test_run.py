@@ -39,7 +39,7 @@ Steps = Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]]
 
 
 class FakeMember(ServedVersion):
-    """Keeps its requests until the test settles them."""
+    """Stores its requests until the test settles them."""
 
     is_busy = False
 
@@ -227,7 +227,7 @@ def test_only_steps_with_sequences_get_the_part_of_a_sequence(clock: Clock) -> N
 
 
 class SequenceStage:
-    """An ensemble of a plain step and one with sequences, whose requests the test answers."""
+    """An ensemble of a plain step and a step with sequences; the test answers their requests."""
 
     def __init__(self, clock: Clock) -> None:
         self.plain, self.follows = FakeMember("plain"), FakeMember("follows", takes_sequences=True)
@@ -246,7 +246,7 @@ class SequenceStage:
         return request
 
     async def answer(self) -> None:
-        """Answer each request that a step has, the last one first, as batches of other shapes may."""
+        """Answer each pending request of a step, the last one first, as batches of other shapes may do."""
         for member in (self.plain, self.follows):
             for request in member.requests[::-1]:
                 member.requests.remove(request)
@@ -334,7 +334,7 @@ async def test_requests_behind_a_cancelled_one_of_their_sequence_are_cancelled(c
     stage.plain.answer(X)
     stage.follows.answer(X * 6)
     assert sixth.take_outputs()[0][0, 0] == 6
-    seventh.cancel()  # its turn has come, and it has not started
+    seventh.cancel()  # it is next, but has not started
     await asyncio.sleep(0)
     assert stage.follows.ended == [5, 5]
     await asyncio.wait_for(stage.served.close(), 1)
@@ -408,7 +408,7 @@ async def test_a_sequence_ends_after_the_requests_that_wait_if_one_behind_them_i
     stage = SequenceStage(clock)
     requests = [stage.submit(value) for value in (1, 2, 3)]
     monkeypatch.setattr("ortserve.registry.ensemble.turns.MOST_WAITING", 2)
-    for _ in range(2):  # the second time, there is room
+    for _ in range(2):  # the second time, the queue has room
         with pytest.raises(ServeError, match="requests wait for earlier ones of their sequences"):
             stage.submit(4)
         await stage.answer()
@@ -452,7 +452,7 @@ CHAIN: Steps = [("l", {"a": "x"}, {"b": "p"}), ("r", {"a": "p"}, {"b": "y"})]
 
 
 async def answer_one(member: FakeMember) -> None:
-    """Answer the first request of a member with its input, and let what waited go on."""
+    """Answer the first request of a member with its input, and let waiting requests continue."""
     member.answer(*member.requests[0].inputs)
     await asyncio.sleep(0)
 
@@ -528,7 +528,7 @@ async def test_the_wait_for_a_step_counts_as_queue_and_is_bounded(
 
 
 async def test_requests_that_wait_fail_at_their_deadlines(members: dict[str, FakeMember], clock: Clock) -> None:
-    """One waits to begin, one for its second step. One that is under way in a step is the business of its model."""
+    """One request waits to start, one for its second step. The model handles a request that is in a step."""
     served = serve(members, ["y"], CHAIN, clock, most=1)
     first, second = members["l"], members["r"]
     deadline_ns = 100_000_000
@@ -554,7 +554,7 @@ async def test_requests_that_wait_fail_at_their_deadlines(members: dict[str, Fak
 async def test_a_step_that_is_under_way_keeps_its_request_past_the_deadline(
     members: dict[str, FakeMember], clock: Clock
 ) -> None:
-    """Its model decides; the request had waited before, so that its deadline was watched."""
+    """The member handles the deadline. The request waited before, so that its deadline was watched."""
     served = serve(members, ["y"], CHAIN, clock, most=1)
     submit(served, clock)
     request = submit(served, clock, timeout_ns=100_000_000)
@@ -562,14 +562,14 @@ async def test_a_step_that_is_under_way_keeps_its_request_past_the_deadline(
     await answer_one(members["r"])
     await answer_one(members["l"])
     assert len(members["r"].requests) == 1
-    await asyncio.sleep(0.11)  # timers fire in the order of their times: that of the deadline has
+    await asyncio.sleep(0.11)  # timers fire in the order of their times, so the deadline's has fired
     await answer_one(members["r"])
     request.take_outputs()
     await asyncio.wait_for(served.close(), 1)
 
 
 async def test_a_step_with_sequences_has_no_limit(clock: Clock) -> None:
-    """One of its requests may wait for the end of another sequence, whose requests come through the same step."""
+    """One of its requests may wait for the end of another sequence, whose requests pass through the same step."""
     members = {"plain": FakeMember("plain"), "follows": FakeMember("follows", takes_sequences=True)}
     steps: Steps = [("plain", {"a": "x"}, {"b": "p"}), ("follows", {"a": "p"}, {"b": "y"})]
     served = serve(members, ["y"], steps, clock, most=1)
@@ -636,7 +636,7 @@ async def test_no_step_starts_after_a_cancellation(members: dict[str, FakeMember
     running = members["l"].requests[0]
     request.cancel()
     assert running.is_settled
-    members["l"].answer(X)  # the batch ran already
+    members["l"].answer(X)  # the batch has already run
     members["r"].answer(X)
     assert not members["join"].requests
     await asyncio.wait_for(served.close(), 1)

@@ -1,4 +1,4 @@
-"""Served models share the host's processors; runs on another device neither hold nor await them."""
+"""Served models share the host's processors; runs on other devices neither occupy nor wait for them."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ X = np.ones((1, 4), np.float32)
 
 
 class HeldDevice(HostDevice):
-    """Runs last until they are let go on."""
+    """Runs last until the test releases them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ async def test_requested_replay_is_counted_for_a_model_without_buffers(tmp_path:
 
     assert counted("off", "captures", result="no_buffers") == 2
     assert counted("off", "batches", way="plain_unbound") == 2
-    # A model on the CPU has no graphs and no buffers that anybody could miss.
+    # A model on the CPU has no graphs and no device buffers.
     assert counted("host", "captures", result="no_buffers") is None
     assert counted("host", "batches", way="plain_unbound") is None
 

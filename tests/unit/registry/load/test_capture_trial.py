@@ -1,4 +1,4 @@
-"""Trying a capture in another process: each outcome there becomes a reason here."""
+"""Trials of captures in another process: each outcome there becomes a reason here."""
 
 import json
 import os

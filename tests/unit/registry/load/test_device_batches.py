@@ -36,7 +36,7 @@ from ortserve.registry.load.session_opener import SessionOpener
 
 
 class Trials(CaptureTrials):
-    """Answers with a fixed reason, and keeps the requests."""
+    """Answers with a fixed reason, and records the requests."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__()
@@ -349,9 +349,9 @@ def test_session_that_rejects_capture_counts_as_failed(tmp_path: Path, monkeypat
 
 
 def test_obstacle_that_the_trial_missed_prevents_the_capture(tmp_path: Path) -> None:
-    """The session is opened anew, because one that was opened to capture would capture in every run without an id.
+    """The session is opened again, because a session opened for captures would capture in every run without an id.
 
-    The first session is freed before, as a device may have no memory for both.
+    The first session is freed before, because a device may not have memory for both.
     """
     opened: list[bool] = []
     sessions: list[int] = []

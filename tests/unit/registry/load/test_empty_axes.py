@@ -1,4 +1,4 @@
-"""The axes along which inputs may be empty, against what ONNX Runtime leaves unwritten."""
+"""The axes along which inputs may be empty, compared with the outputs that ONNX Runtime does not write."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ _NEW = "float[batch,2,length,4] new"
 
 
 def found(folder: Path, inputs: str, nodes: str, initializers: str = "") -> dict[str, set[int]] | None:
-    """The free axes among those that are found."""
+    """The free axes along which inputs may be empty."""
     text = f"m ({inputs}) => (float[a,b,c,d] y) {initializers} {{ {nodes} }}"
     model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> {text}')
     onnx.save(model, str(folder / "model.onnx"))
@@ -129,7 +129,7 @@ def test_axes_on_which_an_operator_crashes_must_not_be_empty(
 
 
 def test_branches_are_followed(tmp_path: Path) -> None:
-    """As in decoders whose two forms are the branches of one model, with equal names in both."""
+    """Such decoders have two forms as branches of one model, with equal names in both."""
     nodes = """y = If (c) <
         then_branch = t () => (float[a,b,d,e] p) { old = Identity (past) p = Concat <axis = 2> (old, new) },
         else_branch = f () => (float[a,b,d,e] q) { old = Neg (fixed) q = Concat <axis = 3> (old, old) }>"""

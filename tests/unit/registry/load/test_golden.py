@@ -28,7 +28,7 @@ X = np.linspace(-1, 1, 5 * 64, dtype=np.float32).reshape(5, 64)
 
 
 def make(folder: Path, build: Callable[..., Path], arrays: Mapping[str, Any] | None, **traits: Any) -> Path:
-    """A version with golden samples; returns the model's folder."""
+    """Write a version with golden samples. Returns the model's folder."""
     version = folder / "m" / "1"
     version.mkdir(parents=True)
     build(version / "model.onnx", **traits)
@@ -55,7 +55,7 @@ def refused(folder: Path, **options: Any) -> str:
 
 
 def mlp_outputs(tmp_path: Path, seed: int = 0) -> np.ndarray:
-    """What a network computes for ``X``, without the server."""
+    """The network's result for ``X``, without the server."""
     builders.mlp(tmp_path / "reference.onnx", seed=seed)
     (y,) = ReferenceEvaluator(onnx.load(tmp_path / "reference.onnx")).run(None, {"x": X})
     return np.asarray(y)
@@ -102,7 +102,7 @@ def test_samples_that_agree_are_reported(
 
 
 def test_bfloat16_is_compared_as_numbers(tmp_path: Path) -> None:
-    """Bit patterns of numbers that are near each other differ by large integers."""
+    """Bit patterns of nearly equal numbers can differ by large integers."""
     spec = TensorSpec("y", DataType.BF16, (-1, 2))
     expected, found = (narrow(np.array([[1.0, value]], np.float32)) for value in (0.0, -1e-6))
     golden = GoldenSamples(1, (GoldenSample("a.npz sample 0", (), (expected,)),), {})
@@ -156,7 +156,7 @@ def test_an_empty_sample_that_would_end_the_process_fails(tmp_path: Path) -> Non
     assert "input 'x' is empty" in refused(make(tmp_path, builders.recurrent, arrays))
 
 
-def test_another_shape_fails(tmp_path: Path) -> None:
+def test_output_of_another_shape_fails_the_samples(tmp_path: Path) -> None:
     arrays = {"input.x": [[1.0, -1.0]], "output.y": [[1.0, 1.0]]}
     assert "got shape or elements that are not finite differ" in refused(make(tmp_path, interfaces.positive, arrays))
 

@@ -14,7 +14,7 @@ WAIT_S = 30
 
 
 class Load:
-    """One load on a separate thread, which continues on demand."""
+    """A load on a separate thread that continues on demand."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, turns: LoadLimiter, *, threads: int = 1, on_device: bool = False
@@ -44,7 +44,7 @@ class Load:
 
 @pytest.fixture
 def begin() -> Iterator[Callable[..., Load]]:
-    """Begins loads that share some processors; all end with the test."""
+    """Starts loads that share some processors; all end with the test."""
     loads: list[Load] = []
     with ThreadPoolExecutor(16) as pool:
 
@@ -88,7 +88,7 @@ def test_session_of_all_threads_is_measured_alone(begin: Callable[..., Load], th
     wide.may_measure.set()
     assert wide.waits.wait(WAIT_S)
     later = begin(turns)
-    assert later.waits.wait(WAIT_S)  # although there is a processor: it would make the one that measures wait for ever
+    assert later.waits.wait(WAIT_S)  # although a processor is free, it would make the measuring load wait forever
     assert not wide.measures.is_set()
     other.end()
     assert wide.measures.wait(WAIT_S)

@@ -82,7 +82,7 @@ def test_model_is_reopened_only_if_its_size_suggested_the_wrong_number_of_thread
     monkeypatch.setattr(SessionOpener, "open", open_noted)
     loaded = load(builders.slow(tmp_path / "model.onnx", steps=steps), ModelOptions(warmup_s=0.01))
     assert (seen, loaded.intra_op_threads) == (opened, threads)
-    assert loaded.warm_up.latencies  # although the first session may have used all of the time
+    assert loaded.warm_up.latencies  # even if the first session used all of the time
 
 
 def test_short_runs_get_one_thread_unless_configured(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
 
 
 def test_dependence_that_no_trial_reveals_prevents_batching(tmp_path: Path) -> None:
-    """For the small synthetic counts of warm-up, a scale over all rows equals the scale of each."""
+    """For the small synthetic counts of warm-up, a scale over all rows equals the scale of each row."""
     path = builders.quantized_counts(tmp_path / "model.onnx")
     loaded = load(path)
     because = "rows may meet: node 'scale': DynamicQuantizeLinear quantizes all rows with one scale"
@@ -122,7 +122,7 @@ def test_rows_proven_independent_run_together() -> None:
 
 
 class NotedProgress(Progress):
-    """Keeps the reported steps as their descriptions."""
+    """Records the reported steps by their descriptions."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -170,7 +170,7 @@ def test_synthetic_inputs_are_a_separate_step(tmp_path: Path) -> None:
 
 
 def test_instance_is_closed_when_there_is_no_memory_for_its_warm_up(tmp_path: Path) -> None:
-    # Made-up inputs of 8 exabytes: there is no memory for them.
+    # Synthetic inputs of 8 exabytes, for which there is no memory.
     path = builders.identity(tmp_path / "model.onnx", DataType.FP64, ("batch", 2**30, 2**30))
     with pytest.raises(ServeError, match="too little memory for input 'x'"):
         load(path)
@@ -345,7 +345,7 @@ def test_options_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCap
 
 
 AZURE = "AzureExecutionProvider"
-"""Built into every ONNX Runtime; it takes no node of ours."""
+"""A provider in every build of ONNX Runtime; it accepts no node of these models."""
 
 
 def test_failing_provider_fails_the_load_without_allow_fallback(tmp_path: Path) -> None:
@@ -369,16 +369,16 @@ def test_run_reserves_the_threads_it_can_use(tmp_path: Path) -> None:
     settings = SessionSettings(execution_mode="parallel", inter_op_threads=3)
     loaded = load(path, QUICK.model_copy(update={"intra_op_threads": 2, "session": settings}))
     assert (loaded.intra_op_threads, loaded.run_threads) == (2, 4)
-    settings = SessionSettings(inter_op_threads=3)  # of no use in the other mode
+    settings = SessionSettings(inter_op_threads=3)  # has no effect in the other mode
     assert load(path, QUICK.model_copy(update={"intra_op_threads": 2, "session": settings})).run_threads == 2
 
 
 OTHER = "OtherExecutionProvider"
-"""One that computes on the host, such as OpenVINO's; ``CUDA`` has buffers on a device, here of host memory."""
+"""A provider that computes on the host, such as OpenVINO's; ``CUDA`` has buffers on a device, here of host memory."""
 
 
 class OfferingOthers(DeviceRuntime):
-    """Says that there is every provider, and CUDA's device."""
+    """Offers every provider, and CUDA's device."""
 
     def __init__(self, *, has_global_threads: bool = False) -> None:
         super().__init__(global_threads=has_global_threads, devices=Devices({CUDA: DeviceProvider(HostDevice)}))
@@ -388,7 +388,7 @@ class OfferingOthers(DeviceRuntime):
 
 
 class Failing:
-    """A session whose runs fail with a text, of ONNX Runtime or of a device, where it has too many rows for it."""
+    """A session whose runs fail above a number of rows, with an error text of ONNX Runtime or of a device."""
 
     def __init__(self, session: Session, text: str, most_rows: int) -> None:
         self._session = session
@@ -408,9 +408,9 @@ class Providers:
     """Opens real sessions on the CPU for any provider, and fails the runs of some.
 
     Attributes:
-        opened: The provider that each session was asked for, in turn.
-        alive: How many of the sessions before were still there when each was opened.
-        tried: How sessions were opened to try on the CPU what a provider refused.
+        opened: The requested provider of each session, in order.
+        alive: The number of earlier sessions that still existed when each was opened.
+        tried: How sessions were opened to try runs on the CPU that a provider rejected.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Mapping[str, str], most_rows: int = 0) -> None:
@@ -467,7 +467,7 @@ def without_garbage_collector() -> Iterator[None]:
     [
         builders.mlp,
         builders.fixed_batch,
-        partial(builders.pools_images, least=32),  # whose small inputs the CPU rejects, too
+        partial(builders.pools_images, least=32),  # the CPU also rejects its small inputs
         interfaces.optional_bias,
     ],
 )
@@ -490,7 +490,7 @@ def test_provider_that_fails_every_run_fails_the_load(
 def test_provider_that_fails_every_run_is_freed_before_the_fallback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next one is warmed up by itself."""
+    """The next provider is warmed up on its own."""
     providers = Providers(monkeypatch, {provider: BROKEN, AZURE: "nor does it"})
     with without_garbage_collector():
         loaded = load_on(
@@ -556,7 +556,7 @@ def test_model_that_the_cpu_cannot_open_is_served_as_picky(tmp_path: Path, monke
     ("build", "fails", "wishes", "options"),
     [
         (builders.mlp, {}, [OTHER, "cpu"], {}),
-        (builders.mlp, {OTHER: BROKEN}, [OTHER, "cpu"], {"warmup_s": 0}),  # nothing is run, and nothing decided
+        (builders.mlp, {OTHER: BROKEN}, [OTHER, "cpu"], {"warmup_s": 0}),  # without runs there is nothing to decide
         (builders.refuses_synthetic, {}, ["cpu"], {}),
         (partial(builders.pools_images, least=32), {}, [OTHER, "cpu"], {}),
     ],
@@ -712,7 +712,7 @@ def test_pinned_threads_are_kept_for_short_runs(
 
 
 class OfferingCuda(DeviceRuntime):
-    """Says that there is CUDA, with devices of host memory."""
+    """Offers CUDA, with devices of host memory."""
 
     def __init__(self) -> None:
         super().__init__(devices=Devices({CUDA: DeviceProvider(HostDevice)}))
@@ -724,7 +724,7 @@ class OfferingCuda(DeviceRuntime):
 def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Simulates that ONNX Runtime placed the nodes so and ran on CUDA the nodes that it runs on the CPU."""
+    """Simulates that ONNX Runtime placed the nodes on CUDA and ran them there."""
     placed = {CUDA: {"MatMul": 2}, CPU: {"Relu": 1, "Softmax": 1}}
 
     def open_on_cpu(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
@@ -772,13 +772,13 @@ def test_load_does_not_wait_for_an_unabortable_run(tmp_path: Path) -> None:
     path = builders.multiplies(tmp_path / "m.onnx", least=3072)
     with pytest.raises(ServeError, match="a run in warm-up was ended"):
         load(path, options)
-    (worker,) = workers()  # it is inside the operator yet
+    (worker,) = workers()  # it is still inside the operator
     worker.join(60)
     assert not workers()
 
 
 class CancelledProgress(Progress):
-    """Is cancelled when a step begins."""
+    """Is cancelled when a step starts."""
 
     def __init__(self, step: str) -> None:
         super().__init__(time.monotonic_ns)

@@ -1,4 +1,4 @@
-"""The steps of a load, as they are shown."""
+"""The steps of a load as they are shown."""
 
 from fakes.clock import FakeClock
 from ortserve.registry.load.coordination import Progress

@@ -1,4 +1,4 @@
-"""The axes of rows: by the graph, the configuration, or names that allow a trial."""
+"""The axes of rows: from the graph, from the configuration, or from names that permit a trial."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Dependences that a trial of rows finds, with models that are functions of the batch."""
+"""Dependences that a trial of rows finds; the models are functions of the batch."""
 
 from collections.abc import Callable
 
@@ -76,7 +76,7 @@ def attempt(
 
 
 def scaled_as_one(x: np.ndarray) -> np.ndarray:
-    """Quantizes all rows with one scale, to 255 steps."""
+    """Quantizes all rows with one scale in 255 steps."""
     step = max(1.0, float(x.max()) / 255)
     return (np.round(x / step) * step).astype(np.float32)
 
@@ -119,7 +119,7 @@ def test_rejected_numbers_do_not_end_the_trial() -> None:
 
 def test_configured_samples_are_tried_first() -> None:
     def special(x: np.ndarray) -> np.ndarray:
-        """Mixes rows where one begins with 7777."""
+        """Mixes rows if one of them begins with 7777."""
         return x + x.sum() if (x[:, 0] == 7777).any() else x
 
     assert not attempt(special)[0].problem

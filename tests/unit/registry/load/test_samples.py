@@ -1,4 +1,4 @@
-"""Warm-up requests as configured."""
+"""Configured warm-up requests."""
 
 from pathlib import Path
 

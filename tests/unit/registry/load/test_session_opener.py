@@ -1,4 +1,4 @@
-"""Details of opening sessions that loading a model does not show."""
+"""Details of opening sessions that tests of loaded models do not show."""
 
 import time
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def test_external_weights_are_counted(tmp_path: Path) -> None:
         (builders.mlp, (1, 8), {"x:1x64", "x:8x64"}),
         (builders.mlp, (4, 8), {"x:1x64", "x:8x64"}),  # warm-up runs single rows
         (builders.mlp, (1, 2), {"x:1x64", "x:3x64"}),  # and three together
-        (builders.mlp, (), {"x:1x64", "x:64x64"}),  # to which it sweeps
+        (builders.mlp, (), {"x:1x64", "x:64x64"}),  # warm-up sweeps up to 64
         (builders.variable_length, (1, 8), set()),
         (builders.not_onnx, (1, 8), set()),
     ],
@@ -76,7 +76,7 @@ def test_choice_of_tensorrt_gets_profiles_of_the_buckets(
     ],
 )
 def test_progress_says_when_tensorrt_builds_engines(tmp_path: Path, build: Any, expected: str) -> None:
-    """TensorRT itself is not there: what it was doing is left to be read."""
+    """TensorRT itself is missing here; the test reads the options that it would have received."""
     progress = Progress(lambda: 0)
     opener = opener_of(build(tmp_path / "m.onnx"), ModelOptions(), progress)
     with pytest.raises(ServeError, match=TENSORRT):
@@ -109,7 +109,7 @@ def test_graphs_on_tensorrt_need_fixed_engines(
     because: str,
     asked: str,
 ) -> None:
-    """Simulates that the sessions opened on the CPU are TensorRT's."""
+    """Simulates that sessions opened on the CPU are TensorRT's."""
     recorded: list[Mapping[str, str]] = []
 
     def open_on_cpu(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
@@ -182,12 +182,12 @@ def test_model_partly_on_tensorrt_has_implicit_profiles(tmp_path: Path, monkeypa
     opener.open(ProviderChoice(TENSORRT), 1).abandon()
     opener.open(ProviderChoice(TENSORRT), 1).abandon()  # another instance
     assert ["trt_profile_min_shapes" in options for options in recorded] == [True, False, False]
-    with pytest.raises(ServeError, match="associated profiles"):  # the operator's own are not left out
+    with pytest.raises(ServeError, match="associated profiles"):  # the operator's own profiles are not omitted
         opener.open(ProviderChoice(TENSORRT, options={"trt_profile_min_shapes": "x:1x64"}), 1)
 
 
 def test_error_of_a_failed_session_does_not_reference_it(tmp_path: Path) -> None:
-    """Its streams are released at once; frames of its traceback would reference them."""
+    """Its streams are released at once; frames of the error's traceback would otherwise reference them."""
     with pytest.raises(ServeError) as failed:
         opener_of(builders.not_onnx(tmp_path / "m.onnx"), ModelOptions()).open(ProviderChoice(CPU), 1)
     assert failed.value.__cause__ is not None

@@ -1,4 +1,4 @@
-"""The order in which loads begin that wait for others, and loads that are not needed any more."""
+"""The order in which waiting loads start, and loads that are not needed any more."""
 
 import asyncio
 
@@ -53,7 +53,7 @@ async def test_cancelled_wait_leaves_its_slot_to_the_next_load() -> None:
         waiting = [asyncio.ensure_future(load(name)) for name in ("cancelled", "next")]
         await asyncio.sleep(0)
         waiting[0].cancel()
-    waiting[1].cancel()  # in the turn of the loop in which it gets the slot
+    waiting[1].cancel()  # in the iteration of the loop in which it receives the slot
     await asyncio.wait(waiting)
     await asyncio.wait_for(load("last"), 10)
     assert began == ["last"]

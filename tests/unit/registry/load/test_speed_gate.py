@@ -1,4 +1,4 @@
-"""The speed gate in virtual time: which candidates are too slow, and how long that takes to find out."""
+"""The speed gate in virtual time: the candidates that are too slow, and the time to detect them."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ MS: Final = 1_000_000
 
 
 class Machine:
-    """A clock that the runs advance."""
+    """A clock that runs advance."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -47,9 +47,9 @@ def slowdown(candidate: Sequence[float], serving: Sequence[float], sizes: Sequen
     [
         ([1], [1], 2 * LEAST_ROUNDS),
         ([1.4], [1], 2 * LEAST_ROUNDS),
-        ([9, 9, 9, 1.5], [1], 2 * 4),  # other work on the machine made its first runs long
-        ([0.15], [0.06], 2 * LEAST_ROUNDS),  # 2.5 times, but 0.09 ms
-        ([3], [0], 2 * MOST_ROUNDS),  # no run of the version that serves could be compared
+        ([9, 9, 9, 1.5], [1], 2 * 4),  # other work on the machine delayed its first runs
+        ([0.15], [0.06], 2 * LEAST_ROUNDS),  # 2.5 times slower, but only by 0.09 ms
+        ([3], [0], 2 * MOST_ROUNDS),  # no run of the serving version could be compared
     ],
 )
 def test_candidate_that_is_fast_enough_passes(candidate: list[float], serving: list[float], runs: int) -> None:

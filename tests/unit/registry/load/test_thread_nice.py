@@ -1,4 +1,4 @@
-"""``thread_nice``: the threads of a model have its nice level, and no other thread has."""
+"""``thread_nice``: the threads of a model, and no others, have its nice level."""
 
 import os
 import sys

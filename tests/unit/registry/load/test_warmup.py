@@ -1,4 +1,4 @@
-"""Results of warm-up: with runs of a known length in virtual time, and with real models."""
+"""Results of warm-up, with runs of known duration in virtual time, and with real models."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ ONE_ROW = ModelSignature((TensorSpec("x", DataType.FP32, (1, 4)),), (Y,), "reaso
 
 
 class TimedRunner(NeverOverdue):
-    """Doubles its rows, in a time that is a function of how many there are."""
+    """Doubles its rows, in a time that is a function of their number."""
 
     def __init__(self, clock: FakeClock, latency_ns: Callable[[int], int], error: ServeError | None = None) -> None:
         self.clock = clock
@@ -59,7 +59,7 @@ class TimedRunner(NeverOverdue):
 
 
 class ComputingRunner(NeverOverdue):
-    """Answers with what a function makes of a batch, at once."""
+    """Answers a batch at once with the result of a function."""
 
     def __init__(self, compute: Callable[[Batch], Arrays]) -> None:
         self.compute = compute
@@ -122,7 +122,7 @@ def test_one_slow_measurement_does_not_end_the_sweep() -> None:
 
 
 def test_other_work_on_the_machine_decides_no_batch_size() -> None:
-    """Three runs of four take five times as long: so many are disturbed where processors are busy."""
+    """Three runs of four take five times as long, as on a machine with busy processors."""
     runs = count()
     found = sweep(lambda rows: (10 + rows) * MS * (1 if next(runs) % 4 == 0 else 5))
     assert found.max_rows == 64
@@ -136,7 +136,7 @@ def test_configured_maximum_is_kept_without_gain(max_rows: int, swept: list[int]
 
 
 def test_budget_ends_the_sweep() -> None:
-    # Six runs of one row, three rows together and each alone and zeros, and of two rows those that there is time for.
+    # Six runs of one row, three rows together, each alone and zeros; then runs of two rows while time is left.
     found, took_ns = sweep_timed(lambda rows: 10 * MS * rows, budget_s=0.23, rows_depend=None)
     assert sizes(found) == [1, 2]
     assert 210 * MS < took_ns <= 230 * MS
@@ -177,7 +177,7 @@ def test_budget_covers_warm_up_except_the_first_run(
     seen: set[int] = set()
 
     def latency_ns(rows: int) -> int:
-        """400 ms a row, and twice as much in the first run of a size."""
+        """400 ms per row, and twice as much in the first run of a size."""
         is_first = rows not in seen
         seen.add(rows)
         return 400 * MS * rows * (1 + is_first)
@@ -245,7 +245,7 @@ def test_memory_of_unused_sizes_is_released(latency_ns: Callable[[int], int], mo
     )
     assert (found.max_rows, ran) == (most, given_back)
     if given_back:
-        assert runner.ran == [most]  # the memory that serving needs is allocated again
+        assert runner.ran == [most]  # allocates again the memory that serving needs
 
 
 def test_temporary_session_runs_one_row() -> None:
@@ -284,7 +284,7 @@ def test_rejected_synthetic_inputs_leave_the_other_results_unknown() -> None:
 
 
 def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple[int, ...] = ()) -> WarmUp:
-    """The sweep of a runner without memory above a number of rows, whose rows get cheaper in larger batches."""
+    """Sweep with a runner that lacks memory above a number of rows; rows are cheaper in larger batches."""
 
     def compute(batch: Batch) -> Arrays:
         if batch.bucket > most_rows:
@@ -345,13 +345,13 @@ def test_model_is_not_served_if_one_row_does_not_fit() -> None:
     ("most_rows", "max_rows", "buckets", "swept", "expected"),
     [
         (10, 32, (8, 32), [1, 2, 4, 8], 8),
-        (20, 32, (8, 32), [1, 2, 4, 8, 16], 8),  # what has 9 rows or more would be padded to 32
+        (20, 32, (8, 32), [1, 2, 4, 8, 16], 8),  # 9 rows or more would be padded to 32
         (31, 32, (32, 8), [1, 2, 4, 8, 16], 8),
         (7, 24, (6, 24), [1, 2, 4, 6], 6),
         (7, 24, (5, 6, 7, 24), [1, 2, 4, 7], 7),
         (6, 24, (5, 6, 7, 24), [1, 2, 4, 6], 6),
         (5, 24, (5, 6, 7, 24), [1, 2, 4, 5], 5),
-        (4, 5, (2, 8), [1, 2, 4], 2),  # what has 3 rows or more would be padded to 8
+        (4, 5, (2, 8), [1, 2, 4], 2),  # 3 rows or more would be padded to 8
         (8, 5, (2, 8), [1, 2, 4, 8], 5),
     ],
 )
@@ -387,7 +387,7 @@ FREE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("
 
 
 def refused_by(signature: ModelSignature, compute: Callable[[Batch], Arrays]) -> list[tuple[int, ...]]:
-    """The shapes of the first inputs, which are rejected."""
+    """Fails the first inputs. Returns their shapes."""
     rows = find_rejected_rows(ComputingRunner(compute), signature, None, Progress(FakeClock()))
     return [arrays[0].shape for arrays in rows]
 
@@ -402,7 +402,7 @@ def fail_with(error: ServeError) -> Callable[[Batch], Arrays]:
 def test_rejected_rows_are_generated_in_every_way() -> None:
     no = ServeError(ErrorKind.INTERNAL, "no")
     assert refused_by(ONE_ROW, fail_with(no)) == refused_by(BATCHED, fail_with(no)) == [(1, 4)]
-    assert refused_by(OPTIONAL, fail_with(no)) == [(1, 4)] * 2  # without and with the optional one
+    assert refused_by(OPTIONAL, fail_with(no)) == [(1, 4)] * 2  # without and with the optional input
     assert refused_by(FREE, fail_with(no)) == [(1, 8), *((1, dim) for dim in LARGER_FREE_DIMS)]
     assert refused_by(FREE, fail_with(OutOfMemoryError("no memory"))) == []
     with pytest.raises(DeviceLostError):
@@ -426,7 +426,7 @@ def test_instance_that_accepts_one_form_has_no_rejection() -> None:
 
 @pytest.fixture
 def warm(tmp_path: Path) -> Iterator[Callable[..., WarmUp]]:
-    """Warms a real model."""
+    """Warms up a real model."""
     instances: list[Instance] = []
 
     def warm_model(build: Callable[[Path], Path], rows_depend: str | None = None) -> WarmUp:
@@ -603,7 +603,7 @@ def test_device_lost_at_any_run_ends_the_warm_up() -> None:
     signature = ModelSignature((free, optional), (TensorSpec("y", DataType.FP32, (-1, -1)),))
 
     def run_until(last: int) -> int:
-        """How many runs there were before the device was lost."""
+        """The number of runs before the device was lost."""
         runs = 0
 
         def compute(batch: Batch) -> Arrays:

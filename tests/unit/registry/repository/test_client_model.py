@@ -1,4 +1,4 @@
-"""Models sent by clients: the options that clients can set, and those of the operator only."""
+"""Models sent by clients: the options that clients can set, and those that only the operator can set."""
 
 import json
 from pathlib import Path
@@ -218,7 +218,7 @@ def test_bad_configuration_is_rejected_under_the_parameter_name(config: str) -> 
 
 @pytest.mark.parametrize("location", ["../secret.bin", "/etc/hostname"])
 def test_weights_of_a_sent_model_lie_in_its_own_folder(tmp_path: Path, location: str) -> None:
-    # ONNX Runtime's own check, without which a model could be made of any file that the server may read.
+    # This is ONNX Runtime's own check. Without it a model could consist of any file that the server may read.
     (tmp_path / "m").mkdir()
     (tmp_path / "secret.bin").write_bytes(bytes(16))
     path = builders.external_weights(tmp_path / "m" / "model.onnx", location)

@@ -55,7 +55,7 @@ def refusal(folder: Path, text: str) -> ServeError:
         ),
         ('default_model_filename: "net.onnx"', "model_file: net.onnx"),
         ('cc_model_filenames { key: "7.5" value: "model75.onnx" }', ""),
-        # Copied from the JSON of a configuration, whose empty maps are braces.
+        # Copied from the JSON of a configuration, in which empty maps are braces.
         (
             (
                 "runtime: '' dynamic_batching: { priority_levels: 0, priority_queue_policy: {} }, batch_input: [] "

@@ -1,4 +1,4 @@
-"""Models found in folders made for the test. No file in them is a model, as no file is opened."""
+"""Models found in folders of the test. The files are not models, because no file is opened."""
 
 import os
 from pathlib import Path
@@ -152,7 +152,8 @@ def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path
 
 
 def test_unreadable_model_folder_does_not_hide_others(tmp_path: Path) -> None:
-    # The path of the folder is short enough, paths inside it are too long: an error for root too, unlike permissions.
+    # The path of the folder is short enough, but paths inside it are too long. This is an error for root too, unlike a
+    # lack of permissions.
     root = tmp_path
     while len(str(root)) < 3900:
         root = root / ("d" * 90)
@@ -169,7 +170,7 @@ def test_unreadable_model_folder_does_not_hide_others(tmp_path: Path) -> None:
 
 def test_unreadable_entry_does_not_hide_others(tmp_path: Path) -> None:
     touch(tmp_path, "good.onnx")
-    (tmp_path / "bad").symlink_to("x" * 300)  # a name that the system refuses to follow, also for root
+    (tmp_path / "bad").symlink_to("x" * 300)  # the system refuses to follow this name, also for root
     bad, good = read_repositories([tmp_path])
     assert bad == ModelFiles("bad", problem="it cannot be read: File name too long")
     assert good == ModelFiles("good", {1: tmp_path / "good.onnx"})

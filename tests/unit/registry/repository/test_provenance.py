@@ -28,7 +28,7 @@ def test_a_single_file_has_its_provenance_beside_it(tmp_path: Path) -> None:
     assert read_provenance(tmp_path / "m.onnx", None) == "from a"
 
 
-def test_most_versions_have_none(version: Path) -> None:
+def test_version_without_a_file_has_no_provenance(version: Path) -> None:
     assert read(version) == ""
 
 

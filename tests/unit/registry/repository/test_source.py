@@ -17,7 +17,7 @@ def read(root: Path) -> dict[str, ModelSource]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """``m`` in versions 1 and 2, both to be served, with weights and a file of labels beside them; ``f`` as a file."""
+    """``m`` in versions 1 and 2, both to be served, with weights and a file of labels; ``f`` is a file."""
     for version in ("1", "2"):
         (tmp_path / "m" / version).mkdir(parents=True)
         (tmp_path / "m" / version / "model.onnx").write_bytes(b"model")

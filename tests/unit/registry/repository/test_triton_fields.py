@@ -13,7 +13,7 @@ from ortserve.registry.repository.triton_fields import FIELDS, Support, check_fi
 
 
 def leaf_fields(message: Descriptor, above: str = "") -> Iterator[str]:
-    """The paths of all fields of a kind of message that hold a value, and no message."""
+    """The paths of all fields of a message type that hold a value instead of a message."""
     for field in message.fields:
         inner = field.message_type
         if inner is not None and inner.GetOptions().map_entry:
@@ -26,7 +26,7 @@ def leaf_fields(message: Descriptor, above: str = "") -> Iterator[str]:
 
 LEAVES = sorted(leaf_fields(cast("Descriptor", ModelConfig.DESCRIPTOR)))
 
-# One value for each refused or reported entry of the table.
+# One value for each rejected or reported entry of the table.
 REFUSED = {
     "input.is_shape_tensor": "input { is_shape_tensor: true }",
     "input.is_non_linear_format_io": "input { is_non_linear_format_io: true }",

@@ -1,4 +1,4 @@
-"""``sequence_batching`` becomes the options of ``model.yaml``, with Triton's errors; clients see it as from Triton."""
+"""``sequence_batching`` becomes options of ``model.yaml``, with Triton's errors and Triton's view for clients."""
 
 from pathlib import Path
 

@@ -1,11 +1,11 @@
-"""The ledger of the host's memory, on a process whose memory the test sets."""
+"""The ledger of the host's memory, with a process whose memory the test sets."""
 
 from ortserve.engine.process_memory import HeldMemory
 from ortserve.registry.residency.ledger import HostLedger, LoadCost, expect_cost
 
 
 class Process:
-    """Its memory, and how often what was free was given back."""
+    """A process with settable memory, and a count of the releases of free memory."""
 
     def __init__(self) -> None:
         self.private = 1_000
@@ -24,14 +24,14 @@ def test_load_alone_is_measured_exactly() -> None:
     process, ledger = open_ledger()
     account = ledger.reserve(500, 2)
     assert (account.entries(), account.measured_bytes, ledger.total_bytes) == ({"expected": 500}, None, 500)
-    process.private += 7  # before the load
+    process.private += 7  # growth before the load
     ledger.begin(account)
     process.private += 300
     process.mapped += 20
     ledger.note_open(account)
     process.private += 350
     ledger.end(account)
-    process.private += 9  # after it
+    process.private += 9  # growth after the load
     assert account.entries() == {"sessions": 600, "runs": 50, "mapped": 20}
     assert ledger.total_bytes == account.nbytes == account.measured_bytes == 650
     ledger.release(account)
@@ -42,17 +42,17 @@ def test_loads_side_by_side_share_the_growth_by_their_expected_sizes() -> None:
     process, ledger = open_ledger()
     small, large = ledger.reserve(100, 1), ledger.reserve(300, 1)
     ledger.begin(small)
-    process.private += 40  # only the small one's
+    process.private += 40  # only the small model's
     ledger.begin(large)
     process.private += 400
     ledger.end(small)
-    process.private += 60  # only the large one's
+    process.private += 60  # only the large model's
     ledger.end(large)
     assert (small.nbytes, large.nbytes) == (140, 360)
 
 
 def test_memory_freed_meanwhile_is_not_taken_from_a_load() -> None:
-    """Nor is the growth of the load until then lost."""
+    """The growth of the load is not lost until then either."""
     process, ledger = open_ledger()
     leaving, coming = ledger.reserve(100, 1), ledger.reserve(100, 1)
     ledger.begin(leaving)

@@ -37,7 +37,7 @@ def prometheus() -> CollectorRegistry:
 
 @pytest_asyncio.fixture
 async def make(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[Make]:
-    """Makes a registry over ``tmp_path`` whose loads hold 2 MiB each, and closes it after the test."""
+    """Creates a registry over ``tmp_path`` whose loads hold 2 MiB each, and closes it after the test."""
     made: list[Registry] = []
 
     def make_registry(
@@ -45,7 +45,7 @@ async def make(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[M
         runtime: DeviceRuntime | None = None,
         gpu_memory_budget_bytes: int | None = None,
     ) -> Registry:
-        # Models that are not warmed up have no buffers on a device.
+        # Models without warm-up have no buffers on a device.
         options = LoadOptions.model_validate({"warmup_s": 0.1 if runtime else 0, "intra_op_threads": 1})
         registry = Registry(
             [tmp_path],
@@ -57,7 +57,7 @@ async def make(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[M
             gpu_memory_budget_bytes=gpu_memory_budget_bytes,
             on_demand_wait_s=30,
         )
-        # A load reads the memory of the process at its begin, when it is open, and at its end.
+        # A load reads the memory of the process at its start, when the model is open, and at its end.
         held = itertools.count(0, MIB)
         registry._room._ledger._read = lambda: HeldMemory(next(held), 0)  # type: ignore[misc]
         made.append(registry)
@@ -79,7 +79,7 @@ def put(
 
 
 def add_pair(root: Path, name: str = "pair", **more: str) -> Path:
-    """An ensemble of ``m``, twice."""
+    """An ensemble that uses ``m`` twice."""
     steps = [("m", {"a": "x"}, {"b": "t"}), ("m", {"a": "t"}, {"b": "y"})]
     return members.add_ensemble(root, name, ["x"], ["y"], steps, **more)
 
@@ -89,7 +89,7 @@ def states(registry: Registry, name: str) -> dict[int, tuple[State, str]]:
 
 
 async def ask(registry: Registry, name: str, version: str = "") -> str:
-    """Which version answers a request."""
+    """Send a request. Returns the version that answers."""
     served = await asyncio.wait_for(registry.wait_for(name, version), 30)
     await submit_to(served, (np.ones((1, 2), np.float32),), 1)
     return served.version
@@ -102,7 +102,7 @@ async def refused(registry: Registry, name: str, version: str = "") -> ServeErro
 
 
 def device_runtime() -> DeviceRuntime:
-    """Host memory in the place of a GPU, on which models of the CPU have buffers."""
+    """Host memory in place of a GPU, on which models of the CPU have buffers."""
     device = HostDevice()
     return DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: device)}))
 
@@ -127,7 +127,7 @@ async def test_models_leave_a_device_whose_budget_they_exceed(tmp_path: Path, ma
     await registry.load_all()
     for name in ("a", "b", "c", "a", "b", "c"):
         assert await ask(registry, name) == "1"
-    # Less was expected of the first loads, the sizes of the files; the next load made up for that.
+    # The first loads expected less, the sizes of the files; the next load corrected that.
     assert held_on_device(runtime) <= 2 * one
     assert sum(record.state is State.READY for record in registry.records()) <= 2
 
@@ -158,7 +158,7 @@ async def test_the_budgets_of_host_and_device_hold_together(tmp_path: Path, make
 
 
 async def test_load_of_an_ensemble_does_not_wait_for_memory_of_a_device(tmp_path: Path, make: Make) -> None:
-    """The load before it took more than half of the device's budget."""
+    """The earlier load took more than half of the device's budget."""
     put(tmp_path, "m", options="max_rows: 8")
     add_pair(tmp_path)
     runtime = device_runtime()
@@ -176,7 +176,7 @@ async def test_load_of_an_ensemble_does_not_wait_for_memory_of_a_device(tmp_path
 
 
 async def test_reload_of_two_versions_does_not_wait_for_an_ensemble_that_follows_it(tmp_path: Path, make: Make) -> None:
-    """The ensemble holds the old load of version 1 until both versions are loaded again, which exceeds the budget."""
+    """The ensemble holds the old load of version 1 until both versions have loaded again, which exceeds the budget."""
     put(tmp_path, "m", 2)
     put(tmp_path, "m", 1, "{version_policy: {all: true}, labels: {stable: 1}}")
     add_pair(tmp_path)
@@ -245,7 +245,7 @@ async def test_load_of_an_ensemble_evicts_none_of_its_members(tmp_path: Path, ma
         (folder / "model.yaml").write_text(text)
     registry = make(int(4.25 * MIB))
     await registry.load_all()
-    await ask(registry, "m" if way != "poll" else "pair")  # "m" is the least recently used one from now on
+    await ask(registry, "m" if way != "poll" else "pair")  # from now on "m" is the least recently used
     await ask(registry, "other")
     for record in registry.records():
         record.stays_until_ns = 0
@@ -328,7 +328,7 @@ async def test_ensemble_is_loaded_as_soon_as_the_stable_version_of_its_member_ha
 
 
 async def test_ensemble_does_not_fail_while_requests_wait_for_a_load_of_its_member(tmp_path: Path, make: Make) -> None:
-    """The member has left again since the ensemble began to load, and comes out of a pipe now."""
+    """The member was evicted after the ensemble began to load, and is now read from a pipe."""
     put(tmp_path, "m", options="load_policy: on_demand")
     add_pair(tmp_path, load_policy="on_demand")
     registry = make()
@@ -338,7 +338,7 @@ async def test_ensemble_does_not_fail_while_requests_wait_for_a_load_of_its_memb
     file.unlink()
     os.mkfifo(file)
     waiting = asyncio.ensure_future(registry.wait_for("m", ""))
-    writer = await asyncio.to_thread(file.open, "wb")  # when ONNX Runtime opens the file
+    writer = await asyncio.to_thread(file.open, "wb")  # returns when ONNX Runtime opens the file
     with writer:
         async with registry._reconciler.lock("pair"):
             failures = await registry._reconciler.apply(registry._sources["pair"], is_forced=True)
@@ -459,7 +459,7 @@ async def test_unload_ends_the_loads_of_all_versions_that_wait_for_a_slot(tmp_pa
     put(tmp_path, "m", 2)
     registry = make(100 * MIB)
     slow = asyncio.ensure_future(registry.load("slow"))
-    writer = await asyncio.to_thread(pipe.open, "wb")  # when ONNX Runtime opens the file
+    writer = await asyncio.to_thread(pipe.open, "wb")  # returns when ONNX Runtime opens the file
     with writer:
         waiting = asyncio.ensure_future(registry.load("m"))
         while not registry._versions.is_loading("m"):  # noqa: ASYNC110 - there is no event for it

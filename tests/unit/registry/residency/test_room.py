@@ -1,4 +1,4 @@
-"""Which models leave memory to make room for a load."""
+"""The models that are evicted to make room for a load."""
 
 import pytest
 from hypothesis import given
@@ -25,10 +25,10 @@ OLD, NEW = resident("old", 40, 1), resident("new", 40, 2)
         (61, 80, [NEW, OLD], RoomPlan(evict=("old", "new"))),
         (61, 80, [NEW, resident("old", 40, 1, is_kept=True)], RoomPlan(missing_bytes=1)),
         (101, 80, [OLD, NEW], RoomPlan(missing_bytes=1)),
-        # A model that was loaded a moment ago stays, and so does the load wait if there is no other.
+        # A recently loaded model stays, so that the load waits if there is no other.
         (21, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], RoomPlan(evict=("new",))),
         (61, 80, [NEW, resident("old", 40, 1, stays_until_ns=NOW_NS + 5)], RoomPlan(wait_until_ns=NOW_NS + 5)),
-        # An ensemble leaves with a member, before it, and its use is its members' use.
+        # An ensemble is evicted with a member, and before it; its last use is that of its members.
         (21, 80, [OLD, NEW, resident("sum", 0, 1, members=("old",))], RoomPlan(evict=("sum", "old"))),
         (21, 80, [OLD, NEW, resident("sum", 0, 3, members=("old",))], RoomPlan(evict=("new",))),
         (

@@ -1,4 +1,4 @@
-"""Archives behind HTTP: what is taken from them, and what fails them."""
+"""Archives behind HTTP: the extracted files, and the causes of failure."""
 
 import tarfile
 import threading
@@ -46,7 +46,7 @@ def test_files_are_members_and_an_unchanged_archive_is_fetched_only_to_read_one(
 
 
 def test_the_last_member_of_a_name_is_the_file_as_tar_extracts_it(site: tuple[Path, str], tmp_path: Path) -> None:
-    """``tar --append`` adds a changed file behind its earlier content."""
+    """``tar --append`` adds a changed file after its earlier content."""
     folder, address = site
     members = [("m/1/model.onnx", b"first"), ("m/1/model.onnx", b"second"), ("m/labels.txt", b"cat")]
     store = store_of(address, write_archive(folder / "models.tar.gz", members), tmp_path)
@@ -59,7 +59,7 @@ def test_file_can_be_read_while_another_sync_ends(site: tuple[Path, str], tmp_pa
     digest = write_archive(folder / "models.tar.gz", [("m/1/model.onnx", b"model")])
 
     class UnpackedFile(type(tmp_path)):  # type: ignore[misc]
-        """Lets another thread end its sync just before the file is opened to be read."""
+        """Lets another thread finish its sync just before the file is opened for reading."""
 
         def open(self, mode: str = "r", *arguments: Any) -> Any:
             if mode == "rb":

@@ -1,4 +1,4 @@
-"""Models on a hub, by the hub's own client, from a local server that speaks the two calls that it makes."""
+"""Models on a hub, fetched with the hub's own client from a local server with the two calls that it needs."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def _git_digest(content: bytes) -> str:
-    """As ``git hash-object`` prints it."""
+    """The digest that ``git hash-object`` prints."""
     return hashlib.sha1(b"blob %d\0%s" % (len(content), content), usedforsecurity=False).hexdigest()
 
 
@@ -86,7 +86,7 @@ def test_revision_is_a_repository_of_one_model(endpoint: str) -> None:
 
 
 def test_small_file_of_another_revision_is_an_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files without a SHA-256 digest are those that git keeps itself."""
+    """Git itself stores the files without a SHA-256 digest."""
     store = store_of("hf://org/digits@v1")
     (options,) = (known for known in store.list({}) if known.path == "digits/model.yaml")
     assert b"".join(store.read(options)) == b"instances: 1"
@@ -107,7 +107,7 @@ def test_missing_revision_and_wrong_token_are_errors_without_secrets(
     assert endpoint not in caught.value.message
 
 
-def test_files_of_a_revision_that_are_taken() -> None:
+def test_only_files_of_models_are_fetched_from_a_revision() -> None:
     assert plan_paths("m", ["model.onnx", "model.yaml", "model_int8.onnx", "config.json"]) == {
         "m/1/model.onnx": "model.onnx",
         "m/model.yaml": "model.yaml",

@@ -74,7 +74,7 @@ def test_wrong_content_keeps_the_old_one_and_is_fetched_again_after_growing_wait
     assert len(lab.store.reads) == 2 * 4  # at 0, 10, 30 and 70 s; each with a second attempt
     assert lab.content("a") == b"first"
     assert "expected the MD5 digest" in problems(lab)["a"]
-    lab.store.files["a/1/model.onnx"] = b"first"  # taken back
+    lab.store.files["a/1/model.onnx"] = b"first"  # restored
     lab.mirror.sync()
     assert problems(lab) == {}
 
@@ -148,7 +148,7 @@ def test_unchanged_files_of_a_changed_model_keep_their_inodes(tmp_path: Path, fi
     after = file.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert (lab.mirror.folder / "a" / "labels.txt").read_bytes() == b"cat"
-    assert len(list((lab.cache.view / "incoming").iterdir())) == 1  # the tree before it is gone
+    assert len(list((lab.cache.view / "incoming").iterdir())) == 1  # the previous tree has been removed
 
 
 def test_version_that_a_call_named_since_is_fetched_and_nothing_else_again(tmp_path: Path, files: Executor) -> None:
@@ -193,7 +193,7 @@ def test_digests_that_another_process_wrote_are_kept(tmp_path: Path, files: Exec
 
 
 def test_model_that_a_load_fetches_during_a_sync_stays(tmp_path: Path, files: Executor) -> None:
-    """The sync has an older listing, and is not finished when another thread loads a model that is new."""
+    """The sync has an older listing and is not finished when another thread loads a new model."""
     lab = Lab(tmp_path, files, StoreInMemory(a=b"first"))
 
     def load_b() -> None:
@@ -212,7 +212,7 @@ def test_model_that_leaves_the_store_during_another_sync_leaves_the_folder(tmp_p
 
     def named_versions(model: str) -> tuple[int, ...]:
         if lab.store.files.pop("b/1/model.onnx", None) is not None:
-            lab.mirror.sync(["a"])  # as a load does on another thread, when the sync has its listing
+            lab.mirror.sync(["a"])  # another thread's load does this after the sync has its listing
         return ()
 
     lab.mirror.named_versions = named_versions

@@ -1,4 +1,4 @@
-"""Which objects of a model are fetched, and the names that are refused."""
+"""The objects of a model that are fetched, and the names that are rejected."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Errors of the client of object stores, in one line that clients and logs may see."""
+"""Errors of the object store client, in one line that clients and logs may contain."""
 
 import pytest
 from obstore.exceptions import GenericError

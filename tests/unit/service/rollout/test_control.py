@@ -1,4 +1,4 @@
-"""Calls about labels and rollouts that meet: what each decides, it decides from the state that it then changes."""
+"""Concurrent calls about labels and rollouts: each call decides from the state that it then changes."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ from ortserve.service.rollout.control import RolloutService
 
 
 class FakeRegistry:
-    """A model ``m`` with versions that serve, whose state is kept in memory."""
+    """A model ``m`` with versions that serve, whose state is in memory."""
 
     def __init__(self) -> None:
         self.state = ModelState({STABLE: 1}, rollout=make_rollout_options({"candidate": 2}, "test"))

@@ -1,4 +1,4 @@
-"""When rules end a rollout, and the percentiles that they judge."""
+"""The times at which rules end a rollout, and the percentiles that they evaluate."""
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,7 @@ GOOD = timed(1000, 1000, 0.012, requests=1000, compared=1000)
         (Figures(), None, ""),
         (GOOD, "promoted", "1000 requests kept the rules: 0 failed, 0 of 1000 disagreed, p99 12 ms, stable 10 ms"),
         (Figures(requests=999, compared=999), None, ""),
-        # Two failures are 2 % of the first 100 requests, so the third one decides before they have come.
+        # Two failures are 2 % of the first 100 requests, so the third one decides before these have arrived.
         (Figures(requests=2, failed=2), None, ""),
         (Figures(requests=3, failed=3), "rolled_back", "max_error_rate: expected at most 0.02, got 3 of 3 requests"),
         (Figures(requests=1000, failed=20), None, ""),
@@ -38,12 +38,12 @@ GOOD = timed(1000, 1000, 0.012, requests=1000, compared=1000)
             "rolled_back",
             "max_disagreement: expected at most 0.05, got 6",
         ),
-        # Times count from 100 requests on both sides; those that the response cache answers have none.
+        # Times count from 100 requests on both sides; answers from the response cache have no times.
         (timed(500, 99, 1.0, requests=99), None, ""),
         (timed(500, 99, 1.0, requests=500), None, ""),
         (timed(99, 500, 1.0, requests=500), None, ""),
         (timed(100, 100, 0.016, requests=100), "rolled_back", "got 1.6"),
-        # Not without times, which a rule bounds; nor without comparisons.
+        # No decision without times if a rule bounds them, nor without comparisons.
         (Figures(requests=1000, compared=1000), None, ""),
         (timed(1000, 1000, 0.01, requests=1000, compared=99), None, ""),
     ],

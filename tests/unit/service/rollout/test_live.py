@@ -1,4 +1,4 @@
-"""What a rollout does with each request: chosen, copied, shed, compared, counted."""
+"""The treatment of each request in a rollout: selected, copied, shed, compared, counted."""
 
 import asyncio
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class Version:
 
 
 class Trial:
-    """A rollout of model ``m`` between two versions. Times stand still."""
+    """A rollout of model ``m`` between two versions. Time stands still."""
 
     def __init__(self, draw: float = 0.0, **options: Any) -> None:
         self.versions = {"stable": Version(), "2": Version()}
@@ -75,7 +75,7 @@ class Trial:
         return self.versions["2"]
 
     async def answer(self, value: float = 1.0, *, columns: int = 4, version: str = "", run_ns: int = 1_000_000) -> None:
-        """``stable`` answers a request with its input."""
+        """Answer a request by ``stable`` with its input."""
         array = np.full((1, columns), value, np.float32)
         self.rollout.observe(request_of(array, version), (), (array,), timing_of(run_ns))
         await asyncio.sleep(0)
@@ -95,7 +95,7 @@ def request_of(array: np.ndarray, version: str = "", **parameters: str) -> Infer
 
 
 def timing_of(run_ns: int) -> Timing:
-    """Of a request that was answered by a run, or without time from the response cache."""
+    """The timing of a request that was answered by a run, or without time by the response cache."""
     return Timing(1, queued_ns=1, taken_ns=1, staged_ns=1, computed_ns=1 + run_ns, batch_rows=1 if run_ns else 0)
 
 
@@ -120,7 +120,7 @@ async def test_large_outputs_are_compared_by_a_thread() -> None:
     await trial.settle(0, 1.0)
     assert trial.counts() == {}
     may_compare.set()
-    trial.threads.shutdown()  # returns when the comparison is over
+    trial.threads.shutdown()  # returns after the comparison
     for _ in range(3):  # from the thread to the loop, and to the rollout
         await asyncio.sleep(0)
     assert trial.counts() == {"agreed": 1}
@@ -160,7 +160,7 @@ async def test_answers_from_the_response_cache_are_shed_and_have_no_times() -> N
     await shadow.answer(run_ns=0)
     assert (len(shadow.candidate.submitted), shadow.counts()) == (0, {"shed": 1})
     await shadow.answer()
-    shadow.candidate.submitted[0].complete((np.ones((1, 4), np.float32),))  # from the cache of the candidate
+    shadow.candidate.submitted[0].complete((np.ones((1, 4), np.float32),))  # from the candidate's cache
     await asyncio.sleep(0)
     assert shadow.counts() == {"shed": 1, "agreed": 1}
     canary = Trial(mode="canary")

@@ -1,4 +1,4 @@
-"""The processes that offer a load."""
+"""The processes that generate a load."""
 
 import os
 import signal

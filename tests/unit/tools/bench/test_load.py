@@ -1,4 +1,4 @@
-"""When requests are sent."""
+"""The send times of requests."""
 
 from pathlib import Path
 

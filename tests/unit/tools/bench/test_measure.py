@@ -1,4 +1,4 @@
-"""The search for the capacity, against targets whose capacity is known."""
+"""The search for the capacity, with targets of known capacity."""
 
 import pytest
 
@@ -38,5 +38,5 @@ def test_target_without_a_limit_ends_the_search() -> None:
 
 
 def test_noise_below_the_bracket_is_not_believed() -> None:
-    """A rate that was sustained once counts only below the lowest that was not."""
+    """A rate that was sustained once counts only below the lowest rate that was not sustained."""
     assert bracket({100: True, 200: False, 150: False, 170: True}) == (100, 150)

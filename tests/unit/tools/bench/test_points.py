@@ -1,4 +1,4 @@
-"""From what generators saw to the figures of a point."""
+"""The figures of a point, computed from the measurements of generators."""
 
 import asyncio
 from array import array
@@ -25,7 +25,7 @@ CLOSED = Load(4)
 
 
 def seen_of(latencies_s: np.ndarray, *, late_s: float = 0.0, cpu_share: float = 0.1, seconds: float = 10.0) -> Seen:
-    """One generator that sent its requests at equal distances."""
+    """The measurements of one generator that sent its requests at equal distances."""
     due = np.linspace(0, seconds * 1e9, len(latencies_s), endpoint=False).astype(np.int64)
     sent = due + int(late_s * 1e9)
     done = due + (latencies_s * 1e9).astype(np.int64)
@@ -51,7 +51,7 @@ def test_open_loop_counts_from_the_schedule_and_closed_loop_from_the_sending() -
     assert by_sending.ms == pytest.approx(6)
 
 
-def test_figures_of_a_point() -> None:
+def test_figures_are_computed_from_latencies() -> None:
     latencies = np.random.default_rng(0).permutation(np.arange(1, 10_001) / 1e6)
 
     found = point(seen_of(latencies), slo_ms=5.0)
@@ -201,7 +201,7 @@ class Bursts(Target):
             self.sink.answered(ticket, now_ns + number * 100_000, 1)
 
     def expire(self, sent_before_ns: int) -> None:
-        """All are answered in time, but for those of the last burst, which is not full."""
+        """All are answered in time, except for those of the last burst, which is not full."""
         for ticket in self.waiting:
             self.sink.failed(ticket, monotonic_ns(), "timeout", "")
         self.waiting = []
@@ -227,7 +227,7 @@ def test_answers_that_come_together_wait_for_each_other() -> None:
 
 
 def test_verdict_is_refused_if_answers_wait_for_the_generator() -> None:
-    """400 µs in the mean are much for answers of 2 ms, and little for those of 200 ms."""
+    """A mean of 400 µs is much for answers of 2 ms, and little for answers of 200 ms."""
 
     def reasons(latency_s: float) -> tuple[str, ...]:
         seen = seen_of(np.full(10_000, latency_s))

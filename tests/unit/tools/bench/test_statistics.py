@@ -1,4 +1,4 @@
-"""Percentiles, intervals and comparisons, against distributions whose truth is known."""
+"""Percentiles, intervals and comparisons, against distributions with known results."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_interval_of_correlated_samples_covers_the_truth(share: float) -> None:
 
     covered = np.mean([one.low <= truth <= one.high for one in found if one.low is not None and one.high is not None])
     assert covered >= 0.9
-    # The interval of independent samples would not: this is what the test would miss otherwise.
+    # The interval for independent samples misses often, so the check above is meaningful.
     missed = 0
     for _ in range(100):
         ordered = np.sort(correlated(random, 5000, 0.9))

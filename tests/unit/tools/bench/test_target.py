@@ -1,4 +1,4 @@
-"""Which request a caller sends next."""
+"""The order of the requests that a caller sends."""
 
 from ortserve.tools.address import Address
 from ortserve.tools.bench.target import ServerPlan
@@ -11,7 +11,7 @@ def plan(sequence_length: int = 0) -> ServerPlan:
 
 
 def sent(length: int, callers: int, caller: int, failing: tuple[int, ...] = ()) -> list[int]:
-    """The first nine requests of a caller, of which those at these places fail."""
+    """The first nine requests of a caller; those at the places ``failing`` fail."""
     held, number, requests = plan(length), caller, []
     for place in range(9):
         requests.append(held.request_of(number, callers))

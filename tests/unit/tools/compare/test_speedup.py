@@ -10,9 +10,9 @@ from ortserve.tools.speed import Speed
     [
         (Estimate(1.5, 1.4, 1.6), 1.2, False),
         (Estimate(1.1, 1.05, 1.15), 1.2, True),
-        (Estimate(1.3, 0.9, 1.7), 1.2, True),  # not beyond the noise
-        (Estimate(1.3), 1.2, True),  # no interval
-        (Estimate(0.97, 0.9, 1.05), 1.0, False),  # no loss that could be measured
+        (Estimate(1.3, 0.9, 1.7), 1.2, True),  # within the noise
+        (Estimate(1.3), 1.2, True),  # without an interval
+        (Estimate(0.97, 0.9, 1.05), 1.0, False),  # no measurable loss
         (Estimate(0.97, 0.95, 0.99), 1.0, True),
         (Estimate(0.97, 0.95, 0.99), 0.9, False),
         (Estimate(0.5), 1.0, True),

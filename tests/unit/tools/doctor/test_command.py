@@ -79,7 +79,7 @@ def test_wrong_arguments_are_one_line(
         *(["--requests", "1.5"], ["--fail-on", "x"], ["a", "b"]),
     ],
 )
-def test_arguments_of_the_wrong_form(arguments: list[str]) -> None:
+def test_malformed_arguments_end_with_status_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         command.main(arguments)
 

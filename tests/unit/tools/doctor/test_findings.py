@@ -1,4 +1,4 @@
-"""Each kind of finding: a made-up machine, repository or server that has it, and one that does not."""
+"""Each kind of finding: a simulated machine, repository or server that has it, and one that does not."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -150,14 +150,14 @@ OF_METRICS: dict[str, dict[str, float]] = {
 
 OF_LIMITS = {"few_open_files", "small_shared_memory"}
 OF_OPTIONS = {"invalid_option", "unknown_variable", "readable_secret", "open_shared_memory"}
-"""Tested below, with real files."""
+"""Findings that are tested below, with real files."""
 
 
 def kinds(found: Iterator[Finding] | list[Finding]) -> set[str]:
     return {each.kind for each in found}
 
 
-def test_what_is_healthy_has_no_finding(tmp_path: Path) -> None:
+def test_healthy_subjects_have_no_finding(tmp_path: Path) -> None:
     assert in_machine(tmp_path / "a", {}) == []
     assert in_machine(tmp_path / "b", group()) == []
     assert list(findings.find_in_steadiness(STEADY)) == []
@@ -167,7 +167,7 @@ def test_what_is_healthy_has_no_finding(tmp_path: Path) -> None:
     assert in_server() == []
 
 
-def test_what_is_unknown_has_no_finding(tmp_path: Path) -> None:
+def test_unknown_values_have_no_finding(tmp_path: Path) -> None:
     tree = Files(tmp_path)
     assert list(findings.find_in_processors(read_processors(tree))) == []
     assert list(findings.find_in_memory(replace(read_memory(tree), shared_bytes=None))) == []
@@ -178,7 +178,7 @@ def test_what_is_unknown_has_no_finding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", MACHINES)
-def test_machine_with(kind: str, tmp_path: Path) -> None:
+def test_problem_of_the_machine_is_found(kind: str, tmp_path: Path) -> None:
     files, environment = MACHINES[kind]
     assert kinds(in_machine(tmp_path, files, environment)) == {kind}
 
@@ -192,7 +192,7 @@ def test_small_limits_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", STEADINESS)
-def test_steadiness_with(kind: str) -> None:
+def test_problem_of_steadiness_is_found(kind: str) -> None:
     assert kinds(findings.find_in_steadiness(replace(STEADY, **STEADINESS[kind]))) == {kind}
 
 
@@ -201,23 +201,23 @@ def test_quota_that_is_used_up_in_the_test_is_found() -> None:
 
 
 @pytest.mark.parametrize("kind", RUNTIMES)
-def test_runtime_with(kind: str) -> None:
+def test_problem_of_the_runtime_is_found(kind: str) -> None:
     assert kinds(findings.find_in_runtime(RUNTIMES[kind])) == {kind}
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_models_with(kind: str) -> None:
+def test_problem_of_models_is_found(kind: str) -> None:
     assert kinds(in_models(*MODELS[kind])) == {kind}
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_server_with(kind: str) -> None:
+def test_problem_of_a_server_is_found(kind: str) -> None:
     assert kinds(in_server(**SERVERS[kind])) == {kind}
     assert "plain_text" not in kinds(in_server(reach="loopback", tls=False))
 
 
 @pytest.mark.parametrize("kind", OF_METRICS)
-def test_metrics_with(kind: str) -> None:
+def test_problem_in_metrics_is_found(kind: str) -> None:
     assert kinds(in_metrics(**OF_METRICS[kind])) == {kind}
 
 
@@ -279,7 +279,7 @@ def test_options_that_the_server_refuses(text: str, seen: str, tmp_path: Path) -
     assert seen in found.seen
 
 
-def test_options_without_a_problem(tmp_path: Path) -> None:
+def test_valid_options_have_no_finding(tmp_path: Path) -> None:
     keys, secret = tmp_path / "keys", Secret(tmp_path / "secret")
     keys.write_text("0123456789abcdef0\n")
     keys.chmod(0o600)
@@ -337,5 +337,5 @@ def test_exposure_by_options_is_found(tmp_path: Path) -> None:
         ("2001:4860:4860::8888", "public"),
     ],
 )
-def test_reach_of_an_address(host: str, reach: str) -> None:
+def test_reach_of_an_address_is_classified(host: str, reach: str) -> None:
     assert options.reach_of(host) == reach

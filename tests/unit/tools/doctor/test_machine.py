@@ -1,4 +1,4 @@
-"""Machines read from made-up trees of files."""
+"""Machines, read from simulated trees of files."""
 
 import os
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def test_machine_without_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_limits_of_a_cgroup(version: Literal["v1", "v2"], tmp_path: Path) -> None:
+def test_limits_of_a_cgroup_are_read(version: Literal["v1", "v2"], tmp_path: Path) -> None:
     group = limits(version, group="/kubepods/pod1", quota="150000", memory=str(2**30), used="900000000", throttled=17)
 
     processors, memory, _ = read(write_machine(tmp_path, group))
@@ -75,7 +75,7 @@ def test_hybrid_cgroups_follow_version_1(tmp_path: Path) -> None:
     assert (processors.quota, processors.throttled_periods, memory.limit_bytes) == (None, None, None)
 
 
-def test_arm(tmp_path: Path) -> None:
+def test_arm_processors_show_their_instruction_sets(tmp_path: Path) -> None:
     processors, _, _ = read(write_machine(tmp_path, {"proc/cpuinfo": f"processor : 0\nFeatures\t: {ARM_FEATURES}\n"}))
 
     assert processors.model is None
@@ -83,7 +83,7 @@ def test_arm(tmp_path: Path) -> None:
     assert not processors.instruction_sets["i8mm"]
 
 
-def test_affinity_numa_and_siblings(tmp_path: Path) -> None:
+def test_affinity_numa_nodes_and_siblings_are_read(tmp_path: Path) -> None:
     folder = "sys/devices/system"
     processors, _, _ = read(
         write_machine(
@@ -114,7 +114,7 @@ def test_affinity_numa_and_siblings(tmp_path: Path) -> None:
         ("7f /usr/bin/python", None),
     ],
 )
-def test_allocator(maps: str, name: str | None, tmp_path: Path) -> None:
+def test_allocator_is_detected_from_mapped_libraries(maps: str, name: str | None, tmp_path: Path) -> None:
     _, memory, _ = read(write_machine(tmp_path, {"proc/self/maps": maps}))
 
     assert memory.allocator == name

@@ -1,4 +1,4 @@
-"""What doctor measures and tries: steadiness, execution providers, GPUs, loads, and the way of a request."""
+"""Doctor's measurements and trials: steadiness, execution providers, GPUs, loads, and the path of a request."""
 
 import os
 import pickle
@@ -99,14 +99,14 @@ def test_tiny_model_runs_on_the_cpu_and_a_missing_provider_says_why() -> None:
 
 
 def end_by_signal(item: str) -> str:
-    """Work on which the process crashes for the item ``bad``."""
+    """Work that crashes the process for the item ``bad``."""
     if item == "bad":
         os.kill(os.getpid(), signal.SIGSEGV)
     return item.upper()
 
 
 def fail(item: str) -> str:
-    """Work that fails in an unexpected way."""
+    """Work that fails with an unexpected exception."""
     print("noise of a library", flush=True)
     raise RuntimeError(f"libfoo.so: no such symbol in {item}")
 
@@ -119,13 +119,13 @@ def hang(item: str) -> str:
 
 
 def tell_processes(_: str) -> list[int]:
-    """The own process, and one that it has started."""
+    """The process ids of this process, and of one that it has started."""
     return [os.getpid(), subprocess.Popen(["sleep", "600"]).pid]
 
 
 @pytest.fixture
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions of this file, for other processes."""
+    """Let other processes import the functions of this file."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
 
 
@@ -154,7 +154,7 @@ def test_processes_of_interrupted_work_are_ended() -> None:
     results = run_apart(tell_processes, ["a", "b"], 60)
     processes = [psutil.Process(pid) for pid in next(results)]
 
-    results.close()  # as Ctrl-C ends it
+    results.close()  # as Ctrl-C would end it
 
     gone, _ = psutil.wait_procs(processes, timeout=10)
     assert len(gone) == 2
@@ -195,10 +195,10 @@ def test_process_that_cannot_begin_is_a_failure(monkeypatch: pytest.MonkeyPatch,
 
 
 class FakeNvml:
-    """Two GPUs; the second supports no calls but those that find it."""
+    """Two GPUs; the second supports only the calls that find it."""
 
     class NVMLError(Exception):
-        """As NVML's module raises."""
+        """The error class of NVML's module."""
 
     def __getattr__(self, call: str) -> Any:
         answers: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a file contains, compared with the package ``onnx``."""
+"""The content of a file, compared with the package ``onnx``."""
 
 import math
 from collections import Counter

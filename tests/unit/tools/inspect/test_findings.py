@@ -1,4 +1,4 @@
-"""Each finding: on a model that has it, with its evidence, and not on one without it. ONNX Runtime optimizes both."""
+"""Each finding occurs, with its evidence, on a model that has it, and not on another. ONNX Runtime optimizes both."""
 
 import shlex
 import subprocess

@@ -4,7 +4,7 @@ from ortserve.tools.inspect.memory import Sample, describe_batch, grown_arena
 
 MIB = 1024**2
 
-# Peak use and size of the arena of an encoder of MiniLM's size by rows, in KiB, from a profile of ONNX Runtime 1.31.
+# Peak use and size of an encoder's arena (MiniLM's size) by rows, in KiB, from a profile of ONNX Runtime 1.31.
 ENCODER = {
     rows: Sample(rows, in_use, held, 0)
     for rows, in_use, held in (

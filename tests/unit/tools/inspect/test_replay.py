@@ -1,4 +1,4 @@
-"""The conditions of CUDA graphs on a machine without CUDA, each on a model that breaks it alone."""
+"""The conditions of CUDA graphs on a machine without CUDA, each with a model that violates it alone."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which steps are kept, which nodes need fp32, and what fusions leave."""
+"""The steps that are kept, the nodes that need FP32, and the remaining nodes after fusions."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_steps_that_were_asked_for_only_need_a_small_error() -> None:
 
 @pytest.mark.parametrize("inputs", [None, Path("data.npz")])
 def test_only_synthetic_inputs_are_called_so(inputs: Path | None) -> None:
-    """Whatever else the comparison notes, such as a busy machine."""
+    """This holds whatever else the comparison notes, such as a busy machine."""
     timed = Timed(Subject("m", Path("m.onnx")))
     model = ComparedModel("m", None, "m.onnx", "", 0, 0, "CPUExecutionProvider", 1, None)
     compared = CompareResult(
@@ -119,7 +119,7 @@ def test_an_attention_in_pieces_is_reported(tmp_path: Path) -> None:
     (left,) = almost_fused(model, model)
     assert left.kind == "attention"
     assert left.node.startswith("Softmax")
-    assert left.difference == ""  # it is what fusions expect
+    assert left.difference == ""  # the pattern is as fusions expect it
 
 
 def test_scaled_queries_are_the_first_difference(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ BIG = np.arange(LEAST_EXTERNAL_BYTES, dtype=np.float32).reshape(32, 32) / 1000
 
 
 def two_branches(path: Path) -> Path:
-    """Outputs a = x·W and b = z·V with equal W and V, and the branches of an If that read V, too."""
+    """Outputs a = x·W and b = z·V with equal W and V, and branches of an If that also read V."""
     branch = helper.make_graph(
         [helper.make_node("MatMul", ["z", "V"], ["inner"])],
         "branch",
@@ -131,7 +131,7 @@ def test_sizes_are_written_without_a_copy_of_the_data(source: Path, target: Path
 
 
 def test_weights_that_callers_may_replace_are_not_shared(source: Path, target: Path) -> None:
-    """As in models of old exporters, which list weights among the inputs."""
+    """Models of old exporters list weights among the inputs."""
     model = onnx.load(source)
     model.graph.input.append(helper.make_tensor_value_info("W", TensorProto.FLOAT, BIG.shape))
     onnx.save(model, source)

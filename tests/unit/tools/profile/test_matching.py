@@ -1,4 +1,4 @@
-"""Nodes of the optimized graph and those of the file in whose place they are."""
+"""Nodes of the optimized graph, and the nodes of the file that they replace."""
 
 from collections import Counter
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_nodes_without_names_are_matched_in_order() -> None:
 
 @pytest.mark.parametrize("kind", ["encoder", "convolutions"])
 def test_every_node_that_runs_is_found_and_every_node_of_the_file_has_a_place(kind: str, tmp_path: Path) -> None:
-    """The truth is ONNX Runtime's own: the optimized graph that it writes, and the trace of a run of it."""
+    """The reference is ONNX Runtime's own: the optimized graph that it writes, and the trace of a run of it."""
     path = tmp_path / "model.onnx"
     if kind == "encoder":
         gpu_models.encoder(path, layers=2, hidden=32, heads=4, length=8)

@@ -19,7 +19,7 @@ def runs(plain: Sequence[RunTime], profiled: Sequence[RunTime], *lines: bytes, t
 
 
 def runs_of(times_us: Sequence[Sequence[int]], *, plain_us: Sequence[int], cost_us: int) -> Runs:
-    """Runs of nodes with these times, each 5 µs after the one before; the call adds 15 µs."""
+    """Runs of nodes with these times, each 5 µs after the previous one; the call adds 15 µs."""
     lines: list[bytes] = []
     profiled = []
     for number, times in enumerate(times_us):

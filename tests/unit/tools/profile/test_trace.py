@@ -1,4 +1,4 @@
-"""Reading traces: nesting by time, self times, and what the profiler left out."""
+"""Reading traces: nesting by time, self times, and events that the profiler omitted."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from ortserve.tools.profile.trace import Trace, read_trace
 
 
 def self_times(trace: Trace) -> dict[str, int]:
-    """Of the first run, by path and name."""
+    """Self times of the first run, by path and name."""
     found: dict[str, int] = {}
     for call in trace.runs[0].calls:
         node = trace.nodes[call.node]
@@ -26,7 +26,7 @@ def test_flat_run_has_self_times_and_gaps() -> None:
 
 
 def test_nested_graphs_count_once() -> None:
-    """A loop of two steps, in the second of which an If runs a node; the loop itself takes 10 µs of the 200."""
+    """A loop with two iterations. In the second an If runs a node. The loop itself takes 10 µs of the 200."""
     lines = trace_file(
         node("before", 0, 10),
         node("step", 25, 60),

@@ -1,4 +1,4 @@
-"""Operations and bytes of nodes, against loops that count them."""
+"""Operations and bytes of nodes, compared with loops that count them."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def operations(
     return find_work(traced(op, inputs, outputs), node, {}).operations
 
 
-def test_matrix_products() -> None:
+def test_operations_of_matrix_products_are_counted() -> None:
     rows, inner, columns = 3, 5, 7
     counted = sum(2 for _ in itertools.product(range(rows), range(inner), range(columns)))
 
@@ -51,7 +51,7 @@ def test_convolution_counts_groups_and_kernels() -> None:
 
 
 @pytest.mark.parametrize(("op", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
-def test_recurrent_networks(op: str, gates: int) -> None:
+def test_operations_of_recurrent_networks_are_counted(op: str, gates: int) -> None:
     length, batch, width, hidden = 5, 2, 3, 4
     step = sum(2 for _ in itertools.product(range(gates * hidden), range(width + hidden), range(batch)))
     inputs = [(length, batch, width), (1, gates * hidden, width), (1, gates * hidden, hidden)]
@@ -80,7 +80,7 @@ def test_views_move_nothing_and_lookups_read_what_they_return() -> None:
     assert find_work(traced("Gather", [(1000, 8), (2,)], [(2, 8)]), None, {}).nbytes == 4 * (16 + 16 + 2)
 
 
-def test_unknown_work_is_none() -> None:
+def test_unknown_operators_have_no_figures() -> None:
     unknown = TracedNode((), "t", "TfIdfVectorizer", "", (("string", (4,)),), (("float", (9,)),))
 
     assert find_work(unknown, None, {}).operations is None

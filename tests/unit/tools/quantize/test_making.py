@@ -106,7 +106,7 @@ def test_preparation_keeps_free_dimensions_and_the_current_folder(
 
 
 def test_weights_that_several_gemms_share_are_not_transposed_twice(tmp_path: Path) -> None:
-    """Layers that begin with equal weights share them after deduplication; so do an embedding and an output layer."""
+    """Layers that start with equal weights share them after deduplication, as do an embedding and an output layer."""
     nodes = [
         helper.make_node("Gemm", ["x", "w"], ["a"], transB=1),
         helper.make_node("Gemm", ["a", "w"], ["b"], transB=1),

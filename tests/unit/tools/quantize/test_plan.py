@@ -115,7 +115,9 @@ def test_the_opset_holds_the_types(network: Model) -> None:
         ("static", {"first": "MatMul", "inner": "MatMul"}, ("relu",)),
     ],
 )
-def test_candidates_of_each_mode(mode: str, nodes: dict[str, str], passing: tuple[str, ...], network: Model) -> None:
+def test_each_mode_has_its_candidates(
+    mode: str, nodes: dict[str, str], passing: tuple[str, ...], network: Model
+) -> None:
     settings = choose_settings(Wish(mode), network, VNNI)
     found = find_candidates(network, settings, {"a": FLOAT, "b": FLOAT, "y": FLOAT}, (), "m.onnx")
     assert (found.nodes, found.passing) == (nodes, passing)

@@ -10,7 +10,7 @@ BOUND = ErrorBound("cosine", 0.1)
 
 
 class Models:
-    """Models whose errors are the sums of what their nodes cost; those with a node in ``broken`` cannot run."""
+    """Models whose error is the sum of their nodes' errors. Models with a node in ``broken`` cannot run."""
 
     def __init__(self, costs: Mapping[str, float], broken: str = "") -> None:
         self.costs = costs
@@ -49,7 +49,7 @@ def test_the_ranking_can_be_asked_for() -> None:
 def test_the_fewest_nodes_that_suffice_stay_in_floating_point() -> None:
     models = Models({"b": 0.09, "e": 0.3, "g": 0.05})
     found = models.find()
-    assert found.best.nodes == tuple("acdfgh")  # b and g together are still too much
+    assert found.best.nodes == tuple("acdfgh")  # b and g together still exceed the bound
     assert [(part.nodes, part.error) for part in found.parts][:3] == [(("e",), 0.3), (("b",), 0.09), (("g",), 0.05)]
     assert found.is_complete
     assert found.trials == len(models.made)

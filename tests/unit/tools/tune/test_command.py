@@ -1,4 +1,4 @@
-"""The command with virtual measurements: what it writes, and what it refuses."""
+"""The command with virtual measurements: the file that it writes, and the arguments that it rejects."""
 
 import json
 import re
@@ -204,7 +204,7 @@ def test_models_that_are_not_there_and_files_without_a_folder(model: Path, capsy
     assert "single file" in result["why_not_written"]
 
 
-def test_durations_and_objectives() -> None:
+def test_objectives_are_parsed_with_and_without_units() -> None:
     parser = command.build_parser()
     given = [parser.parse_args(["m", "--slo", text]).slo for text in ("20ms", "0.5s", "20")]
     assert given == [0.02, 0.5, 0.02]

@@ -7,7 +7,7 @@ from ortserve.tools.tune.loads import Offer, ramp, read, steady, sustained_rate
 
 
 def queue(due_s: np.ndarray, service_s: float, stall: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-    """Latencies at one worker that takes this long, and stands still for a while."""
+    """Latencies at one worker that takes ``service_s`` per request, and stalls once."""
     free, ages = 0.0, []
     for due in due_s:
         begin = max(due, free)

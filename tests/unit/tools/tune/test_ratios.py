@@ -1,4 +1,4 @@
-"""Decisions about noisy pairs."""
+"""Decisions from noisy pairs of measurements."""
 
 import numpy as np
 import pytest

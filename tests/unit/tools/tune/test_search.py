@@ -31,7 +31,7 @@ def test_finds_the_keys_that_help_and_their_gains() -> None:
 
 
 def test_leaves_out_a_key_that_gains_nothing_beside_another() -> None:
-    # Either of both is enough.
+    # Either change alone suffices.
     def truth(changes: Changes) -> float:
         if changes.get("intra_op_threads") == 1 and changes.get("instances") == 2:
             return 1.8
@@ -54,7 +54,7 @@ def test_writes_nothing_in_95_percent_of_searches_where_nothing_helps() -> None:
 
 @pytest.mark.parametrize("minutes", [0.5, 1, 3, 10])
 @pytest.mark.parametrize("open_s", [0.8, 4.0])
-def test_keeps_the_time(minutes: float, open_s: float) -> None:
+def test_search_ends_within_its_time(minutes: float, open_s: float) -> None:
     lab = VirtualLab(two_keys_help, open_s=open_s)
     search(lab, minutes=minutes)
     assert lab.now_s <= minutes * 60 * 1.1 + 4 * open_s * (minutes < 1)
@@ -95,8 +95,8 @@ def test_measures_a_much_slower_configuration_for_one_pair_only() -> None:
     assert lab.now_s / trials < 10
 
 
-def test_goes_on_after_it_was_killed(tmp_path: Path) -> None:
-    """A trial that was cut off is tried again; those that were finished are not."""
+def test_killed_search_resumes_from_its_journal(tmp_path: Path) -> None:
+    """A trial that was interrupted is repeated; finished trials are not."""
     file = tmp_path / "journal"
     lab = VirtualLab(two_keys_help)
 
@@ -110,7 +110,7 @@ def test_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     tried = [changes for changes in lab.opened if changes]
     assert len(tried) > 3
     with file.open("ab") as journal:
-        journal.write(b'{"op_code": 6, "worker')  # as a process leaves it that dies while it writes
+        journal.write(b'{"op_code": 6, "worker')  # the state left by a process that dies during a write
     again = VirtualLab(two_keys_help, seed=3)
     ending, trials = search(again, minutes=6, journal=file)
     assert ending is not None
@@ -151,7 +151,7 @@ def test_keeps_a_decision_without_which_the_others_do_not_open() -> None:
 
 
 def test_keeps_a_decision_without_which_the_bound_is_missed() -> None:
-    """Less memory is worth nothing if the requests are late, though memory does not need the decision."""
+    """Less memory is worthless if requests are late, although memory does not need the decision."""
     lab = VirtualLab(lambda changes: 1.0 if "max_rows" in changes or not changes else 0.2)
     lab.memory = lambda changes: 10**8 if "instances" in changes else 2 * 10**8
     assert end(lab, BOTH, MEMORY).point == BOTH

@@ -1,4 +1,4 @@
-"""Parameters, their changes of the options, and what they depend on."""
+"""Parameters, the options that they change, and the conditions on which they depend."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files keep what they have; only values and comments of keys change."""
+"""Files keep their content; only the values and comments of changed keys differ."""
 
 from pathlib import Path
 

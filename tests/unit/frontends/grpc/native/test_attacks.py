@@ -1,4 +1,4 @@
-"""Cheap attacks of a peer: each is bounded; the connection ends, or continues without effect on others."""
+"""Cheap attacks by a peer: each is bounded, and the connection ends or continues without effect on others."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -80,7 +80,7 @@ def test_flood_ends_its_connection(flood: Callable[[int], bytes]) -> None:
 def test_small_frames_beside_large_ones_and_of_small_messages_are_not_counted() -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.feed(opening(1, STREAM) + data(1, b"\0" + (2**27).to_bytes(4, "big")))
-        for _ in range(3_000):  # as HAProxy divides a message
+        for _ in range(3_000):  # as HAProxy splits a message
             wire.feed(data(1, bytes(16_320)) + data(1, bytes(64)))
             await wire.turn()
         wire.feed(opening(3, STREAM))
@@ -179,7 +179,7 @@ def test_oversized_metadata_fails_only_its_call(metadata: tuple[tuple[str, str],
             refused = await client.call(ECHO, b"x", *metadata)
             assert refused.status == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
             assert refused.text.startswith(b"metadata: expected at most 16384 bytes")
-            # The table is the same on both sides.
+            # The tables of both sides are equal.
             assert (await client.call(ECHO, b"x", *metadata[:300] if len(metadata) > 1 else ())).messages == [b"x"]
         wire.release()
         client.send(echoing, framed(b"y"), is_end=True)
@@ -268,12 +268,12 @@ def test_endless_header_block_ends_the_connection(size: int) -> None:
 @pytest.mark.parametrize(
     "bomb",
     [
-        b"\x82\x86\x84" + b"\xc4" * 16_000,  # an entry of the static table, once a byte
-        b"\x40\x01a\x7f\xc1\x1e" + b"b" * 4000 + b"\xbe" * 12_000,  # an entry of 4,000 bytes, once a byte
+        b"\x82\x86\x84" + b"\xc4" * 16_000,  # one entry of the static table per byte
+        b"\x40\x01a\x7f\xc1\x1e" + b"b" * 4000 + b"\xbe" * 12_000,  # one entry of 4,000 bytes per byte
         b"\x00\x01a\xff\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01",  # a length of 2**70
         b"\x3f" + b"\xff" * 1000,
         b"\xff" * 16_000,
-        b"\x3f\xe1\xff\x03",  # a table larger than ours
+        b"\x3f\xe1\xff\x03",  # a table larger than the server's
         b"\x82" + b"\x20",  # a resize in the middle
         b"\x20" * 16_000,
     ],
@@ -433,7 +433,7 @@ def test_absurd_number_resets_only_its_stream(caplog: pytest.LogCaptureFixture) 
 def test_stream_past_its_window_is_reset_and_others_continue() -> None:
     async def test(wire: Wire, client: Client) -> None:
         assert (await client.call(ECHO, b"x")).messages == [b"x"]
-        # A handler that cannot write reads no further, so the window is not refilled.
+        # A handler that cannot write does not read on, so the window is not refilled.
         client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
         await client.exchange()
         wire.feed(opening(3, STREAM) + data(3, framed(b"x") * 3))
@@ -492,10 +492,10 @@ def test_floods_are_logged_once_a_second_and_counted_each(caplog: pytest.LogCapt
 
 
 async def given_room(wire: Wire, windows: list[int], *, size: int, calls: int) -> tuple[int, int]:
-    """Make calls whose answers have ``size`` bytes, and give room for them by increments, over and over.
+    """Make calls whose answers have ``size`` bytes, and repeatedly enlarge their windows by small increments.
 
     Returns:
-        Bytes and frames of DATA that came.
+        Received bytes and frames of DATA.
     """
     total = count = 0
     message = data(1, framed(bytes(size)), is_end=True)[frames.HEADER_BYTES :]
@@ -524,7 +524,7 @@ def frames_in(came: bytes) -> Iterator[tuple[int, int]]:
 
 
 def test_uneven_windows_with_much_data_are_not_counted() -> None:
-    """HAProxy gives back what fits into its buffer, then the few bytes that did not."""
+    """HAProxy returns the window that fits its buffer, then the few remaining bytes."""
 
     async def test(wire: Wire, client: Client) -> None:
         total, _ = await given_room(wire, [16_320, 64], size=900_000, calls=60)
@@ -541,7 +541,7 @@ def test_small_window_updates_are_bounded_by_the_sent_bytes(room: int) -> None:
         assert wire.transport.is_lost
         assert wire.connection_errors == ["enhance_your_calm"]
         assert wire.cut_answers == ["connection_error"]
-        # Each turn takes two WINDOW_UPDATEs; each KiB earns one, beside a burst.
+        # Each round uses two WINDOW_UPDATEs; each KiB permits one, in addition to a burst.
         assert count <= 1_100 + (total - frames.DEFAULT_WINDOW) / 1024
 
     on_wire(test)

@@ -1,4 +1,4 @@
-"""A connection against the h2 library: the answers to calls, and the end of old, idle and draining connections."""
+"""A connection against the h2 library: answers to calls, and the end of old, idle and draining connections."""
 
 import asyncio
 import random
@@ -53,7 +53,7 @@ def test_message_of_any_size_is_echoed(path: str, size: int) -> None:
 @pytest.mark.parametrize("path", [ECHO, STREAM])
 @pytest.mark.parametrize(("size", "most_copied"), [(700_000, 270_000), (5_000_000, 1_600_000)])
 def test_large_message_is_received_mostly_in_place(path: str, size: int, most_copied: int) -> None:
-    """Copied are only bytes before the allocation, the announcing read, and bytes beside frame heads."""
+    """Only these bytes are copied: bytes before the allocation, the announcing read, and bytes beside frame heads."""
 
     async def test(wire: Wire, client: Client) -> None:
         message = random.Random(size).randbytes(size)
@@ -71,7 +71,7 @@ def test_large_message_is_received_mostly_in_place(path: str, size: int, most_co
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.data_too_large])
 def test_interleaved_large_messages_are_received(data: st.DataObject) -> None:
-    """In frames of any size, cut anywhere, with padding, small calls and the ends of streams between."""
+    """Frames have any size and padding, reads end anywhere, and small calls and ends of streams are in between."""
 
     async def test(wire: Wire, client: Client) -> None:
         seeded = random.Random(data.draw(st.integers(0, 2**32)))
@@ -242,7 +242,7 @@ def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) 
         answer = client.answers[stream]
         assert answer.status == {ECHO: OK, FAIL: 3, SLOW: OK}.get(path, UNIMPLEMENTED)
         assert answer.is_ended
-        assert answer.reset in (None, ErrorCodes.NO_ERROR)  # h2 tells of no reset after the end
+        assert answer.reset in (None, ErrorCodes.NO_ERROR)  # h2 reports no reset after the end
         assert not wire.connection._sending.streams
         # Frames in flight for the ended stream are ignored.
         header = frames.frame(frames.DATA, 0, stream, b"late")
@@ -413,7 +413,7 @@ def test_window_lowered_below_the_sent_bytes_is_respected() -> None:
         await client.send_all(stream, framed(message))
         await client.exchange()
         assert len(client.answers[stream].data) == 65_535
-        client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 100})  # 65,435 below nothing
+        client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 100})  # 65,435 below zero
         await client.exchange()
         client.h2.increment_flow_control_window(1_000_000)
         client.h2.increment_flow_control_window(65_435, stream)
@@ -436,7 +436,7 @@ def test_smaller_table_of_headers_is_confirmed_by_the_next_block() -> None:
             client.h2.update_settings({SettingCodes.HEADER_TABLE_SIZE: size})
             await client.exchange()
             for path in (ECHO, STREAM, FAIL):
-                assert (await client.call(path, b"x")).is_ended  # h2 ends the connection where that is missing
+                assert (await client.call(path, b"x")).is_ended  # h2 would end the connection if the end were missing
 
     on_wire(test)
 
@@ -573,7 +573,7 @@ def test_drain_ends_with_the_last_call(how: str) -> None:
         await client.exchange()
         wire.connection.begin_drain(5.0)
         await wire.turn()
-        await asyncio.sleep(1.5)  # the peer answers no ping
+        await asyncio.sleep(1.5)  # the peer does not answer the ping
         assert not wire.transport.is_closing()
         if how == "reset":
             wire.feed(frames.rst_stream(held, frames.ErrorCode.CANCEL))
@@ -636,7 +636,7 @@ def test_stalled_message_ends_its_call_and_releases_its_bytes() -> None:
     async def test(wire: Wire, client: Client) -> None:
         stalled = client.open(ECHO)
         client.send(stalled, framed(bytes(1000))[:500])
-        waiting = client.open(STREAM)  # between messages a caller may take its time
+        waiting = client.open(STREAM)  # a caller may pause between messages
         client.send(waiting, framed(b"x"))
         await client.exchange()
         assert wire.gate.held_bytes > 0
@@ -740,7 +740,7 @@ def test_queued_answers_on_a_slow_connection_do_not_time_out() -> None:
 
 
 def test_answer_in_a_full_transport_does_not_time_out() -> None:
-    """The transport resumes writing long after it began to empty."""
+    """The transport resumes writing long after its buffer begins to drain."""
 
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(STREAM)
@@ -781,7 +781,7 @@ def test_connection_whose_peer_reads_slowly_is_kept() -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.transport.is_stuck = True
         for _ in range(6):
-            wire.feed(frames.settings({}) * 2)  # what is written grows as fast as it is taken
+            wire.feed(frames.settings({}) * 2)  # unsent bytes grow as fast as they are taken
             await wire.turn()
             del wire.transport._buffer[:9]
             await asyncio.sleep(50)

@@ -75,7 +75,7 @@ def test_keepalive_ping_detects_a_closed_client() -> None:
         assert await wire.turn() == PING
         await asyncio.sleep(0.1)
         assert await wire.turn() == PING
-        wire.lose()  # by the reset that it caused
+        wire.lose()  # caused by its reset
         await wire.turn()
         assert wire.cancelled == 1
 
@@ -101,7 +101,7 @@ def test_client_that_answers_pings_can_wait() -> None:
 
 
 def test_answer_larger_than_the_windows_fails_its_call() -> None:
-    """Nobody can widen them any more."""
+    """The peer can no longer enlarge them."""
 
     async def test(wire: Wire, client: Client) -> None:
         client.reads = False

@@ -1,4 +1,4 @@
-"""Limits by the options, and when a connection is pinged, drained or aborted."""
+"""Limits from the options, and the times at which a connection is pinged, drained or aborted."""
 
 from dataclasses import asdict
 

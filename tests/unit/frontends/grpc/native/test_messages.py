@@ -23,7 +23,7 @@ def framed(message: bytes, *, flag: int = 0) -> bytes:
 
 
 def feed(reader: MessageReader, data: bytes) -> list[Message]:
-    """The same bytes among others."""
+    """Feed the bytes between other bytes."""
     return reader.feed(b"ab" + data + b"c", 2, 2 + len(data))
 
 
@@ -110,7 +110,7 @@ def test_foreign_compression_is_decoded() -> None:
         (gzip.compress(bytes(101)), b"gzip", grpc.StatusCode.RESOURCE_EXHAUSTED),
         (gzip.compress(bytes(10_000_000), 1), b"gzip", grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
-    # Those of gzip hold the time.
+    # gzip's bytes contain the time.
     ids=["identity", "unknown", "nothing of gzip", "cut off", "more behind", "too long", "far too long"],
 )
 def test_undecodable_message_is_rejected(message: bytes, encoding: bytes, code: grpc.StatusCode) -> None:
@@ -142,7 +142,8 @@ def test_inflated_message_counts_and_is_rejected_at_the_limit() -> None:
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert gate.held_bytes == MIB
     others.release()
-    assert len(inflated(deflate(bytes(64 * MIB), b"gzip"), b"gzip", 64 * MIB, gate)) == 64 * MIB  # no other holder
+    # No other task holds the gate.
+    assert len(inflated(deflate(bytes(64 * MIB), b"gzip"), b"gzip", 64 * MIB, gate)) == 64 * MIB
 
 
 def test_small_message_counts_past_the_limit_without_rejection() -> None:

@@ -80,7 +80,7 @@ def test_accepted_encodings_are_a_set() -> None:
         (*PSEUDO[:2], (b":path", b"/a/B ")),
         (*PSEUDO, (b"content-length", b"+1")),
         (*PSEUDO, (b"content-length", b"9" * 19)),
-        (*PSEUDO, (b"content-length", b"1" * 4301)),  # int() takes no more than 4300 digits
+        (*PSEUDO, (b"content-length", b"1" * 4301)),  # int() accepts at most 4300 digits
         (*PSEUDO, (b"content-length", b"1"), (b"content-length", b"2")),
     ],
 )

@@ -1,7 +1,7 @@
 """Legal and illegal frames in any order, sent by the h2 library and by hand, against the guarantees of the server.
 
-Whatever comes, the connection either goes on or ends with a GOAWAY; a call that was made rightly gets its own bytes
-back and its own status; and when the peer has left, nothing of it is kept.
+The connection always continues or ends with a GOAWAY. A valid call receives its own bytes and status. After the peer
+has disconnected, the server holds no resources for it.
 """
 
 import asyncio
@@ -27,7 +27,10 @@ sizes = st.sampled_from([0, 1, 5, 100, 16_379, 20_000, 200_000])
 
 
 def schedules(count: int, *, steps: int) -> settings:
-    """So many schedules; one that fails is not made smaller, which takes longer than a test may."""
+    """Settings for ``count`` schedules.
+
+    A failing schedule is not minimized, which would take longer than a test may.
+    """
     count = int(os.environ.get("ORTSERVE_TEST_SCHEDULES", count))
     health = list(HealthCheck)
     phases = [Phase.generate]
@@ -52,7 +55,7 @@ class Call:
 
 
 class TransportMachine(RuleBasedStateMachine):
-    """A client that keeps to the protocol; ``MischiefMachine`` is one that does not."""
+    """A client that follows the protocol; ``MischiefMachine`` does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ class TransportMachine(RuleBasedStateMachine):
     @initialize(window=st.sampled_from([0, 1000, 65_535, 1_000_000]), table=st.sampled_from([0, 50, 4096]))
     def connect(self, window: int, table: int) -> None:
         async def make() -> None:
-            # Here callers may take as long over their answers as they like.
+            # Callers may take any time for their answers here.
             self.wire = Wire(self.loop, self.clock, limits=Limits(max_streams=50, send_timeout_s=10**6))
             chosen = {SettingCodes.INITIAL_WINDOW_SIZE: window, SettingCodes.HEADER_TABLE_SIZE: table}
             self.client = Client(self.wire, chosen)
@@ -90,7 +93,7 @@ class TransportMachine(RuleBasedStateMachine):
         try:
             call = Call(path, self.client.open(path, *metadata, is_end=is_end))
         except ProtocolError:
-            return  # h2 keeps to the bound on calls
+            return  # h2 enforces the limit on calls
         call.has_deadline = timeout_ms is not None
         call.has_ended = is_end
         self.calls.append(call)
@@ -135,7 +138,7 @@ class TransportMachine(RuleBasedStateMachine):
         call.is_reset = True
 
     def change(self, chosen: "dict[SettingCodes | int, int]") -> None:
-        """One change after the other: h2 takes the first acknowledgement for all pending changes."""
+        """Make one change after the other, because h2 takes the first acknowledgement for all pending changes."""
 
         async def change() -> None:
             await self.client.exchange()
@@ -202,7 +205,7 @@ class TransportMachine(RuleBasedStateMachine):
             self.loop.close()
 
     async def finish(self) -> None:
-        """Read all, end all requests: then each call must have its status."""
+        """Read everything and end all requests; then each call must have its status."""
         self.wire.transport.is_stuck = False
         self.client.reads = True
         await self.client.exchange()
@@ -246,7 +249,7 @@ streams = st.sampled_from([0, 1, 2, 3, 5, 7, 2**31 - 1])
 
 
 class MischiefMachine(RuleBasedStateMachine):
-    """A client that sends frames of all kinds by hand, most of them wrong where they stand."""
+    """A client that sends frames of all kinds by hand, most of them invalid in their place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +324,7 @@ class MischiefMachine(RuleBasedStateMachine):
             assert frames.ErrorCode.INTERNAL_ERROR not in self.goaways()
 
     def goaways(self) -> list[int]:
-        """The codes of all that were sent."""
+        """The codes of all sent GOAWAYs."""
         codes, rest = [], self.sent
         while rest:
             length_and_kind, _, _ = frames.read_header(rest)

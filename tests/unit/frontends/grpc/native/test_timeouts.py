@@ -1,4 +1,4 @@
-"""Readers without progress for too long."""
+"""Readers that make no progress for too long."""
 
 from ortserve.frontends.grpc.native.timeouts import SendProgress
 
