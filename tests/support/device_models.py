@@ -28,6 +28,7 @@ from ortserve.device.capture_lock import CaptureLock
 from ortserve.device.cuda import CudaDevice
 from ortserve.device.devices import DEVICE_PROVIDERS, DeviceProvider, DeviceRuntime, Devices, OpenDevice
 from ortserve.device.instance import DeviceInstance
+from ortserve.device.instance_batches import InstanceBatches
 from ortserve.device.preparation import Prepared
 from ortserve.device.protocol import BoundRun, Device
 from ortserve.engine.model_signature import read_signature
@@ -159,7 +160,7 @@ def on_device(
     one_each = captures and use.one_graph_per_session
     session = open_one(captures=captures and not one_each)
     signature = read_signature(session, read_model(path))
-    instance = DeviceInstance(
+    batches = InstanceBatches(
         session,
         signature,
         streams,
@@ -170,6 +171,7 @@ def on_device(
         open_for_graph=partial(open_one, captures=True) if one_each else None,
         shrink_arenas=shrink_arenas,
     )
+    instance = DeviceInstance(batches, "m/1")
     del session
     try:
         prepared = Prepared()

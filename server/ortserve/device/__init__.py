@@ -10,6 +10,7 @@ __all__ = [
     "devices",
     "graph_sessions",
     "instance",
+    "instance_batches",
     "nvml",
     "preparation",
     "protocol",

@@ -8,16 +8,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import onnxruntime as ort
-
-from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
-from ortserve.core.padding import Padding, StagedElements
-from ortserve.core.signature import ModelSignature
-from ortserve.device.accounting import DeviceCounts
+from ortserve.core.padding import StagedElements
 from ortserve.device.binding import DeviceBinding, EnqueuedBatch
-from ortserve.device.buffers import InstanceStreams
-from ortserve.device.graph_sessions import SETS, OpenForGraph
+from ortserve.device.graph_sessions import SETS
 from ortserve.device.instance_batches import InstanceBatches
 from ortserve.device.preparation import MakeInputs, OnStep, Prepared
 from ortserve.device.protocol import DEVICE_ERRORS
@@ -38,54 +32,17 @@ class DeviceInstance:
     runs_on_host = False
     """Runs compute on the device, not on the processors of the host."""
 
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        signature: ModelSignature,
-        streams: InstanceStreams,
-        *,
-        name: str,
-        clock: Clock,
-        padding: Padding | None = None,
-        run_options: ort.RunOptions | None = None,
-        captures: bool = False,
-        open_for_graph: OpenForGraph | None = None,
-        is_whole: bool = True,
-        shrink_arenas: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, batches: InstanceBatches, name: str) -> None:
         """Start the threads; batches run plainly until ``prepare`` is called.
 
         Args:
-            session: The session, for this instance only, opened with ``streams.provider_options``.
-            signature: The served inputs and outputs.
-            streams: The streams of the sessions. The instance closes them.
-            name: The name of threads and of the account.
-            clock: Monotonic nanoseconds.
-            padding: How batches are padded; None if they never are.
-            run_options: The options of plain runs.
-            captures: Whether the session was opened to capture graphs.
-            open_for_graph: Opens a session for one graph, on the same streams. None if ``session`` holds all graphs, or
-                if no graphs are captured. Called on the worker, which holds the capture lock.
-            is_whole: Whether all nodes are on the device.
-            shrink_arenas: Arenas that runs on buffers shrink. Replays shrink no arena.
+            batches: Runs the batches of this instance only. The instance closes it.
+            name: The name of the threads.
         """
-        self.counts = DeviceCounts()
-        self.streams = streams
-        self._capture_lock = streams.opened.capture_lock
-        self._batches = InstanceBatches(
-            session,
-            signature,
-            streams,
-            self.counts,
-            name=name,
-            clock=clock,
-            padding=padding,
-            run_options=run_options,
-            captures=captures,
-            open_for_graph=open_for_graph,
-            is_whole=is_whole,
-            shrink_arenas=shrink_arenas,
-        )
+        self.counts = batches.counts
+        self.streams = batches.streams
+        self._capture_lock = batches.streams.opened.capture_lock
+        self._batches = batches
         self._is_abandoned = False
         self._work: SimpleQueue[tuple[Batch, BatchDone] | _Task | None] = SimpleQueue()
         self._enqueued: SimpleQueue[tuple[EnqueuedBatch, BatchDone] | None] = SimpleQueue()

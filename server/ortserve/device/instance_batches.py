@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
+from typing import Final
 
 import numpy as np
 import onnxruntime as ort
@@ -34,6 +35,8 @@ class InstanceBatches:
 
     Attributes:
         binding: Runs batches on buffers; None without buffers.
+        counts: How batches ran.
+        streams: The streams of the sessions.
         termination: Terminates plain runs. Thread-safe.
     """
 
@@ -42,25 +45,39 @@ class InstanceBatches:
         session: ort.InferenceSession,
         signature: ModelSignature,
         streams: InstanceStreams,
-        counts: DeviceCounts,
         *,
         name: str,
         clock: Clock,
-        padding: Padding | None,
-        run_options: ort.RunOptions | None,
-        captures: bool,
-        open_for_graph: OpenForGraph | None,
-        is_whole: bool,
-        shrink_arenas: Sequence[str],
+        padding: Padding | None = None,
+        run_options: ort.RunOptions | None = None,
+        captures: bool = False,
+        open_for_graph: OpenForGraph | None = None,
+        is_whole: bool = True,
+        shrink_arenas: Sequence[str] = (),
     ) -> None:
-        """Run batches plainly until ``prepare``. See ``DeviceInstance`` for the arguments and ``counts``."""
+        """Run batches plainly until ``prepare``.
+
+        Args:
+            session: The session, for this instance only, opened with ``streams.provider_options``.
+            signature: The served inputs and outputs.
+            streams: The streams of the sessions. ``close`` closes them.
+            name: The name of the account.
+            clock: Monotonic nanoseconds.
+            padding: How batches are padded; None if they never are.
+            run_options: The options of plain runs.
+            captures: Whether the session was opened to capture graphs.
+            open_for_graph: Opens a session for one graph, on the same streams. None if ``session`` holds all graphs, or
+                if no graphs are captured. Called on the worker, which holds the capture lock.
+            is_whole: Whether all nodes are on the device.
+            shrink_arenas: Arenas that runs on buffers shrink. Replays shrink no arena.
+        """
         run_options = run_options or graph_options(NO_GRAPH)
+        self.counts: Final = DeviceCounts()
+        self.streams: Final = streams
         self.binding: DeviceBinding | None = None
         self.termination = PlainTermination(run_options)
         self._sessions = InstanceSessions(session, captures=captures, open_for_graph=open_for_graph)
         self._signature = signature
-        self._streams = streams
-        self._counts = counts
         self._account = streams.opened.ledger.open(name)
         self._capture_lock = streams.opened.capture_lock
         self._clock = clock
@@ -92,13 +109,13 @@ class InstanceBatches:
             DeviceLostError: The device is lost.
             Exception: The error of the run, which ``failure`` converts for callers.
         """
-        opened = self._streams.opened
+        opened = self.streams.opened
         if opened.lost:
             raise DeviceLostError(opened.lost)
         binding = self.binding
         reason = self._unbound if binding is None else binding.why_not(batch)
         if binding is None or reason:
-            self._counts.count_plain(reason)
+            self.counts.count_plain(reason)
             return self._run_plainly(batch)
         buffers = self._free_sets.get()
         try:
@@ -122,7 +139,7 @@ class InstanceBatches:
 
     def failure(self, error: Exception) -> Exception:
         """Convert the error of a run to the error for callers."""
-        return self._streams.opened.run_error(error) if isinstance(error, DEVICE_ERRORS) else error
+        return self.streams.opened.run_error(error) if isinstance(error, DEVICE_ERRORS) else error
 
     def _run_plainly(self, batch: Batch) -> BatchResult:
         self.termination.begin_run(batch)
@@ -143,17 +160,17 @@ class InstanceBatches:
             self._plain.run_arrays,
             make_inputs,
             self._make_binding,
-            self._counts,
+            self.counts,
             self._capture_lock,
-            lambda: self._streams.device.memory().free_bytes,
+            lambda: self.streams.device.memory().free_bytes,
             on_step,
         )
         try:
             with self._capture_lock.shared():
-                self._streams.opened.reclaim()
+                self.streams.opened.reclaim()
             binding, prepared = preparation.prepare(sizes, captures=self._sessions.can_capture)
         except DEVICE_ERRORS as error:
-            failure = self._streams.opened.run_error(error)
+            failure = self.streams.opened.run_error(error)
             if isinstance(failure, OutOfMemoryError | DeviceLostError):
                 raise failure from error
             # The buffers failed for an unknown reason. A model that runs plainly is served without them.
@@ -167,7 +184,7 @@ class InstanceBatches:
         else:
             for buffers in binding.sets:
                 self._free_sets.put(buffers)
-            binding.count_into(self._counts)
+            binding.count_into(self.counts)
             self.binding = binding
         self._sessions.complete()
         self._account_memory(prepared.graph_bytes)
@@ -185,7 +202,7 @@ class InstanceBatches:
             with self._capture_lock.shared():
                 self._plain.run_arrays(inputs)
         except DEVICE_ERRORS as error:
-            raise self._streams.opened.run_error(error) from error
+            raise self.streams.opened.run_error(error) from error
 
     def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:
         nbytes = sets_nbytes(self._signature, outputs, rows)
@@ -193,7 +210,7 @@ class InstanceBatches:
         binding = DeviceBinding(
             self._sessions,
             self._signature,
-            self._streams,
+            self.streams,
             outputs,
             rows,
             is_whole=self._is_whole,
@@ -211,11 +228,11 @@ class InstanceBatches:
         """
         try:
             with self._capture_lock.shared():
-                free_bytes = self._streams.device.memory().free_bytes
+                free_bytes = self.streams.device.memory().free_bytes
         except DEVICE_ERRORS as error:
             raise self.failure(error) from error
         buffers = self._account.entries().get("buffers", 0)
-        self._account.enter("session", max(0, self._streams.free_bytes - free_bytes - buffers - graph_bytes))
+        self._account.enter("session", max(0, self.streams.free_bytes - free_bytes - buffers - graph_bytes))
         self._account.enter("graphs", graph_bytes)
 
     def make_states(self, initial: Arrays, samples: Sequence[Arrays]) -> DeviceStates:
@@ -226,7 +243,7 @@ class InstanceBatches:
             problem = problem or binding.why_no_states(count)
         if problem:
             raise ServeError(ErrorKind.UNSUPPORTED, problem)
-        make = partial(DeviceStates, self._streams.device, self._account, initial, is_fixed=binding is not None)
+        make = partial(DeviceStates, self.streams.device, self._account, initial, is_fixed=binding is not None)
         try:
             with self._capture_lock.shared():
                 self._try_states(make(), samples)
@@ -264,7 +281,7 @@ class InstanceBatches:
             self.binding.keep_states(states)
 
     def _make_state_runs(self, states: DeviceStates) -> StateRuns:
-        return StateRuns(self._sessions, self._signature, self._streams, states, self._plain, self._run_options)
+        return StateRuns(self._sessions, self._signature, self.streams, states, self._plain, self._run_options)
 
     def close(self) -> None:
         """Free session, buffers, states and streams. All batches must be complete."""
@@ -277,9 +294,9 @@ class InstanceBatches:
             release_all(self._state_runs.close)
         if self._states is not None:
             self._states.end_use()
-        opened = self._streams.opened
+        opened = self.streams.opened
         sessions = self._sessions.close(is_lost=bool(opened.lost))  # sessions close before their streams
-        release_all(opened.reclaim, partial(self._streams.close, *sessions))
+        release_all(opened.reclaim, partial(self.streams.close, *sessions))
         self._account.close()
 
 

@@ -22,6 +22,7 @@ from ortserve.config.session import SessionSettings
 from ortserve.device.buffers import InstanceStreams
 from ortserve.device.devices import DeviceProvider, Devices
 from ortserve.device.instance import DeviceInstance
+from ortserve.device.instance_batches import InstanceBatches
 from ortserve.device.preparation import why_no_replay
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
@@ -159,7 +160,7 @@ def try_capture(
         report(no_replay.because)
         return
     signature = find_row_axes(model, ModelOptions(batched=request.batched)).apply(read_signature(session, model))
-    instance = DeviceInstance(
+    batches = InstanceBatches(
         session,
         signature,
         streams,
@@ -169,6 +170,7 @@ def try_capture(
         captures=not one_each,
         open_for_graph=partial(open_one, captures=True) if one_each else None,
     )
+    instance = DeviceInstance(batches, request.name)
     try:
         prepared = instance.prepare(request.sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed))
         report(prepared.unbound_because or "; ".join(dict.fromkeys(prepared.not_replayed.values())))

@@ -13,6 +13,7 @@ from ortserve.device.buffers import InstanceStreams
 from ortserve.device.devices import DeviceProvider, DeviceRuntime, OpenDevice
 from ortserve.device.graph_sessions import OpenForGraph
 from ortserve.device.instance import DeviceInstance
+from ortserve.device.instance_batches import InstanceBatches
 from ortserve.device.preparation import NO_BUFFERS, TRIAL_FAILED, NoReplay, why_no_replay
 from ortserve.device.protocol import DEVICE_ERRORS, device_run_error
 from ortserve.engine.encoded_images import find_images
@@ -254,7 +255,7 @@ class SessionOpener:
         settings, device_id, gpus = self._options.session, choice.device_id, self._options.gpus
         options = run_options(settings, device_id=device_id, gpus=gpus)
         if opened.streams is not None:
-            return DeviceInstance(
+            batches = InstanceBatches(
                 opened.session,
                 signature,
                 opened.streams,
@@ -267,6 +268,7 @@ class SessionOpener:
                 is_whole=opened.is_whole,
                 shrink_arenas=arenas_of(settings, device_id, gpus),
             )
+            return DeviceInstance(batches, name)
         return Instance(
             opened.session,
             signature,
