@@ -34,12 +34,17 @@ class LoopTimer:
         self._loop = loop
         self._callback = callback
         self._handle: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     def set(self, due_ns: int, now_ns: int) -> None:
-        self.close()
+        if self._is_closed:
+            return
+        if self._handle is not None:
+            self._handle.cancel()
         self._handle = self._loop.call_later(max(0, due_ns - now_ns) / 1e9, self._callback)
 
     def close(self) -> None:
+        self._is_closed = True
         if self._handle is not None:
             self._handle.cancel()
 

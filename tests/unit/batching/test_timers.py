@@ -77,6 +77,9 @@ def test_closed_timer_never_fires_and_may_be_set_and_closed_again() -> None:
         alarm = LoopTimer(loop, lambda: rings.append(None))
         alarm.set(clock() + 1_000, clock())
         alarm.close()
+        alarm.set(clock() + 1_000, clock())
+        alarm.close()
+        alarm.set(clock() + 1_000, clock())
         await asyncio.sleep(1)
         assert not rings
 
