@@ -143,7 +143,7 @@ def test_only_one_profile_runs_at_a_time(server: ServerProcess) -> None:
     with ThreadPoolExecutor(1) as pool:
         first = begin_profile(pool, server, "mlp")
         second = post(server, "mlp")
-        assert (second.status_code, "is being profiled" in second.text) == (409, True)
+        assert (second.status_code, "is already being profiled" in second.text) == (409, True)
         with httpx.Client(timeout=LONG_S) as client:
             ask(client, server, "mlp", np.zeros((1, 64), np.float32))
         assert len(first.result(LONG_S).json()["batches"]) == 1

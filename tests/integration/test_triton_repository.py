@@ -335,7 +335,7 @@ def test_queue_of_a_level_holds_no_more_requests_than_configured(tmp_path: Path)
         wait_for_queue(server, "slow", 2)
         status, error = ask(server, "slow")
         assert status == 429
-        assert "Exceeds maximum queue size: 2 requests of its priority level wait, at most 2 may" in error
+        assert "Exceeds maximum queue size: 2 requests of its priority level are queued, the limit is 2" in error
         # The other level has no such bound, but a timeout.
         status, error = ask(server, "slow", priority=1, timeout=60_000_000)
         assert status == 504

@@ -273,7 +273,7 @@ def test_endless_header_block_ends_the_connection(size: int) -> None:
         b"\x00\x01a\xff\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01",  # a length of 2**70
         b"\x3f" + b"\xff" * 1000,
         b"\xff" * 16_000,
-        b"\x3f\xe1\xff\x03",  # a table larger than ours
+        b"\x3f\xe1\xff\x03",  # a table larger than this side allows
         b"\x82" + b"\x20",  # a resize in the middle
         b"\x20" * 16_000,
     ],
