@@ -116,13 +116,13 @@ def test_samples_are_sent_where_no_requests_come(
     assert json.loads(shown.out)["profile"]["rows"] == 2
     np.savez(data, y=np.ones((4, 64), np.float32))
     assert main(arguments) == 2
-    assert "array 'y' is no input of the model" in capsys.readouterr().err
+    assert "array 'y' is not an input of the model" in capsys.readouterr().err
 
 
 def test_waiting_for_requests_is_reported(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([server.url, "mlp", "--timeout", "1.5"]) == 1
     waiting, problem = capsys.readouterr().err.splitlines()
-    assert waiting == "ortserve profile: waiting for 100 requests to mlp, for at most 1.5 s (--inputs sends some)"
+    assert waiting == "ortserve profile: waiting for 100 requests to mlp, for at most 1.5 s (--inputs sends requests)"
     assert "1.5 s passed" in problem
 
 
