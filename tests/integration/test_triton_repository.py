@@ -277,7 +277,10 @@ REFUSED = {
         "config.pbtxt: model_transaction_policy.decoupled is not supported: every request has one response",
     ),
     "typo": ("max_batch: 3", 'config.pbtxt: 1:1 : Message type \\"ModelConfig\\" has no field named'),
-    "wrong_name": ('name: "right_name"', "name: expected 'wrong_name', as the model's folder, got 'right_name'"),
+    "wrong_name": (
+        'name: "right_name"',
+        "name: expected 'wrong_name', the name of the model's folder, got 'right_name'",
+    ),
     "wrong_dims": (
         'max_batch_size: 4 input { name: "x" dims: 32 }',
         "tensor 'x': the model expects shape after the batch dimension ([64]) but the model configuration specifies",
