@@ -110,7 +110,7 @@ def test_viewers_are_limited_and_their_places_are_freed(server: ServerProcess) -
     assert MAX_VIEWERS - 3 <= len(heads) - 1 <= MAX_VIEWERS
     refused = httpx.get(f"{server.url}{STREAM}", timeout=LONG_S)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
-    assert refused.json() == {"error": "the console has 32 viewers, as many as allowed"}
+    assert refused.json() == {"error": "the console has 32 viewers, the maximum"}
     for opened in sockets:
         opened.close()
     for _ in range(100):  # each attempt is answered after the server has noticed more of the closed connections

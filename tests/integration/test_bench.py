@@ -252,7 +252,7 @@ def test_absent_server_is_reported() -> None:
     for scheme in ("http", "grpc"):
         status, line = fails(f"{scheme}://127.0.0.1:{free_port()}", "--model", "m", "--timeout", "2")
         assert status == 1
-        assert "no server answers" in line
+        assert "cannot reach the server" in line
 
 
 def test_server_of_another_kind_is_reported(server: ServerProcess) -> None:
@@ -260,7 +260,7 @@ def test_server_of_another_kind_is_reported(server: ServerProcess) -> None:
         status, line = fails(other.url, "--model", "m")
     assert (status, "expected a server of the Open Inference Protocol v2" in line) == (1, True)
     status, line = fails(f"http://{server.grpc}", "--model", "digits")
-    assert (status, line.endswith("Open Inference Protocol v2, its answer is no HTTP; is it a gRPC port?")) == (1, True)
+    assert (status, line.endswith("got an answer that is not HTTP; is this a gRPC port?")) == (1, True)
 
 
 def test_wrong_model_names_those_that_there_are(server: ServerProcess) -> None:
@@ -290,7 +290,7 @@ def test_model_that_cannot_have_lone_synthetic_requests_says_what_it_needs(tmp_p
     with serving(tmp_path, *SHORT_WARMUP) as server:
         for url in (server.url, f"grpc://{server.grpc}"):
             status, line = fails(url, "--model", "picky")
-            assert (status, f"so give real ones by --inputs: {url}: " in line) == (2, True), line
+            assert (status, f"pass real samples with --inputs: {url}: " in line) == (2, True), line
             status, line = fails(url, "--model", "sums")
             assert (status, line) == (
                 2,
@@ -312,7 +312,7 @@ def test_model_that_cannot_have_lone_synthetic_requests_says_what_it_needs(tmp_p
             ["URL", "--model", "digits", "--arrivals", "sometimes"],
             "expected constant, poisson, bursts:N or a file of times",
         ),
-        (["URL", "--model", "digits", "--arrivals", "poisson"], "--arrivals: expected --rate or --find-capacity, too"),
+        (["URL", "--model", "digits", "--arrivals", "poisson"], "--arrivals: expected --rate or --find-capacity to be"),
         (
             ["URL", "--model", "digits", "--rate", "5", "--arrivals", __file__],
             "--arrivals: expected constant, poisson or bursts:N beside --rate, or a file without --rate",
@@ -353,7 +353,7 @@ def test_wrong_models_are_rejected(tmp_path: Path) -> None:
     status, line = fails(tmp_path)
     assert (status, "no version folder" in line) == (2, True)
     status, line = fails(EXAMPLE / "digits", "--inputs", tmp_path / "inputs.npz")
-    assert (status, "'picture' is no input" in line) == (2, True)
+    assert (status, "'picture' is not an input" in line) == (2, True)
 
 
 def test_problems_beside_json_have_no_control_characters_of_names(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_callers_send_whole_sequences(tmp_path: Path, way: str) -> None:
         ran = bench(url, "--model", "sums", "--protocol", way, *load, "--json")
         assert (ran.failures, ran.problems) == ({}, [])
         assert "in sequences of 5 requests" in ran.result["inputs"]
-        assert ran.point["outputs"]["expected"].startswith("nothing, because answers depend on those before them")
+        assert ran.point["outputs"]["expected"].startswith("nothing, because answers depend on earlier requests")
         samples = read_metrics(server)
         ended = samples.value("ortserve_ended_sequences_total", model="sums", version="1", reason="ended") - LONE
         (stats,) = httpx.get(f"{server.url}/v2/models/sums/stats").json()["model_stats"]
@@ -462,7 +462,7 @@ def test_server_with_a_private_authority_is_measured_over_tls(tmp_path: Path) ->
         ran = bench(*urls, "--model", "digits", "--ca", secret.ca, "--header", "x-tenant: a", *SHORT, "--json")
         for url in urls:
             status, line = fails(url, "--model", "digits", *SHORT)
-            expected = "certificate is not trusted" if url.startswith("https") else "no server answers"
+            expected = "certificate is not trusted" if url.startswith("https") else "cannot reach the server"
             assert (status, expected in line) == (1, True)
 
     assert ran.problems == []

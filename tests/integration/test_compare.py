@@ -167,8 +167,8 @@ def test_what_cannot_be_compared_is_refused_with_one_line(
     problem = refused(capsys, EXAMPLE / "text_stats", noisy)
     assert "its interface is not that of the first model: input 'text': expected BYTES[-1,1], got none" in problem
     assert "expected an ONNX model" in refused(capsys, DIGITS, builders.not_onnx(tmp_path / "bad.onnx"))
-    assert "expected --inputs, too" in refused(capsys, DIGITS, noisy, "--labels", labels)
-    assert "expected --labels, too" in refused(capsys, DIGITS, noisy, "--max-error", "accuracy=0")
+    assert "expected --inputs to be given, too" in refused(capsys, DIGITS, noisy, "--labels", labels)
+    assert "expected --labels to be given, too" in refused(capsys, DIGITS, noisy, "--max-error", "accuracy=0")
     assert "expected a number from 0" in refused(capsys, DIGITS, noisy, "--max-error", "most=1")
     assert "--seconds above 0" in refused(capsys, DIGITS, noisy, "--min-speedup", "1")
     np.save(tmp_path / "few.npy", np.zeros(3, int))

@@ -304,7 +304,7 @@ def test_version_is_tried_promoted_and_rolled_back(browser: Browser, server: Ser
         act(page, "Roll back", "Roll back: model 'pair' has no promotion to roll back")
         act(page, "Promote", "Stable is version 2.", "Make version 2 of pair stable?")
         expect(versions).to_have_text(["1ready", "2next, stableready"])
-        act(page, "Promote", "Promote: version 2 of model 'pair' is labelled 'stable' already")
+        act(page, "Promote", "Promote: version 2 of model 'pair' is already labelled 'stable'")
         act(page, "Roll back", "Stable is version 1.", "Make version 1 of pair stable again?")
         page.get_by_label("Rollout of this version").select_option("canary")
         page.get_by_label("Share in %").fill("100")

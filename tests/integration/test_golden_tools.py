@@ -83,7 +83,7 @@ def test_recorded_samples_are_what_the_version_computes_and_are_checked(
         np.testing.assert_array_equal(recorded["input.x"], np.load(data)["x"][[0, 2, 4, 6, 8]])
         assert recorded["output.y"].shape == (5, 10)
     assert golden(capsys, "check", repository / "mlp" / "1")["agreement"] == result["agreement"]
-    assert "--replace replaces them" in refused(capsys, "golden", "record", repository / "mlp")
+    assert "--replace replaces existing ones" in refused(capsys, "golden", "record", repository / "mlp")
 
     builders.mlp(repository / "mlp" / "1" / "model.onnx", seed=1)
     problem = refused(capsys, "golden", "check", repository / "mlp", status=1)
@@ -131,7 +131,7 @@ def test_outputs_of_another_model_are_expected_within_the_given_tolerances(
         (("record", "mlp", "--tolerance", "y"), "--tolerance: expected OUTPUT:[MEASURE=]N, got 'y'"),
         (("record", "mlp", "--tolerance", "y:accuracy=1"), "--tolerance: expected max, relative, cosine or top1"),
         (("record", "mlp", "--tolerance", "z:1"), "expected one of the outputs y, got 'z'"),
-        (("check", "mlp"), "mlp/1: expected golden samples, got none: record them"),
+        (("check", "mlp"), "mlp/1: expected golden samples, got none; record them with ortserve golden record"),
         (("record", "mlp.onnx"), "expected REPOSITORY/name[/version], got a single file"),
         (("record", "sum"), "expected --from URL of a server with the ensemble"),
         (("check", "sum"), "sum is an ensemble: use ortserve check"),
@@ -309,4 +309,4 @@ def test_a_version_that_is_not_checked_in_time_fails_the_check(
 
     (model,) = checked(capsys, tmp_path, "--seconds-per-model", "0.1", status=1)["models"]
 
-    assert model["skipped"] == "the process that loaded it gave no result within 0.1 s"
+    assert model["skipped"] == "the process that loaded it returned no result within 0.1 s"

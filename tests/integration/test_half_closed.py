@@ -180,7 +180,7 @@ def test_drain_that_aborts_requests_logs_a_warning_only(long_server: ServerProce
         end_sending(connections[0])
         long_server.send(signal.SIGTERM)
         long_server.wait()
-    line = long_server.wait_for_line("drain timed out: connections with unanswered requests are cut off")
+    line = long_server.wait_for_line("drain timed out; connections with unanswered requests are closed")
     assert "WARNING ortserve.frontends.http.server" in line
     assert line.endswith(f"protocol=http connections={len(sent) + 1} waited_s=0.2")
     assert not [line for line in long_server.lines if " ERROR " in line or "Traceback" in line]

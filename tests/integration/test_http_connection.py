@@ -373,8 +373,8 @@ def test_body_after_an_upgrade_offer_is_not_a_request(connection: socket.socket)
         ("GET /v2/models/identity HTTP/3.0", "Host: x", 505, "expected HTTP/1.1 or HTTP/1.0, got HTTP/3.0"),
         ("GET /v2/models/identity", "Host: x", 505, "expected HTTP/1.1 or HTTP/1.0, got HTTP/0.9"),
         ("PRI * HTTP/2.0", "\r\nSM", 505, "expected HTTP/1.1 or HTTP/1.0, got HTTP/2.0"),
-        ("CONNECT /v2/health/live HTTP/1.1", "Host: x", 501, "CONNECT: this server is no proxy"),
-        ("CONNECT x:80 HTTP/1.1", "Host: x", 501, "CONNECT: this server is no proxy"),
+        ("CONNECT /v2/health/live HTTP/1.1", "Host: x", 501, "CONNECT: this server is not a proxy"),
+        ("CONNECT x:80 HTTP/1.1", "Host: x", 501, "CONNECT: this server is not a proxy"),
         (
             "POST /v2/models/identity/infer HTTP/1.1",
             "Transfer-Encoding: gzip, chunked",

@@ -283,7 +283,7 @@ def test_connections_past_the_limit_are_answered_and_closed(narrow_server: Serve
                 answer = fourth.recv(65536)
                 assert answer.startswith(b"HTTP/1.1 429 ")
                 assert b"\r\nretry-after: 1\r\n" in answer
-                assert b"http_max_connections: 3 connections are open and no more may be" in answer
+                assert b"http_max_connections: expected at most 3 open connections, got one more" in answer
         third.close()
         for _ in itertools.takewhile(lambda _: not is_served(narrow_server), range(1000)):
             pass  # until the server has noticed a free place

@@ -164,7 +164,7 @@ def test_model_is_run_on_the_samples_of_the_user(inspected: Inspected, tmp_path:
 def test_model_that_rejects_synthetic_inputs_is_inspected_nevertheless(inspected: Inspected, tmp_path: Path) -> None:
     found = inspected(builders.refuses_synthetic(tmp_path / "m.onnx"), "--batch", "1")
 
-    assert "give real ones by --inputs" in found["memory"]["problem"]
+    assert "pass real samples with --inputs" in found["memory"]["problem"]
     assert found["placement"][0]["nodes"]
 
 
@@ -274,7 +274,7 @@ def test_wrong_names_of_inputs_are_named(run: Run, tmp_path: Path) -> None:
 
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "array 'picture' is no input of the model, which has image" in line
+    assert "array 'picture' is not an input of the model, whose inputs are image" in line
 
 
 def test_interruption_of_the_measurement_is_one_line(tmp_path: Path) -> None:

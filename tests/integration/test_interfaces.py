@@ -174,7 +174,7 @@ def test_data_dependent_shape_follows_each_request(server: ServerProcess, infer:
         x = np.array(values, np.float32)
         np.testing.assert_array_equal(infer(server, "positive", {"x": x})["y"], x[x > 0])
     assert properties(server, "positive")["batching"].startswith(
-        "not batched because rows may meet: node 'Compress #1': "
+        "not batched because rows may depend on each other: node 'Compress #1': "
     )
 
 

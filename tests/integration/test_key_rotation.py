@@ -120,7 +120,7 @@ def test_keys_rotate_under_load_without_a_rejection(server: ServerProcess, secre
         server.wait_for_line("keys have changed", "keys=1 added=0 gone=1")
         wait_for_some()
         secret.put("")
-        server.wait_for_line("the new keys cannot be used, the old ones stay valid", "group=infer", "got none")
+        server.wait_for_line("the new keys cannot be used; the old keys stay valid", "group=infer", "got none")
         wait_for_some()
     assert not caller.failures
     assert caller.answers >= 25

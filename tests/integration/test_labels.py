@@ -64,7 +64,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
 
 
 def test_a_label_of_a_missing_version_is_logged(labelled: ServerProcess) -> None:
-    labelled.wait_for_line("WARNING", "labels name versions that are not there", 'model=m labels="gone=9"')
+    labelled.wait_for_line("WARNING", "labels name versions that do not exist", 'model=m labels="gone=9"')
 
 
 def test_label_works_wherever_a_version_does(labelled: ServerProcess) -> None:
@@ -125,12 +125,12 @@ def test_call_changes_labels_in_one_step_and_null_restores_the_files(labelled: S
             "m/labels",
             {"labels": {f"l{n}": 1 for n in range(65)}},
             400,
-            "expected at most 64 of model 'm', got 65",
+            "expected at most 64 labels of model 'm', got 65",
         ),
         ("PUT", "m/labels", {"stable": 1}, 400, "expected an object with one key, 'labels'"),
         ("PUT", "nowhere/labels", {"labels": {"a": 1}}, 404, "'nowhere' is not found"),
         ("GET", "nowhere/labels", {}, 404, "'nowhere' is not found"),
-        ("POST", "m/promote", {"version": 1}, 409, "version 1 of model 'm' is labelled 'stable' already"),
+        ("POST", "m/promote", {"version": 1}, 409, "version 1 of model 'm' is already labelled 'stable'"),
         (
             "POST",
             "m/promote",
@@ -245,9 +245,7 @@ def test_change_that_cannot_be_kept_is_refused_and_a_broken_state_stops_the_star
     with serving(tmp_path, "--state-dir", tmp_path / "no" / "such", *SHORT_WARMUP) as server:
         answer = asked(server, "PUT", "m/labels", labels={"stable": 1})
         assert (answer.status_code, labels_of(server)) == (409, {})
-        assert answer.json()["error"].startswith(
-            "state_dir: expected a folder that keeps the change over a restart: state.json: No"
-        )
+        assert answer.json()["error"].startswith("state_dir: expected a folder to store the change in: state.json: No")
     for content in (
         "{",
         '{"schema": "other"}',

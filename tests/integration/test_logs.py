@@ -114,7 +114,7 @@ def test_lines_are_turned_off_and_on_by_severity_while_the_server_runs(tmp_path:
 def test_misspelt_variable_of_the_environment_is_a_warning_without_its_value() -> None:
     variables = {"ORTSERVE_HTTP_PROT": SECRET_TEXT, "ORTSERVE_PORT": "tcp://10.0.0.1:8000"}
     with serving("--example", *SHORT_WARMUP, env=variables) as server:
-        line = server.wait_for_line("WARNING", "variable of the environment has no effect")
+        line = server.wait_for_line("WARNING", "environment variable has no effect")
     assert line.endswith("""reason="ORTSERVE_HTTP_PROT: unknown variable; did you mean 'ORTSERVE_HTTP_PORT'?\"""")
     assert SECRET_TEXT not in server.output
     assert "ORTSERVE_PORT" not in server.output

@@ -95,10 +95,10 @@ def test_each_error_is_one_line_that_says_what_to_do(
     capsys: pytest.CaptureFixture[str], controlled: ServerProcess, key: Path
 ) -> None:
     url = ("--url", controlled.url)
-    assert "no server answers" in refused(capsys, 1, "list", "--url", "http://127.0.0.1:9")
+    assert "cannot reach the server" in refused(capsys, 1, "list", "--url", "http://127.0.0.1:9")
     assert "model 'n' is not known; the server has m, other" in refused(capsys, 1, "status", "n", *url)
     assert "status 401" in refused(capsys, 1, "rollback", "m", *url)
-    assert "--key-file gives a key" in refused(capsys, 1, "load", "other", *url)
+    assert "send a key with --key-file" in refused(capsys, 1, "load", "other", *url)
     no_promotion = refused(capsys, 1, "rollback", "m", *url, "--key-file", key)
     assert "status 409: model 'm' has no promotion to roll back" in no_promotion
     assert "expected the name of a MODEL" in refused(capsys, 2, "status", *url)

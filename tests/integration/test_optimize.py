@@ -175,7 +175,7 @@ def half(path: Path) -> Path:
         (builders.not_onnx, (), 2, "expected an ONNX model"),
         (builders.scalar_sum, ("--outputs", "z"), 2, "optimize: --outputs: expected outputs out of "),
         (particular, ("--level", "basic"), 2, "optimize: the model rejects synthetic inputs"),
-        (builders.scalar_sum, ("--precision", "bf16"), 1, "cannot be run here, so not be checked"),
+        (builders.scalar_sum, ("--precision", "bf16"), 1, "cannot run on this machine, so it cannot be checked"),
         (half, ("--precision", "fp16"), 1, "--precision fp16: no node computes with fp32 numbers"),
     ],
 )

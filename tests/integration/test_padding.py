@@ -127,7 +127,7 @@ def test_inputs_of_different_lengths_are_rejected_before_padding(server: ServerP
     answer = httpx.post(rest_url(server, "tokens"), json=document, timeout=LONG_S)
     assert answer.status_code == 400
     assert answer.json()["error"].endswith(
-        "input 'mask' has length 2 on axis 1, but input 'ids' has 3 on axis 1: both are dimension 'seq'"
+        "input 'mask' has length 2 on axis 1, but input 'ids' has 3 on axis 1: both axes are dimension 'seq'"
     )
 
 

@@ -217,7 +217,7 @@ def test_two_models_are_compared_for_people() -> None:
     done = run("--compare", CORPUS / "torch_mlp.onnx", CORPUS / "quantized_mlp_qoperator.onnx", "--runs", "5")
 
     assert done.returncode == 0, done.stderr
-    assert "Operators gained and lost" in done.stdout
+    assert "Operators whose times differ" in done.stdout
     assert "QLinearMatMul" in done.stdout or "QGemm" in done.stdout
     assert done.stderr == "", "no bars in pipes"
 
@@ -268,14 +268,14 @@ def broken(folder: Path) -> dict[str, tuple[list[str], int, str]]:
         "missing weights": ([str(folder / "external.onnx")], 2, "weights.bin: there is no such file"),
         "empty": ([str(folder / "empty.onnx")], 2, "the file is empty"),
         "folder": ([str(folder)], 2, "no version folder"),
-        "wrong inputs": ([known, "--inputs", str(folder / "wrong.npz")], 2, "'nothing' is no input of the model"),
+        "wrong inputs": ([known, "--inputs", str(folder / "wrong.npz")], 2, "'nothing' is not an input of the model"),
         "unknown setting": ([known, "--set", "speed=9"], 2, "unknown key"),
         "bad value": ([known, "--set", "graph_optimization=most"], 2, "graph_optimization: expected"),
         "no setting": ([known, "--set", "speed"], 2, "expected KEY=VALUE"),
         "bad provider": ([known, "--provider", "abacus"], 2, "abacus"),
         "bad threads": ([known, "--compare", "default", "threads=none"], 2, "threads"),
         "no folder": ([known, "--trace", "/nowhere/t.json"], 2, "expected a file in an existing folder"),
-        "no server": (["http://127.0.0.1:9", "digits"], 1, "no server answers"),
+        "no server": (["http://127.0.0.1:9", "digits"], 1, "cannot reach the server"),
         "other protocol": (["grpc://127.0.0.1:9", "digits"], 2, "HTTP port"),
     }
 

@@ -116,13 +116,13 @@ def test_samples_are_sent_where_no_requests_come(
     assert json.loads(shown.out)["profile"]["rows"] == 2
     np.savez(data, y=np.ones((4, 64), np.float32))
     assert main(arguments) == 2
-    assert "array 'y' is no input of the model" in capsys.readouterr().err
+    assert "array 'y' is not an input of the model" in capsys.readouterr().err
 
 
 def test_waiting_for_requests_is_reported(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([server.url, "mlp", "--timeout", "1.5"]) == 1
     waiting, problem = capsys.readouterr().err.splitlines()
-    assert waiting == "ortserve profile: waiting for 100 requests to mlp, for at most 1.5 s (--inputs sends some)"
+    assert waiting == "ortserve profile: waiting for 100 requests to mlp, for at most 1.5 s (--inputs sends requests)"
     assert "1.5 s passed" in problem
 
 
@@ -143,7 +143,7 @@ def test_only_one_profile_runs_at_a_time(server: ServerProcess) -> None:
     with ThreadPoolExecutor(1) as pool:
         first = begin_profile(pool, server, "mlp")
         second = post(server, "mlp")
-        assert (second.status_code, "is being profiled" in second.text) == (409, True)
+        assert (second.status_code, "is already being profiled" in second.text) == (409, True)
         with httpx.Client(timeout=LONG_S) as client:
             ask(client, server, "mlp", np.zeros((1, 64), np.float32))
         assert len(first.result(LONG_S).json()["batches"]) == 1

@@ -253,7 +253,7 @@ def test_the_commands_of_a_source_come_first(
     # The provenance of a replaced file does not apply to the new file.
     builders.mlp(repository / "first" / "1" / "model.onnx", seed=2)
     result = published(capsys, repository / "first", repository / "second")
-    assert result["notes"] == ["the provenance of model.onnx is that of another file: left out"]
+    assert result["notes"] == ["the provenance of model.onnx belongs to another file and was left out"]
     assert "better.onnx" not in result["provenance"]
 
 

@@ -132,7 +132,7 @@ def test_output_with_other_rows_than_the_request_fails_with_both(server: ServerP
     body = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [3, 2], "data": [1] * 6}]}
     answer = httpx.post(rest_url(server, "kinds"), json=body, timeout=LONG_S)
     assert answer.status_code == 500
-    assert answer.json()["error"].endswith("output 'SUM': expected 3 rows, as its batch, got shape [1]")
+    assert answer.json()["error"].endswith("output 'SUM': expected 3 rows, one per row of its batch, got shape [1]")
 
 
 def test_model_yaml_says_the_same_in_plain_words(server: ServerProcess) -> None:

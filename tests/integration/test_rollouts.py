@@ -352,12 +352,13 @@ def test_decision_that_cannot_be_kept_is_shown_and_tried_again(tmp_path: Path) -
     flags = ("--state-dir", str(tmp_path / "state"), *SHORT_WARMUP)
     with serving(tmp_path / "models", *flags) as server, calling(server, "m") as caller:
         caller.ask()
-        server.wait_for_line("cannot be kept")
+        server.wait_for_line("cannot be stored")
         document = rollout_of(server, "m")
         assert document["ended"] is None
         assert document["problem"].startswith(
             "rollout: rolled_back by its rules (max_disagreement: expected at most 0, got 1 of 1 requests), "
-            "but this cannot be kept: state_dir: expected a folder that keeps the change over a restart: state.json: "
+            "but the result cannot be stored: state_dir: expected a folder to "
+            "store the change in: state.json: "
         )
         caller.ask()
         assert rollout_of(server, "m")["figures"] == document["figures"]

@@ -131,7 +131,7 @@ def test_start_without_the_store_serves_from_the_cache(lab: Lab, tmp_path: Path)
     lab.proxy.fault = "down"
     with lab.serving("away", *POLL) as server:
         assert answer_of(server) == 1
-        server.wait_for_line("using the models of the cache, as the store was listed last")
+        server.wait_for_line("using the models of the cache, according to the last listing of the store")
         assert read_metrics(server).value("ortserve_store_up", repository="s3://away/models") == 0
         lab.proxy.fault = ""
         server.wait_for_line("the store can be listed again")
@@ -303,7 +303,7 @@ def test_expired_credentials_keep_what_serves_and_are_never_shown(lab: Lab, tmp_
         lab.s3.stop()
         lab.s3.start(secret_key="ANOTHERSECRETKEY")
         try:
-            server.wait_for_line("the store cannot be listed, its loaded models keep serving", "SignatureDoesNotMatch")
+            server.wait_for_line("the store cannot be listed; its loaded models keep serving", "SignatureDoesNotMatch")
             assert answer_of(server) == 1
             metrics = httpx.get(f"http://{server.metrics}/metrics", timeout=LONG_S).text
             assert 'ortserve_store_up{repository="s3://expired/models"} 0' in metrics
@@ -380,7 +380,7 @@ def test_models_of_an_azure_container_serve_and_are_polled(azure: AzureServer, t
     other = base64.b64encode(b"another key".ljust(64)).decode()
     with serving(*flags, env=azure.environment(other)) as server:
         assert answer_of(server) == 2
-        line = server.wait_for_line("the store cannot be listed, its loaded models keep serving")
+        line = server.wait_for_line("the store cannot be listed; its loaded models keep serving")
         assert "403 Forbidden: AuthorizationFailure" in line
         assert other not in server.output
 

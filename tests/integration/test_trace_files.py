@@ -203,4 +203,4 @@ def test_steps_of_an_ensemble_have_traces_of_their_own_that_name_their_parent(tm
 def test_unwritable_trace_file_stops_the_start() -> None:
     with starting("--example", "--trace-file", "/nowhere/trace.json") as server:
         assert server.wait() == 1
-        assert "trace_file: expected a regular file, or no file yet, in a writable folder" in server.output
+        assert "trace_file: expected a regular file or a new name in a writable folder" in server.output

@@ -277,7 +277,10 @@ REFUSED = {
         "config.pbtxt: model_transaction_policy.decoupled is not supported: every request has one response",
     ),
     "typo": ("max_batch: 3", 'config.pbtxt: 1:1 : Message type \\"ModelConfig\\" has no field named'),
-    "wrong_name": ('name: "right_name"', "name: expected 'wrong_name', as the model's folder, got 'right_name'"),
+    "wrong_name": (
+        'name: "right_name"',
+        "name: expected 'wrong_name', the name of the model's folder, got 'right_name'",
+    ),
     "wrong_dims": (
         'max_batch_size: 4 input { name: "x" dims: 32 }',
         "tensor 'x': the model expects shape after the batch dimension ([64]) but the model configuration specifies",
@@ -335,7 +338,7 @@ def test_queue_of_a_level_holds_no_more_requests_than_configured(tmp_path: Path)
         wait_for_queue(server, "slow", 2)
         status, error = ask(server, "slow")
         assert status == 429
-        assert "Exceeds maximum queue size: 2 requests of its priority level wait, at most 2 may" in error
+        assert "Exceeds maximum queue size: 2 requests of its priority level are queued, the limit is 2" in error
         # The other level has a timeout instead of such a bound.
         status, error = ask(server, "slow", priority=1, timeout=60_000_000)
         assert status == 504

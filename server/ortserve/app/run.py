@@ -40,7 +40,7 @@ def run(options: ServerOptions, origins: Mapping[str, str] | None = None) -> int
     limit_malloc_arenas()
     switches = configure_logging(options.log_level, options.log_format)
     for problem in unknown_variables(os.environ):
-        log_event(logger, logging.WARNING, "variable of the environment has no effect", reason=problem)
+        log_event(logger, logging.WARNING, "environment variable has no effect", reason=problem)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     put_loop_first()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

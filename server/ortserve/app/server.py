@@ -162,7 +162,7 @@ class Server:
         if is_whole:
             log_event(logger, logging.INFO, "drained")
         else:
-            message = "drain timed out: abandoning active runs"
+            message = "drain timed out; active runs are abandoned"
             log_event(logger, logging.WARNING, message, timeout_s=options.drain_timeout_s)
         return is_whole
 

@@ -117,8 +117,8 @@ class Admission:
         """
         if nbytes < rows > self._limits.rows:
             raise invalid_input(
-                f"expected at most max_queue_rows {self._limits.rows} rows where there is less than a byte of a row, "
-                f"got {rows} rows of {nbytes} bytes"
+                f"expected at most max_queue_rows {self._limits.rows} rows of less than a byte each, got {rows} rows "
+                f"of {nbytes} bytes"
             )
 
     def check_room(self, request: InflightRequest, shape_class: ShapeClass, policy: BatchPolicy) -> None:
@@ -132,8 +132,8 @@ class Admission:
             self._decisions.refused_full += 1
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"Exceeds maximum queue size: {queue.rows} rows of {queue.nbytes} bytes wait, at most max_queue_rows "
-                f"{limits.rows} and max_queue_bytes {limits.nbytes} may",
+                f"Exceeds maximum queue size: {queue.rows} rows with {queue.nbytes} bytes are queued, the limits are "
+                f"max_queue_rows {limits.rows} and max_queue_bytes {limits.nbytes}",
                 retry_after_s=self._queued_ns(queue.rows, shape_class, policy) / 1e9 or _RETRY_AFTER_S,
             )
         most = limits.requests.get(request.level)
@@ -141,8 +141,8 @@ class Admission:
             self._decisions.refused_full += 1
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"Exceeds maximum queue size: {queue.requests(request.level)} requests of its priority level wait, "
-                f"at most {most} may",
+                f"Exceeds maximum queue size: {queue.requests(request.level)} requests of its priority level are "
+                f"queued, the limit is {most}",
                 retry_after_s=_RETRY_AFTER_S,
             )
 

@@ -114,7 +114,7 @@ class Batcher:
             rows_per_s=self._arrivals.per_s(self._clock()),
             saturation=self.saturation(),
             answer_ns=runs.answer_time.high_ns,
-            off_loop_because="it computes on a device" if runs.inline is None else runs.inline.barred_because,
+            off_loop_because="the model computes on a device" if runs.inline is None else runs.inline.barred_because,
         )
 
     def saturation(self) -> float | None:

@@ -212,7 +212,7 @@ class InlineRuns:
         self._overruns += 1
         self.barred_because = (
             f"a run took {taken_ns / 1e6:.1f} ms of the event loop, over the limit of {MAX_OVERRUN_NS / 1e6:.0f} ms; "
-            f"{self._trials_left:,} short runs in a row on a worker end this"
+            f"{self._trials_left:,} short runs in a row on a worker lift this"
         )
         log_event(
             logger, logging.WARNING, "model is barred from the event loop", model=self._name, reason=self.barred_because

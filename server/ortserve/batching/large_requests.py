@@ -102,8 +102,8 @@ class JoinedRows:
             nbytes = sum([output.nbytes for output in piece]) // rows * self._rows
             if nbytes > _MAX_ANSWER_BYTES:
                 raise invalid_input(
-                    f"the answer to {self._rows} rows has {nbytes} bytes: expected at most {_MAX_ANSWER_BYTES}, "
-                    "send fewer rows at a time"
+                    f"the answer to {self._rows} rows has {nbytes} bytes: expected at most {_MAX_ANSWER_BYTES}; send "
+                    "fewer rows at a time"
                 )
             self._outputs = tuple([np.empty((self._rows, *output.shape[1:]), output.dtype) for output in piece])
         end = self._joined + rows

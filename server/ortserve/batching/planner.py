@@ -15,11 +15,11 @@ from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.core.inflight import InflightRequest
 
 TIMEOUT_PASSED: Final = "its timeout passed in the queue"
-DEADLINE_PASSED: Final = "its deadline came too near for an answer in the queue"
+DEADLINE_PASSED: Final = "its deadline came too close while it was queued"
 """At most the time that is reserved for encoding and writing the answer is left."""
-OUT_OF_REACH: Final = "its deadline can no longer be met, after a wait in the queue"
-AT_COST_OF_OTHERS: Final = f"{OUT_OF_REACH}, but at the cost of others"
-PASSED_IN_SEARCH: Final = "its deadline came too near for an answer while its batch ran again"
+OUT_OF_REACH: Final = "its deadline can no longer be met, after waiting in the queue"
+AT_COST_OF_OTHERS: Final = f"{OUT_OF_REACH}, except at the cost of other requests"
+PASSED_IN_SEARCH: Final = "its deadline came too close while its batch ran again"
 
 
 @dataclass(frozen=True, slots=True)

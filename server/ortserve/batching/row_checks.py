@@ -133,7 +133,7 @@ class RowChecks:
             try:
                 self._sample = self._take(group, result.outputs)
             except Exception:  # such as a MemoryError; the batch is still to be answered
-                logger.exception("a request could not be kept for a check")
+                logger.exception("a request could not be copied for a row check")
 
     def next_group(self) -> RequestGroup | None:
         """The request to run alone now that an instance is idle; None if there is none."""

@@ -88,14 +88,14 @@ class SequenceAdmission:
         if sequences >= limits.sequences:
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"model '{self._model}' serves {sequences} sequences, the most that max_sequences allows",
+                f"model '{self._model}' serves {sequences} sequences already, the limit is max_sequences",
                 retry_after_s=1,
             )
         if self.state_bytes + self._tensors.initial_bytes > limits.state_bytes:
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"the states of model '{self._model}' have {self.state_bytes} bytes, and max_state_bytes "
-                f"{limits.state_bytes} leaves none for another sequence",
+                f"the states of model '{self._model}' take {self.state_bytes} bytes, so max_state_bytes "
+                f"{limits.state_bytes} has no room for another sequence",
                 retry_after_s=1,
             )
 
@@ -111,9 +111,8 @@ class SequenceAdmission:
         ):
             return ""
         return (
-            f"Exceeds maximum queue size: {self.waiting_rows} requests of {self._waiting_bytes} bytes wait for "
-            f"their sequences, at most max_queue_rows {limits.queue_rows} and max_queue_bytes "
-            f"{limits.queue_bytes} may"
+            f"Exceeds maximum queue size: {self.waiting_rows} requests with {self._waiting_bytes} bytes wait for their "
+            f"sequences, the limits are max_queue_rows {limits.queue_rows} and max_queue_bytes {limits.queue_bytes}"
         )
 
     def enter(self, turn: Turn) -> None:

@@ -63,11 +63,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="check liveness instead: true while models load, false while the server stops",
     )
     parser.add_argument(
-        "--host", metavar="TEXT", help="the server's option; for all interfaces, the local address is used"
+        "--host",
+        metavar="TEXT",
+        help="address of the server, as its option --host; for all interfaces, the local address is used",
     )
-    parser.add_argument("--metrics-port", metavar="N", help="the server's option")
-    parser.add_argument("--tls-metrics", action=argparse.BooleanOptionalAction, help="the server's option")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the server's options file")
+    parser.add_argument("--metrics-port", metavar="N", help="metrics port of the server, as its option --metrics-port")
+    parser.add_argument(
+        "--tls-metrics", action=argparse.BooleanOptionalAction, help="use TLS, as the server's option --tls-metrics"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="options file of the server")
     parser.add_argument(
         "--timeout-s", type=_seconds, default=3.0, metavar="SECONDS", help="time limit of the answer; default: 3"
     )

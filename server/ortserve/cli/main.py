@@ -38,11 +38,11 @@ commands:
   check     load the models of a repository without serving them
   compare   compare two models: outputs, speed, size and memory
   optimize  make a model faster or smaller, checked against it at each step
-  quantize  make a model of small integers, and prove what it costs and gains
-  tune      search for the options of a model that serve a load best
+  quantize  make a model with integer weights, and measure what it costs and gains
+  tune      search for the options with which a model serves a load best
   models    show and change the models of a running server
   publish   make a model the next version of a model in a repository
-  golden    record inputs and expected outputs beside a version, and check them
+  golden    record inputs and expected outputs of a version, and check them
   version   print the versions of ortserve, Python and ONNX Runtime
 
 Run ortserve COMMAND --help for the options of a command.

@@ -37,4 +37,4 @@ class EnsembleOptions(BaseModel):
     steps: tuple[EnsembleStep, ...] = Field(min_length=1, max_length=MOST_STEPS)
     """Models, in any order: the tensors that they read and write decide when each starts."""
     max_inflight_requests: int = Field(default=0, ge=0, le=2**32 - 1)
-    """Requests of the ensemble that each step has under way at a time; 0 for no limit. Others wait."""
+    """Maximum number of the ensemble's requests in each step at a time; further ones wait. 0: no limit."""

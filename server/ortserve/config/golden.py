@@ -23,7 +23,7 @@ class Tolerance(BaseModel):
     cosine: float | None = Field(default=None, ge=0, le=2)
     """1 minus the cosine between a sample's output and the expected one, for the worst sample."""
     top1: float | None = Field(default=None, ge=0, le=1)
-    """Share of positions whose largest element along the last axis is another one."""
+    """Share of positions whose largest element along the last axis has another index."""
 
     def bounds(self) -> dict[str, float]:
         """The measures that are bounded."""

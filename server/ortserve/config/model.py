@@ -85,19 +85,19 @@ class LoadOptions(BaseModel):
     another one is computed. Requires cupy, and shapes that the number of rows determines. Batches are padded to powers
     of two up to the largest size, unless ``buckets`` is set. The model's metadata reports whether buffers are used."""
     graph_replay: bool = False
-    """On CUDA and TensorRT, capture a graph for each of these batch sizes during loading and replay it afterwards,
-    which saves small models most of their time. Captures are first tried in a separate process; sizes that cannot be
-    captured run without replay, and the model's metadata gives the reason. On TensorRT each graph needs its own session
-    and an engine cache. Off by default, because it was tested on few GPUs."""
+    """On CUDA and TensorRT, capture a CUDA graph for each batch size that has device buffers (``device_buffers``)
+    during loading, and replay it afterwards, which saves small models most of their time. Captures are first tried in a
+    separate process; sizes that cannot be captured run without replay, and the model's metadata gives the reason. On
+    TensorRT each graph needs its own session and an engine cache. Off by default, because it was tested on few GPUs."""
     intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads of one run inside an operator. Unset: the CPU quota and affinity of the process, or 1 for a model whose
     run of one row takes less than 1 ms."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
     """Time limit of warm-up, which measures batch sizes before a version serves; only the first run and configured
     samples may exceed it. Without ``max_rows``, sizes over one row are measured on the CPU for at most the time that
-    the model took to open, or 30 ms; the gain of other sizes is computed. 0: nothing is run. The execution provider is
-    then untested, and requests run one at a time unless the model's graph proves that rows are independent or
-    ``batched`` is ``true``."""
+    the model took to open, or 30 ms; the gain of other sizes is computed. 0: no warm-up. The execution provider is then
+    untested, and requests run one at a time unless the model's graph proves that rows are independent or ``batched`` is
+    ``true``."""
     max_rows: int | None = Field(default=None, ge=1, le=65536)
     """Maximum number of rows of a batch. Unset: learned in warm-up. On a GPU, warm-up also limits batches to the sizes
     that fit in memory, with a warning."""
@@ -230,9 +230,10 @@ class ModelOptions(LoadOptions):
     not with the batch, each request runs alone until the version is reloaded. Unset: only if the model's graph does not
     prove that rows are independent."""
     response_cache: bool = False
-    """Whether a request whose inputs equal those of an earlier one is answered with its outputs, without a run. Equal
-    requests that come during a run wait for it. For models whose outputs depend on nothing but their inputs. Entries
-    end with the load of the version; ``cache_bytes`` of the server limits the memory of all models' entries."""
+    """Whether a request is answered, without a run, with the outputs of an earlier request that had equal inputs. Equal
+    requests that arrive during a run wait for its outputs. Only for models whose outputs depend on their inputs alone.
+    The entries of a version are dropped when it is unloaded or reloaded; the server's ``cache_bytes`` limits the memory
+    of all entries."""
     inputs: Mapping[str, InputOptions] = Field(default_factory=dict)
     """How clients see an input, by its name. The metadata lists these inputs first, in this order."""
     outputs: Mapping[str, OutputOptions] = Field(default_factory=dict)
@@ -244,8 +245,8 @@ class ModelOptions(LoadOptions):
     batch_outputs: Mapping[str, str] = Field(
         default_factory=dict, json_schema_extra={"expects": "{output: input, ...}"}
     )
-    """Outputs of one axis with an element for each element of an input in the batch: the input, by output. Each request
-    receives its elements in the shape of that input."""
+    """Outputs with one axis and one element for each element of an input in the batch: maps each such output to that
+    input. Each request receives its elements in the shape of its input."""
     session: SessionSettings = Field(default_factory=SessionSettings)
     """Settings of ONNX Runtime's sessions."""
     warmup_samples: tuple[WarmupSample, ...] = ()
@@ -255,15 +256,17 @@ class ModelOptions(LoadOptions):
     a hundred, as files for ``--inputs`` and ``--calibration``. Needs the server's ``record_dir``; without it a warning
     is logged. Only a ``model.yaml`` can set it. The metadata's property ``recording`` reports the counts."""
     golden_required: bool = False
-    """Whether a version without golden samples fails. Samples in the folder ``golden`` of a version are always checked
-    before it serves."""
+    """Whether a version without golden samples fails to load. Samples in the folder ``golden`` of a version are always
+    checked before it serves."""
     max_slowdown: float | None = Field(default=None, ge=1, le=1000)
-    """How many times as long as with the version that serves a batch may take. Both run in turn at sizes that warm-up
-    measured of both; a version that takes longer fails, and the one before keeps serving. Differences below 0.1 ms do
-    not count. No effect while no version serves, and for ensembles and models with sequences. Unset: not compared."""
+    """Maximum time of a batch, as a multiple of the time that the serving version takes for it. Both versions run in
+    turn, at the batch sizes that warm-up measured for both. A slower version fails to load, and the serving version
+    keeps serving. Differences below 0.1 ms do not count. No effect while no version serves, and for ensembles and
+    models with sequences. Unset: no comparison."""
     sequences: SequenceOptions | None = None
-    """Requests that belong together: they run one after the other, and the server keeps the model's state from one to
-    the next. Such a model accepts only requests with a ``sequence_id``. Unset: each request stands alone."""
+    """Sequences of requests: the requests of a sequence run one after the other, and the server keeps the model's state
+    from one request to the next. Such a model accepts only requests with a ``sequence_id``. Unset: each request stands
+    alone."""
     ensemble: EnsembleOptions | None = None
     """Makes the model an ensemble of other models: ``{steps: [{model: m, inputs: {a: x}, outputs: {b: y}}, ...]}``. Its
     version folders need no model file; ``inputs`` and ``outputs`` name its own tensors in their order. Of the other
@@ -271,13 +274,13 @@ class ModelOptions(LoadOptions):
     ``required`` and ``version_policy`` apply. Unset: the model is a file."""
     thread_nice: int | None = Field(default=None, ge=0, le=19)
     """Nice level of the threads that run the model, on Linux: 19 gives way to all other work on the processors. A level
-    below that of the server needs ``CAP_SYS_NICE``; a warning says where it has no effect. Runs of a model with
-    another level than the server's do not happen on the event loop. Unset: the level of the server."""
+    below that of the server needs ``CAP_SYS_NICE``; a warning is logged where it has no effect. Models with another
+    level than the server's never run on the event loop. Unset: the level of the server."""
     metric_tags: Mapping[TagName, TagValue] = Field(
         default_factory=dict, max_length=16, json_schema_extra={"expects": "{name: text, ...}, at most 16"}
     )
-    """Labels that all metrics of the model get, with an underscore before the name as in Triton: ``{team: vision}``
-    becomes ``_team="vision"``. Those of the latest load hold for all versions."""
+    """Labels that are added to all metrics of the model, with an underscore before the name as in Triton: ``{team:
+    vision}`` becomes ``_team="vision"``. The tags of the latest load apply to all versions."""
     required: bool = False
     """Whether the server reports not ready while this model has no ready version. ``strict_readiness`` requires every
     model."""
@@ -285,13 +288,13 @@ class ModelOptions(LoadOptions):
         default=LatestVersions(latest=1),
         json_schema_extra={"expects": "{latest: n}, {all: true} or {specific: [n, ...]}"},
     )
-    """Served versions: the ``n`` highest, all, or the listed ones; in addition those that labels name."""
+    """Served versions: the ``n`` highest, all, or the listed ones. Versions that labels name are served in addition."""
     labels: Mapping[Annotated[str, AfterValidator(_label)], Annotated[int, Field(ge=1)]] = Field(
         default_factory=dict, max_length=MOST_LABELS, json_schema_extra={"expects": "{name: version, ...}, at most 64"}
     )
     """Names of versions, such as ``{stable: 3, canary: 4}``, that requests may use instead of the number. Requests
-    without a version go to the version that is labelled ``stable``, if there is that label. Only a ``model.yaml`` can
-    set it; calls can change labels while the server runs."""
+    without a version go to the version that is labelled ``stable``, if there is one. Only a ``model.yaml`` can set it;
+    calls can change labels while the server runs."""
     rollout: RolloutOptions | None = None
     """Tries another version with requests for the one that is labelled ``stable``: ``{candidate: 4, mode: canary}``.
     Only a ``model.yaml`` can set it; calls can start and end rollouts while the server runs."""
@@ -414,7 +417,7 @@ def _ragged_problems(options: ModelOptions) -> Iterator[str]:
         yield f"{key}: expected none for an ensemble, whose members form the batches"
         return
     if options.batched is not True or options.max_rows is None:
-        yield f"{key}: expected batched: true and max_rows beside it, as it describes batches"
+        yield f"{key}: expected batched: true and max_rows to be set, too, because it describes batches"
     if options.pad or options.buckets:
         yield f"pad, buckets: expected none with {key}: padding rows would count as requests"
     if options.sequences is not None:
@@ -427,4 +430,4 @@ def _ragged_problems(options: ModelOptions) -> Iterator[str]:
             yield f"inputs.{name}: expected ragged or optional, not both: a request without it has no elements"
     for name in options.batch_inputs:
         if name in options.inputs:
-            yield f"batch_inputs: expected '{name}' there or in inputs, not both"
+            yield f"batch_inputs: expected '{name}' in batch_inputs or in inputs, got it in both"

@@ -71,7 +71,7 @@ def tls_problems(options: TlsOptions, *, grpc_transport: str) -> Iterator[str]:
     if options.tls_cert_file is None:
         for name in ("tls_key_file", "tls_client_ca_file", "tls_metrics"):
             if getattr(options, name):
-                yield f"{name}: expected tls_cert_file beside it, got none"
+                yield f"{name}: expected tls_cert_file to be set, too, got none"
     elif options.tls_min_version == "1.3" and grpc_transport == "grpcio":
         yield "tls_min_version: expected grpc_transport 'native' with '1.3', got 'grpcio'"
 
@@ -90,10 +90,12 @@ class HttpOptions(BaseModel):
     """Maximum size of the request line and headers of an HTTP request; a larger request is rejected as
     ``headers_too_large`` (431)."""
     http_header_timeout_s: float = Field(default=20.0, ge=0.01, le=3600)
-    """Time limit for receiving the headers of an HTTP request, from the first byte on; then 408."""
+    """Time limit for receiving the headers of an HTTP request, from the first byte on; slower requests are answered
+    with 408."""
     http_body_timeout_s: float = Field(default=30.0, ge=0.01, le=3600)
     """Time limit for receiving a body. The limit is renewed while the body averages at least
-    ``http_min_body_bytes_per_s``; otherwise 408. Time in which the server does not read does not count."""
+    ``http_min_body_bytes_per_s``; otherwise the request is answered with 408. Time in which the server does not read
+    does not count."""
     http_min_body_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
     """Minimum average rate of a body that takes longer than ``http_body_timeout_s``, in bytes per second."""
     http_answer_half_closed: bool = True
@@ -120,7 +122,7 @@ class GrpcOptions(BaseModel):
     grpc_stream_requests: int = Field(default=256, ge=1, le=65536)
     """Maximum number of unanswered requests of one gRPC stream; the next one is read after an answer."""
     grpc_stream_bytes: int = Field(default=64 * 1024 * 1024, ge=1, le=2**40)
-    """Unanswered requests and unsent answers of one gRPC stream, in bytes, at which the server stops reading requests
+    """Size of the unanswered requests and unsent answers of one gRPC stream at which the server stops reading requests
     from it."""
     grpc_max_connections: int = Field(default=4096, ge=1, le=1_048_576)
     """Maximum number of open gRPC connections; further ones are closed at once, and their calls fail with UNAVAILABLE.
@@ -195,13 +197,13 @@ class StoreOptions(BaseModel):
     machine share it. It must not be writable by others: models are code. Unset: ``ortserve/stores`` in
     ``XDG_CACHE_HOME`` or ``~/.cache``."""
     store_cache_bytes: int = Field(default=32 * 1024**3, ge=1, le=2**50)
-    """Maximum size of the files in ``store_cache_dir``. Files that no server uses leave it, the least recently used
-    first; a model that does not fit beside those in use is not loaded."""
+    """Maximum size of the files in ``store_cache_dir``. Files that no server uses are evicted, the least recently used
+    first; a model that does not fit beside the files in use is not loaded."""
     store_timeout_s: float = Field(default=30.0, ge=0.1, le=3600)
     """Time for which a store may send nothing before the connection is closed, and for which its errors are retried."""
     store_check_etags: bool = True
     """Compare ETags that look like MD5 digests with the contents. Turn it off for buckets that are encrypted by SSE-KMS
-    or SSE-C, whose ETags are no digests. Files in ``SHA256SUMS`` are checked by these digests in any case."""
+    or SSE-C, whose ETags are not digests. Files listed in ``SHA256SUMS`` are always checked against its digests."""
 
 
 class OtlpOptions(BaseModel):

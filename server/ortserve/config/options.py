@@ -79,8 +79,8 @@ class ServerOptions(
     load_model: tuple[str, ...] = ()
     """Models to load at the start in mode ``explicit``; ``*`` for all. May be repeated."""
     state_dir: Path | None = None
-    """Folder of the file that keeps what calls change, such as labels, over restarts. Unset: ``.ortserve`` in the first
-    repository, made by the first such call."""
+    """Folder of the file that stores changes made by calls, such as labels, across restarts. Unset: ``.ortserve`` in
+    the first repository, created by the first such call."""
     repository_poll_s: float = Field(default=15.0, gt=0, le=86400)
     """Interval of scans in mode ``poll``. A scan may find a folder that is still being copied: its load fails, the
     previous version keeps serving, and the next scan retries. Rename complete folders into place to avoid this. Names
@@ -123,16 +123,16 @@ class ServerOptions(
     Unset: 32 MiB, or less if ``max_inflight_bytes`` is too small for that."""
     memory_budget_bytes: int | None = Field(default=None, ge=1, le=2**44)
     """Private memory on the host that all models together may hold: weights, ONNX Runtime's arenas and buffers, as
-    measured when each model was loaded. Models load one at a time; for a load without room, the least recently used
-    models are evicted. A load itself takes up to twice the size of the weights for a moment, and requests and the
-    server take memory beside the models. Unset: no budget; nothing is evicted."""
+    measured when each model was loaded. Models load one at a time; if a load has no room, the least recently used
+    models are evicted. A load briefly takes up to twice the size of the weights. Requests and the server itself take
+    further memory, which is not part of the budget. Unset: no budget; nothing is evicted."""
     gpu_memory_budget_bytes: int | None = Field(default=None, ge=1, le=2**44)
-    """Memory that all models together may hold on each GPU: sessions, buffers, graphs and states of sequences, as in
-    ``ortserve_device_ledger_bytes``, which leaves out models without device buffers. Otherwise as
-    ``memory_budget_bytes``, with which it may be combined. Unset: no budget."""
+    """Memory that all models together may hold on each GPU: sessions, buffers, graphs and states of sequences, as
+    ``ortserve_device_ledger_bytes`` shows it. Models without device buffers are not counted. Evictions work as with
+    ``memory_budget_bytes``; both options may be set. Unset: no budget."""
     on_demand_wait_s: float = Field(default=30.0, gt=0, le=3600)
-    """Longest time that a request waits for its model to be loaded, if it has no shorter deadline of its own; then it
-    is rejected as ``not_ready``, with the time after which a retry should find the model. The load goes on."""
+    """Maximum time that a request without a shorter deadline waits for its model to be loaded. Afterwards it is
+    rejected as ``not_ready``, with the time after which a retry should find the model loaded; the load continues."""
     cache_bytes: int = Field(default=64 * 1024 * 1024, ge=0, le=2**44)
     """Memory for the entries of all models with ``response_cache``; the least recently used ones are evicted. 0: no
     model uses a cache."""
@@ -156,9 +156,9 @@ class ServerOptions(
     need a key of ``control_keys_file``, if it is set."""
     record_dir: Path | None = None
     """Folder for recorded requests, as ``<model>/<version>/<number>.npz``; created if only its last part is missing. It
-    must not be in a repository. Models choose by ``record`` in ``model.yaml`` whether requests are recorded; clients
-    can choose neither. Files hold what callers sent and are readable by the server's user only. Up to 64 MiB of
-    requests wait for the disk; more are dropped. Unset: nothing is recorded."""
+    must not be in a repository. ``record`` in a model's ``model.yaml`` turns recording on. Clients can set neither. The
+    files contain the inputs that callers sent; only the server's user can read them. Up to 64 MiB of requests wait for
+    the disk; more are dropped. Unset: nothing is recorded."""
     server_name: str = Field(default="ortserve", min_length=1, json_schema_extra={"expects": "text, not empty"})
     """Name in the server's metadata."""
     drain_delay_s: float = Field(default=0.0, ge=0, le=3600)
@@ -169,13 +169,13 @@ class ServerOptions(
 
     console: bool = True
     """Serve the console, a page at ``/`` of the HTTP port that shows models and server. It shows data only to callers
-    with a key of ``metadata_keys_file``, if it is set. The last 15 minutes of each active model are kept for it, in
-    11 KB of memory."""
+    with a key of ``metadata_keys_file``, if it is set. The server keeps the rates of the last 15 minutes for it, which
+    takes 11 KB of memory per active version."""
     triton_metrics: bool = True
     """Also expose the metrics under Triton's names (``nv_inference_...``), with its metrics of GPUs and processors
     (``nv_gpu_...``, ``nv_cpu_...``)."""
     load_reports: Literal["never", "asked", "always"] = "asked"
-    """Which inference answers carry a load report (ORCA) for load balancers. ``asked``: answers to callers that send
+    """The inference answers that carry a load report (ORCA) for load balancers. ``asked``: answers to callers that send
     ``endpoint-load-metrics-format: text``, ``json`` or ``bin``. ``always``: all answers, by default as header or
     trailing metadata ``endpoint-load-metrics-bin``, for the weighted round robin of gRPC clients and of Envoy."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

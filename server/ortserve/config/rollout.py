@@ -25,12 +25,13 @@ class RolloutRules(BaseModel):
     """Number of requests to the candidate from which rates and times count. A rollout is rolled back earlier if its
     errors or disagreements are already too many for that number."""
     max_error_rate: _Share | None = None
-    """Share of requests that the candidate may fail and ``stable`` answers. Beyond, the rollout is rolled back."""
+    """Share of requests that the candidate may fail and ``stable`` answers. If more fail, the rollout is rolled
+    back."""
     max_disagreement: _Share | None = None
     """Share of compared requests, in the mode ``shadow``, whose outputs may differ by more than ``tolerance``."""
     max_p99_ratio: float | None = Field(default=None, gt=0, le=1000)
-    """How much longer the 99th percentile of the candidate's times may be than that of ``stable``: 1.5 for half as
-    long again. Both need ``min_requests``."""
+    """Maximum ratio of the candidate's 99th percentile of times to that of ``stable``: 1.5 for half as long again. Both
+    need ``min_requests``."""
     promote_after: int | None = Field(default=None, ge=1, le=10**9)
     """Number of requests to the candidate after which it is promoted, if it has kept all rules. Unset: never."""
 
@@ -41,29 +42,29 @@ class RolloutOptions(BaseModel):
     model_config = _CONFIG
 
     candidate: int = Field(ge=1)
-    """The version that is tried in the place of the one that is labelled ``stable``."""
+    """The version that is tried in place of the version that is labelled ``stable``."""
     mode: Literal["shadow", "canary"] = "shadow"
     """``shadow``: ``stable`` answers, and copies of requests run on the candidate while the server has time for them;
     outputs are compared. ``canary``: the candidate answers; if it fails, ``stable`` does."""
     share: _Share = 0.1
     """Share of the requests for ``stable`` or without a version."""
     sticky: str = Field(default="", max_length=256)
-    """Name of a request parameter, such as ``user``. Requests with equal values take the same side, also when the share
-    grows. Requests without it are chosen by ``sticky_header``."""
+    """Name of a request parameter, such as ``user``. Requests with equal values go to the same version; those on the
+    candidate stay there when the share grows. Requests without it are chosen by ``sticky_header``."""
     sticky_header: str = Field(
         default="",
         max_length=256,
         pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]*$",
         json_schema_extra={"expects": "name of a header"},
     )
-    """Name of an HTTP header, or of gRPC metadata, such as ``x-user-id``, whose value counts as that of ``sticky``;
-    the parameter has precedence. Requests with neither are chosen at random. Empty: all without the parameter are."""
+    """Name of an HTTP header, or of gRPC metadata, such as ``x-user-id``, whose value counts as that of ``sticky``; the
+    parameter has precedence. Requests with neither are chosen at random. Empty: only the parameter is used."""
     tolerance: Mapping[Measure, Annotated[float, Field(ge=0)]] = Field(
         default={"relative": 0.01}, json_schema_extra={"expects": "{max: x, relative: x, cosine: x, top1: x}"}
     )
     """Largest error of a request that agrees, by measure, as in ``ortserve compare``."""
     rules: RolloutRules = Field(default_factory=RolloutRules)
-    """Ends the rollout by itself."""
+    """Rules that end the rollout automatically."""
 
 
 def why_without_effect(options: RolloutOptions, model: str, stable: int | None) -> str:

@@ -21,7 +21,7 @@ class SequenceControl(BaseModel):
 
     kind: Literal["start", "ready", "end", "id"]
     """``start`` and ``end``: whether the request is the first or last of its sequence. ``ready``: whether the row holds
-    a request; always true but for the rows of free slots with ``direct``. ``id``: the id of the sequence."""
+    a request; always true, except in the rows of free slots with ``direct``. ``id``: the id of the sequence."""
     datatype: DataType | None = None
     """Checked against the model: BOOL, INT32 or FP32; for ``id`` UINT64, INT64, UINT32, INT32 or BYTES."""
     values: tuple[bool | int | float, bool | int | float] = Field(
@@ -58,9 +58,9 @@ class SequenceOptions(BaseModel):
     """``oldest``: requests of different sequences share batches like requests without sequences. ``direct``: each
     sequence has a slot, which is its row in the batches of one instance."""
     max_idle_s: float = Field(default=1.0, gt=0, le=86400 * 30)
-    """A sequence without a request for this time after its last answer ends."""
+    """Time without a request, since its last answer, after which a sequence ends."""
     max_candidates: int = Field(default=1024, ge=1, le=1_048_576)
-    """Sequences that may run at a time per instance with ``oldest``. Others wait until one of them ends. With
+    """Maximum number of running sequences per instance with ``oldest``; further ones wait until one ends. With
     ``direct`` this is the maximum number of rows."""
     max_sequences: int = Field(default=65_536, ge=1, le=16_777_216)
     """Maximum number of sequences, waiting ones included; further ones are rejected as ``overloaded``."""
@@ -68,8 +68,8 @@ class SequenceOptions(BaseModel):
     """Maximum size of all states. A sequence that would exceed it is rejected at its start as ``overloaded``; one whose
     state grows beyond it ends. The load fails if a first state is larger."""
     min_slot_utilization: float = Field(default=0.0, ge=0, le=1)
-    """Share of the slots that lets a batch run before ``queue_delay_s`` has passed, with ``direct``. 0: every batch
-    runs at once."""
+    """With ``direct``: share of the slots that must have a request for a batch to run before ``queue_delay_s`` has
+    passed. 0: every batch runs at once."""
     controls: Mapping[str, SequenceControl] = Field(default_factory=dict)
     """Inputs that the server fills, by name. Each kind is allowed once."""
     states: tuple[SequenceState, ...] = ()

@@ -59,8 +59,10 @@ class BatchInputOptions(BaseModel):
         "item_shape",
         "item_shape_flatten",
     ]
-    """What it holds for each request of the batch: the number of elements, their sum so far, the same after a zero; or
-    zeros, as many as the largest request has elements; or for each row its shape, as one row or joined."""
+    """Content of the input. ``element_count``: the number of elements of each request. ``accumulated_element_count``:
+    the running sum of these numbers. ``accumulated_element_count_with_zero``: a zero, then the running sum.
+    ``max_element_count_as_shape``: as many zeros as the largest request has elements. ``item_shape``: the shape of each
+    row, one row per shape. ``item_shape_flatten``: the same shapes, joined along one axis."""
     source: str
     """Name of the input that it describes."""
     datatype: Literal["INT32", "FP32"] | None = None

@@ -60,7 +60,7 @@ class Agreement:
         if measure != "accuracy":
             return max((float(getattr(output, measure)) for output in self.outputs), default=0.0)
         if self.accuracy is None or self.reference_accuracy is None:
-            raise invalid_input("--max-error accuracy: expected --labels, too")
+            raise invalid_input("--max-error accuracy: expected --labels to be given, too")
         return max(0.0, self.reference_accuracy - self.accuracy)
 
 

@@ -78,7 +78,7 @@ class Padding:
                 if length != expected:
                     raise invalid_input(
                         f"input '{padded.input}' has length {length} on axis {padded.axis}, but input '{first.input}' "
-                        f"has {expected} on axis {first.axis}: both are dimension '{padded.dim_name}'"
+                        f"has {expected} on axis {first.axis}: both axes are dimension '{padded.dim_name}'"
                     )
                 shape = padded.padded_shape(shape)
             shapes.append(shape[1:])

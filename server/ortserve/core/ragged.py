@@ -118,7 +118,7 @@ class RaggedTensors:
 
     def _divide_rows(self, index: int, output: np.ndarray, inputs: Sequence[Arrays], rows: int) -> list[np.ndarray]:
         if output.ndim == 0 or len(output) != rows:
-            raise self._misfit(index, output, f"{rows} rows, as its batch")
+            raise self._misfit(index, output, f"{rows} rows, one per row of its batch")
         parts: list[np.ndarray] = []
         first = 0
         for arrays in inputs:
@@ -131,7 +131,9 @@ class RaggedTensors:
         source = self.scattered[index]
         needed = sum([arrays[source].size for arrays in inputs])
         if output.ndim != 1 or len(output) != needed:
-            raise self._misfit(index, output, f"one axis of {needed} elements, as its source input has in the batch")
+            raise self._misfit(
+                index, output, f"one axis of {needed} elements, one per element of its source input in the batch"
+            )
         parts: list[np.ndarray] = []
         first = 0
         for arrays in inputs:

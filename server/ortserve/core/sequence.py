@@ -106,8 +106,8 @@ class StateTensor:
         if not is_right:
             raise ServeError(
                 ErrorKind.INTERNAL,
-                f"output '{self.output}' is no next state: input '{self.input}' expects {format_shape(expected)}, "
-                f"got {format_shape(shape)}",
+                f"output '{self.output}' cannot be the next state: input '{self.input}' expects "
+                f"{format_shape(expected)}, got {format_shape(shape)}",
             )
 
 

@@ -175,7 +175,10 @@ class InstanceBatches:
                 raise failure from error
             # The buffers failed for an unknown reason. A model that runs plainly is served without them.
             self._check_plainly(make_inputs(min(sizes), 0))
-            binding, prepared = None, Prepared(unbound_because=f"they could not be made: {without_paths(str(error))}")
+            binding, prepared = (
+                None,
+                Prepared(unbound_because=f"they could not be created: {without_paths(str(error))}"),
+            )
         if binding is None:
             with self._capture_lock.shared():
                 self._sessions.forget_graphs()

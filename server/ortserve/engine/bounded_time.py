@@ -124,7 +124,7 @@ def _why_shapes_vary(signature: ModelSignature) -> str:
                 return f"{role} '{spec.name}' holds strings"
     for spec in signature.inputs:
         if signature.is_batched and spec.is_optional and spec.batch_axis is None:
-            return f"a request may bring input '{spec.name}', and then runs alone with any number of rows"
+            return f"a request with input '{spec.name}' runs alone, with any number of rows"
         if spec.has_any_shape or -1 in spec.row_shape:
             return f"the number of rows does not fix the shape of input '{spec.name}'"
     return ""
@@ -168,18 +168,18 @@ class _Walk:
                 return f"{_described(node)} is control flow"
             if node.op in DATA_DEPENDENT:
                 if not is_fixed:
-                    return f"{_described(node)} takes a time that depends on values"
+                    return f"the time of {_described(node)} depends on values"
             elif node.op not in BOUNDED[""]:
-                return f"{_described(node)} is not known to take a time that its shapes bound"
+                return f"the time of {_described(node)} is not known to be bounded by its shapes"
             for index in SHAPING_INPUTS.get(node.op, ()):
                 name = node.inputs[index] if index < len(node.inputs) else ""
                 if name and name not in fixed:
-                    return f"{_described(node)} gets a shape from values, by its input '{name}'"
+                    return f"{_described(node)} takes a shape from values, through its input '{name}'"
             if _makes_strings(node):
-                return f"{_described(node)} makes strings"
+                return f"{_described(node)} produces strings"
             is_fixed = (is_fixed or node.op in ("Shape", "Size")) and node.op not in RANDOM
         elif node.op not in BOUNDED.get(node.domain, ()):
-            return f"{_described(node)} is not known to take a time that its shapes bound"
+            return f"the time of {_described(node)} is not known to be bounded by its shapes"
         if is_fixed:
             fixed.update(node.outputs)
         return ""

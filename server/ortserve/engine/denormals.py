@@ -118,12 +118,12 @@ def session_maker(settings: SessionSettings, *, has_global_threads: bool) -> Cal
         return plain
     key = f"session.entries: {_ENTRY}" if _ENTRY in settings.entries else "session.denormal_as_zero"
     if has_global_threads:
-        raise invalid_input(f"{key}: expected false, as the server has global_threads")
+        raise invalid_input(f"{key}: expected false, because the server uses global_threads")
     machine, (libc, _) = platform.machine(), platform.libc_ver()
     layout = fenv_layout(machine, libc)
     if layout is None:
         raise invalid_input(
-            f"{key}: expected false, as it needs {' or '.join(_LAYOUTS)} with glibc, "
-            f"and this is {machine} with {libc or 'another C library'}"
+            f"{key}: expected false, because it needs {' or '.join(_LAYOUTS)} with glibc, and this is {machine} with "
+            f"{libc or 'another C library'}"
         )
     return partial(FlushingSession, ThreadDenormals(layout))

@@ -97,8 +97,8 @@ def check_placement(name: str, nodes: Mapping[str, int]) -> None:
         ServeError: invalid_input: other providers run all nodes; the message names them.
     """
     if nodes and name not in nodes:
-        others = ", ".join(f"{other} takes {count}" for other, count in nodes.items())
-        raise invalid_input(f"execution_providers: {name} takes none of the model's nodes; {others}")
+        others = ", ".join(f"{other} runs {count}" for other, count in nodes.items())
+        raise invalid_input(f"execution_providers: {name} runs none of the model's nodes; {others}")
 
 
 def describe_placement(nodes: Mapping[str, int]) -> str:

@@ -118,7 +118,7 @@ def _text(value: str) -> str:
 
 
 def _own(value: str) -> str:
-    raise ValueError("expected no value, as the server sets this option")
+    raise ValueError("expected no value, because the server sets this option")
 
 
 def _settings(value: str) -> str:
@@ -237,7 +237,9 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, str]]] = {
 def _check_tensorrt(options: Mapping[str, str]) -> None:
     missing = [option for option in _TENSORRT_PROFILE if option not in options]
     if 0 < len(missing) < len(_TENSORRT_PROFILE):
-        raise _invalid(TENSORRT, f"{' and '.join(missing)}: expected beside the others of the profile, got nothing")
+        raise _invalid(
+            TENSORRT, f"{' and '.join(missing)}: expected to be set with the other options of the profile, got nothing"
+        )
     for enable, path in (
         ("trt_engine_cache_enable", "trt_engine_cache_path"),
         ("trt_timing_cache_enable", "trt_timing_cache_path"),
@@ -301,7 +303,9 @@ def why_built_anew(options: Mapping[str, str]) -> str:
         options: The provider's options, with the profile.
     """
     if not any(key in options for key in _TENSORRT_PROFILE):
-        return "expected trt_profile_…_shapes, as no profile can be derived and each new shape would build an engine"
+        return (
+            "expected trt_profile_…_shapes, because no profile can be derived and each new shape would build an engine"
+        )
     if options.get("trt_engine_cache_enable") != "true":
         return "expected trt_engine_cache_enable with trt_engine_cache_path, to keep engines for other sessions"
     return ""

@@ -236,7 +236,7 @@ def _check_gpus(wanted: Sequence[Provider]) -> None:
             if is_elsewhere and other.name not in names:
                 raise invalid_input(
                     f"execution_providers: {other.name}: device_id: expected {leader.device_id}, the GPU of "
-                    f"{leader.name} ahead of it, got {other.device_id}"
+                    f"{leader.name} before it, got {other.device_id}"
                 )
             names.add(other.name)
 

@@ -164,9 +164,9 @@ def _check_settings(options: SessionOptions) -> None:
     """Check settings that ONNX Runtime does not check, or rejects only in runs or without a useful message."""
     settings = options.settings
     if settings.shared_arena and not settings.memory_arena:
-        raise invalid_input("session.shared_arena: expected memory_arena beside it, got memory_arena: false")
+        raise invalid_input("session.shared_arena: expected memory_arena: true with it, got memory_arena: false")
     if options.has_global_threads and (key := affinities_key(settings)):
-        raise invalid_input(f"{key}: expected unset, as the server has global_threads")
+        raise invalid_input(f"{key}: expected unset, because the server uses global_threads")
     if "," in (names := option_text(settings.entries.get(_DISABLED_OPTIMIZERS, ""))):
         expected = "expected semicolons between names"
         raise invalid_input(f"session.entries: {_DISABLED_OPTIMIZERS}: {expected}, got '{names}'")

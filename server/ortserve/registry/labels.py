@@ -94,7 +94,7 @@ class Labels:
             f"{label}={version}" for label, version in moved.items() if version is not None and version not in there
         ]
         if missing:
-            event = "labels name versions that are not there"
+            event = "labels name versions that do not exist"
             log_event(logger, logging.WARNING, event, model=name, labels=", ".join(missing))
 
 

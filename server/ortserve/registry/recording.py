@@ -98,7 +98,7 @@ class Recordings:
         try:
             last.result(timeout_s)
         except TimeoutError:
-            log_event(logger, logging.WARNING, "waiting requests are not recorded", timeout_s=timeout_s)
+            log_event(logger, logging.WARNING, "waiting requests were not recorded", timeout_s=timeout_s)
         self._is_closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -159,7 +159,7 @@ class Recording:
             size = sum(array.nbytes + 2 * len(name.encode()) + _ARRAY_BYTES for name, array in arrays.items())
             if self._folder.nbytes + _on_disk(size) > self._options.max_bytes:
                 self._failed += 1
-                used = f"the files have {self._folder.nbytes} bytes, the next {size}"
+                used = f"the files have {self._folder.nbytes} bytes, and the next one {size}"
                 self._end(logging.INFO, f"record.max_bytes: {used}")
                 return
             self._folder.add(arrays)

@@ -115,7 +115,7 @@ class StateFile:
 
 
 def _not_kept(reason: str) -> ServeError:
-    message = f"state_dir: expected a folder that keeps the change over a restart: {reason}"
+    message = f"state_dir: expected a folder to store the change in: {reason}"
     return ServeError(ErrorKind.CONFLICT, message)
 
 
@@ -188,7 +188,7 @@ def _change(folder: Path, model: str, state: ModelState) -> None:
         if state != NOTHING_CHANGED:
             states[model] = state
         if len(states) > _MOST_MODELS:
-            raise OSError(f"it has the most models that it may have: {_MOST_MODELS}")
+            raise OSError(f"it already has the maximum of {_MOST_MODELS} models")
         document = {"schema": SCHEMA, "models": {name: _document(one) for name, one in sorted(states.items())}}
         beside = folder / f".{FILE_NAME}.new"
         with beside.open("w") as file:

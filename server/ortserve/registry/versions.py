@@ -227,7 +227,7 @@ class Versions:
         for record in serving:
             record.reason = problem
         if serving:
-            _log_failure("model reload failed, the previous load keeps serving", serving[-1], problem)
+            _log_failure("model reload failed; the previous load keeps serving", serving[-1], problem)
             return
         self.forget(self._catalog.of(name).values())
         record = VersionRecord(name, 0, self._on_change, is_required=source.is_required)
@@ -303,7 +303,7 @@ class Versions:
         shown = self._catalog.of(record.model).get(record.version, record)
         shown.reason = reason
         if shown.state is State.READY:
-            _log_failure("model reload failed, the previous load keeps serving", record, reason)
+            _log_failure("model reload failed; the previous load keeps serving", record, reason)
         else:
             _log_failure("model cannot be served", record, reason)
         return reason
@@ -334,7 +334,7 @@ class Versions:
             return
         may_replace = len(running) < MAX_ABANDONED
         if not may_replace:
-            reason = f"{reason}; {len(running) + 1} runs of the model did not end: restart the server"
+            reason = f"{reason}; {len(running) + 1} runs of the model did not end; restart the server"
         _log_failure("instance abandoned", record, reason)
         if is_last:
             self._draining.fail(record, reason)

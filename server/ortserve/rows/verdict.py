@@ -165,7 +165,7 @@ class InitialClaims:
                 self.claims[declared.name] = free(None, declared.dtype)
             else:
                 self.problem = self.problem or f"input '{declared.name}' " + (
-                    "is declared without a shape" if declared.is_tensor else "is no tensor"
+                    "is declared without a shape" if declared.is_tensor else "is not a tensor"
                 )
             return
         if axis is not None and not 0 <= axis < len(dims):
@@ -348,7 +348,7 @@ def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believ
     for output in model.graph.outputs:
         value = names.get(output.name)
         if value is None:
-            return _unknown(f"nothing computes output '{output.name}'")
+            return _unknown(f"no node computes output '{output.name}'")
         if value.cause is not None:
             failed.append(value)
         elif problem := _problem(value):

@@ -96,7 +96,9 @@ class _Scope:
             operands = [names.get(name) if name else None for name in node.inputs]
             missing = [name for name, value in zip(node.inputs, operands, strict=True) if name and value is None]
             if missing:
-                results = self._failed(node, Kind.UNKNOWN, order, index, f"reads '{missing[0]}', which nothing gives")
+                results = self._failed(
+                    node, Kind.UNKNOWN, order, index, f"reads '{missing[0]}', which no node computes"
+                )
             else:
                 results = self._results(node, operands, order, index)
             names.update((name, value) for name, value in zip(node.outputs, results, strict=False) if name)
@@ -144,7 +146,7 @@ class _Scope:
         except TooMuchWorkError:
             raise
         except Exception as error:  # noqa: BLE001 - an error in a rule must not fail the load of the model
-            reason = f"is not what its rule expects: {type(error).__name__}"
+            reason = f"does not have the form that its rule expects: {type(error).__name__}"
             return self._failed(node, Kind.UNKNOWN, order, index, reason)
 
     def _failed(self, node: Node, kind: Kind, order: int, index: int, reason: str) -> list[Value]:
@@ -197,7 +199,7 @@ class _Scope:
             return value
         for axis, length in enumerate(value.dims or ()):
             if contains_rows(length) and not (value.is_rows and axis == value.axis):
-                raise RowsMeetError("gives a length that depends on the number of rows where the rows do not lie")
+                raise RowsMeetError("makes the length of an axis without the rows depend on their number")
         if value.is_rows:
             if has_size:
                 raise RowsMeetError("uses the number of rows as a value")
@@ -249,7 +251,7 @@ def _check_operands(rule: Rule, operands: Sequence[Value | None]) -> None:
         if value.facts.stride != 0 and not rule.keeps_stride:
             raise RowsMeetError("uses the number of the row")
         if value.facts.padding is not None and not rule.keeps_padding:
-            raise RowsMeetError("takes rows that are padded to the longest one")
+            raise RowsMeetError("reads rows that are padded to the longest row")
         if i in rule.parameters:
             raise RowsMeetError(f"takes its parameter {i} from the rows")
 

@@ -103,8 +103,10 @@ class Guard:
         if group in opened:
             return
         if opened:
-            raise self._rejection(ErrorKind.FORBIDDEN, "expected a key of that group, got one of another", has_key=True)
-        text = "expected a key of that group, got an unknown one"
+            raise self._rejection(
+                ErrorKind.FORBIDDEN, "expected a key of this group, got a key of another group", has_key=True
+            )
+        text = "expected a key of this group, got an unknown key"
         raise self._rejection(ErrorKind.UNAUTHENTICATED, text, has_key=True)
 
     def _rejection(self, kind: ErrorKind, text: str, *, has_key: bool = False) -> RefusedKeyError:

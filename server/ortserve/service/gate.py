@@ -149,8 +149,8 @@ class Hold:
         if others and gate.held_bytes + size > gate.max_bytes:
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"max_inflight_bytes: the server holds {gate.held_bytes} bytes of requests and may hold "
-                f"{gate.max_bytes}, got {size} more",
+                f"max_inflight_bytes: the server holds {gate.held_bytes} of at most {gate.max_bytes} bytes of "
+                f"requests, got {size} more",
                 retry_after_s=1,
             )
         gate.held_bytes += size

@@ -75,7 +75,7 @@ def _digests(content: bytes, name: str) -> Iterator[bytes]:
         if not (_MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES and _IS_KEY(key)):
             raise invalid_input(
                 f"{name}line {number}: expected a key of {_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} letters, digits and "
-                f"-._~+/, got one of {len(key)} bytes"
+                f"-._~+/, got a key of {len(key)} bytes"
             )
         yield digest_of(key)
 
@@ -131,7 +131,7 @@ class KeyFiles:
         log_event(logger, logging.INFO, "keys have changed", group=group, **counts)
 
     def _reject(self, group: Group, reason: str) -> None:
-        message = "the new keys cannot be used, the old ones stay valid"
+        message = "the new keys cannot be used; the old keys stay valid"
         log_event(logger, logging.WARNING, message, group=group, reason=reason)
 
     def _recover(self, group: Group) -> None:

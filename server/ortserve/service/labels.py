@@ -87,7 +87,9 @@ class LabelService:
             labels = {**state.labels, **changes}
             kept = {label: version for label, version in labels.items() if version is not None}
             if len(kept) > MOST_LABELS:
-                raise invalid_input(f"labels: expected at most {MOST_LABELS} of model '{model}', got {len(kept)}")
+                raise invalid_input(
+                    f"labels: expected at most {MOST_LABELS} labels of model '{model}', got {len(kept)}"
+                )
             for label, version in changes.items():
                 if version is not None:
                     self.check_serves(model, version, f"label '{label}'")
@@ -106,7 +108,7 @@ class LabelService:
             previous = self._stable(model)
             if previous == version:
                 raise ServeError(
-                    ErrorKind.CONFLICT, f"version {version} of model '{model}' is labelled '{STABLE}' already"
+                    ErrorKind.CONFLICT, f"version {version} of model '{model}' is already labelled '{STABLE}'"
                 )
             state = self._registry.state_of(model)
             labels = {**state.labels, STABLE: version}

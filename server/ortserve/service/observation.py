@@ -48,7 +48,7 @@ VersionKey: TypeAlias = tuple[str, str]
 
 
 class Viewer:
-    """One open stream. Iterates over encoded events until the server drains or the viewer is too slow."""
+    """One open stream. Iterates over encoded events until the server is draining or the viewer is too slow."""
 
     def __init__(self, watched: VersionKey | None) -> None:
         self.watched: Final = watched
@@ -166,7 +166,7 @@ class Observation:
         """Open a stream. It begins with the history of the watched version, which may appear later, and all versions.
 
         Raises:
-            ServeError: overloaded, for too many viewers; not_ready, while the server drains.
+            ServeError: overloaded, for too many viewers; not_ready, while the server is draining.
         """
         async with self._opening:
             if not self._viewers:
@@ -182,7 +182,7 @@ class Observation:
             raise ServeError(ErrorKind.NOT_READY, "Server exiting")
         if len(self._viewers) >= MAX_VIEWERS:
             raise ServeError(
-                ErrorKind.OVERLOADED, f"the console has {MAX_VIEWERS} viewers, as many as allowed", retry_after_s=5
+                ErrorKind.OVERLOADED, f"the console has {MAX_VIEWERS} viewers, the maximum", retry_after_s=5
             )
         viewer = Viewer(watched)
         if watched is not None:
@@ -201,7 +201,7 @@ class Observation:
     def close(self) -> None:
         """Send all viewers the event ``end``, and end their streams."""
         self._is_closed = True
-        ending = self._encode("end", {"reason": "the server drains"})
+        ending = self._encode("end", {"reason": "the server is draining"})
         for viewer in self._viewers:
             viewer.add(ending)
             viewer.close()

@@ -128,7 +128,7 @@ class ProfilingService:
             message = f"model '{name}' runs on {served.execution_provider}: expected {CPU}; profile its file instead"
             raise ServeError(ErrorKind.UNSUPPORTED, message)
         if self._present is not None:
-            message = f"model '{self._present.served.name}' is being profiled: expected one at a time"
+            message = f"model '{self._present.served.name}' is already being profiled: expected one profile at a time"
             raise ServeError(ErrorKind.CONFLICT, message)
         record = next(one for one in self._registry.records_of(name) if one.served is served)
         present = self._present = _Profile(record, served, requests, self._options, self._clock)
@@ -146,7 +146,7 @@ class ProfilingService:
         try:
             return await asyncio.wrap_future(running)
         finally:
-            present.stop("the caller has left")  # the thread ends after its present run
+            present.stop("the caller disconnected")  # the thread ends after its present run
 
     def _free(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
         """Allow the next profile. Called on the thread of a profile at its end."""
@@ -193,7 +193,7 @@ class _Profile:
         finally:
             self.served.tap_batches(None)
         if not self._kept:
-            message = f"no batch of model '{self.served.name}' could be kept: {self._ended_because}"
+            message = f"no batch of model '{self.served.name}' was copied: {self._ended_because}"
             raise ServeError(self._kind, message)
 
     def observe(self, batch: Batch, run_ns: int) -> None:
@@ -231,7 +231,7 @@ class _Profile:
             self._run(batches, self._kept[0][0])
             for batch, times in self._kept:
                 if done == most:
-                    ended_because = f"{most} batches reach the limit of {MAX_EVENTS} events of the profiler"
+                    ended_because = f"{most} batches reach the profiler's limit of {MAX_EVENTS} events"
                     break
                 if done and self._clock() > until_ns:
                     ended_because = f"the runs took {_MAX_RUNS_S:g} s"

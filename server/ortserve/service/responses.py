@@ -83,8 +83,8 @@ def _check_stacked(name: str, array: np.ndarray, served: ServedVersion) -> None:
     if why := why_not_stacked(array):
         raise ServeError(
             ErrorKind.UNSUPPORTED,
-            f"inference output '{name}' of model '{served.name}' is a sequence that makes no tensor: {why}; "
-            "other outputs can be requested by name",
+            f"inference output '{name}' of model '{served.name}' is a sequence that cannot be returned as one tensor: "
+            f"{why}; other outputs can be requested by name",
         )
 
 
@@ -97,8 +97,8 @@ def check_classifiable(output: TensorSpec, model: str) -> None:
         )
     if output.batch_axis:
         raise invalid_input(
-            f"class result not available for output '{output.name}' of model '{model}': "
-            f"expected rows on axis 0, they are on axis {output.batch_axis}"
+            f"class result not available for output '{output.name}' of model '{model}': expected rows on axis 0, got "
+            f"rows on axis {output.batch_axis}"
         )
 
 

@@ -188,7 +188,7 @@ class SharedMemory:
         self._require_allowed()
         if not 0 < len(name) <= _MAX_NAME:
             raise invalid_input(
-                f"the name of a shared memory region has 1 to {_MAX_NAME} characters, got one of {len(name)}"
+                f"name of a shared memory region: expected 1 to {_MAX_NAME} characters, got {len(name)}"
             )
         if name in self._regions:
             raise ServeError(ErrorKind.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")

@@ -233,13 +233,12 @@ def _checked_level(values: Sequence[str], *, can_trace: bool) -> int:
     if "TENSORS" in values:
         raise ServeError(
             ErrorKind.UNSUPPORTED,
-            "trace_level: expected OFF or TIMESTAMPS, got 'TENSORS': this server writes nothing of a request's or an "
-            "answer's tensors to any file",
+            "trace_level: expected OFF or TIMESTAMPS, got 'TENSORS': this server never writes tensors to trace files",
         )
     if not can_trace:
         raise ServeError(
             ErrorKind.UNSUPPORTED,
-            f"trace_level: expected OFF, got '{values[0]}': this server was started without --trace-file, the file "
-            "that traces would be written to",
+            f"trace_level: expected OFF, got '{values[0]}': the server was started without --trace-file, which names "
+            "the file for traces",
         )
     return 1

@@ -111,7 +111,7 @@ def _names_error(given: dict[str, Tensor], signature: ModelSignature, model: str
     if not missing:
         names = _listed([spec.name for spec in signature.inputs if spec.batch_axis is not None])
         return invalid_input(
-            f"model '{model}' needs at least one of its inputs {names} to tell how many rows there are"
+            f"model '{model}' needs at least one of its inputs {names} to determine the number of rows"
         )
     return invalid_input(
         f"expected {len(signature.inputs)} inputs but got {len(given)} inputs for model '{model}'. "

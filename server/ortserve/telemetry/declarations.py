@@ -74,23 +74,24 @@ SATURATION: Final = Declaration(
     "ortserve_saturation",
     "gauge",
     ("model", "version"),
-    "Rows offered per second, rejected rows included, divided by the rows per second that the version's instances can "
+    "Rows offered per second, including rejected rows, divided by the rows per second that the version's instances can "
     "compute in full batches without other load. Above 1 the version needs more servers. The rate is averaged over "
-    "about 5 seconds; the time of a full batch is the learned time for the latest shape. For models on one device, "
-    "add their values. The event loop's time per request is not included: for tiny models see "
-    "process_cpu_seconds_total.",
+    "about 5 seconds; the time of a full batch is the learned time for the latest shape. For models on one device, add "
+    "their values. The event loop's time per request is not included: for tiny models see process_cpu_seconds_total.",
 )
 BATCHING_DECISIONS: Final = Declaration(
     "ortserve_batching_decisions_total",
     "counter",
     ("model", "version", "decision"),
-    "Decisions of the batcher, counted in batches, requests or rows. batches, inline, retries: batches that ran, ran "
-    "on the event loop, ran again in part. inline_overruns: runs that took more than 2 ms of the event loop; the "
-    "next runs use workers. refused_full, refused_late, dropped_late, left: requests rejected because the queue was "
-    "full or the deadline could not be met, evicted because they could no longer finish in time, cancelled by the "
-    "caller. delayed: batches that waited for queue_delay_s. wasted_rows, padding_rows: computed rows that belong to "
-    "no request. run_timeouts, abandoned: batches that were terminated, and those that did not end. out_of_memory: "
-    "batches after which the maximum batch size was halved.",
+    "Decisions of the batcher, counted in batches, requests or rows. batches: batches that ran. inline: batches that "
+    "ran on the event loop. inline_overruns: runs that took more than 2 ms of the event loop; the next runs use "
+    "workers. retries: parts of failed batches that ran again. refused_full: requests rejected because the queue was "
+    "full. refused_late: requests rejected because their deadline could not be met. dropped_late: queued requests "
+    "evicted because they could no longer finish in time. left: queued requests that the caller cancelled. delayed: "
+    "batches that waited for queue_delay_s. closed_loop_waits: batches that waited for the next requests of callers "
+    "that were just answered. wasted_rows, padding_rows: computed rows that belong to no request. run_timeouts, "
+    "abandoned: batches that were terminated, and those that did not end. out_of_memory: batches after which the "
+    "maximum batch size was halved.",
 )
 CHECKED_REQUESTS: Final = Declaration(
     "ortserve_checked_requests_total",
@@ -104,38 +105,38 @@ CACHE_REQUESTS: Final = Declaration(
     "ortserve_response_cache_requests_total",
     "counter",
     ("model", "version", "result"),
-    "Requests of models with response_cache. hit: answered by the outputs, or by the run, of an equal request. miss: "
-    "it ran.",
+    "Requests of models with response_cache. hit: answered with the outputs of an equal request, finished or still "
+    "running. miss: the request ran.",
 )
 CACHE_SAVED: Final = Declaration(
     "ortserve_response_cache_saved_seconds_total",
     "counter",
     ("model", "version"),
-    "Time of the runs that hits did not need.",
+    "Time of the runs that cache hits made unnecessary.",
 )
 CACHE_BYTES: Final = Declaration(
     "ortserve_response_cache_bytes",
     "gauge",
     (),
-    "Memory of the response cache; at most cache_bytes.",
+    "Memory that the response cache uses; at most cache_bytes.",
 )
 CACHE_EVICTIONS: Final = Declaration(
     "ortserve_response_cache_evicted_entries_total",
     "counter",
     (),
-    "Entries that left the response cache because others needed their memory.",
+    "Entries evicted from the response cache to make room for others.",
 )
 SEQUENCES: Final = Declaration(
     "ortserve_sequences",
     "gauge",
     ("model", "version", "state"),
-    "Sequences of models with sequences. active: with a slot. waiting: for a slot.",
+    "Open sequences by state. active: the sequence has a slot. waiting: it waits for a slot.",
 )
 SEQUENCES_ENDED: Final = Declaration(
     "ortserve_ended_sequences_total",
     "counter",
     ("model", "version", "reason"),
-    "Sequences by why they ended. ended: after their last request. expired: no request for max_idle_s. evicted: the "
+    "Ended sequences by reason. ended: after their last request. expired: no request for max_idle_s. evicted: the "
     "state grew beyond max_state_bytes. cancelled: the caller cancelled a request before it ran. failed: the first "
     "request failed, or a request was dropped from the queue. timed_out: the wait for a slot exceeded the timeout of a "
     "request. unloaded: the version was unloaded or replaced.",
@@ -174,7 +175,7 @@ RECORDED_REQUESTS: Final = Declaration(
     "ortserve_recorded_requests_total",
     "counter",
     ("model", "version", "outcome"),
-    "Requests chosen to be recorded, by outcome. recorded: written to a file. dropped: too many waited for the disk. "
+    "Requests selected for recording, by outcome. recorded: written to a file. dropped: too many waited for the disk. "
     "failed: not written, because the disk or record.max_bytes is full or the texts cannot be stored. Only for models "
     "with record.",
 )
@@ -182,30 +183,31 @@ ROLLOUT: Final = Declaration(
     "ortserve_rollout_active",
     "gauge",
     ("model", "version", "mode"),
-    "1 for each rollout that runs; version is its candidate, mode is shadow or canary.",
+    "1 for each active rollout. version is its candidate; mode is shadow or canary.",
 )
 ROLLOUT_REQUESTS: Final = Declaration(
     "ortserve_rollout_requests_total",
     "counter",
     ("model", "version", "outcome"),
-    "Requests of a rollout by what became of them on its candidate, which is version, since the rollout or the server "
-    "began. canary: answered; failed, and answered by stable; rejected, because the candidate was busy or not ready, "
-    "and answered by stable. shadow: agreed or disagreed with the answer of stable; failed; shed, because the server "
-    "had other work. Requests that fail on both versions are not counted.",
+    "Requests of a rollout by their outcome on the candidate (version), since the rollout or the server started. "
+    "answered: by the canary. failed: on the candidate; of a canary, stable answered instead. rejected: the canary was "
+    "busy or not ready, and stable answered instead. agreed, disagreed: the shadow's outputs compared with those of "
+    "stable. shed: not copied to the shadow, because the server had other work. Requests that fail on both versions "
+    "are not counted.",
 )
 ROLLOUT_ERROR: Final = Declaration(
     "ortserve_rollout_worst_error",
     "gauge",
     ("model", "version", "measure"),
-    "Largest error of any compared request of a shadow, by measure: max, relative, cosine or top1, as in ortserve "
-    "compare.",
+    "Largest error of the compared requests of a shadow rollout, by measure: max, relative, cosine or top1, as in "
+    "ortserve compare.",
 )
 ROLLOUT_P99: Final = Declaration(
     "ortserve_rollout_tail_seconds",
     "gauge",
     ("model", "version", "side"),
-    "99th percentile of the times of stable and candidate during a rollout, with an error of at most 9 %. shadow: of "
-    "the runs of compared requests. canary: of queue and run.",
+    "99th percentile of the times of stable and candidate (side) during a rollout, with an error of at most 9 %. For a "
+    "shadow, the times of the runs of compared requests; for a canary, the times in queue and run.",
 )
 REJECTED: Final = Declaration(
     "ortserve_rejected_requests_total",
@@ -225,33 +227,33 @@ LOADS: Final = Declaration(
     "ortserve_model_loads_total",
     "counter",
     ("model", "outcome"),
-    "Finished loads of a model's versions, reloads included, by outcome: ok or failed.",
+    "Finished loads of a model's versions, including reloads, by outcome: ok or failed.",
 )
 STORE_UP: Final = Declaration(
     "ortserve_store_up",
     "gauge",
     ("repository",),
-    "1 if the last listing of a repository in a store succeeded, otherwise 0; then its loaded models keep serving. "
-    "Only of servers with such a repository.",
+    "1 if the last listing of a repository in a store succeeded, otherwise 0. Loaded models keep serving in any case. "
+    "Present only with such a repository.",
 )
 STORE_FETCHED_BYTES: Final = Declaration(
     "ortserve_store_fetched_bytes_total",
     "counter",
     ("repository",),
-    "Bytes of files that were fetched from a repository in a store.",
+    "Bytes fetched from a repository in a store.",
 )
 STORE_FAILURES: Final = Declaration(
     "ortserve_store_failures_total",
     "counter",
     ("repository", "operation"),
     "Failures of a repository in a store, by operation. list: it could not be listed. model: the files of a model "
-    "could not be fetched, or were wrong.",
+    "could not be fetched, or failed a check.",
 )
 STORE_CACHE_BYTES: Final = Declaration(
     "ortserve_store_cache_bytes",
     "gauge",
     (),
-    "Size of the files in store_cache_dir, those of other servers included; at most store_cache_bytes.",
+    "Size of the files in store_cache_dir, including those of other servers; at most store_cache_bytes.",
 )
 OVERDUE_BATCHES: Final = Declaration(
     "ortserve_overdue_batches_total",
@@ -264,7 +266,7 @@ LOAD_DURATION: Final = Declaration(
     "ortserve_model_load_seconds",
     "gauge",
     ("model", "version"),
-    "Time that loading a serving version took, warm-up included.",
+    "Time that loading a serving version took, including warm-up.",
 )
 MODEL_MEMORY: Final = Declaration(
     "ortserve_model_memory_bytes",
@@ -278,13 +280,13 @@ MEMORY_BUDGET: Final = Declaration(
     "ortserve_memory_budget_bytes",
     "gauge",
     (),
-    "The option memory_budget_bytes. Absent without a budget.",
+    "Value of the option memory_budget_bytes. Absent without a budget.",
 )
 GPU_MEMORY_BUDGET: Final = Declaration(
     "ortserve_gpu_memory_budget_bytes",
     "gauge",
     (),
-    "The option gpu_memory_budget_bytes, of each GPU. Absent without a budget.",
+    "Value of the option gpu_memory_budget_bytes, which applies to each GPU. Absent without a budget.",
 )
 EVICTIONS: Final = Declaration(
     "ortserve_model_evictions_total",
@@ -296,16 +298,17 @@ LOADS_REFUSED: Final = Declaration(
     "ortserve_refused_loads_total",
     "counter",
     ("reason",),
-    "Loads that got no room under a memory budget. budget: models that cannot be evicted take too much, or the "
-    "model alone does. stay: an eviction would have undone a load of a moment ago. start: at the start, models are not "
-    "evicted for others.",
+    "Loads rejected because a memory budget left no room. budget: the model does not fit, alone or beside models that "
+    "cannot be evicted. stay: only models that were loaded a moment ago could be evicted. start: models are not "
+    "evicted for others while the server starts.",
 )
 DEMANDS: Final = Declaration(
     "ortserve_on_demand_requests_total",
     "counter",
     ("model", "outcome"),
-    "Requests for models that were not in memory. loaded: they waited and the model was loaded. late: the load took "
-    "longer than they could wait. refused: too many others waited. failed: the load failed or got no room.",
+    "Requests for models that were not in memory, by outcome. loaded: the model was loaded while the request waited. "
+    "late: the load took longer than the request could wait. refused: too many other requests waited. failed: the load "
+    "failed or found no room.",
 )
 DEMAND_WAIT: Final = Declaration(
     "ortserve_on_demand_wait_seconds_total",

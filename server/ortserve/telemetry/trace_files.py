@@ -105,9 +105,7 @@ class TraceFiles:
             ServeError: invalid_input: the file cannot be written.
         """
         if not _can_hold_file(path):
-            raise invalid_input(
-                f"trace_file: expected a regular file, or no file yet, in a writable folder, got '{path}'"
-            )
+            raise invalid_input(f"trace_file: expected a regular file or a new name in a writable folder, got '{path}'")
         self._path = path
         self._max_bytes = max_bytes
         self._writer = ThreadPoolExecutor(1, "traces")

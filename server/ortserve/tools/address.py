@@ -54,8 +54,14 @@ class Address:
 def add_access(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``address_of`` reads."""
     add = parser.add_argument_group("access to a server").add_argument
-    add("--key-file", type=Path, metavar="FILE", help="File whose first line is the key to send.")
-    add("--header", action="append", default=[], metavar="NAME:VALUE", help="Header of each request; may be repeated.")
+    add("--key-file", type=Path, metavar="FILE", help="File with the key for the server in its first line.")
+    add(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME:VALUE",
+        help="Header to send with each request; may be repeated.",
+    )
     add("--ca", type=Path, metavar="FILE", help="Certificates to trust instead of the system's.")
 
 

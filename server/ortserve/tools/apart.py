@@ -214,7 +214,7 @@ def _run_child(
             with suppress(BrokenPipeError):
                 ours.send((work, item))
             if not ours.poll(limit_s):
-                yield Failure(f"gave no result within {limit_s:g} s", is_late=True)
+                yield Failure(f"returned no result within {limit_s:g} s", is_late=True)
                 return
             yield ours.recv()
     except (EOFError, ConnectionResetError):

@@ -108,19 +108,22 @@ class Client:
             while not kept:
                 part = connected.recv(256 * 1024)
                 if not part and not parser.get_status_code():
-                    raise another_kind(self.address, "it closes the connection instead of answering")
+                    raise another_kind(self.address, "got a closed connection instead of an answer")
                 if not part:
                     break  # the end of the connection ends an answer of HTTP/1.0
                 parser.feed_data(part)
                 if not kept and time.monotonic() > latest:
                     raise TimeoutError
                 if len(body) > _MOST_BYTES:
-                    raise another_kind(self.address, f"its answer has more than {_MOST_BYTES:,} bytes")
+                    raise another_kind(self.address, f"got an answer of more than {_MOST_BYTES:,} bytes")
         except ssl.SSLCertVerificationError as error:
-            problem = f"its certificate is not trusted: {error.verify_message} (--ca gives others to trust)"
+            problem = (
+                f"the server's certificate is not trusted: {error.verify_message} (--ca names a file with certificates "
+                "to trust)"
+            )
             raise ServeError(ErrorKind.NOT_READY, f"{self.address.url}: {problem}") from None
         except httptools.HttpParserError:
-            raise another_kind(self.address, "its answer is no HTTP; is it a gRPC port?") from None
+            raise another_kind(self.address, "got an answer that is not HTTP; is this a gRPC port?") from None
         except OSError as error:
             raise self._unreachable(error) from None
         finally:
@@ -147,7 +150,7 @@ class Client:
             raise another_kind(self.address, f"got status {status}: {text[:60]!r}")
         with suppress(ValueError, LookupError, TypeError):
             text = orjson.loads(answer.body)["error"]
-        hint = " (--key-file gives a key)" if status in (401, 403) else ""
+        hint = " (send a key with --key-file)" if status in (401, 403) else ""
         kind = _KINDS.get(status, ErrorKind.REJECTED_BY_MODEL if 400 <= status < 500 else ErrorKind.INTERNAL)
         raise ServeError(kind, f"{self.address.url}: status {status}: {text}{hint}")
 
@@ -158,7 +161,7 @@ class Client:
             self._socket = None
 
     def _unreachable(self, error: OSError) -> ServeError:
-        waited = f"waited {self._timeout_s:g} s" if isinstance(error, TimeoutError) else None
+        waited = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else None
         return unreachable(self.address, waited or error.strerror or str(error))
 
 
@@ -184,4 +187,4 @@ def another_kind(address: Address, seen: str) -> ServeError:
 
 def unreachable(address: Address, reason: str) -> ServeError:
     """The error for a server that does not answer."""
-    return ServeError(ErrorKind.NOT_READY, f"{address.url}: no server answers: {reason}")
+    return ServeError(ErrorKind.NOT_READY, f"{address.url}: cannot reach the server: {reason}")

@@ -55,7 +55,7 @@ class Control:
         except (ServeError, LookupError, TypeError) as error:
             if isinstance(error, ServeError) and error.kind is not ErrorKind.NOT_FOUND:
                 raise
-            raise another_kind(self.address, "its metadata have no name") from None
+            raise another_kind(self.address, "got metadata without a name") from None
         try:
             metadata = self._ask("GET", self.path, pb, "ModelMetadata", self._model)
         except ServeError as error:
@@ -63,7 +63,7 @@ class Control:
         try:
             return server, _signature(metadata["inputs"], metadata["outputs"])
         except (LookupError, TypeError, ValueError) as error:
-            raise another_kind(self.address, f"the metadata of its model cannot be read: {error!r}") from None
+            raise another_kind(self.address, f"got metadata of the model that cannot be read: {error!r}") from None
 
     def has_sequences(self) -> bool:
         """Whether requests of the model belong to sequences; False if the server does not say."""
@@ -123,13 +123,13 @@ class Control:
                 answer = client.call(path, orjson.dumps(body) if method == "POST" else None)
             document = answer.json() if answer.body else {}
             if document is None:
-                raise another_kind(self.address, f"{method} {path} is answered with {len(answer.body)} bytes")
+                raise another_kind(self.address, f"got {len(answer.body)} bytes that are not JSON from {method} {path}")
             return document
         request, message = getattr(messages, f"{rpc}Request")(**fields), getattr(messages, f"{rpc}Response")()
         try:
             message.ParseFromString(self._send_rpc(rpc, request.SerializeToString()))
         except DecodeError:
-            raise another_kind(self.address, f"its answer to {rpc} is another message") from None
+            raise another_kind(self.address, f"got another message as the answer to {rpc}") from None
         return MessageToDict(message, preserving_proto_field_name=True)
 
     def _send_rpc(self, rpc: str, body: bytes) -> bytes:
@@ -151,7 +151,7 @@ class Control:
         # All servers of the protocol have this call, and may lack extensions.
         if (code is codes.UNIMPLEMENTED and rpc == "ServerMetadata") or (code is codes.UNKNOWN and "HTTP" in details):
             raise another_kind(address, details)
-        hint = " (--key-file gives a key)" if code in (codes.UNAUTHENTICATED, codes.PERMISSION_DENIED) else ""
+        hint = " (send a key with --key-file)" if code in (codes.UNAUTHENTICATED, codes.PERMISSION_DENIED) else ""
         raise ServeError(_CODES.get(code, ErrorKind.INTERNAL), f"{address.url}: {code.name}: {details}{hint}")
 
 

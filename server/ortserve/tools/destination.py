@@ -38,9 +38,9 @@ def add_destination(parser: ToolParser) -> None:
     """Add ``--output`` and ``--publish``. The parser is one with ``page_flags=("--page",)``."""
     add = parser.add_argument
     add("-o", "--output", type=Path, metavar="OUT.onnx", help="Write the model to this file.")
-    text = "Make it the next version of this model; without a value, of the one that MODEL is a version of."
+    text = "Publish the result as the next version of this model; without a value, of the model to which MODEL belongs."
     add("--publish", nargs="?", const="", metavar="REPOSITORY/name", help=text)
-    text = "Publish although inputs or outputs differ from those of the version that is served."
+    text = "Publish even if inputs or outputs differ from those of the version that is served."
     add("--allow-changed-interface", action="store_true", help=text)
     add_golden(parser)
 
@@ -112,5 +112,5 @@ def _target(arguments: argparse.Namespace, source: Subject) -> str:
     if arguments.publish:
         return str(arguments.publish)
     if source.folder is None:
-        raise invalid_input(f"--publish: expected REPOSITORY/name, because {source.path} is no version of a model")
+        raise invalid_input(f"--publish: expected REPOSITORY/name, because {source.path} is not a version of a model")
     return str(source.folder)

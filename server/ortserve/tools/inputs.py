@@ -167,7 +167,7 @@ def make_inputs(signature: ModelSignature, file: Path | None, run: Callable[[Arr
             problem = problem or without_paths(str(error))
         else:
             return SyntheticInputs(variant)
-    raise invalid_input(f"the model rejects synthetic inputs, so give real ones by --inputs: {problem}")
+    raise invalid_input(f"the model rejects synthetic inputs; pass real samples with --inputs: {problem}")
 
 
 def take_inputs(inputs: Inputs, rows: int, most: int = 16, most_nbytes: int = 64 * 2**20) -> tuple[Arrays, ...]:
@@ -242,7 +242,7 @@ def _read_file(file: Path, signature: ModelSignature, option: str) -> Arrays:
         raise invalid_input(f"{expected}, got: {error}") from None
     names = ", ".join(spec.name for spec in signature.inputs)
     for name in found.keys() - {spec.name for spec in signature.inputs}:
-        raise invalid_input(f"{option} {file}: array '{name}' is no input of the model, which has {names}")
+        raise invalid_input(f"{option} {file}: array '{name}' is not an input of the model, whose inputs are {names}")
     for spec in signature.inputs:
         if spec.name not in found and not spec.is_optional:
             raise invalid_input(f"{option} {file}: expected an array '{spec.name}', got {', '.join(found) or 'none'}")

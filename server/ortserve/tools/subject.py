@@ -47,8 +47,8 @@ def find_model(text: str) -> Subject:
     if subject.options.ensemble is not None:
         members = ", ".join(dict.fromkeys(step.model for step in subject.options.ensemble.steps))
         raise invalid_input(
-            f"{text}: expected a model with a file of its own, got an ensemble: take its members ({members}), "
-            f"'ortserve compare' for its outputs, or 'ortserve bench URL --model {subject.name}' on a server"
+            f"{text}: expected a model with a file of its own, got an ensemble: use its members ({members}), 'ortserve "
+            f"compare' for its outputs, or 'ortserve bench URL --model {subject.name}' on a server"
         )
     return subject
 
@@ -75,7 +75,7 @@ def find_version(text: str) -> Subject:
     if source.problem:
         raise invalid_input(f"{text}: {source.problem}")
     if not source.versions:
-        raise invalid_input(f"{text}: expected a model with versions, it has none")
+        raise invalid_input(f"{text}: expected a model with versions, got one without")
     number = max(source.versions) if version is None else version
     found = source.versions.get(number) or _other_version(source, folder, number, text)
     if found.problem:

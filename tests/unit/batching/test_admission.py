@@ -129,7 +129,8 @@ def test_queue_is_full_in_rows_or_in_bytes(rows: int, nbytes: int, is_refused: b
     error = stage.no_room(rows, nbytes)
     assert error.kind is ErrorKind.OVERLOADED
     assert error.message == (
-        "Exceeds maximum queue size: 5 rows of 50 bytes wait, at most max_queue_rows 10 and max_queue_bytes 100 may"
+        "Exceeds maximum queue size: 5 rows with 50 bytes are queued, the limits are max_queue_rows 10 and "
+        "max_queue_bytes 100"
     )
     assert error.retry_after_s == pytest.approx(5 / 4 * 0.016)  # the time until the queued requests have run
     assert stage.decisions == Decisions(refused_full=1)
@@ -308,7 +309,7 @@ def test_request_limit_of_a_level_is_kept() -> None:
     stage.wait(rows=1, level=2)
     admission.check_room(inflight(level=1), stage.shape_class, stage.policy)
     stage.wait(rows=5, level=1)
-    with pytest.raises(ServeError, match="2 requests of its priority level wait, at most 2 may") as caught:
+    with pytest.raises(ServeError, match="2 requests of its priority level are queued, the limit is 2") as caught:
         admission.check_room(inflight(level=1), stage.shape_class, stage.policy)
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert caught.value.retry_after_s == 1

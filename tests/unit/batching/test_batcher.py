@@ -426,8 +426,8 @@ def test_full_queue_rejects_at_once_until_there_is_room() -> None:
                 stage.submit(rows)
             assert caught.value.kind is ErrorKind.OVERLOADED
             assert caught.value.message == (
-                "Exceeds maximum queue size: 4 rows of 64 bytes wait, at most max_queue_rows 4 and "
-                "max_queue_bytes 1073741824 may"
+                "Exceeds maximum queue size: 4 rows with 64 bytes are queued, the limits are max_queue_rows 4 and "
+                "max_queue_bytes 1073741824"
             )
             assert caught.value.retry_after_s == 1, "nothing is known of how long a batch takes"
         with pytest.raises(ServeError, match="Exceeds maximum queue size"):
@@ -660,7 +660,7 @@ def test_request_whose_deadline_passes_in_the_queue_is_never_run() -> None:
         await asyncio.gather(blocker, kept)
         error = refusal_of(late)
         assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
-        assert error.message == "Request timeout expired: its deadline came too near for an answer in the queue"
+        assert error.message == "Request timeout expired: its deadline came too close while it was queued"
         assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [2]]
         assert stage.batcher.learned().decisions.dropped_late == 1
 
@@ -695,7 +695,7 @@ def test_request_that_can_no_longer_finish_is_dropped_before_its_run() -> None:
         error = refusal_of(late)
         assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
         assert error.message == (
-            "Request timeout expired: its deadline can no longer be met, after a wait in the queue"
+            "Request timeout expired: its deadline can no longer be met, after waiting in the queue"
         )
         assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [2]]
 
@@ -784,7 +784,7 @@ def test_overdue_run_is_not_taken_for_an_idle_instance() -> None:
 @pytest.mark.parametrize(
     ("bound", "why"),
     [
-        ("finish_ns", "its deadline came too near for an answer in the queue"),
+        ("finish_ns", "its deadline came too close while it was queued"),
         ("start_ns", "its timeout passed in the queue"),
     ],
     ids=["deadline", "timeout"],
@@ -800,7 +800,7 @@ def test_request_deep_in_the_queue_is_evicted_at_its_deadline_and_frees_its_plac
         terms = stage.within(**{bound: 7 * MS}, level=2)
         late = stage.submit(rows_of(6, 7), terms=terms)
         behind = stage.submit(rows_of(8), terms=Terms(3))
-        with pytest.raises(ServeError, match="6 rows of 96 bytes wait"):
+        with pytest.raises(ServeError, match="6 rows with 96 bytes are queued"):
             stage.submit(rows_of(9, 10))
         with pytest.raises(ServeError, match="Request timeout expired"):
             await late
@@ -821,7 +821,7 @@ def test_many_late_requests_are_evicted_in_few_sweeps_of_the_queue() -> None:
         first_ns = stage.now_ns + MS
         evicted_ns = []
         for number, future in enumerate(late):
-            with pytest.raises(ServeError, match="its deadline came too near for an answer in the queue"):
+            with pytest.raises(ServeError, match="its deadline came too close while it was queued"):
                 await future
             evicted_ns.append(stage.now_ns)
             assert 0 < stage.now_ns - (first_ns + 10 * US * number) <= 1.1 * MS
@@ -1005,7 +1005,7 @@ def test_full_queue_counts_bytes_too() -> None:
         running = stage.submit(rows_of(0))
         await asyncio.sleep(1e-3)
         waiting = stage.submit(rows_of(1, 2))  # of two INT64 each
-        with pytest.raises(ServeError, match="2 rows of 32 bytes wait") as caught:
+        with pytest.raises(ServeError, match="2 rows with 32 bytes are queued") as caught:
             stage.submit(rows_of(3))
         assert caught.value.kind is ErrorKind.OVERLOADED
         assert stage.batcher.learned().decisions.refused_full == 1

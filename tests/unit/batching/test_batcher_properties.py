@@ -520,7 +520,7 @@ def check_rejections_have_a_cause(one: Play) -> None:
         elif "its timeout passed" in message:
             assert terms.start_by_ns is not None
             assert terms.start_by_ns < caller.settled_ns
-        elif "its deadline came too near" in message:
+        elif "its deadline came too close" in message:
             assert terms.finish_by_ns is not None
             for_answer_ns = (terms.finish_by_ns - caller.timing.queued_ns) / 2  # the maximum
             assert terms.finish_by_ns <= caller.settled_ns + for_answer_ns
@@ -537,7 +537,7 @@ def check_rejections_have_a_cause(one: Play) -> None:
                 is_busy = running_at(one, caller.settled_ns) == one.model.instances
                 assert is_busy or waiting_at(one, caller, caller.settled_ns)
             else:
-                assert "can no longer be met, after a wait" in message
+                assert "can no longer be met, after waiting" in message
                 assert caller.settled_ns > caller.timing.queued_ns
 
 

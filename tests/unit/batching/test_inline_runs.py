@@ -54,8 +54,8 @@ def test_a_long_run_bars_the_model_whatever_the_time(caplog: pytest.LogCaptureFi
         await asyncio.sleep(3600)
         assert not runs.begin(SHORT, 1)
         assert runs.barred_because == (
-            "a run took 2700.0 ms of the event loop, over the limit of 2 ms; 1,000 short runs in a row on a worker end "
-            "this"
+            "a run took 2700.0 ms of the event loop, over the limit of 2 ms; 1,000 short runs in a row on a worker "
+            "lift this"
         )
 
     run_virtual(main)

@@ -334,7 +334,7 @@ def test_request_that_cannot_be_copied_costs_no_answer(caplog: pytest.LogCapture
         assert stage.sizes() == [[1, 1], [1, 1]]
 
     play(main)
-    assert [record.message for record in caplog.records] == ["a request could not be kept for a check"]
+    assert [record.message for record in caplog.records] == ["a request could not be copied for a row check"]
 
 
 def test_answer_that_cannot_be_compared_ends_the_check(caplog: pytest.LogCaptureFixture) -> None:

@@ -531,7 +531,7 @@ def test_an_output_that_is_no_next_state_fails_its_request_only(strategy: str) -
         wrong = stage.submit(1, 1)
         await asyncio.sleep(0)
         stage.take().complete((one(6), np.array([[1], [2]])))
-        text = "output 'NEXT' is no next state: input 'STATE' expects [1,-1], got [2,1]"
+        text = "output 'NEXT' cannot be the next state: input 'STATE' expects [1,-1], got [2,1]"
         assert (error(wrong).kind, error(wrong).message) == (ErrorKind.INTERNAL, text)
         following = stage.submit(1, 2)
         await stage.answer()

@@ -83,11 +83,11 @@ def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_pa
         ),
         (
             ["serve", "--example", "--tls-key-file", "k.pem"],
-            "ortserve serve: tls_key_file: expected tls_cert_file beside it, got none\n",
+            "ortserve serve: tls_key_file: expected tls_cert_file to be set, too, got none\n",
         ),
         (
             ["serve", "--example", "--tls-metrics"],
-            "ortserve serve: tls_metrics: expected tls_cert_file beside it, got none\n",
+            "ortserve serve: tls_metrics: expected tls_cert_file to be set, too, got none\n",
         ),
         (
             ["serve", "--example", "--tls-cert-file", "c.pem"],

@@ -35,7 +35,7 @@ def test_inputs_that_disagree_on_a_shared_dimension_are_refused_by_both_names() 
         PADDING.shape_class(request(3, mask_length=2))
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == (
-        "input 'mask' has length 2 on axis 2, but input 'ids' has 3 on axis 1: both are dimension 'seq'"
+        "input 'mask' has length 2 on axis 2, but input 'ids' has 3 on axis 1: both axes are dimension 'seq'"
     )
 
 

@@ -46,7 +46,7 @@ def test_each_request_gets_views_of_its_rows_and_of_its_elements() -> None:
 @pytest.mark.parametrize(
     ("rows", "flat", "error"),
     [
-        (np.zeros(3), np.zeros(10), r"output 'rows': expected 4 rows, as its batch, got shape \[3\]"),
+        (np.zeros(3), np.zeros(10), r"output 'rows': expected 4 rows, one per row of its batch, got shape \[3\]"),
         (np.zeros(()), np.zeros(10), r"output 'rows': expected 4 rows"),
         (np.zeros(4), np.zeros(9), r"output 'flat': expected one axis of 10 elements, .* got shape \[9\]"),
         (np.zeros(4), np.zeros((10, 1)), r"output 'flat': .* got shape \[10, 1\]"),

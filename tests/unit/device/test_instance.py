@@ -581,7 +581,7 @@ def test_device_whose_buffers_fail_runs_plainly(tmp_path: Path) -> None:
 
     device = Unlike()
     with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
-        assert "they could not be made" in made.prepared.unbound_because
+        assert "they could not be created" in made.prepared.unbound_because
         assert "cudaErrorNotSupported" in made.prepared.unbound_because
         assert device.allocated_bytes == 0
         assert np.array_equal(landed(made.start(batch_of((numbered(2, 1),))))[0], numbered(2, 1))

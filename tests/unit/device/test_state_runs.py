@@ -247,7 +247,7 @@ async def test_an_output_that_is_no_next_state_fails_as_on_the_host(tmp_path: Pa
     chosen: dict[str, Any] = {"states": states, "controls": {}, "device_buffers": is_on_device}
     async with serving_on(HostDevice, path, **chosen) as served:
         assert where(served) == ("on host:0" if is_on_device else "")
-        expected = r"output 'NEXT' is no next state: input 'STATE' expects \[1,-1,2\], got \[1,2,3\]"
+        expected = r"output 'NEXT' cannot be the next state: input 'STATE' expects \[1,-1,2\], got \[1,2,3\]"
         with pytest.raises(ServeError, match=expected) as caught:
             await add(served, 1, 1, start=True)
         assert caught.value.kind is ErrorKind.INTERNAL

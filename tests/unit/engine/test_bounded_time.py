@@ -97,7 +97,7 @@ def test_a_model_with_a_loop_names_it(tmp_path: Path) -> None:
         (signature(spec(), alone_because="rows depend on each other"), "does not fix the shape of input 'x'"),
         (signature(spec(datatype=DataType.BYTES)), "input 'x' holds strings"),
         (signature(output=spec("y", DataType.BYTES)), "output 'y' holds strings"),
-        (signature(spec(), spec("w", batch_axis=None, is_optional=True)), "a request may bring input 'w'"),
+        (signature(spec(), spec("w", batch_axis=None, is_optional=True)), "a request with input 'w' runs alone"),
     ],
 )
 def test_interface_with_free_dimensions_is_not_bounded(tmp_path: Path, of: ModelSignature, reason: str) -> None:
@@ -106,7 +106,7 @@ def test_interface_with_free_dimensions_is_not_bounded(tmp_path: Path, of: Model
 
 @pytest.mark.parametrize("operator", ["NonZero", "Unique", "Compress", "NonMaxSuppression", "RoiAlign"])
 def test_operators_that_depend_on_values_are_named_unless_the_values_are_fixed(tmp_path: Path, operator: str) -> None:
-    reason = f"node 'the {operator}' ({operator}) takes a time that depends on values"
+    reason = f"the time of node 'the {operator}' ({operator}) depends on values"
     assert why(tmp_path, node(operator)) == reason
     assert why(tmp_path, node(operator, ["w"]), weights=[ints("w", 1)]) == ""
 
@@ -130,12 +130,12 @@ def test_operators_that_depend_on_values_are_named_unless_the_values_are_fixed(t
 def test_shape_from_values_is_bounded_only_if_constant(tmp_path: Path, operator: str, inputs: list[str]) -> None:
     of_values, weights = node("Cast", ["x"], ["n"], to=TensorProto.INT64), [ints("w", 1)]
     reason = why(tmp_path, of_values, node(operator, inputs), weights=weights)
-    assert reason == f"node 'the {operator}' ({operator}) gets a shape from values, by its input 'n'"
+    assert reason == f"node 'the {operator}' ({operator}) takes a shape from values, through its input 'n'"
     # A value is fixed if it is computed from the input's shape and from weights.
     of_shape = [node("Shape", ["x"], ["s"]), node("Mul", ["s", "w"], ["n"])]
     assert why(tmp_path, *of_shape, node(operator, inputs), weights=weights) == ""
     of_random = node("RandomUniformLike", ["w"], ["n"])
-    assert "gets a shape from values" in why(tmp_path, of_random, node(operator, inputs), weights=weights)
+    assert "takes a shape from values" in why(tmp_path, of_random, node(operator, inputs), weights=weights)
 
 
 def test_initializer_that_requests_can_override_is_not_constant(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_initializer_that_requests_can_override_is_not_constant(tmp_path: Path) 
     assert why_unbounded(path, signature()) == ""
     of_both = signature(spec(), spec("n", DataType.INT64, (1,), is_optional=True), alone_because="n has no rows")
     fixed = ModelSignature((spec(shape=(1, 4)), *of_both.inputs[1:]), of_both.outputs, "n has no rows")
-    assert "gets a shape from values, by its input 'n'" in why_unbounded(path, fixed)
+    assert "takes a shape from values, through its input 'n'" in why_unbounded(path, fixed)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_initializer_that_requests_can_override_is_not_constant(tmp_path: Path) 
     ],
 )
 def test_nodes_that_make_strings_are_named(tmp_path: Path, nodes: list[Node]) -> None:
-    assert why(tmp_path, *nodes).endswith("makes strings")
+    assert why(tmp_path, *nodes).endswith("produces strings")
     assert why(tmp_path, node("Cast", to=TensorProto.FLOAT)) == ""
 
 
@@ -169,7 +169,7 @@ def test_strings_among_the_initializers_are_named(tmp_path: Path) -> None:
 )
 def test_operators_that_are_not_known_are_not_bounded(tmp_path: Path, operator: str, domain: str) -> None:
     shown = f"{domain}.{operator}" if domain else operator
-    reason = f"node 'the {operator}' ({shown}) is not known to take a time that its shapes bound"
+    reason = f"the time of node 'the {operator}' ({shown}) is not known to be bounded by its shapes"
     assert why(tmp_path, node(operator, domain=domain)) == reason
 
 
@@ -187,7 +187,7 @@ def test_functions_of_the_model_are_analysed(tmp_path: Path) -> None:
     call = node("Grow", ["x", "n"], domain="own")
     assert why(tmp_path, call, functions=[expand], weights=[ints("n", 2)]) == ""
     reason = why(tmp_path, node("Cast", ["x"], ["n"], to=TensorProto.INT64), call, functions=[expand])
-    assert "gets a shape from values, by its input 'b'" in reason
+    assert "takes a shape from values, through its input 'b'" in reason
     loop = function("Grow", node("Loop", ["a", "", "b"], ["c"]))
     assert "is control flow" in why(tmp_path, call, functions=[loop], weights=[ints("n", 2)])
 

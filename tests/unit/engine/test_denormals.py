@@ -212,7 +212,7 @@ def test_session_without_the_setting_is_a_plain_session() -> None:
 )
 def test_shared_threads_reject_the_denormal_setting(tmp_path: Path, name: str, key: str) -> None:
     options = SessionOptions(ProviderChoice(CPU), 2, SETTINGS[name], has_global_threads=True)
-    with pytest.raises(ServeError, match=f"^{key}: expected false, as the server has global_threads$") as caught:
+    with pytest.raises(ServeError, match=f"^{key}: expected false, because the server uses global_threads$") as caught:
         open_session(write_squares(tmp_path / "model.onnx"), "m", options)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
 
@@ -247,7 +247,7 @@ def test_unsupported_machine_is_an_error(
     with pytest.raises(ServeError, match=expected_error) as caught:
         session_maker(AS_ZERO, has_global_threads=False)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
-    assert "expected false, as it needs x86_64 or aarch64 with glibc" in caught.value.message
+    assert "expected false, because it needs x86_64 or aarch64 with glibc" in caught.value.message
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def test_provider_must_run_at_least_one_node() -> None:
         check_placement(CUDA, {CPU: 40, "OpenVINOExecutionProvider": 2})
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == (
-        "execution_providers: CUDAExecutionProvider takes none of the model's nodes; "
-        "CPUExecutionProvider takes 40, OpenVINOExecutionProvider takes 2"
+        "execution_providers: CUDAExecutionProvider runs none of the model's nodes; "
+        "CPUExecutionProvider runs 40, OpenVINOExecutionProvider runs 2"
     )
 
 

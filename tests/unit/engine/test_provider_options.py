@@ -98,7 +98,7 @@ def test_options_of_openvino_are_properties_of_its_device(
         (
             CUDA,
             {"enable_cuda_graph": "1"},
-            "enable_cuda_graph: expected no value, as the server sets this option, got '1'",
+            "enable_cuda_graph: expected no value, because the server sets this option, got '1'",
         ),
         (
             TENSORRT,
@@ -108,7 +108,7 @@ def test_options_of_openvino_are_properties_of_its_device(
         (
             CUDA,
             {"user_compute_stream": "94"},
-            "user_compute_stream: expected no value, as the server sets this option, got '94'",
+            "user_compute_stream: expected no value, because the server sets this option, got '94'",
         ),
         (TENSORRT, {"trt_fp16": "1"}, "there is no option 'trt_fp16'; did you mean 'trt_fp16_enable'?"),
         (
@@ -119,7 +119,10 @@ def test_options_of_openvino_are_properties_of_its_device(
         (
             TENSORRT,
             {"trt_profile_min_shapes": "x:1x4"},
-            "trt_profile_opt_shapes and trt_profile_max_shapes: expected beside the others of the profile, got nothing",
+            (
+                "trt_profile_opt_shapes and trt_profile_max_shapes: expected to be set with the other options of the "
+                "profile, got nothing"
+            ),
         ),
         (
             TENSORRT,

@@ -200,7 +200,7 @@ def test_another_gpu_than_that_of_the_provider_ahead_is_rejected_even_if_unavail
         choose_provider([ahead, {"cuda": {"device_id": 2}}, "cpu"], offering(*offered))
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == (
-        f"execution_providers: {CUDA}: device_id: expected {number}, the GPU of {TENSORRT} ahead of it, got 2"
+        f"execution_providers: {CUDA}: device_id: expected {number}, the GPU of {TENSORRT} before it, got 2"
     )
 
 

@@ -406,12 +406,15 @@ def test_sessions_may_share_an_arena(tmp_path: Path) -> None:
     [
         (
             SessionSettings(shared_arena=True, memory_arena=False),
-            "session.shared_arena: expected memory_arena beside it",
+            "session.shared_arena: expected memory_arena: true with it",
         ),
         (SessionSettings(thread_affinities="1"), "session.thread_affinities: expected unset"),
         (
             SessionSettings(entries={"session.intra_op_thread_affinities": "1"}),
-            "session.entries: session.intra_op_thread_affinities: expected unset, as the server has global_threads",
+            (
+                "session.entries: session.intra_op_thread_affinities: expected unset, because the server uses "
+                "global_threads"
+            ),
         ),
     ],
 )
@@ -444,7 +447,7 @@ def test_provider_that_runs_no_node_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ServeError) as caught:
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
     assert caught.value.message == (
-        "execution_providers: AzureExecutionProvider takes none of the model's nodes; CPUExecutionProvider takes 4"
+        "execution_providers: AzureExecutionProvider runs none of the model's nodes; CPUExecutionProvider runs 4"
     )
 
 

@@ -95,7 +95,7 @@ def test_close_waits_no_longer_than_it_may(tmp_path: Path, caplog: pytest.LogCap
     recording.observe(ROW, 1)
     may_go_on.set()
     assert recording.counts() == {"recorded": 0, "dropped": 1, "failed": 0}
-    assert "waiting requests are not recorded" in caplog.text
+    assert "waiting requests were not recorded" in caplog.text
 
 
 def test_texts_that_numpy_would_change_are_not_recorded(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ async def test_properties_describe_serving_and_reasons(tmp_path: Path, load: Loa
         assert described["execution_provider"] == "CPUExecutionProvider"
         assert described["intra_op_threads"] == "1"
     assert properties["batched"]["batching"].endswith(" rows run together, proven: the model's graph keeps rows apart")
-    unknown = "the graph does not tell whether rows meet: node 'SequenceConstruct #0': "
+    unknown = "the graph does not show whether rows are independent: node 'SequenceConstruct #0': "
     assert re.search(
         " rows run together, tried on [1-4] sets? of inputs, of up to [0-9]+ rows: a row alone and among others "
         f"differs by 0.0e[+]00 at most; {unknown}",
@@ -362,7 +362,8 @@ async def test_properties_describe_serving_and_reasons(tmp_path: Path, load: Loa
     )
     assert properties["batched"]["warm_up"].startswith("1: ")
     assert properties["mixer"]["batching"] == (
-        "not batched because rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
+        "not batched because rows may depend on each other: node 'ReduceMean #0': ReduceMean reduces along the axis of "
+        "the rows"
     )
     assert properties["fixed"]["batching"] == "not batched because the first dimension of input 'x' is fixed at 1"
     unknown_node = unknown.replace("#0", "#.")
@@ -807,7 +808,7 @@ async def test_version_replacements_are_limited(load: Load, tmp_path: Path) -> N
             await ready_again(registry, "long", instead_of=record.served)
     await asyncio.sleep(0)
     assert state_of(registry, "long")[1][0] is State.FAILED
-    assert "4 runs of the model did not end: restart the server" in refusal(registry, "long").message
+    assert "4 runs of the model did not end; restart the server" in refusal(registry, "long").message
 
 
 async def test_version_that_fails_while_its_successor_loads_is_not_loaded_again(load: Load, tmp_path: Path) -> None:

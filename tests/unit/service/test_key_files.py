@@ -93,9 +93,9 @@ def test_folder_is_read_file_by_file_as_kubernetes_mounts_it(tmp_path: Path) -> 
     [
         ("", "expected at least one key, got none"),
         ("# all gone\n\n", "expected at least one key, got none"),
-        (f"{FIRST}\nshort\n", "line 2: expected a key of 16 to 512 letters, digits and -._~+/, got one of 5 bytes"),
+        (f"{FIRST}\nshort\n", "line 2: expected a key of 16 to 512 letters, digits and -._~+/, got a key of 5 bytes"),
         ("a key with blanks in it", "line 1: expected a key of 16 to 512"),
-        ("x" * 513, "got one of 513 bytes"),
+        ("x" * 513, "got a key of 513 bytes"),
         ("schlüssel-0123456789", "line 1: expected a key"),
         ("\n".join(f"key-number-{number:06}" for number in range(65)), "expected at most 64 keys, got 65"),
         ("#" * 70_000, "expected at most 65536 bytes, got more"),
@@ -167,7 +167,7 @@ async def test_invalid_file_leaves_the_old_keys_and_is_logged_once(
         await opened.check()
         assert opened.groups_of(FIRST) == {Group.INFER}
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "the new keys cannot be used, the old ones stay valid")
+        ("WARNING", "the new keys cannot be used; the old keys stay valid")
     ]
     put(file, FIRST)
     await opened.check(2)

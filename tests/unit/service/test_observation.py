@@ -214,7 +214,7 @@ async def test_first_viewer_of_many_versions_does_not_hold_the_event_loop() -> N
 async def test_viewers_are_bounded() -> None:
     stage = Stage("m")
     viewers = [await stage.observation.view(None) for _ in range(MAX_VIEWERS)]
-    with pytest.raises(ServeError, match="the console has 32 viewers, as many as allowed") as caught:
+    with pytest.raises(ServeError, match="the console has 32 viewers, the maximum") as caught:
         await stage.observation.view(None)
     assert caught.value.kind is ErrorKind.OVERLOADED
     stage.observation.leave(viewers[0])
@@ -228,7 +228,7 @@ async def test_drain_ends_all_streams_and_accepts_no_other() -> None:
     waiting = asyncio.create_task(viewer.next())
     await asyncio.sleep(0)
     stage.observation.close()
-    assert json.loads(await waiting or b"") == ["end", {"reason": "the server drains"}]
+    assert json.loads(await waiting or b"") == ["end", {"reason": "the server is draining"}]
     assert await viewer.next() is None
     with pytest.raises(ServeError, match="Server exiting"):
         await stage.observation.view(None)

@@ -212,7 +212,7 @@ def test_present_optional_inputs_are_checked(wrong: InferRequest, text: str) -> 
 @pytest.mark.parametrize("given", [(), (tensor("w", FP32, 2),)])
 def test_some_input_must_have_rows(given: tuple[Tensor, ...]) -> None:
     expect_invalid(
-        request(*given), "model 'm' needs at least one of its inputs 'a' to tell how many rows there are", ALL_OPTIONAL
+        request(*given), "model 'm' needs at least one of its inputs 'a' to determine the number of rows", ALL_OPTIONAL
     )
 
 

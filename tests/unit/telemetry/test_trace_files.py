@@ -77,7 +77,7 @@ def test_path_that_cannot_be_a_file_is_rejected_at_once(tmp_path: Path, name: st
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "victim")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ServeError, match="trace_file: expected a regular file, or no file yet, in a writable folder"):
+    with pytest.raises(ServeError, match="trace_file: expected a regular file or a new name in a writable folder"):
         TraceFiles(tmp_path / name if name else Path("/"), max_bytes=MANY)
 
 

@@ -81,11 +81,11 @@ def http(status: int, body: str) -> bytes:
         (http(404, '{"error": "no model m"}'), "not_found", "status 404: no model m"),
         (http(400, '{"detail": "bad"}'), "rejected_by_model", 'status 400: {"detail": "bad"}'),
         (http(404, "<html>"), "unsupported", "expected a server of the Open Inference Protocol v2, got status 404"),
-        (http(401, ""), "unauthenticated", "status 401:  (--key-file gives a key)"),
-        (http(403, '{"error": "not this key"}'), "forbidden", "not this key (--key-file gives a key)"),
+        (http(401, ""), "unauthenticated", "status 401:  (send a key with --key-file)"),
+        (http(403, '{"error": "not this key"}'), "forbidden", "not this key (send a key with --key-file)"),
         (http(503, "<html>busy"), "internal", "status 503: <html>busy"),
-        (b"\0\0\6\4\0\0\0\0\0", "unsupported", "its answer is no HTTP"),
-        (b"", "unsupported", "closes the connection instead of answering"),
+        (b"\0\0\6\4\0\0\0\0\0", "unsupported", "got an answer that is not HTTP"),
+        (b"", "unsupported", "got a closed connection instead of an answer"),
     ],
 )
 def test_answers_that_are_errors_say_what_they_are(answer: bytes, kind: str, message: str) -> None:
@@ -103,7 +103,7 @@ def test_answer_may_end_with_its_connection() -> None:
 def test_silent_server_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Client(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=0.05)
-        with pytest.raises(ServeError, match=r"no server answers: waited 0\.05 s"):
+        with pytest.raises(ServeError, match=r"cannot reach the server: no answer within 0\.05 s"):
             client.ask("/v2")
 
 
@@ -123,7 +123,7 @@ def test_endless_answer_is_cut_off() -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         client = Client(parse_address(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=0.2)
-        with pytest.raises(ServeError, match=r"waited 0\.2 s"):
+        with pytest.raises(ServeError, match=r"no answer within 0\.2 s"):
             client.ask("/v2")
         has_left.set()
         thread.join(30)

@@ -83,7 +83,7 @@ def test_a_destination_is_checked_before_the_work(source: Subject, tmp_path: Pat
         (("-o", tmp_path / "none" / "out.onnx"), source, "existing folder"),
         (("-o", tmp_path), source, "expected a file"),
         (("-o", source.path), source, "another file than the model itself"),
-        (("--publish",), single, "is no version of a model"),
+        (("--publish",), single, "is not a version of a model"),
         (("--publish", tmp_path / "none" / "m"), source, "existing repository"),
     ):
         with pytest.raises(ServeError, match=problem):

@@ -77,7 +77,7 @@ def test_batches_have_one_shape_and_visit_all_samples_in_proportion(folder: Path
 
 
 def test_model_that_is_not_batched_gets_whole_samples(tmp_path: Path) -> None:
-    signature = ModelSignature(TOKENS.inputs, (), unbatched_because="rows may meet")
+    signature = ModelSignature(TOKENS.inputs, (), unbatched_because="rows may depend on each other")
     save(tmp_path, "1.npz", ids=ids(4, 3).reshape(2, 2, 3))
     save(tmp_path, "2.npz", ids=ids(3, 2).reshape(1, 3, 2), scale=np.ones((1, 2), np.float32))
     inputs = read_inputs(tmp_path, signature)

@@ -110,7 +110,7 @@ class ReflectionCalls:
             extension = request.file_containing_extension
             text = f"no extension {extension.extension_number} of '{extension.containing_type}'"
             return _error(grpc.StatusCode.NOT_FOUND, text)
-        return _error(grpc.StatusCode.INVALID_ARGUMENT, "message_request: expected one that is known, got none")
+        return _error(grpc.StatusCode.INVALID_ARGUMENT, "message_request: expected a known kind of request, got none")
 
 
 def _error(code: grpc.StatusCode, text: str) -> reflection_v1_pb2.ServerReflectionResponse:

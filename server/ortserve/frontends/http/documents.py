@@ -100,19 +100,21 @@ class LearnedClassDocument(BaseModel):
     observations: int = Field(description="Number of batches behind the prediction")
     a_ms: float | None = Field(description="Time that each row adds to a batch")
     b_ms: float | None = Field(description="Fixed time of a batch")
-    error_ms: float = Field(description="95th percentile of the time that batches take beyond their prediction")
-    latency_ms: dict[int, float] = Field(description="Predicted time of a batch by its rows")
+    error_ms: float = Field(description="95th percentile of how much longer batches take than predicted")
+    latency_ms: dict[int, float] = Field(description="Predicted time of a batch, by number of rows")
 
 
 class BatchingDocument(BaseModel):
     max_rows: int
     queued_rows: int
-    arrival_rows_per_s: float = Field(description="Mean over the last seconds, rejected rows included")
-    saturation: float | None = Field(description="Arrival rate by the rate of full batches of the last used shape")
-    answer_ms: float = Field(
-        description="Subtracted from every deadline, for encoding and writing a batch of responses"
+    arrival_rows_per_s: float = Field(description="Mean over the last seconds, including rejected rows")
+    saturation: float | None = Field(
+        description="Arrival rate divided by the rate of full batches of the last used shape"
     )
-    off_loop_because: str = Field(description="Why runs never happen on the event loop; empty if short ones do")
+    answer_ms: float = Field(
+        description="Time that is reserved before every deadline for encoding and writing a batch of responses"
+    )
+    off_loop_because: str = Field(description="Why runs never happen on the event loop; empty if short runs may")
     decisions: dict[str, int]
     classes: list[LearnedClassDocument] = Field(description="Shape classes, the last used first")
 
@@ -125,13 +127,15 @@ class IndexEntryDocument(BaseModel):
     name: str
     version: str | None = None
     state: Literal["READY", "UNAVAILABLE", "LOADING", "UNLOADING"] | None = Field(
-        None, description="Missing for a model without a load request"
+        None, description="Missing if no version of the model was requested to load"
     )
     reason: str | None = None
 
 
 class UnloadParametersDocument(BaseModel):
-    unload_dependents: bool = Field(False, description="Also unload the members of an ensemble that no other one has")
+    unload_dependents: bool = Field(
+        False, description="Also unload the members of an ensemble that no other ensemble uses"
+    )
 
 
 class UnloadRequestDocument(BaseModel):
@@ -139,15 +143,16 @@ class UnloadRequestDocument(BaseModel):
 
 
 class ProfileRequestDocument(BaseModel):
-    requests: int = Field(100, description="Requests whose batches are profiled")
-    timeout_s: float = Field(30, description="Time to wait for them, in seconds")
+    requests: int = Field(100, description="Number of requests whose batches are profiled")
+    timeout_s: float = Field(30, description="Time to wait for these requests, in seconds")
 
 
 class LabelDocument(BaseModel):
     name: str
     version: str
     state: str = Field(
-        description="Of the version: READY if the label can be used, otherwise why not", examples=["READY"]
+        description="State of the version: READY if the label can be used, otherwise the reason why not",
+        examples=["READY"],
     )
     set_by: Literal["call", "configuration"]
 
@@ -172,10 +177,10 @@ class PromoteRequestDocument(BaseModel):
 
 class RolloutDocument(BaseModel):
     model: str
-    rollout: dict[str, Any] | None = Field(description="Its options; null without one")
+    rollout: dict[str, Any] | None = Field(description="Options of the rollout; null without a rollout")
     problem: str = Field(description="Why requests do not reach the candidate; empty if they do")
     figures: dict[str, int | float | None] = Field(description="Requests by outcome, and times")
-    worst_errors: dict[str, float | None] = Field(description="By measure; null for an infinite one")
+    worst_errors: dict[str, float | None] = Field(description="Largest errors by measure; null if infinite")
     ended: dict[str, Any] | None = Field(description="How the last rollout ended")
 
 
@@ -223,10 +228,10 @@ class StatisticsDocument(BaseModel):
 
 class TraceSettingsDocument(BaseModel):
     trace_level: list[Literal["OFF", "TIMESTAMPS"]]
-    trace_rate: str = Field(description="One of so many requests is traced")
-    trace_count: str = Field(description="How many requests are still traced; -1 for any number")
-    log_frequency: str = Field(description="How many traces make a numbered file; 0 for one file")
-    trace_file: str = Field(description="Name of the file that the operator chose; empty where there is none")
+    trace_rate: str = Field(description="One of this many requests is traced")
+    trace_count: str = Field(description="Number of requests that are still to be traced; -1 for no limit")
+    log_frequency: str = Field(description="Number of traces per numbered file; 0 for one file")
+    trace_file: str = Field(description="Name of the trace file that the operator set; empty without one")
     trace_mode: str
 
 
@@ -237,14 +242,14 @@ class LogSettingsDocument(BaseModel):
     log_error: bool
     log_verbose_level: int = Field(ge=0)
     log_format: Literal["default", "ISO8601"] = Field(
-        description="Both are the same here: the time of a line is of ISO 8601 by default"
+        description="Both have the same effect: the time of a log line is always in ISO 8601"
     )
 
 
 class RegistrationDocument(BaseModel):
     key: str = Field(description="Name of the shared memory object, as shm_open takes it", examples=["/input_data"])
-    offset: int = Field(0, ge=0, description="Where in the object the region begins")
-    byte_size: int = Field(ge=0, description="Size of the region")
+    offset: int = Field(0, ge=0, description="Offset of the region in the object, in bytes")
+    byte_size: int = Field(ge=0, description="Size of the region, in bytes")
 
 
 class RegionDocument(BaseModel):
@@ -260,8 +265,8 @@ class CudaHandleDocument(BaseModel):
 
 class CudaRegistrationDocument(BaseModel):
     raw_handle: CudaHandleDocument
-    device_id: int = Field(ge=0, description="Of the GPU, as the server counts them")
-    byte_size: int = Field(ge=0, description="Size of the region, from the beginning of the allocation")
+    device_id: int = Field(ge=0, description="Number of the GPU on the server")
+    byte_size: int = Field(ge=0, description="Size of the region in bytes, from the beginning of the allocation")
 
 
 class CudaRegionDocument(BaseModel):

@@ -25,7 +25,8 @@ _REQUEST: Final[dict[str, Any]] = {
     "requestBody": {
         "required": True,
         "description": "Inputs of the model by name: a number, string or boolean, or an array of them; beside them "
-        "`id`, `priority`, `timeout` and parameters of any other name, which an ONNX model has no use for.",
+        "`id`, `priority`, `timeout` and parameters of other names, which have no effect; sampling parameters are "
+        "rejected.",
         "content": {_JSON: {"schema": {"type": "object"}, "example": {"text": "hello"}}},
     }
 }

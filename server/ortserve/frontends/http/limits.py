@@ -259,7 +259,7 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
         raise InvalidHeadError(HttpVersionError(f"HTTP/{version}"))
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version == "1.1"):
-        raise InvalidHeadError(invalid_input(f"header Host: expected 1, got {len(hosts)}"))
+        raise InvalidHeadError(invalid_input(f"header Host: expected one value, got {len(hosts)}"))
     if hosts and _HOST.fullmatch(hosts[0].strip()) is None:
         text = f"header Host: expected a host and an optional port, got {hosts[0].decode('latin-1'):.100}"
         raise InvalidHeadError(invalid_input(text))
@@ -282,14 +282,14 @@ def too_slow_headers(limits: HttpLimits) -> ServeError:
 
 def too_slow_body(limits: HttpLimits) -> ServeError:
     text = (
-        f"http_body_timeout_s: less than {limits.min_body_bytes_per_s} bytes a second came of the body "
-        f"for {limits.body_timeout_s:g} s"
+        f"http_body_timeout_s: the body arrived at less than {limits.min_body_bytes_per_s} bytes per second for "
+        f"{limits.body_timeout_s:g} s"
     )
     return ServeError(ErrorKind.TOO_SLOW, text)
 
 
 def too_many_connections(limits: HttpLimits) -> ServeError:
-    text = f"http_max_connections: {limits.max_connections} connections are open and no more may be"
+    text = f"http_max_connections: expected at most {limits.max_connections} open connections, got one more"
     return ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1)
 
 

@@ -351,7 +351,7 @@ class HttpProtocol(asyncio.Protocol):
         check_head(parser.get_http_version(), self._headers)
         self._offers_upgrade = parser.should_upgrade()
         if self._offers_upgrade and parser.get_method() == b"CONNECT":
-            raise InvalidHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is no proxy"))
+            raise InvalidHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is not a proxy"))
         # Compute the size only if it may exceed the limit: a head within one read is no larger than that read.
         if self._data_bytes > limits.max_header_bytes or self._unfinished.includes(self._headers):
             size = header_bytes(self._url, self._headers)

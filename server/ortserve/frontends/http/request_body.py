@@ -168,5 +168,5 @@ async def _next_part(receive: Receive) -> tuple[bytes, bool]:
     """Return the next bytes, and whether they are the last. Raises ServeError: cancelled if the caller left."""
     message = await receive()
     if message["type"] == "http.disconnect":
-        raise ServeError(ErrorKind.CANCELLED, "the caller left before its body was complete")
+        raise ServeError(ErrorKind.CANCELLED, "the caller disconnected before its body was complete")
     return message.get("body", b""), not message.get("more_body", False)

@@ -170,7 +170,7 @@ class _Server(uvicorn.Server):
         log_event(
             logger,
             logging.WARNING,
-            "drain timed out: connections with unanswered requests are cut off",
+            "drain timed out; connections with unanswered requests are closed",
             protocol="http",
             connections=len(connections),
             waited_s=round(self.grace_s, 1),

@@ -133,7 +133,7 @@ class ServerCertificate:
             read=partial(read_files, files),
             accept=self._accept,
             reject=self._reject,
-            recover=lambda: log_event(logger, logging.INFO, "the files hold the certificate in use again"),
+            recover=lambda: log_event(logger, logging.INFO, "the files again hold the certificate that is in use"),
         )
 
     @property
@@ -186,7 +186,7 @@ class ServerCertificate:
 
     def _reject(self, reason: str) -> None:
         self._metrics.certificate_reloaded(is_ok=False)
-        message = "the new certificate cannot be used, the old one stays in use"
+        message = "the new certificate cannot be used; the old one stays in use"
         log_event(logger, logging.ERROR, message, reason=reason)
 
     def _serve(self, serving: _Serving) -> None:
@@ -197,7 +197,12 @@ class ServerCertificate:
         if certificate.is_valid(self._now_s()):
             log_event(logger, logging.INFO, "certificate serves", expires=expires)
         else:
-            log_event(logger, logging.WARNING, "certificate serves, but clients will refuse its dates", expires=expires)
+            log_event(
+                logger,
+                logging.WARNING,
+                "certificate is in use, but clients will reject its validity dates",
+                expires=expires,
+            )
 
     def _build(self, contents: FileContents) -> _Serving:
         certificate = parse_certificate(contents, self._files)
@@ -290,7 +295,7 @@ def _certificates(option: str, path: Path, content: bytes) -> list[x509.Certific
         return x509.load_pem_x509_certificates(content)
     except ValueError:
         raise invalid_input(
-            f"{option}: expected certificates in PEM, got '{path}', which holds none, or a broken one"
+            f"{option}: expected certificates in PEM, got '{path}', which holds no certificate or a damaged one"
         ) from None
 
 

@@ -313,7 +313,12 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             if self._socket.get_write_buffer_size() > _UNREAD_BYTES:
                 self._budget.skip_refill()
         if self._budget.is_exceeded(came, data=data_bytes, records=records):
-            log_event(logger, logging.DEBUG, "TLS session brings too little data", port=self._port.port)
+            log_event(
+                logger,
+                logging.DEBUG,
+                "TLS session was closed, because its records carry too little data",
+                port=self._port.port,
+            )
             self.abort()
 
     def _read_record(self, session: ssl.SSLObject, parts: list[bytes]) -> int:

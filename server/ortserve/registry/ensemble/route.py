@@ -106,8 +106,8 @@ class BoundStep:
             if specs[index].is_sequence and (why := why_not_stacked(array)):
                 raise ServeError(
                     ErrorKind.UNSUPPORTED,
-                    f"output '{specs[index].name}' of model '{self.member.name}' is a sequence that makes no tensor: "
-                    f"{why}",
+                    f"output '{specs[index].name}' of model '{self.member.name}' is a sequence that cannot be passed "
+                    f"on as one tensor: {why}",
                 )
             tensors[tensor] = array
 

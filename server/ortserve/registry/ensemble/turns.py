@@ -66,7 +66,7 @@ class SequenceTurns:
             self._rejected.add(turn.part.id)
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"Exceeds maximum queue size: {self._count} requests wait for earlier ones of their sequences",
+                f"Exceeds maximum queue size: {self._count} requests wait for earlier requests of their sequences",
                 retry_after_s=1,
             )
         self._count += 1

@@ -77,8 +77,8 @@ class WorkerRuns:
             if not finished.wait(bounds.grace_s):
                 self._runner.abandon()
             raise RunTimeoutError(
-                f"a run in warm-up was ended after warmup_run_timeout_s {bounds.timeout_s:g} s, "
-                f"with a batch of {batch.rows} rows"
+                f"a run in warm-up was terminated after warmup_run_timeout_s {bounds.timeout_s:g} s, with a batch of "
+                f"{batch.rows} rows"
             )
         outcome = outcomes.pop()
         if isinstance(outcome, Exception):

@@ -107,7 +107,7 @@ class CaptureTrials:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return f"trying it in another process took more than {self._timeout_s:g} s"
+            return f"the trial in another process took more than {self._timeout_s:g} s"
         except OSError as error:
             return f"it could not be tried in another process: {error.strerror}"
         verdicts = [line for line in child.stdout.splitlines() if line.startswith(VERDICT)]
@@ -116,7 +116,7 @@ class CaptureTrials:
             return reason
         how = f"ended by signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
         last = (child.stderr.strip().splitlines() or ["no output"])[-1]
-        return f"trying it in another process failed: {how}: {last}"
+        return f"the trial in another process failed: {how}: {last}"
 
 
 def try_capture(
@@ -175,7 +175,7 @@ def try_capture(
         prepared = instance.prepare(request.sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed))
         report(prepared.unbound_because or "; ".join(dict.fromkeys(prepared.not_replayed.values())))
     except DeviceLostError as error:  # the device is lost for this process only
-        report(f"the process that tried it lost its device: {error.message}")
+        report(f"the process of the trial lost its device: {error.message}")
     except ServeError as error:
         report(error.message)
     finally:

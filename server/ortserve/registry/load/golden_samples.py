@@ -24,7 +24,7 @@ from ortserve.registry.sample_files import as_samples, read_arrays
 GOLDEN_FOLDER: Final = "golden"
 """Name of the folder in the folder of a version."""
 GOLDEN_FILE: Final = "golden.yaml"
-GOLDEN_MISSING: Final = "golden_required: expected a folder 'golden' with samples beside the model file, got none"
+GOLDEN_MISSING: Final = "golden_required: expected a folder 'golden' with samples beside the model file, found none"
 MOST_FILES: Final = 256
 MOST_BYTES: Final = 2**28
 """Maximum size of all arrays in memory."""

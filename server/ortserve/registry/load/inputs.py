@@ -241,7 +241,9 @@ def _make_sample(
             arrays.append(absent(rows))
             continue
         if spec.is_optional and is_batched and spec.batch_axis is None:
-            raise invalid_input(f"input '{spec.name}' is the same for all rows: expected it to be left out")
+            raise invalid_input(
+                f"input '{spec.name}': expected the sample to omit it, because it is the same for all rows"
+            )
         declared = sample.inputs.get(spec.name, WarmupInput())
         if declared.datatype not in (None, spec.datatype):
             raise invalid_input(f"input '{spec.name}': expected {spec.datatype.value}, got {declared.datatype}")

@@ -123,7 +123,7 @@ def _resolve(spec: TensorSpec, declared: TensorOptions | None) -> tuple[TensorSp
     if declared.dims is None:
         if declared.reshape is not None:
             raise invalid_input(
-                f"'{spec.name}': expected dims beside reshape: dims are the client's, reshape the model's"
+                f"'{spec.name}': expected dims to be set with reshape: dims are the client's, reshape the model's"
             )
         return spec, spec
     own_dims = declared.dims if declared.reshape is None else declared.reshape
@@ -280,7 +280,7 @@ def _check_shared_dimensions(signature: ModelSignature, axes: tuple[PaddedAxis |
                 continue
             shared = f"axis {axis} of '{spec.name}' is dimension '{name}', as is axis {first.axis} of '{first.input}'"
             if own is None or own.axis != axis:
-                raise _bad(f"pad.{spec.name}", f"{shared}: pad both, one axis an input")
+                raise _bad(f"pad.{spec.name}", f"{shared}: pad both, one axis per input")
             if own.multiple != first.multiple:
                 raise _bad(f"pad.{spec.name}.multiple", f"{shared}: expected {first.multiple}, got {own.multiple}")
 
@@ -293,7 +293,9 @@ def _find_cuts(signature: ModelSignature, axes: tuple[PaddedAxis | None, ...]) -
                 continue
             if size == -1 and not name:
                 raise _bad(
-                    "pad", f"axis {axis} of output '{spec.name}' has no name in the model: it might need to be cut back"
+                    "pad",
+                    f"axis {axis} of output '{spec.name}' has no name in the model: so the server cannot tell whether "
+                    "to cut it back",
                 )
             if name in sources:
                 yield CutAxis(index, spec.name, axis, sources[name])

@@ -188,7 +188,7 @@ def log_warnings(
             operators=describe_operators(on_cpu),
         )
     if found.no_memory:
-        event = "memory keeps batches small"
+        event = "too little memory for larger batches"
         log_event(logger, logging.WARNING, event, model=name, max_rows=found.max_rows, reason=found.no_memory)
     for reason in (
         *loaded.interface.without_effect,

@@ -98,7 +98,7 @@ def find_row_axes(model: Model, options: ModelOptions) -> RowAxes:
     """
     if options.is_ragged:
         axes: Axes = {declared.name: 0 for declared in real_inputs(model)}
-        doubt = "the requests of a batch are joined, and only the model keeps them apart"
+        doubt = "the requests of a batch are joined, so only the model can keep them apart"
         return RowAxes(Grounds.CONFIGURED, axes, {}, doubt=doubt, is_mixed=True)
     if options.batched is False:
         return RowAxes(Grounds.CONFIGURED, is_disabled=True)
@@ -154,8 +154,8 @@ def _proven(verdict: RowVerdict) -> RowAxes:
 def _doubt(verdict: RowVerdict) -> str:
     where = f"node '{verdict.node}': " if verdict.node else ""
     if verdict.outcome is Outcome.MIXED:
-        return f"rows may meet: {where}{verdict.reason}"
-    return f"the graph does not tell whether rows meet: {where}{verdict.reason}"
+        return f"rows may depend on each other: {where}{verdict.reason}"
+    return f"the graph does not show whether rows are independent: {where}{verdict.reason}"
 
 
 def _has_free_first(dims: Sequence[int | str | None] | None) -> bool:

@@ -71,11 +71,13 @@ def find_hidden(options: ModelOptions, signature: ModelSignature) -> Hidden | No
     names = [*sequences.controls, *(state.input for state in sequences.states)]
     for name in names:
         if name in options.inputs:
-            raise invalid_input(f"input '{name}' is filled by the server: expected it in sequences only, not in inputs")
+            raise invalid_input(
+                f"input '{name}' is filled by the server: expected it only in sequences, got it in inputs, too"
+            )
     shown = {*options.outputs, *options.served_outputs}
     hidden = tuple(outputs[state.output] for state in sequences.states if state.output not in shown)
     if len(hidden) == len(outputs):
-        raise invalid_input("sequences.states: expected an output besides those of states, or one of them in outputs")
+        raise invalid_input("sequences.states: expected an output that is not a state, or a state's output in outputs")
     return Hidden(tuple(inputs[name] for name in names), hidden)
 
 
@@ -98,7 +100,7 @@ def resolve_tensors(
     if sequences.strategy == "direct" and signature.is_batched:
         for spec in signature.inputs:
             if spec.batch_axis is None:
-                raise invalid_input(f"sequences.strategy: direct needs rows in all inputs, and '{spec.name}' has none")
+                raise invalid_input(f"sequences.strategy: direct needs rows in all inputs, but '{spec.name}' has none")
     inputs = signature.inputs_by_name
     controls = tuple(_control(inputs[name], control) for name, control in sequences.controls.items())
     initial: list[np.ndarray] = []

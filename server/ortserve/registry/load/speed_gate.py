@@ -60,6 +60,6 @@ async def find_slowdown(
             own_ns, other_ns = min(times[0]), min(times[1])
             return (
                 f"a batch of {rows} rows takes {own_ns / 1e6:.3f} ms, {own_ns / other_ns:.2f} times the "
-                f"{other_ns / 1e6:.3f} ms of the version that serves; at most {max_slowdown:g} times expected"
+                f"{other_ns / 1e6:.3f} ms of the serving version; expected at most {max_slowdown:g} times"
             )
     return ""

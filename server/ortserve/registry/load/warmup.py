@@ -146,7 +146,7 @@ def warm_up(
                 outcome = trial.run()
             except OutOfMemoryError as error:
                 no_memory = error.message
-                problem = f"rows could not be tried together, as not even two find memory: {no_memory}"
+                problem = f"rows could not be tried together, because there is too little memory for two: {no_memory}"
                 outcome = TrialOutcome(problem)
         sizes = [one_row]
         best_rows = max_rows or 1

@@ -130,7 +130,7 @@ def read_client_model(
     paths = {_path(parameter): content for parameter, content in files.items()}
     if config is None:
         if paths:
-            raise invalid_input("files were sent without their configuration: expected the parameter 'config', too")
+            raise invalid_input("files were sent without a configuration: expected the parameter 'config', too")
         return None
     message = parse_config_json(config)
     _check_message(message)
@@ -202,7 +202,7 @@ def _check_inside(path: str, field: str) -> None:
 
 
 def _not_for_clients(option: str) -> ServeError:
-    return invalid_input(f"{SOURCE}: {option} may be set in the server's own repository only, not by a client")
+    return invalid_input(f"{SOURCE}: {option} can be set only in the server's own repository, not by a client")
 
 
 @contextmanager

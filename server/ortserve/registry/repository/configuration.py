@@ -123,13 +123,13 @@ def _checked(name: str, configuration: Configuration, source: str) -> Configurat
     except ServeError as error:
         raise ServeError(error.kind, f"{source}: {error.message}") from None
     others = [key for key in options.model_fields_set - _ENSEMBLE_OPTIONS if getattr(options, key)]
-    reasons = [f"{key}: an ensemble has no such option: its members have" for key in sorted(others)]
+    reasons = [f"{key}: expected no such option for an ensemble; set it for its members" for key in sorted(others)]
     return replace(configuration, without_effect=(*configuration.without_effect, *reasons))
 
 
 def _check_identity(config: pb.ModelConfig, name: str, platform: str) -> None:
     if config.name and config.name != name:
-        raise invalid_input(f"name: expected '{name}', as the model's folder, got '{config.name}'")
+        raise invalid_input(f"name: expected '{name}', the name of the model's folder, got '{config.name}'")
     for key, got, expected in (("platform", config.platform, platform), ("backend", config.backend, BACKEND)):
         if got not in ("", expected):
             raise ServeError(ErrorKind.UNSUPPORTED, f"{key}: expected '{expected}', got '{got}'")

@@ -85,7 +85,7 @@ def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:
                 model = ModelFiles(
                     model.name,
                     options_files=(*other.options_files, *model.options_files),
-                    problem="there are two models of this name in the repositories",
+                    problem="the repositories have two models of this name",
                 )
             found[model.name] = model
     return [found[name] for name in sorted(found)]

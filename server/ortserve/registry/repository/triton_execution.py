@@ -74,7 +74,7 @@ def read_parameters(given: Mapping[str, str]) -> Parameters:
                 read.session["entries"][key] = value
             case _:
                 hint = f"; did you mean '{_OTHER_NAMES[key]}'?" if key in _OTHER_NAMES else ""
-                read.without_effect.append(f"parameters['{key}']: this server does not know it{hint}")
+                read.without_effect.append(f"parameters['{key}']: unknown parameter{hint}")
     return read
 
 

@@ -88,7 +88,9 @@ class Demands:
         by_ns = received_ns + (self._wait_ns if timeout_ns is None else min(timeout_ns, self._wait_ns))
         if demand.waiting >= MAX_WAITING:
             counts.count_request(name, "refused")
-            raise ServeError(ErrorKind.OVERLOADED, f"{MAX_WAITING} requests wait for '{name}'", retry_after_s=1)
+            raise ServeError(
+                ErrorKind.OVERLOADED, f"{MAX_WAITING} requests, the maximum, already wait for '{name}'", retry_after_s=1
+            )
         if by_ns <= now_ns or (demand.is_measured and demand.ready_ns > by_ns):
             counts.count_request(name, "late")
             raise self._late(name, demand, now_ns)
@@ -114,5 +116,7 @@ class Demands:
 
     def _late(self, name: str, demand: Demand, now_ns: int) -> ServeError:
         left_s = max(_LEAST_RETRY_S, (demand.ready_ns - now_ns) / 1e9)
-        text = f"'{name}' is loaded on demand, which takes longer than the request may wait: about {left_s:.0f} s more"
+        text = (
+            f"'{name}' is loaded on demand, which takes longer than the request may wait: about {left_s:.0f} s from now"
+        )
         return ServeError(ErrorKind.NOT_READY, text, retry_after_s=left_s)

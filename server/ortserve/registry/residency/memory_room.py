@@ -253,7 +253,7 @@ class MemoryRoom:
             until_ns = max(until_ns, plan.wait_until_ns)
         if (leaving or until_ns) and not self._catalog.is_complete:
             self._counts.count_refusal("start")
-            reason = "the models that were loaded before it take the memory budget"
+            reason = "the models that were loaded before it use up the memory budget"
             raise NoRoomError(reason, is_lasting=False, retry_after_s=1)
         if until_ns:
             record.asked_ns = record.asked_ns or now_ns

@@ -65,7 +65,7 @@ class ArchiveStore:
                 self._unpack(size, tag)
             file = self._files.get(found.path)
             if file is None:
-                raise StoreError("the archive has no such file any more")
+                raise StoreError("the archive no longer has this file")
             stream = file.open("rb")  # opened under the lock, because ``settle`` on another thread removes the file
         with stream:
             while piece := stream.read(_PIECE_BYTES):

@@ -143,7 +143,7 @@ class StoreCache:
         if excess > 0:
             raise StoreError(f"store_cache_bytes: expected {excess} bytes more than {self.max_bytes} for files in use")
         if (free := shutil.disk_usage(self._contents).free) < self._promised:
-            raise StoreError(f"the disk of the cache has {free} bytes free: expected {self._promised}")
+            raise StoreError(f"the disk of the cache has {free} bytes free: expected {self._promised} bytes")
 
     def size_bytes(self) -> int:
         """Size of all contents together."""

@@ -62,7 +62,7 @@ class HubStore:
 
         name = self._paths.get(found.path)
         if name is None:
-            raise StoreError("the revision has no such file any more", is_final=True)
+            raise StoreError("the revision no longer has this file", is_final=True)
         digest = hashlib.sha1(b"blob %d\0" % found.size, usedforsecurity=False)  # git's digest of a blob
         url = hf_hub_url(self._url.host, name, revision=self._commit, endpoint=self._api.endpoint)
         token = get_token()  # the client removes it when the hub redirects to another host

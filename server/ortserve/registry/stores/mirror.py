@@ -210,7 +210,7 @@ class Mirror:
             self._cache.write_listing(self.url, with_known_digests(self._state.objects.values(), others).values())
         if is_offline and not self._state.placed:
             self._state = _State()
-            raise StoreError("the store cannot be listed, and the cache has no complete model of it")
+            raise StoreError("the store cannot be listed, and the cache has no complete model of this store")
 
     def release(self, name: str) -> None:
         """Remove an unloaded model from the folder. The cache may then evict its contents."""
@@ -240,7 +240,7 @@ class Mirror:
     def _report(self, error: StoreError) -> None:
         if error.message != self._reported:  # logged once per change, not at every poll
             self._reported = error.message
-            message = "the store cannot be listed, its loaded models keep serving"
+            message = "the store cannot be listed; its loaded models keep serving"
             log_event(logger, logging.ERROR, message, repository=self.url, reason=error.message)
 
     def _use_last_listing(self, error: StoreError) -> None:
@@ -250,7 +250,7 @@ class Mirror:
         with self._lock:
             self._state.objects, self._state.entries = known, group_by_entry(known.values())
             self._state.is_known = True
-        message = "using the models of the cache, as the store was listed last"
+        message = "using the models of the cache, according to the last listing of the store"
         log_event(logger, logging.WARNING, message, repository=self.url)
 
     def _is_due(self, entry: str, objects: Objects, with_all_versions: bool, *, is_retry: bool) -> bool:

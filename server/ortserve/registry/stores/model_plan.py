@@ -94,7 +94,9 @@ def read_digests(file: Path) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         found = _DIGEST_LINE.fullmatch(line)
         if found is None:
-            raise StoreError(f"{DIGESTS_FILE}: expected lines such as 'DIGEST  1/model.onnx', not line {number}")
+            raise StoreError(
+                f"{DIGESTS_FILE}: expected lines such as 'DIGEST  1/model.onnx', got another form in line {number}"
+            )
         digests[found[2]] = found[1]
     return digests
 

@@ -25,7 +25,7 @@ def _item_count(call: Call, value: Value) -> Number:
     """The number of items of a matrix. Raises an error unless the rows are the items."""
     dims = call.dims(value)
     if value.is_rows and (len(dims) != 2 or value.axis != 0):
-        raise RowsMeetError("takes the rows for the features of one item")
+        raise RowsMeetError("treats the rows as the features of one item")
     if len(dims) != 2:
         raise NotKnownError(f"has an operand of {len(dims)} dimensions")
     return dims[0]
@@ -35,7 +35,7 @@ def classifier(call: Call) -> Output:
     value = call.operand(0)
     items = _item_count(call, value)
     if call.text("post_transform", "NONE") == "PROBIT":
-        raise RandomError("may leave scores unwritten, which then are what the memory held before")
+        raise RandomError("may leave scores unwritten, which then hold earlier content of the memory")
     strings = call.attributes.get("classlabels_strings") or call.attributes.get("classlabels_string")
     labels = strings or call.attributes.get("classlabels_ints") or call.attributes.get("classlabels_int64s")
     # Models of two classes may have one score or two; support vector machines may have one for each pair of classes.
@@ -73,7 +73,7 @@ def per_feature(call: Call) -> Output:
     """Operators with a parameter for each entry of axis 1. ONNX Runtime cycles through them over all elements."""
     value = call.operand(0)
     if value.is_rows and (value.axis != 0 or len(call.dims(value)) < 2):
-        raise RowsMeetError("takes its parameters in turn, counted across the rows")
+        raise RowsMeetError("applies its parameters in turn, counting across the rows")
     return call.same_shape(value, FLOAT if call.op == "Scaler" else None)
 
 
@@ -98,7 +98,7 @@ def array_feature_extractor(call: Call) -> Output:
     value, indices = call.operand(0), call.operand(1)
     dims = call.dims(value)
     if value.is_rows and len(dims) < 2:
-        raise RowsMeetError("takes the rows for the features of one item")
+        raise RowsMeetError("treats the rows as the features of one item")
     dims = (1, *dims) if len(dims) == 1 else dims
     picked = call.dims(indices)
     lengths = (*dims[:-1], call.symbols.product(picked))
@@ -138,10 +138,10 @@ def normalize(call: Call) -> Output:
     dims = call.dims(value)
     if call.attributes.get("stopwords"):
         if value.is_rows:
-            raise RowsMeetError("drops stop words, after which rows are no longer at their places")
-        raise NotKnownError("gives a number of results that is not known")
+            raise RowsMeetError("drops stop words, which moves rows to other places")
+        raise NotKnownError("returns an unknown number of results")
     if value.is_rows and len(dims) == 2 and value.axis == 0:
-        raise RowsMeetError("takes one row alone, but not several")
+        raise RowsMeetError("accepts one row, but not several")
     return call.same_shape(value, STRING)
 
 
@@ -160,7 +160,7 @@ def vectorize(call: Call) -> Output:
     dims = call.dims(value)
     if len(dims) != 2:
         if value.is_rows:
-            raise RowsMeetError("takes the rows for the entries of one row")
+            raise RowsMeetError("treats the rows as the entries of one row")
         raise NotKnownError(f"has an operand of {len(dims)} dimensions")
     if value.is_rows and value.axis != 0:
         raise RowsMeetError("counts along the axis of the rows")

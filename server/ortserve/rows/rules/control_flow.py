@@ -17,13 +17,13 @@ from ortserve.rows.values import Facts, Kind, Value, free
 def if_(call: Call) -> Output:
     condition = call.operand(0)
     if condition.is_rows:
-        raise RowsMeetError("takes a branch for all rows by a value of the rows")
+        raise RowsMeetError("chooses one branch for all rows by a value of the rows")
     then, other = graph_of(call, "then_branch"), graph_of(call, "else_branch")
     known = condition.elements[0] if condition.elements else None
     if isinstance(known, int):
         return call.scope.run_graph(then if known else other, [])
     if condition.kind is not Kind.FREE:
-        raise RowsMeetError("takes a branch by the number of rows")
+        raise RowsMeetError("chooses a branch by the number of rows")
     pairs = zip(call.scope.run_graph(then, []), call.scope.run_graph(other, []), strict=True)
     return [_joined(call, one, two) for one, two in pairs]
 
@@ -92,7 +92,7 @@ def loop(call: Call) -> Output:
     The body maps round, condition and states to condition, states and scanned results.
     """
     body = graph_of(call, "body")
-    for index, what in ((0, "number of rounds"), (1, "condition")):
+    for index, what in ((0, "number of iterations"), (1, "condition")):
         value = call.optional(index)
         if value is not None and value.kind is not Kind.FREE:
             raise RowsMeetError(f"takes its {what} from the rows or from their number")
@@ -105,7 +105,7 @@ def loop(call: Call) -> Output:
         if condition.cause is not None:
             raise _CausedError(condition)
         if condition.kind is not Kind.FREE:
-            raise RowsMeetError("ends by a condition that all rows decide together")
+            raise RowsMeetError("ends on a condition that all rows decide together")
         endless[0] = condition.elements == (1,)
         return outputs
 
@@ -178,7 +178,7 @@ def _scan_rows(call: Call, body: Graph, states: list[Value], scanned: list[Value
         raise NotKnownError("has a body with other inputs than its operands")
     for index, state in enumerate(states):
         if state.kind is not Kind.FREE or not _passes_on(body, index):
-            raise RowsMeetError("hands a state from row to row")
+            raise RowsMeetError("passes a state from row to row")
     mark = call.symbols.made
     entries = []
     for value, axis in zip(scanned, axes, strict=True):
@@ -261,7 +261,7 @@ class _States:
         if value.is_rows and not all(
             _is_before(each, self._mark) for each in (value.outer, value.inner, value.facts.stride)
         ):
-            raise NotKnownError("gives rows whose layout changes from round to round")
+            raise NotKnownError("returns rows whose layout changes between iterations")
         below = value.facts.below
         facts = replace(
             value.facts, columns=(), below=below if below is not None and _is_before(below, self._mark) else None
@@ -280,7 +280,7 @@ class _States:
         if new.cause is not None:
             raise _CausedError(new)
         if current.is_rows != new.is_rows:
-            raise RowsMeetError("has a state with rows in some rounds only")
+            raise RowsMeetError("has a state with rows in some iterations only")
         dims = self._weaker_dims(index, current, new)
         dtype = current.dtype if current.dtype == new.dtype else 0
         if current.is_rows:
@@ -304,10 +304,10 @@ class _States:
     def _weaker_dims(self, index: int, current: Value, new: Value) -> tuple[Number, ...] | None:
         if current.dims is None or new.dims is None or len(current.dims) != len(new.dims):
             if current.is_rows:
-                raise NotKnownError("has a state whose number of axes changes from round to round")
+                raise NotKnownError("has a state whose number of axes changes between iterations")
             return None
         if current.is_rows and (current.axis != new.axis or not current.carries_like(new)):
-            raise RowsMeetError("has a state whose rows lie in another order after a round")
+            raise RowsMeetError("has a state whose rows lie in another order after an iteration")
         return tuple(
             one if current.is_rows and axis == current.axis else self._weaker_number((index, "axis", axis), one, two, 0)
             for axis, (one, two) in enumerate(zip(current.dims, new.dims, strict=True))

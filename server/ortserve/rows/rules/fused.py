@@ -110,7 +110,7 @@ def dynamic(call: Call) -> Output:
         raise RowsMeetError("quantizes all rows with one scale, which the values of all rows decide")
     value = call.operand(0)
     if call.op != "DynamicQuantizeLinear":
-        raise NotKnownError("gives a shape that is not known")
+        raise NotKnownError("returns an unknown shape")
     return [call.same_shape(value, UINT8), call.result((), dtype=FLOAT), call.result((), dtype=UINT8)]
 
 

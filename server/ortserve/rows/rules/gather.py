@@ -183,8 +183,8 @@ def one_hot(call: Call) -> Output:
 def whole_tensor(call: Call) -> Output:
     """Operators whose number of results depends on all elements."""
     if any(value.is_rows for value in call.present()):
-        raise RowsMeetError("gives as many results as all rows together have")
-    raise NotKnownError("gives a number of results that is not known")
+        raise RowsMeetError("returns as many results as all rows have together")
+    raise NotKnownError("returns an unknown number of results")
 
 
 RULES: Final[Rules] = {

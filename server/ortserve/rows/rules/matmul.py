@@ -18,7 +18,7 @@ from ortserve.rows.rules.call import (
 )
 from ortserve.rows.values import Value, element_count
 
-_MIXED_TERMS: Final = "adds up products of all rows"
+_MIXED_TERMS: Final = "sums products over all rows"
 
 
 def matmul(call: Call) -> Output:
@@ -33,7 +33,7 @@ def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
     if one.facts.transposed and len(right) == 1:
         raise NotKnownError("multiplies a transposed matrix by a vector, for which ONNX Runtime may read other entries")
     if left[-1] == 0:
-        raise NotKnownError("adds up no products at all")
+        raise NotKnownError("sums no products")
     rank = max(len(left), len(right), 2)
     one_axis = _matrix_axis(one, len(left), rank, is_left=True)
     other_axis = _matrix_axis(other, len(right), rank, is_left=False)
@@ -101,7 +101,7 @@ def _with_bias(call: Call, result: Value, bias: Value) -> Value:
     if len(call.dims(bias)) > len(call.dims(result)):
         raise NotKnownError("has a bias with more axes than its result")
     if bias.is_rows and not result.is_rows:
-        raise RowsMeetError("adds rows to a result that has none")
+        raise RowsMeetError("adds rows to a result without rows")
     aligned_axis(call, [result, bias])
     return result
 

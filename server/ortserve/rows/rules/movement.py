@@ -232,7 +232,7 @@ def expand(call: Call) -> Output:
         elif contains_rows(wanted):
             inner = call.symbols.divide_exactly(wanted, N)
             if made is not None or axis >= 0 or length != 1 or inner is None or contains_rows(inner):
-                raise RowsMeetError("makes a length that depends on the number of rows where the rows do not lie")
+                raise RowsMeetError("makes the length of an axis without the rows depend on their number")
             made = position, inner
             lengths.append(wanted)
         else:
@@ -264,7 +264,7 @@ def tile(call: Call) -> Output:
         elif contains_rows(count):
             inner = call.symbols.divide_exactly(lengths[-1], N)
             if made is not None or value.is_rows or inner is None or contains_rows(inner):
-                raise RowsMeetError("makes a length that depends on the number of rows where the rows do not lie")
+                raise RowsMeetError("makes the length of an axis without the rows depend on their number")
             made = position, inner
     if made is not None:
         return rows(call.symbols, tuple(lengths), made[0], 1, made[1], value.dtype, facts_of_copies(value))

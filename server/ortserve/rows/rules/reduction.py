@@ -119,7 +119,7 @@ def last_two_axes(call: Call) -> Output:
     value = call.operand(0)
     rank = len(call.dims(value))
     if rank < 2:
-        raise NotKnownError("has an operand that is no matrix")
+        raise NotKnownError("has an operand that is not a matrix")
     off_axis(value, (rank - 2, rank - 1), "takes positions")
     return call.same_shape(value)
 
@@ -128,7 +128,7 @@ def determinant(call: Call) -> Output:
     value = call.operand(0)
     dims = call.dims(value)
     if len(dims) < 2:
-        raise NotKnownError("has an operand that is no matrix")
+        raise NotKnownError("has an operand that is not a matrix")
     off_axis(value, (len(dims) - 2, len(dims) - 1), "computes")
     return call.result(dims[:-2], value, value.axis, value.dtype)
 
@@ -243,10 +243,10 @@ def skip_layer_normalization(call: Call) -> Output:
     value, skip = call.operand(0), call.operand(1)
     rank = len(call.dims(value))
     if (skip.is_rows and not value.is_rows) or len(call.dims(skip)) > rank:
-        raise RowsMeetError("adds rows to an operand that has none")
+        raise RowsMeetError("adds rows to an operand without rows")
     off_axis(value, (rank - 1,), _NORMALIZES)
     if value.is_rows and not skip.is_rows and (rank != 3 or value.axis != 0):
-        raise NotKnownError("adds a tensor without rows, which ONNX Runtime rejects beside several rows")
+        raise NotKnownError("adds a tensor without rows, which ONNX Runtime rejects for several rows")
     aligned_axis(call, [value, skip])
     return [call.same_shape(value), *_statistics(call, value, rank - 1, 2), call.same_shape(value)]
 
@@ -256,7 +256,7 @@ def skip_group_norm(call: Call) -> Output:
     if value.is_rows and not (value.axis == 0 and skip.is_rows and skip.axis == 0 and skip.carries_like(value)):
         raise RowsMeetError("normalizes along the axis of the rows, or adds a tensor without the same rows")
     if skip.is_rows and not value.is_rows:
-        raise RowsMeetError("adds rows to an operand that has none")
+        raise RowsMeetError("adds rows to an operand without rows")
     return [call.same_shape(value), call.same_shape(value)]
 
 

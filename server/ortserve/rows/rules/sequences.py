@@ -210,7 +210,7 @@ def rotary(call: Call) -> Output:
     if positions.is_rows or (value.is_rows and call.dims(positions) not in ((), (1,))):
         _check_rows(call, value, 1)
         if len(call.dims(positions)) != 2:
-            raise RowsMeetError("takes the position of the first row for all rows")
+            raise RowsMeetError("uses the position of the first row for all rows")
     return call.same_shape(value)
 
 
@@ -241,7 +241,7 @@ def _check_even(call: Call, value: Value) -> None:
     if not width:
         width = call.symbols.divide_whole(dims[-1], heads) if len(dims) == 3 else dims[-1]
     if not isinstance(width, int) or width % 2:
-        raise RandomError("may rotate an odd number of entries, of which one is then what the memory held before")
+        raise RandomError("may rotate an odd number of entries, one of which then holds earlier content of the memory")
 
 
 _DIRECTIONS: Final = {"forward": 1, "reverse": 1, "bidirectional": 2}
@@ -278,7 +278,7 @@ def recurrent(call: Call) -> Output:
 
 def _check_batch_axis(value: Value, batch: int) -> None:
     if value.is_rows and value.axis != batch:
-        raise RowsMeetError("runs over the rows as over time or features")
+        raise RowsMeetError("treats the rows as time or features")
 
 
 def _check_same_rows(value: Value, state: Value, axis: int) -> None:

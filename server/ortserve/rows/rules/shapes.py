@@ -52,7 +52,7 @@ def constant_of_shape(call: Call) -> Output:
     if carriers:
         inner = call.symbols.divide_exactly(lengths[carriers[0]], N)
         if len(carriers) > 1 or inner is None or contains_rows(inner):
-            raise RowsMeetError("makes a length that depends on the number of rows where the rows do not lie")
+            raise RowsMeetError("makes the length of an axis without the rows depend on their number")
         copied = Value(kind=call.operand(0).kind, dtype=dtype, elements=fill)
         return rows(call.symbols, lengths, carriers[0], 1, inner, dtype, facts_of_copies(copied))
     lengths = tuple(length_of(call, length) for length in lengths)
@@ -174,17 +174,17 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
         before, after = _solved(call, total, wanted, before, after)
     outer = symbols.divide_exactly(symbols.multiply(before, value.outer), symbols.product(target[:axis]))
     if outer is None:
-        raise RowsMeetError("tears the rows apart")
+        raise RowsMeetError("does not keep the rows on one axis")
     inner = symbols.divide_exactly(target[axis], symbols.multiply(N, outer))
     if inner is None or contains_rows(inner) or contains_rows(outer):
-        raise RowsMeetError("tears the rows apart")
+        raise RowsMeetError("does not keep the rows on one axis")
     if outer != 1 and symbols.multiply(inner, symbols.product(target[axis + 1 :])) != symbols.multiply(
         value.inner, after
     ):
-        raise RowsMeetError("tears the rows apart")
+        raise RowsMeetError("does not keep the rows on one axis")
     like = replace(value, outer=outer, inner=inner)
     if value.facts.padding is not None and not (_ends_in_padding(value) and axis == 0 and like.is_plain):
-        raise RowsMeetError("takes rows that are padded to the longest one")
+        raise RowsMeetError("reads rows that are padded to the longest row")
     return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=()))
 
 
@@ -228,7 +228,7 @@ def _inferred(call: Call, total: Number, others: Number) -> Number:
             raise RowsMeetError("has a target shape that its elements do not fill")
         return symbols.opaque("inferred", total, others, lowest=0)
     if isinstance(rowless, int) and isinstance(others, int):
-        raise RowsMeetError("tears the rows apart")
+        raise RowsMeetError("does not keep the rows on one axis")
     return symbols.multiply(N, symbols.opaque("inferred", rowless, others, lowest=0))
 
 

@@ -15,7 +15,7 @@ from ortserve.rows.values import Value
 def check_first_axis(value: Value) -> None:
     """Raise an error unless the rows of an operand, if it has rows, lie on the first axis."""
     if value.is_rows and value.axis != 0:
-        raise RowsMeetError("has its rows on another axis than the first, along which it does not keep them apart")
+        raise RowsMeetError("has its rows on another axis than the first, and does not keep them apart there")
 
 
 def conv(call: Call) -> Output:
@@ -34,7 +34,7 @@ def fused_conv(call: Call) -> Output:
         if not added.is_rows or added.axis != 0 or not added.carries_like(result):
             raise RowsMeetError("adds a tensor that does not carry the same rows")
     elif added is not None and added.is_rows:
-        raise RowsMeetError("adds rows to a result that has none")
+        raise RowsMeetError("adds rows to a result without rows")
     return result
 
 
@@ -202,7 +202,7 @@ def resize(call: Call) -> Output:
     value = call.operand(0)
     rank = len(call.dims(value))
     if call.text("coordinate_transformation_mode", "half_pixel") in ("tf_crop_and_resize", "tf_half_pixel_for_nn"):
-        raise NotKnownError("moves entries even where sizes stay as they are")
+        raise NotKnownError("moves entries even if sizes do not change")
     _check_interpolation(call, value)
     is_old = call.opset < 11
     given = call.integers("axes")
@@ -250,7 +250,7 @@ def _with_sizes(call: Call, value: Value, axes: Sequence[int], sizes: Sequence[N
             if size != dims[axis]:
                 raise RowsMeetError("resizes the axis of the rows")
         elif contains_rows(size):
-            raise RowsMeetError("gives a length that depends on the number of rows where the rows do not lie")
+            raise RowsMeetError("makes the length of an axis without the rows depend on their number")
         else:
             dims[axis] = size
     return call.result(dims, value, value.axis, value.dtype)

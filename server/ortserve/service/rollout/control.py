@@ -266,14 +266,14 @@ class RolloutService:
             except ServeError as error:
                 asyncio.get_running_loop().call_later(_RETRY_S, self._on_decision, live, decision)
                 decided = f"{decision.result} by its rules ({decision.reason})"
-                problem = f"rollout: {decided}, but this cannot be kept: {error.message}"
+                problem = f"rollout: {decided}, but the result cannot be stored: {error.message}"
                 if problem == live.problem:
                     return
                 live.problem = problem
                 log_event(
                     logger,
                     logging.ERROR,
-                    "the end of a rollout cannot be kept, and is tried again",
+                    "the end of a rollout cannot be stored; the server tries again",
                     model=model,
                     candidate=candidate,
                     result=decision.result,

@@ -51,43 +51,81 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("targets", nargs="*", metavar="TARGET", help="URL of a server, or a model.")
     add = parser.add_argument_group("what to run").add_argument
-    protocols = f"Of {', '.join(PROTOCOLS)}; shm is system shared memory. Default: rest for http, grpc for grpc."
-    ways = "Of a model here: run (bare session.run), bound (on bound memory), batcher (as the server batches)."
-    right = "Compare answers with this model's; without it, with answers to lone requests."
-    add("--model", default="", metavar="NAME[/VERSION]", help="The model, on servers.")
+    protocols = (
+        f"Protocols to a server: {', '.join(PROTOCOLS)}; shm is system shared memory. Default: rest for http, grpc for "
+        "grpc."
+    )
+    ways = (
+        "How a model in this process runs: run (bare session.run), bound (on bound memory), batcher (as the server "
+        "batches)."
+    )
+    right = (
+        "Compare the answers with those of this model. Without it, they are compared with the answers to single "
+        "requests."
+    )
+    add("--model", default="", metavar="NAME[/VERSION]", help="Name of the model on the server.")
     add("--protocol", default="", metavar="P,…", help=protocols)
     add("--way", default="run", metavar="W,…", help=f"{ways} Default: run.")
-    add("--batch", type=several(_count), default=[1], metavar="N,…", help="Rows of a request. Default: 1.")
-    add("--inputs", type=Path, metavar="DATA", help="Samples, .npz or a folder; made from the signature if not given.")
-    add("--free-dim", type=_count, metavar="N", help="Size of free dimensions of made inputs other than the rows.")
+    add("--batch", type=several(_count), default=[1], metavar="N,…", help="Rows per request. Default: 1.")
+    add("--inputs", type=Path, metavar="DATA", help="Samples to send, .npz or a folder. Default: synthetic inputs.")
+    add(
+        "--free-dim",
+        type=_count,
+        metavar="N",
+        help="Size of the free dimensions of synthetic inputs, except the number of rows.",
+    )
     add("--compare-outputs", metavar="MODEL", help=right)
-    add("--provider", metavar="NAME", help="The only execution provider, in this process.")
-    add("--threads", type=_count, metavar="N", help="Threads of a run, in this process.")
+    add("--provider", metavar="NAME", help="Execution provider for a model in this process; no other is used.")
+    add("--threads", type=_count, metavar="N", help="Threads per run of a model in this process.")
     add = parser.add_argument_group("load").add_argument
-    arrivals = "Of an open loop: constant, poisson, bursts:N, or a file of times in seconds, one a line."
-    text = "Closed loop: callers that wait for answers. Default: 1."
+    arrivals = (
+        "Open loop: pattern of arrivals, constant, poisson, bursts:N, or a file of times in seconds, one per line."
+    )
+    text = "Closed loop: number of callers, each of which waits for its answer. Default: 1."
     add("--concurrency", type=several(_count), metavar="N,…", help=text)
-    text = "Closed loop: each caller sends sequences of so many requests, one after the other."
+    text = "Closed loop: each caller sends sequences of this many requests, one after the other."
     add("--sequences", type=_count, metavar="N", help=text)
     text = "Open loop: requests per second."
     add("--rate", "--rates", type=several(number(float, 1e-6, 9_999_999)), metavar="R,…", help=text)
     add("--arrivals", default="constant", metavar="KIND", help=f"{arrivals} Default: constant.")
     add("--find-capacity", action="store_true", help="Search for the highest rate that is sustained (within --slo).")
-    add("--seconds", type=_seconds, default=10.0, metavar="S", help="Most for each load. Default: 10.")
-    text = "Load before the measurement. Default: 1."
+    add("--seconds", type=_seconds, default=10.0, metavar="S", help="Maximum time for each load. Default: 10.")
+    text = "Time for which the load runs before the measurement. Default: 1."
     add("--warmup", dest="warmup_s", type=_seconds, default=1.0, metavar="S", help=text)
-    add("--rounds", type=_count, default=1, metavar="N", help="Turns of all loads, which share --seconds.")
-    add("--processes", type=_count, default=1, metavar="N", help="Of the generator, for servers. Default: 1.")
-    add("--connections", type=_count, default=512, metavar="N", help="Most of a generator process. Default: 512.")
-    add("--timeout", dest="timeout_s", type=_seconds, default=10.0, metavar="S", help="For an answer. Default: 10.")
+    add(
+        "--rounds",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="Number of turns of all loads, which divide --seconds. Default: 1.",
+    )
+    add("--processes", type=_count, default=1, metavar="N", help="Generator processes, for servers. Default: 1.")
+    add(
+        "--connections",
+        type=_count,
+        default=512,
+        metavar="N",
+        help="Maximum number of connections per generator process. Default: 512.",
+    )
+    add(
+        "--timeout",
+        dest="timeout_s",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="Time limit of an answer. Default: 10.",
+    )
     add = parser.add_argument_group("verdict").add_argument
-    precise = "Stop when half the 95 %% interval of the percentile is within this share of it: 0.05."
-    slo = "Latency bound: counts answers within it; status 1 if the percentile misses it."
-    text = "The percentile that matters. Default: 99."
+    precise = (
+        "Stop early when half the width of the 95 %% interval of the percentile is at most this share of it, for "
+        "example 0.05."
+    )
+    slo = "Latency bound: the answers within it are counted, and the exit status is 1 if the percentile exceeds it."
+    text = "Percentile that --slo and --precision use. Default: 99."
     add("--percentile", type=number(float, 0.01, 99.9999), default=99.0, metavar="P", help=text)
     add("--precision", type=_share, metavar="SHARE", help=precise)
     add("--slo", dest="slo_ms", type=_seconds, metavar="MS", help=slo)
-    text = "Share that may fail with status 0. Default: 0."
+    text = "Share of requests that may fail without exit status 1. Default: 0."
     add("--allow-errors", type=_share, default=0.0, metavar="SHARE", help=text)
     add("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="Compare two results of --json.")
     add_access(parser)
@@ -158,7 +196,9 @@ def _loads(given: argparse.Namespace) -> list[Load]:
         expected = "expected constant, poisson or bursts:N beside --rate, or a file without --rate"
         raise invalid_input(f"--arrivals: {expected}, got --rate and '{given.arrivals}'")
     if given.arrivals != "constant" and not (is_file or given.rate or given.find_capacity):
-        raise invalid_input(f"--arrivals: expected --rate or --find-capacity, too, got '{given.arrivals}' alone")
+        raise invalid_input(
+            f"--arrivals: expected --rate or --find-capacity to be given, too, got only '{given.arrivals}'"
+        )
     if is_file or given.rate:
         return [Load(None, rate, given.arrivals) for rate in ([0.0] if is_file else given.rate)]
     return [Load(concurrency) for concurrency in given.concurrency or [1]]

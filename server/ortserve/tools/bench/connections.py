@@ -42,7 +42,7 @@ class Connection(asyncio.Protocol):
             self.owner.sink.failed(ticket, done_ns, kind, example)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.failed("connection_lost", str(exc or "the server closed the connection instead of answering"))
+        self.failed("connection_lost", str(exc or "the server closed the connection without an answer"))
 
     def _release(self, *, is_usable: bool) -> Ticket | None:
         ticket, self.ticket = self.ticket, None

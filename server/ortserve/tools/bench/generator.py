@@ -341,7 +341,7 @@ async def _serve(pipe: Connection) -> None:
             channel.send(error)
             continue
         except OSError as error:
-            channel.send(ServeError(ErrorKind.NOT_READY, f"no server answers: {error.strerror or error}"))
+            channel.send(ServeError(ErrorKind.NOT_READY, f"cannot reach the server: {error.strerror or error}"))
             continue
         channel.send(READY)
         if (start_ns := await channel.receive()) is None:

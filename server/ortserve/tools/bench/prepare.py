@@ -201,9 +201,9 @@ def prepare_server(address: Address, protocol: str, batch: int, settings: Settin
         return decode_grpc(body) if address.is_grpc else decode_rest(body, json_size)
 
     inputs, arrays = _inputs(signature, model, batch, settings, ask)
-    answers, expected, source = repeated(ask, arrays, "lone answers of the server")
+    answers, expected, source = repeated(ask, arrays, "the server's answers to single requests")
     if settings.sequences:
-        expected, source = (), "nothing, because answers depend on those before them in a sequence"
+        expected, source = (), "nothing, because answers depend on earlier requests of a sequence"
     if settings.compare_outputs:
         reference = open_model(find_model(settings.compare_outputs))
         _, right, source = repeated(partial(bare_run, reference), arrays, settings.compare_outputs)

@@ -31,13 +31,13 @@ _MOST_SEEN: Final = 4
 _CATALOG: Final = Catalog("""
 generator_too_slow (problem): The figures may be those of the generator or of a busy machine, so there is no verdict.
     → Lower the rate, use --processes, free processors, or run the generator on another machine.
-generator_beside_server (warning): It takes processors from the server: throughput may be too low by this share, and
-    latencies too long.
+generator_beside_server (warning): The generator takes processors from the server: throughput may be too low by this
+    share, and latencies too long.
     → Measure latencies at a moderate --rate; run the generator on another machine for the throughput.
 missed (problem): The exit status is not 0.
     → See the tables.
-overloaded (warning): More and more requests waited: the latencies grow with the time measured.
-    → Take percentiles at a lower rate; --find-capacity finds the highest that is sustained.
+overloaded (warning): More and more requests waited, so the latencies grow with the duration of the measurement.
+    → Take percentiles at a lower rate; --find-capacity finds the highest rate that is sustained.
 outputs_not_compared (warning): Wrong answers are not detected.
     → Give random operators a seed, or compare with a model without them: --compare-outputs MODEL.
 """)
@@ -136,19 +136,19 @@ def _rates(result: BenchResult, names: _Names) -> Table:
 def _capacities(result: BenchResult) -> Table:
     bound = f", and p{result.percentile:g} is within {result.slo_ms:g} ms" if result.slo_ms else ""
     columns = ["target", "way", "rows", "sustained /s", "too much /s"]
-    note = f"Sustained: nothing piles up, at most 0.1 % fail{bound}."
+    note = f"Sustained: no backlog grows, at most 0.1 % of the requests fail{bound}."
     return Table("Capacity", columns, [astuple(one) for one in result.capacities], note)
 
 
 def _details(points: Sequence[Point], names: _Names) -> Iterator[Table]:
     failures = [(names.text(point), one.kind, one.count, one.example) for point in points for one in point.failures]
-    yield Table("Failures", ["load", "kind", "count", "one of them"], failures)
+    yield Table("Failures", ["load", "kind", "count", "example"], failures)
     phases = list(dict.fromkeys(one.name for point in points for one in point.phases))
     times: list[dict[str, Cell]] = []
     for point in (point for point in points if point.phases):
         found = {one.name: f"{number_text(one.mean_ms)} / {number_text(one.p99_ms)}" for one in point.phases}
         times.append({"load": names.text(point), **{name: found.get(name) for name in phases}})
-    yield Table.of("Time on the server in ms, mean / p99", times, "As it says itself.")
+    yield Table.of("Time on the server in ms, mean / p99", times, "As the server reports it.")
     batches = [
         (names.text(point), ", ".join(f"{one.rows}: {one.batches:,}" for one in point.batches))
         for point in points
@@ -240,11 +240,11 @@ def present_comparison(comparison: BenchComparison) -> Report:
         rows.append([*cells, f"{one.ratio:.3f}", interval, verdict])
     columns = ["way", "load", "rows", "value", "first", "second", "second / first", "95 %", "difference"]
     note = (
-        "Noise is that within each result. Conditions that changed between them are not in it: measure both targets "
-        "in one run with --rounds."
+        "The noise is the spread within each result. It does not cover conditions that changed between the results: "
+        "measure both targets in one run with --rounds."
     )
     texts = [*comparison.problems, *(f"only in one of the results: {name}" for name in comparison.only_in_one)]
-    findings = [Finding("not_compared", "warning", text, "It has no verdict.", "Measure again.") for text in texts]
+    findings = [Finding("not_compared", "warning", text, "It was not compared.", "Measure again.") for text in texts]
     facts = Facts("Results", {"first": comparison.first, "second": comparison.second})
     blocks: list[Block] = [facts, Table("Changes", columns, rows, note)]
     return Report("ortserve bench: comparison", [*blocks, *([Findings(findings)] if findings else [])])

@@ -30,11 +30,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("repository", type=Path, metavar="REPOSITORY", help="folder of models")
-    add("--model", metavar="NAME", help="Check only this model, and what it contains if it is an ensemble.")
-    add("--jobs", type=number(int, 1, 64), default=1, metavar="N", help="Load so many at the same time. Default: 1.")
-    text = "Time to load one version. Default: 600."
+    add("--model", metavar="NAME", help="Check only this model, and the members of an ensemble.")
+    add(
+        "--jobs",
+        type=number(int, 1, 64),
+        default=1,
+        metavar="N",
+        help="Number of versions that are loaded at the same time. Default: 1.",
+    )
+    text = "Time limit to load one version. Default: 600."
     add("--seconds-per-model", type=number(float, 0.1, 86400), default=600.0, metavar="SECONDS", help=text)
-    add("--config", type=Path, metavar="FILE", help="Options file of the server, whose defaults count.")
+    add(
+        "--config", type=Path, metavar="FILE", help="Options file of the server, which sets the defaults of the models."
+    )
     add_fail_on(parser, "problem")
     return parser
 

@@ -29,19 +29,21 @@ def build_parser() -> ToolParser:
     text = "model.onnx, or REPOSITORY/name[/version] of a model or an ensemble"
     add("reference", metavar="FIRST", help=f"{text}: the model to compare with")
     add("candidate", metavar="SECOND", help=text)
-    add("--inputs", type=Path, metavar="DATA.npz", help="Samples; without them, inputs are synthetic.")
-    add("--labels", type=Path, metavar="LABELS.npy", help="An integer or text for each sample, for the accuracy.")
-    text = "Largest error that is accepted: a number for the largest difference, or for relative, cosine, top1 or "
-    text += "accuracy with its name, such as cosine=0.01; may be repeated."
+    add("--inputs", type=Path, metavar="DATA.npz", help="Samples to compare with. Default: synthetic inputs.")
+    add("--labels", type=Path, metavar="LABELS.npy", help="Labels for the accuracy: an integer or text per sample.")
+    text = (
+        "Largest error that is accepted: a number bounds the largest difference, MEASURE=N relative, cosine, top1 or "
+    )
+    text += "accuracy, such as cosine=0.01; may be repeated."
     add("--max-error", action="append", default=[], metavar="[MEASURE=]N", help=text)
-    text = "Least ratio of the times of a run: 1.2 is 1.2 times as fast; up to 1, the most that may be lost."
+    text = "Least speed of SECOND relative to FIRST: 1.2 requires 1.2 times the speed, 0.9 accepts a tenth less."
     add("--min-speedup", type=number(float, 1e-6, 1000), metavar="X", help=text)
-    text = "Rows of a run, if both models are batched."
+    text = "Rows per run, if both models are batched."
     add("--batch", type=number(int, 1, 65536), default=BATCH, metavar=f"{BATCH}", help=text)
-    text = "Time for the measurement of speed; 0 measures none."
+    text = "Time for the measurement of speed; 0 for no measurement."
     add("--seconds", type=number(float, 0, 3600), default=SECONDS, metavar=f"{SECONDS:g}", help=text)
-    add("--threads", type=number(int, 1, 65536), metavar="N", help="Threads of a run, for both.")
-    add("--provider", metavar="NAME", help="The only execution provider to use for both, such as cuda.")
+    add("--threads", type=number(int, 1, 65536), metavar="N", help="Threads per run of both models.")
+    add("--provider", metavar="NAME", help="Execution provider for both models, such as cuda; no other is used.")
     return parser
 
 
@@ -59,7 +61,7 @@ def compare(arguments: argparse.Namespace) -> Outcome:
     """
     bounds = [parse_bound(text) for text in arguments.max_error]
     if arguments.labels is None and any(bound.measure == "accuracy" for bound in bounds):
-        raise invalid_input("--max-error accuracy: expected --labels, too")
+        raise invalid_input("--max-error accuracy: expected --labels to be given, too")
     if arguments.min_speedup is not None and not arguments.seconds:
         raise invalid_input("--min-speedup: expected --seconds above 0")
     reference, candidate = (

@@ -35,7 +35,7 @@ _MOST_FEEDS: Final = 4
 _MOST_BYTES: Final = 1 << 28
 """Maximum size of these inputs together."""
 _LIMIT_S: Final = 3600.0
-SYNTHETIC_NOTE: Final = "synthetic inputs judge a model worse than real ones, so give real ones by --inputs"
+SYNTHETIC_NOTE: Final = "synthetic inputs judge a model less reliably than real ones; pass real samples with --inputs"
 
 
 def compare_models(
@@ -61,7 +61,7 @@ def compare_models(
         ServeError: invalid_input: a model cannot be opened or run, their interfaces differ, or the inputs do not fit.
     """
     if labels is not None and inputs is None:
-        raise invalid_input("--labels: expected --inputs, too, whose samples they belong to")
+        raise invalid_input("--labels: expected --inputs to be given, too, with the samples that the labels describe")
     with progress("comparing outputs in another process"):
         result, feeds = call_apart(_LIMIT_S, _compare_outputs, reference, candidate, inputs, labels, batch)
     if seconds:

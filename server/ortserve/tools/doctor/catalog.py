@@ -35,7 +35,7 @@ stolen_time (warning): requests wait without any sign of it inside this machine
 memory_near_limit (warning): the kernel kills a process beyond the limit; cached files count, but are dropped first
     → raise the limit, or serve fewer models
 processes_killed (warning): a killed server answers no request until it is started again
-    → raise the memory limit; max_inflight_bytes and max_rows bound what the server takes
+    → raise the memory limit; max_inflight_bytes and max_rows limit the memory that the server uses
 huge_pages_defrag (warning): an allocation may wait for the kernel to move memory
     → echo madvise > /sys/kernel/mm/transparent_hugepage/defrag
 no_huge_pages (advice): large weights then need many entries of the processor's page tables
@@ -68,7 +68,7 @@ old_driver (problem): onnxruntime-gpu 1.31 needs a driver for CUDA 13.0
     → install driver 580 or later
 unsupported_gpu (problem): onnxruntime-gpu 1.31 has kernels for 7.5, 8.0, 8.6, 8.9, 9.0 and 12.0 only
     → use another GPU, or build ONNX Runtime for this one
-gpu_memory_in_use (warning): models that do not fit into the rest are refused
+gpu_memory_in_use (warning): models that do not fit into the free memory fail to load
     → end the other processes (nvidia-smi), or set gpu_mem_limit
 
 # options, keys and TLS
@@ -124,13 +124,13 @@ open_files_near_limit (problem): further connections fail
     → raise the limit, or lower idle_timeout_s
 saturated (warning): queues grow, and requests are rejected or late
     → add servers or instances
-rejected_requests (warning): their callers got errors
+rejected_requests (warning): the callers of these requests got errors
     → see ortserve_rejected_requests_total by reason
-event_loop_stalls (warning): meanwhile no request was read or answered
+event_loop_stalls (warning): no request was read or answered during these stalls
     → give the server a processor that others do not use; its log says what it was doing
-run_timeouts (warning): their requests failed
+run_timeouts (warning): the requests of these batches failed
     → see the log, and run_timeout_s
-abandoned_runs (warning): each keeps a thread, and its model was loaded again
+abandoned_runs (warning): each such run still holds a thread; its model was reloaded
     → see the log for the model
 out_of_memory (warning): batches are smaller since then
     → see the log; set max_rows or serve fewer models

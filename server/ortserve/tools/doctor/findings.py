@@ -32,7 +32,7 @@ _EVENTS: Final = {
 }
 """Kinds of findings by the beginning of a warning of the load."""
 _COUNTS: Final = {
-    "event_loop_stalls": "times the event loop stood still",
+    "event_loop_stalls": "stalls of the event loop",
     "run_timeouts": "batches were terminated at their time limit",
     "abandoned_runs": "runs never ended",
     "out_of_memory": "batches found too little memory",
@@ -111,7 +111,7 @@ def find_in_runtime(found: RuntimeFacts) -> Iterator[Finding]:
     for trial in found.providers:
         missing = [name for name, says in trial.libraries.items() if "cannot open" in says]
         if trial.is_usable and missing:
-            yield finding("missing_library", f"{trial.name} finds no {', '.join(missing)}", *missing)
+            yield finding("missing_library", f"{trial.name} does not find {', '.join(missing)}", *missing)
         elif trial.is_offered and not trial.is_usable:
             has_gpu = bool(found.gpus) or trial.name not in GPU_PROVIDERS
             kind = "provider_unusable" if has_gpu else "provider_without_gpu"
@@ -125,7 +125,7 @@ def find_in_runtime(found: RuntimeFacts) -> Iterator[Finding]:
             yield from _find_in_gpu(gpu)
     elif found.gpus:
         names = ", ".join(gpu.name for gpu in found.gpus)
-        yield finding("gpu_unused", f"the installed ONNX Runtime has no CUDA for {names}")
+        yield finding("gpu_unused", f"the installed ONNX Runtime has no CUDA execution provider for {names}")
 
 
 def _find_in_gpu(gpu: GpuFacts) -> Iterator[Finding]:
@@ -179,7 +179,7 @@ def find_in_server(found: ServerFacts) -> Iterator[Finding]:
     if not found.live:
         yield finding("not_live", "the server is not live")
     elif not found.ready:
-        yield finding("not_ready", "the server is live, and not ready")
+        yield finding("not_ready", "the server is live, but not ready")
     for label, state in (found.models or {}).items():
         if not state.startswith("READY"):
             yield finding("model_not_ready", f"{label} is {state}", label)

@@ -32,23 +32,39 @@ def build_parser() -> ToolParser:
     """The arguments."""
     parser = ToolParser(
         "golden",
-        "Record golden samples beside a version: inputs, and outputs that it must give before it is served. Or check "
-        "that it gives them.",
+        "Record golden samples beside a version: inputs, and the outputs that it must produce before it is served. Or "
+        "check that it produces them.",
         epilog="Exit status: 0 recorded or in agreement, 1 the version disagrees or a failure, 2 wrong arguments.",
     )
     add = parser.add_argument
     add("action", choices=("record", "check"), metavar="record|check", help="what to do")
-    add("target", metavar="REPOSITORY/name[/version]", help="the version that has or gets the samples")
-    add("--inputs", type=Path, metavar="DATA.npz", help="Samples, or a folder; without them, inputs are synthetic.")
-    text = f"The most samples, spread over the inputs. Default: {_SAMPLES}."
+    add("target", metavar="REPOSITORY/name[/version]", help="version whose samples are recorded or checked")
+    add(
+        "--inputs",
+        type=Path,
+        metavar="DATA.npz",
+        help="Inputs of the samples, .npz or a folder. Default: synthetic inputs.",
+    )
+    text = f"Maximum number of samples, spread over the inputs. Default: {_SAMPLES}."
     add("--samples", type=number(int, 1, MOST_SAMPLES), default=_SAMPLES, metavar="N", help=text)
-    text = "Expect the outputs of another model, or of the version on a running server. Default: those of the target."
+    text = (
+        "Record as expected outputs those of another model, or of a version on a running server. Default: those of the "
+        "target."
+    )
     add("--from", dest="source", metavar="URL|MODEL", help=text)
-    add("--model", metavar="NAME", help="Name on the server. Default: that of the target.")
-    add("--version", metavar="N", default="", help="Version on the server. Default: the one that answers.")
-    text = "Bound of an output's error, such as y:cosine=0.01; max without a measure; may be repeated."
+    add("--model", metavar="NAME", help="Name of the model on the server. Default: that of the target.")
+    add(
+        "--version",
+        metavar="N",
+        default="",
+        help="Version on the server. Default: the version that answers requests without one.",
+    )
+    text = (
+        "Bound of an output's error, such as y:cosine=0.01; without a measure, of the largest difference (max); may be "
+        "repeated."
+    )
     add("--tolerance", action="append", default=[], metavar="OUTPUT:[MEASURE=]N", help=text)
-    text = "Replace existing samples; their tolerances stay unless others are given."
+    text = "Replace existing samples. Their tolerances are kept unless --tolerance gives others."
     add("--replace", action="store_true", help=text)
     add_access(parser)
     return parser
@@ -89,7 +105,10 @@ def _check(subject: Subject, folder: Path) -> str:
     if subject.options.ensemble is not None:
         raise invalid_input(f"{subject.name} is an ensemble: use ortserve check REPOSITORY --model {subject.name}")
     if not folder.is_dir():
-        raise invalid_input(f"{subject.name}/{subject.version}: expected golden samples, got none: record them")
+        raise invalid_input(
+            f"{subject.name}/{subject.version}: expected golden samples, got none; record them with ortserve golden "
+            "record"
+        )
     with progress("checking in another process"):
         return _apart(check_version, subject)
 
@@ -98,7 +117,7 @@ def _record(arguments: argparse.Namespace, subject: Subject, folder: Path) -> Re
     if subject.options.is_ragged:
         raise invalid_input(f"{subject.name}: expected a model without ragged batches, whose samples share outputs")
     if folder.exists() and not arguments.replace:
-        raise invalid_input(f"{folder}: expected no golden samples yet: --replace replaces them")
+        raise invalid_input(f"{folder}: expected a version without golden samples; --replace replaces existing ones")
     tolerances = _tolerances(arguments.tolerance) or kept_tolerances(folder)
     source = _source(arguments, subject)
     with staging_folder(folder) as staging, progress("recording in another process"):

@@ -83,7 +83,7 @@ def record_samples(
         elif generator is not None:
             given = SyntheticInputs(generator)
         else:
-            raise invalid_input("the model rejects synthetic inputs, so give real ones by --inputs")
+            raise invalid_input("the model rejects synthetic inputs; pass real samples with --inputs")
         samples = list(_take(given, signature, count))
         if source is None:
             count = len(signature.outputs)  # without the states of sequences
@@ -147,14 +147,14 @@ def write_samples(folder: Path, golden: GoldenSamples, signature: ModelSignature
     if len(golden.samples) > MOST_SAMPLES or nbytes > MOST_BYTES:
         raise invalid_input(
             f"expected at most {MOST_SAMPLES} samples of {MOST_BYTES} bytes in total, got {len(golden.samples)} of "
-            f"{nbytes} bytes: --samples takes fewer"
+            f"{nbytes} bytes; record fewer with --samples"
         )
     for number, group in enumerate(groups.values(), 1):
         columns = {name: np.concatenate([arrays[name] for arrays in group]) for name in group[0]}
         try:
             texts = {name: encode_texts(column) for name, column in columns.items() if column.dtype.hasobject}
         except (UnrecordableError, UnicodeEncodeError):
-            raise invalid_input("expected texts in UTF-8 that do not end with a NUL, got others") from None
+            raise invalid_input("expected texts in UTF-8 that do not end with a NUL, got other texts") from None
         with (folder / f"samples-{number}.npz").open("wb") as file:
             write_arrays(file, columns | texts)
     if golden.tolerances:

@@ -18,12 +18,12 @@ from ortserve.tools.report import Block, Facts, Report, Table, Text
 _ACTIONS: Final = {
     "list": "the models of the server",
     "status": "the versions of a model, their labels and requests",
-    "load": "load a model, or reload it if it has changed; returns when it serves",
+    "load": "load a model, or reload it if it has changed; returns when the model serves",
     "unload": "unload a model; returns when its last request is answered",
-    "labels": "show labels; change those given as NAME=VERSION; NAME= removes one that a call set",
+    "labels": "show labels; NAME=VERSION sets a label, NAME= removes a label that a call set",
     "rollout": "show the rollout; start or change it with KEY=VALUE, as in model.yaml; stop ends it",
-    "promote": "make the candidate of the rollout, or a version, stable in one step",
-    "rollback": "end the rollout, or make the version stable again that was before the last promotion",
+    "promote": "make the candidate of the rollout, or the given version, stable in one step",
+    "rollback": "end the rollout, or make the version stable that was stable before the last promotion",
 }
 _WATCH_S: Final = 1.0
 """Interval between two readings."""
@@ -41,7 +41,7 @@ def build_parser() -> ToolParser:
     )
     add = parser.add_argument
     add("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
-    add("model", nargs="?", default="", metavar="MODEL", help="name of the model, for all actions but list")
+    add("model", nargs="?", default="", metavar="MODEL", help="name of the model, for all actions except list")
     add(
         "changes",
         nargs="*",
@@ -50,9 +50,13 @@ def build_parser() -> ToolParser:
         help="labels: NAME=VERSION; rollout: KEY=VALUE, rules.KEY=VALUE or stop; promote: the version",
     )
     add("--url", default="http://127.0.0.1:8000", help="HTTP port of the server. Default: %(default)s.")
-    add("--watch", action="store_true", help="list, status, rollout: print again after each change, until interrupted.")
+    add(
+        "--watch",
+        action="store_true",
+        help="With list, status or rollout: print again after each change, until interrupted.",
+    )
     seconds = number(float, 1, 86_400)
-    text = "Time to wait for a load, an unload or a change of labels. Default: %(default)g."
+    text = "Time limit of a load, an unload or a change of labels. Default: %(default)g."
     add("--timeout-s", type=seconds, default=600.0, metavar="SECONDS", help=text)
     add_access(parser)
     return parser

@@ -109,7 +109,7 @@ class ModelServer:
     def _read(self, path: str, body: bytes | None, kind: type) -> Any:
         document = self._client.call(path, body).json()
         if not isinstance(document, kind):
-            raise another_kind(self._address, f"its answer to {path} is another document")
+            raise another_kind(self._address, f"got another document as the answer to {path}")
         return document
 
 

@@ -54,31 +54,38 @@ def build_parser() -> ToolParser:
     parser.add_argument("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
     add_destination(parser)
     add = parser.add_argument_group("steps").add_argument
-    text = "Leave out a step that is done without being asked for; may be repeated."
+    text = "Skip a step that runs by default; may be repeated."
     add("--skip", action="append", default=[], choices=_DEFAULTS, help=text)
-    add("--outputs", type=several(str), metavar="A,B", help="Keep only these outputs, and what they need.")
+    add("--outputs", type=several(str), metavar="A,B", help="Keep only these outputs, and the nodes that they need.")
     text = "Name a free dimension of an input or output; may be repeated."
     add("--name-dim", action="append", default=[], type=_named, metavar="TENSOR:AXIS=NAME", help=text)
     text = "Fix a named dimension; may be repeated."
     add("--dim", action="append", default=[], type=_fixed, metavar="NAME=SIZE", help=text)
     newest = onnx.defs.onnx_opset_version()
     add("--opset", type=number(int, 1, newest), metavar="N", help="Convert the standard operators to this opset.")
-    text = f"Type for onnxruntime.transformers, found if not given. One of {', '.join(making.MODEL_TYPES)}."
+    text = f"Model type for onnxruntime.transformers. Default: detected. One of {', '.join(making.MODEL_TYPES)}."
     add("--model-type", choices=making.MODEL_TYPES, metavar="TYPE", help=text)
-    add("--heads", type=number(int, 1, _MOST), metavar="N", help="Heads of its attentions, found if not given.")
-    add("--hidden", type=number(int, 1, _MOST), metavar="N", help="Width of its attentions, found if not given.")
-    text = "Compute with 16 bits, but for the nodes that need fp32. Gains time on GPUs only."
+    add("--heads", type=number(int, 1, _MOST), metavar="N", help="Number of attention heads. Default: detected.")
+    add("--hidden", type=number(int, 1, _MOST), metavar="N", help="Hidden size of the attention. Default: detected.")
+    text = "Compute in 16 bits, except the nodes that need fp32. This is faster only on GPUs."
     add("--precision", choices=precision.PRECISIONS, help=text)
-    text = "Save the graph as ONNX Runtime optimizes it on this machine, for machines like it."
+    text = "Save the graph as ONNX Runtime optimizes it on this machine; only for machines of the same kind."
     add("--level", choices=_LEVELS, help=text)
-    add("--external-data", action="store_true", help="Write weights beside the model, as over 2 GB in any case.")
+    add(
+        "--external-data",
+        action="store_true",
+        help="Write the weights to a file beside the model, as is always done over 2 GB.",
+    )
     add = parser.add_argument_group("checks").add_argument
-    text = f"Largest error against the source, MEASURE one of max, relative, cosine, top1 ({_FP32}; 16 bits: {_HALF})."
+    text = (
+        f"Largest accepted error against the source; MEASURE is max, relative, cosine or top1 ({_FP32}; 16 bits: "
+        f"{_HALF})."
+    )
     add("--max-error", metavar="[MEASURE=]NUMBER", help=text)
-    add("--inputs", type=Path, metavar="DATA.npz", help="Samples that judge the model, instead of synthetic inputs.")
+    add("--inputs", type=Path, metavar="DATA.npz", help="Samples for the comparison. Default: synthetic inputs.")
     add("--provider", metavar="NAME", help="Execution provider that runs the models: cpu, cuda, …")
-    add("--threads", type=number(int, 1, _MOST), metavar="N", help="Threads of a run.")
-    text = f"For the final measurement of speed ({SECONDS:g}); 0 for none."
+    add("--threads", type=number(int, 1, _MOST), metavar="N", help="Threads per run.")
+    text = f"Time for the final measurement of speed ({SECONDS:g}); 0 for no measurement."
     add("--seconds", type=number(float, 0, 3600), default=SECONDS, metavar="S", help=text)
     return parser
 
@@ -142,7 +149,7 @@ def optimize(
         ):  # for equal models, one of 40 intervals lies below 1: measure again
             compared = _compare(given, work)
         if compared.speed and compared.speed.is_slower:
-            why = "the model as a whole is slower than the source"
+            why = "the resulting model is slower than the source"
             dropped = tuple(replace(step, is_kept=False, reason=why) if step.is_kept else step for step in work.steps)
             work = Work(base, before, start, given.inputs, dropped)
             compared = _compare(given, work)

@@ -27,7 +27,7 @@ lost_fusions (warning): Known sizes let ONNX Runtime rewrite multiplications bef
     → leave the dimensions free, or compare both: the source and this model
 half_on_cpu (warning): ONNX Runtime converts to fp32 and back around most operators there.
     → use it on GPUs, or only to save space
-slower (warning): It was asked for.
+slower (warning): The model was written nevertheless, because options ask for it.
     → use the source
 synthetic_inputs (advice): {SYNTHETIC_NOTE[:1].upper()}{SYNTHETIC_NOTE[1:]}.
     → --inputs DATA.npz with an array of samples for each input

@@ -88,7 +88,9 @@ def convert(
         half, reasons = search(list(candidates), delicate, error_of, bound.most, _MOST_TRIALS)
     except ServeError as error:
         text = error.message.removeprefix(f"{target}: ")
-        raise invalid_input(f"--precision {name}: cannot be run here, so not be checked: {text}") from None
+        raise invalid_input(
+            f"--precision {name}: cannot run on this machine, so it cannot be checked: {text}"
+        ) from None
     if not half:
         raise invalid_input(f"--precision {name}: no node can be converted within {bound}")
     make(half)

@@ -61,7 +61,7 @@ def keep_outputs(source: Path, target: Path, names: Sequence[str]) -> Notes:
     save(model, target, source)
     if not unused:
         return ()
-    return (f"inputs that nothing needs any more are removed: {', '.join(value.name or '' for value in unused)}",)
+    return (f"inputs that no node needs any more are removed: {', '.join(value.name or '' for value in unused)}",)
 
 
 def set_dimensions(source: Path, target: Path, fixed: Mapping[str, int], named: Mapping[tuple[str, int], str]) -> Notes:
@@ -187,7 +187,7 @@ def share_weights(source: Path, target: Path) -> Notes:
     DeduplicateHashedInitializersPass()(model)
     save(model, target, source)
     merged = before - len(model.graph.initializers)
-    return (f"{merged} weights that were there twice",) if merged else ()
+    return (f"{merged} duplicate weights",) if merged else ()
 
 
 def save_optimized(source: Path, target: Path, level: str, opening: Timed, has_data: bool) -> Notes:

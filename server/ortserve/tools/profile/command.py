@@ -25,7 +25,7 @@ from ortserve.tools.subject import Subject, find_model, is_url
 
 _DESCRIPTION: Final = """
 Show what each operator of a model costs. TARGET is model.onnx or REPOSITORY/name[/version], or the URL of a server and
-the name of a model that it serves: then copies of its next batches are profiled there.
+the name of a model that it serves, whose next batches are then copied and profiled there.
 """
 _UNCHANGED: Final = "default"
 """The word of ``--compare`` for the settings as they are."""
@@ -49,23 +49,36 @@ def _parser() -> ToolParser:
     parser.add_argument("target", nargs="?", metavar="TARGET", help="Model file, REPOSITORY/name[/version], or URL.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="With a URL: the name of the model.")
     count, seconds = number(int, 1), number(float, 1e-3)
-    help_text = "Samples, .npz or a folder (synthetic inputs); with a URL, to send instead of waiting for requests."
+    help_text = (
+        "Samples, .npz or a folder (default: synthetic inputs). With a URL, they are sent instead of waiting for "
+        "requests."
+    )
     parser.add_argument("--inputs", type=Path, metavar="DATA", help=help_text)
-    parser.add_argument("--rows", type=count, default=1, metavar="N", help="Rows of a run, or of a request sent (1).")
+    parser.add_argument("--rows", type=count, default=1, metavar="N", help="Rows per run, or per request sent (1).")
     runs = parser.add_argument_group("runs in this process")
-    runs.add_argument("--runs", type=count, default=50, metavar="N", help="Runs with and without profiling (50).")
+    runs.add_argument(
+        "--runs", type=count, default=50, metavar="N", help="Number of runs with profiling, and of runs without (50)."
+    )
     runs.add_argument("--seconds", type=seconds, default=60.0, help="Time limit of all runs (60).")
     runs.add_argument("--provider", metavar="NAME", help="Execution provider: cpu, cuda, tensorrt, openvino.")
-    runs.add_argument("--threads", type=count, metavar="N", help="Threads of a run.")
-    help_text = "Session setting of model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
+    runs.add_argument("--threads", type=count, metavar="N", help="Threads per run.")
+    help_text = "Session setting as in model.yaml, or an entry such as session.dynamic_block_base; may be repeated."
     runs.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)
-    help_text = f"Two models, or two settings of TARGET: KEY=VALUE[,…], also threads and provider, {_UNCHANGED}."
+    help_text = (
+        f"Compare two models, or two settings of TARGET: KEY=VALUE[,…] (also threads and provider) or {_UNCHANGED}."
+    )
     runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help=help_text)
     server = parser.add_argument_group("batches of a server")
-    server.add_argument("--requests", type=count, default=100, metavar="N", help="Requests to copy (100).")
-    server.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for them (30).")
+    server.add_argument(
+        "--requests", type=count, default=100, metavar="N", help="Number of requests whose batches are copied (100)."
+    )
+    server.add_argument(
+        "--timeout", type=seconds, default=30.0, metavar="S", help="Time to wait for these requests (30)."
+    )
     add_access(parser)
-    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="Keep ONNX Runtime's trace, for Perfetto.")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="Write ONNX Runtime's trace to this file, for Perfetto."
+    )
     return parser
 
 

@@ -157,7 +157,9 @@ class _Arm:
         if not complete:
             raise ServeError(ErrorKind.INTERNAL, f"{runs.label}: no run is complete in the profiler's trace")
         if complete < len(runs.plain):  # samples differ in how often their loops repeat
-            runs.notes.append(f"the profiler kept {complete} of {len(runs.plain)} runs: fewer --runs are complete")
+            runs.notes.append(
+                f"the profiler recorded only {complete} of {len(runs.plain)} runs; with fewer --runs, all are recorded"
+            )
             del runs.plain[complete:], runs.profiled[complete:]
         if self._graph_file is not None and self._graph_file.is_file():
             optimized = read_model(self._graph_file)

@@ -9,7 +9,7 @@ from ortserve.tools.profile.runs import CLOSED_WITHIN, LEAST_MS, Runs
 from ortserve.tools.report import Block, Cell, Facts, Picture, Report, Table, Text, number_text
 
 _SHOWN: Final = 15
-_AREAS: Final = "Areas are self times; nodes of an operator are together."
+_AREAS: Final = "Areas are self times. Nodes of the same operator are grouped."
 _FLAME: Final = "A quiet run, from left to right; inner graphs are below their node."
 _Row = TypeVar("_Row")
 
@@ -99,7 +99,7 @@ def _balance(profile: Profile, of: str) -> Table:
             "is the profiler. Trust shares, not times."
         )
     else:
-        note = f"What the profiler adds is known within {_percent(balance.rest_error)} only."
+        note = f"The time that the profiler adds is known only within {_percent(balance.rest_error)}."
     if balance.is_closed is False and balance.rest_ms < 0:
         within = number_text(-balance.rest_ms)
         note += f" Profiling slows the operators down by at least {within} ms, apart from its own part of their times."
@@ -160,13 +160,13 @@ def _comparison(comparison: Comparison, one: str, other: str) -> Iterator[Block]
         f"{'beyond' if is_beyond else 'within'} the noise."
     )
     yield Table(
-        "Operators gained and lost",
+        "Operators whose times differ",
         ("operator", "nodes A", "nodes B", "ms A", "ms B", "difference"),
         [
             (row.op, row.nodes, row.other_nodes, row.self_ms, row.other_self_ms, row.other_self_ms - row.self_ms)
             for row in comparison.operators
         ],
-        f"A is {one}, B is {other}. Self times per run. A dash: there is no such operator.",
+        f"A is {one}, B is {other}. Self times per run. A dash means that there is no such operator.",
         _SHOWN,
     )
 

@@ -83,7 +83,7 @@ def profile_server(
             answer["ended_because"],
         )
     except (ValueError, KeyError, TypeError):
-        raise another_kind(address, "its answer is no profile") from None
+        raise another_kind(address, "got an answer that is not a profile") from None
     found = len(runs.trace.runs)
     if found != len(batches):
         raise ServeError(ErrorKind.INTERNAL, f"{address.url}: expected {len(batches)} runs in the trace, got {found}")
@@ -95,7 +95,7 @@ def profile_server(
 @contextmanager
 def _say_waiting(what: str) -> Iterator[None]:
     """Say on standard error what the block waits for, if it takes over a second. On terminals the progress bar does."""
-    timer = Timer(_SAY_AFTER_S, sys.stderr.write, [f"ortserve profile: waiting for {what} (--inputs sends some)\n"])
+    timer = Timer(_SAY_AFTER_S, sys.stderr.write, [f"ortserve profile: waiting for {what} (--inputs sends requests)\n"])
     if not sys.stderr.isatty():
         timer.start()
     try:

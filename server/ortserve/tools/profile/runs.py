@@ -158,7 +158,7 @@ def doubts_of(balance: Balance) -> list[str]:
         share = 100 * balance.interrupted_ms / balance.profiled_ms
         doubts.append(f"the machine was busy: {share:.0f} % of the time of the runs went to interruptions")
     if balance.rest_error > CLOSED_WITHIN and balance.operators_ms >= LEAST_MS:
-        doubts.append("what the profiler adds varied too much to tell: repeat with more --runs, or with --threads 1")
+        doubts.append("the time that the profiler adds varied too much: repeat with more --runs, or with --threads 1")
     return doubts
 
 

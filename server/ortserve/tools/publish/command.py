@@ -28,16 +28,16 @@ def build_parser() -> ToolParser:
     """The arguments."""
     parser = ToolParser(
         "publish",
-        "Make a model the next version of a model in a repository. It appears as a whole: a server that polls the "
-        "repository never sees a part of it.",
+        "Make a model the next version of a model in a repository. It appears at once: a server that polls the "
+        "repository never sees an incomplete version.",
         page_flags=("--page",),
         epilog="Exit status: 0 published, 1 the repository cannot be written, 2 wrong arguments or models.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help=f"{MODEL_FILE}, or REPOSITORY/name[/version]; its files are copied")
-    add("target", metavar="REPOSITORY/name", help="the model that gets the version; it is made if it is new")
-    add("--options", type=Path, metavar="MODEL.yaml", help="Also replace the model.yaml of the target by this file.")
-    text = "Publish although inputs or outputs differ from those of the version that is served."
+    add("target", metavar="REPOSITORY/name", help="the model that gets the version; created if it does not exist")
+    add("--options", type=Path, metavar="MODEL.yaml", help="Also replace the model.yaml of the target with this file.")
+    text = "Publish even if inputs or outputs differ from those of the version that is served."
     add("--allow-changed-interface", action="store_true", help=text)
     add_golden(parser)
     return parser
@@ -89,7 +89,7 @@ def trace(source: Subject, command: Sequence[str]) -> tuple[Provenance, list[str
     model = describe_model(source.path, source.path.name, None)
     if before is not None and before.model.digest == model.digest:
         return with_summary(replace(before, commands=(*before.commands, command_line(command)))), []
-    notes = [] if before is None else [f"the provenance of {source.path.name} is that of another file: left out"]
+    notes = [] if before is None else [f"the provenance of {source.path.name} belongs to another file and was left out"]
     return make_provenance(source, source.path, arguments=command), notes
 
 

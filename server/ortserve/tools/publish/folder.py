@@ -57,8 +57,8 @@ class Published:
 
 def add_golden(parser: argparse.ArgumentParser) -> None:
     """Add ``--golden``, which decides ``keeps_golden``."""
-    text = "Golden samples of the version that is served: the new one must agree with them and gets them (keep, the "
-    text += "default), or it is published without samples (none)."
+    text = "Golden samples of the served version: the new version must agree with them and gets a copy (keep, the "
+    text += "default), or is published without samples (none)."
     parser.add_argument("--golden", choices=("keep", "none"), default="keep", help=text)
 
 
@@ -200,7 +200,7 @@ def _check(subject: Subject, served: Subject | None) -> tuple[list[str], list[st
     except ServeError as error:
         return [], [*notes, f"version {served.version} does not open, so its interface was not compared: {error}"]
     if dependence and not before.rows.known_dependence:
-        notes.append(f"its requests run alone, those of version {served.version} shared batches: {dependence}")
+        notes.append(f"its requests run alone, while those of version {served.version} shared batches: {dependence}")
     return signature_differences(before.signature, signature), notes
 
 
@@ -275,9 +275,7 @@ def _recorded(folder: Path) -> int:
     except FileNotFoundError:
         return 0
     except ValueError:
-        raise invalid_input(
-            f"{folder / RECORD}: expected the highest number of a version, got something else"
-        ) from None
+        raise invalid_input(f"{folder / RECORD}: expected the highest version number, got other content") from None
 
 
 def _record(folder: Path, number: int) -> Path:

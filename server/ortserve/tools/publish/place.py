@@ -76,7 +76,9 @@ def find_place(target: str) -> Place:
     folder = Path(target).absolute()
     repository, name = folder.parent, folder.name
     if not repository.is_dir():
-        raise invalid_input(f"{target}: expected REPOSITORY/name with an existing repository, there is no {repository}")
+        raise invalid_input(
+            f"{target}: expected REPOSITORY/name with an existing repository, but {repository} does not exist"
+        )
     if name.startswith(".") or not name.isprintable() or name.endswith(".onnx") or "\\" in name:
         raise invalid_input(f"{target}: expected the name of a model after the repository, got '{name}'")
     models = read_repositories([repository])

@@ -62,42 +62,65 @@ def _parser() -> ToolParser:
     parser.add_argument("model", metavar="MODEL", help="model.onnx, or REPOSITORY/name[/version]")
     add_destination(parser)
     add = parser.add_argument_group("quantization; defaults are those that are fast on this processor").add_argument
-    text = "Integer weights and activations, with ranges of each run or from calibration; or only weights."
+    text = (
+        "Quantize weights and activations, with ranges from each run (dynamic) or from calibration (static); or only "
+        "weights."
+    )
     add("--mode", choices=MODES, required=True, help=text)
-    add("--bits", type=int, choices=(4, 8), help="Bits of weights in mode weights (4).")
-    add("--block", type=int, metavar="N", help="Weights that share a scale in mode weights (32).")
-    text = "Samples for mode static: an .npz by input, or a folder of such files, as a server records them."
+    add("--bits", type=int, choices=(4, 8), help="Bits per weight in mode weights (4).")
+    add("--block", type=int, metavar="N", help="Number of weights that share a scale in mode weights (32).")
+    text = (
+        "Samples for mode static: an .npz file with an array per input, or a folder of such files, as a server records "
+        "them."
+    )
     add("--calibration", type=Path, metavar="DATA.npz", help=text)
-    text = "How ranges come from values: all of them (minmax), or without rare ones."
+    text = (
+        "How the range of a tensor is chosen: from all values (minmax), or without rare values (entropy, percentile)."
+    )
     add("--calibrator", choices=("minmax", "entropy", "percentile"), help=text)
     channel = parser.add_mutually_exclusive_group()
-    text = "A scale for each channel of a weight (default), or one for all."
+    text = "Use one scale per channel of a weight (default)."
     channel.add_argument("--per-channel", action="store_true", default=None, help=text)
-    channel.add_argument("--per-tensor", dest="per_channel", action="store_false", default=None, help="See above.")
+    channel.add_argument(
+        "--per-tensor", dest="per_channel", action="store_false", default=None, help="Use one scale per weight."
+    )
     add("--activations", choices=("uint8", "int8", "uint16", "int16"), help="Type of activations in mode static.")
     add("--weights", choices=("int8", "uint8"), help="Type of weights.")
-    text = "Weights of 7 bits, which processors without VNNI need (auto)."
+    text = "Use weights of 7 bits, which processors without VNNI need (auto)."
     add("--reduce-range", choices=("auto", "on", "off"), default="auto", help=text)
     text = "Quantize only these operators."
     add("--ops", dest="operators", type=_names, default=(), metavar="MatMul,Conv", help=text)
-    add("--exclude", type=_names, action="extend", default=[], metavar="NODE,…", help="Leave these in floating point.")
+    add(
+        "--exclude",
+        type=_names,
+        action="extend",
+        default=[],
+        metavar="NODE,…",
+        help="Keep these nodes in floating point.",
+    )
     add = parser.add_argument_group("comparison with MODEL").add_argument
     text = (
-        "Largest error: of max, relative, cosine, top1 or accuracy; may be repeated (cosine=0.02; with labels "
-        "accuracy=0.005)."
+        "Largest accepted error, by measure: max, relative, cosine, top1 or, with --labels, accuracy; may be repeated, "
+        "for example cosine=0.02."
     )
     add("--max-error", action="append", default=[], metavar="[MEASURE=]NUMBER", help=text)
-    text = "Samples to compare; without them a part of the calibration samples, or synthetic ones."
+    text = "Samples for the comparison. Default: a part of the calibration samples, otherwise synthetic inputs."
     add("--inputs", type=Path, metavar="DATA.npz", help=text)
-    text = "Of the samples of --inputs, or without them of --calibration: integers or texts."
+    text = "Labels of the samples of --inputs, or of --calibration without --inputs: integers or texts."
     add("--labels", type=Path, metavar="LABELS.npy", help=text)
-    text = "Most samples for calibration, and for the comparison (256)."
+    text = "Maximum number of samples for calibration and for the comparison, each (256)."
     add("--samples", type=number(int, 1), default=256, metavar="N", help=text)
-    add("--rank", action="store_true", help="Rank the nodes by their cost also if all can be quantized.")
-    add("--trials", type=number(int, 1), default=60, metavar="N", help="Most models for the ranking (60).")
-    text = "Time limit of calibration and search (10)."
+    add("--rank", action="store_true", help="Rank the nodes by their cost even if all can be quantized.")
+    add(
+        "--trials",
+        type=number(int, 1),
+        default=60,
+        metavar="N",
+        help="Maximum number of models that the ranking tries (60).",
+    )
+    text = "Time limit of calibration and search, in minutes (10)."
     add("--minutes", type=number(float, 0), default=10.0, metavar="N", help=text)
-    text = "For the measurement of speed; 0 for none (4)."
+    text = "Time for the measurement of speed; 0 for no measurement (4)."
     add("--seconds", type=number(float, 0), default=4.0, metavar="N", help=text)
     return parser
 
@@ -134,11 +157,15 @@ def _bounds(given: argparse.Namespace) -> list[ErrorBound]:
         ServeError: invalid_input: samples or labels are missing, or do not suit the mode.
     """
     if given.mode != "static" and given.calibration is not None:
-        raise invalid_input(f"--calibration: expected --mode static, got {given.mode}; --inputs are compared")
+        raise invalid_input(
+            f"--calibration: expected --mode static, got {given.mode}; --inputs gives samples for the comparison"
+        )
     if given.mode == "static" and given.calibration is None:
         raise invalid_input("--mode static: expected --calibration DATA.npz with samples of real inputs")
     if given.labels is not None and given.inputs is None and given.calibration is None:
-        raise invalid_input("--labels: expected --inputs or --calibration, too, whose samples they belong to")
+        raise invalid_input(
+            "--labels: expected --inputs or --calibration to be given, too, with the samples that the labels describe"
+        )
     bounds = [parse_bound(text) for text in given.max_error]
     if given.labels is None and any(bound.measure == "accuracy" for bound in bounds):
         raise invalid_input("--max-error accuracy: expected --labels, too")

@@ -33,7 +33,7 @@ def _blocks(result: QuantizeResult) -> Iterator[Block]:
     yield table_of("Nodes", result.operators)
     if result.ranking:
         columns = ["nodes", "operator", f"{result.ranked_by} error alone", "in the result"]
-        about = "Errors of models in which only these nodes are quantized."
+        about = "Error of a model in which only these nodes are quantized."
         yield Table("Cost of nodes", columns, [_row(part) for part in result.ranking], about, _MOST_ROWS)
     yield facts_of("Settings", result.settings)
     for note in result.notes:

@@ -94,7 +94,7 @@ def read_samples(model: OpenModel, files: Files) -> tuple[Samples | None, Sample
         return chosen, evaluation or _synthetic(model, most)
     every = _read(model, calibration, "--calibration", 2 * most, files.labels)
     if every.samples < _LEAST_TO_DIVIDE:
-        note = f"calibrated and compared with the same {every.samples} samples, which judges too well"
+        note = f"calibrated and compared with the same {every.samples} samples, so the errors look too small"
         return every, replace(every, notes=(f"{note}: give {_LEAST_TO_DIVIDE} or more, or others by --inputs",))
     is_held_out = np.arange(every.samples) % _HELD_OUT == _HELD_OUT - 1
     return every.part(~is_held_out, most, "for calibration"), every.part(is_held_out, most, "held out")

@@ -77,21 +77,39 @@ def build_parser() -> ToolParser:
     parser.add_argument("model", metavar="MODEL", help="REPOSITORY/name[/version], or a file, which is only measured.")
     add = parser.add_argument_group("what is better").add_argument
     add("--slo", type=_duration, metavar="TIME", help="Bound of the latency: 20ms, 0.5s, or a number of ms.")
-    add("--percentile", type=number(float, 50, 99.99), default=99.0, metavar="P", help="Of the bound. Default: 99.")
-    add("--objective", choices=_GAINS, default="throughput", help="Default: throughput.")
-    rate = "Requests per second for the other objectives. Default: moderate."
+    add(
+        "--percentile",
+        type=number(float, 50, 99.99),
+        default=99.0,
+        metavar="P",
+        help="Percentile of the latency that --slo bounds. Default: 99.",
+    )
+    add("--objective", choices=_GAINS, default="throughput", help="What to improve. Default: throughput.")
+    rate = (
+        "Requests per second for objectives other than throughput. Default: half of what the current configuration "
+        "sustains."
+    )
     add("--rate", type=number(float, 0.001), metavar="R", help=rate)
-    add("--inputs", type=Path, metavar="FILE.npz", help="Samples to send; made from the signature if not given.")
-    add("--rows", type=number(int, 1), default=1, metavar="N", help="Rows of a request. Default: 1.")
-    bound = "Of outputs against the model's own: 0.001, or MEASURE=NUMBER. Default: the tolerance of the datatype."
+    add("--inputs", type=Path, metavar="FILE.npz", help="Samples to send. Default: synthetic inputs.")
+    add("--rows", type=number(int, 1), default=1, metavar="N", help="Rows per request. Default: 1.")
+    bound = (
+        "Largest error of outputs against those of the current configuration: 0.001, or MEASURE=NUMBER. Default: the "
+        "tolerance of the datatype."
+    )
     add("--max-error", metavar="BOUND", help=bound)
     add = parser.add_argument_group("search").add_argument
-    add("--max-minutes", type=number(float, 0.001), default=10.0, metavar="M", help="With confirmation. Default: 10.")
-    text = "Most trials, with those of a continued search."
+    add(
+        "--max-minutes",
+        type=number(float, 0.001),
+        default=10.0,
+        metavar="M",
+        help="Time limit, including the confirmation. Default: 10.",
+    )
+    text = "Maximum number of trials, including those of a resumed search."
     add("--max-trials", type=number(int, 1), default=10_000, metavar="N", help=text)
-    add("--variants", action="store_true", help="Also measure the other versions that tools made of this model.")
-    add("--dry-run", action="store_true", help="Write nothing.")
-    text = f"Record of all trials; stays. Default: {JOURNAL}, removed at the end."
+    add("--variants", action="store_true", help="Also measure the versions that other tools made of this model.")
+    add("--dry-run", action="store_true", help="Do not write model.yaml.")
+    text = f"File that records all trials, and is kept. Default: {JOURNAL}, which is removed at the end."
     add("--journal", type=Path, metavar="FILE", help=text)
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="Continue an interrupted search; fail if there is none.")
@@ -117,7 +135,7 @@ def tune(given: argparse.Namespace) -> Outcome:
     began_s = time.monotonic()
     bound = parse_bound(given.max_error) if given.max_error else None
     if bound is not None and bound.measure == "accuracy":
-        raise invalid_input("--max-error accuracy: tune has no labels; ortserve compare has")
+        raise invalid_input("--max-error accuracy: tune takes no labels; ortserve compare does")
     subject = find_model(given.model)
     if subject.options.sequences is not None or subject.options.is_ragged:
         what = "sequences" if subject.options.sequences is not None else "ragged batches"
@@ -203,7 +221,7 @@ def _journal(
     if file is None and subject.folder is not None and not given.dry_run:
         file = subject.folder / JOURNAL
     if file is None and given.resume:
-        raise invalid_input("--resume: expected --journal, as without it this search keeps nothing")
+        raise invalid_input("--resume: expected --journal, because without it this search keeps no record")
     resume = True if given.resume else False if given.fresh else None
     has_ended = True
     with open_journal(file, search_key(given, subject, requests), space, resume=resume) as journal:
@@ -257,7 +275,7 @@ def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Chang
         for index, (number, file) in enumerate(variants.items()):
             bench.show(f"version {number}")
             provenance = read_provenance(file)
-            ratio, error, why = None, None, "there was no time: allow more by --max-minutes"
+            ratio, error, why = None, None, "there was no time; allow more with --max-minutes"
             first = len(reference.readings)
             left_s, least_s = budget.left_s, budget.cost_s(1, _LEAST_PAIRS)
             share_s = max(left_s / (len(variants) - index), least_s) - budget.cost_s(1, 0)
@@ -277,9 +295,9 @@ def _measure_variants(bench: Bench, variants: Mapping[int, Path], changes: Chang
 
 def _conclusion(objective: str, ending: Ending | None, trials: int) -> str:
     if trials < 2:
-        return "There was no time for a trial: allow more by --max-minutes."
+        return "There was no time for a trial; allow more with --max-minutes."
     if ending is None:
-        return "No trial was better than the current configuration beyond the noise."
+        return "No trial was better than the current configuration by more than the noise."
     ratio = ending.confirmation.ratio
     if ending.point:
         return f"{_GAINS[objective]}: {ratio} times as good as before, confirmed by new processes in turn."

@@ -108,16 +108,18 @@ def open_journal(
     if file is None:
         yield Journal(read_study(InMemoryStorage()), space)
         return
-    none = invalid_input(f"--resume: expected the journal of a search in {file}, there is none")
+    none = invalid_input(f"--resume: expected the journal of a search in {file}, found no such file")
     if resume and not file.exists():
         raise none
     with file.open("ab+") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise invalid_input(f"{file}: expected a journal that is not in use, another search writes it") from None
+            raise invalid_input(
+                f"{file}: expected a journal that is not in use, but another search writes it"
+            ) from None
         if not is_journal(file.read_bytes()[: len(_BEGINNING)]):
-            raise invalid_input(f"{file}: expected a journal of ortserve tune, it is another file")
+            raise invalid_input(f"{file}: expected a journal of ortserve tune, got another file")
         file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # left by a killed process
         if resume is False:
             held.truncate(0)
@@ -125,7 +127,9 @@ def open_journal(
         study = _load(file)
         if study.user_attrs.get(_SUBJECT) != wanted:
             if resume and study.user_attrs:
-                raise invalid_input(f"--resume: {file} is of another search: model, options, machine or version differ")
+                raise invalid_input(
+                    f"--resume: {file} belongs to another search: model, options, machine or version differ"
+                )
             if resume:
                 raise none
             held.truncate(0)
@@ -138,7 +142,7 @@ def _load(file: Path) -> optuna.Study:
     try:
         return read_study(JournalStorage(JournalFileBackend(str(file))))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise invalid_input(f"{file}: expected a journal of ortserve tune, it is not one: {error}") from None
+        raise invalid_input(f"{file}: expected a journal of ortserve tune, got: {error}") from None
 
 
 def is_journal(beginning: bytes) -> bool:

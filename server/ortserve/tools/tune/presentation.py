@@ -34,7 +34,7 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
         {"keys": describe(one.changes), "ratio": str(one.ratio or "not measured"), "is kept": one.is_kept}
         for one in result.gains
     ]
-    tables.append(Table.of("Gains, each against leaving it out", gains))
+    tables.append(Table.of("Gain of each change, against leaving it out", gains))
     note = "With the same configuration. model.yaml chooses versions by version_policy, such as {specific: [2]}."
     tables.append(table_of("Other versions", result.variants, note=note))
     trials: list[dict[str, Cell]] = [
@@ -71,7 +71,7 @@ def _findings(result: TuneResult) -> Iterator[Finding]:
             "warning",
             f"the current configuration against itself: {result.noise}",
             "The search can miss gains that are smaller than this noise.",
-            "Stop other work on this machine, or allow more time by --max-minutes.",
+            "Stop other work on this machine, or allow more time with --max-minutes.",
         )
     for one in result.variants:
         if one.ratio and one.ratio.low and one.ratio.low > 1:
@@ -80,7 +80,8 @@ def _findings(result: TuneResult) -> Iterator[Finding]:
                 "advice",
                 f"version {one.version} is {one.ratio} times as good, with errors up to {one.error:.2g}",
                 "model.yaml holds for all versions, so the search cannot choose it.",
-                f"Check its outputs by ortserve compare, then serve it: version_policy: {{specific: [{one.version}]}}",
+                "Check its outputs with ortserve compare, then serve it: version_policy: "
+                f"{{specific: [{one.version}]}}",
             )
 
 

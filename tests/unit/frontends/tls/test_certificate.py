@@ -97,7 +97,8 @@ def test_malformed_key_is_rejected(secret: Secret, content: bytes) -> None:
 def test_malformed_certificate_is_rejected(secret: Secret, tmp_path: Path, content: bytes) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_bytes(content)
-    error = f"tls_client_ca_file: expected certificates in PEM, got '{bad}', which holds none, or a broken one"
+    error = f"tls_client_ca_file: expected certificates in PEM, got '{bad}', which holds no certificate or a damaged "
+    error += "one"
     assert complaint(secret, client_ca=bad) == error
     secret.put(content, secret.key.read_bytes())
     assert complaint(secret) == error.replace("client_ca", "cert").replace(str(bad), str(secret.cert))

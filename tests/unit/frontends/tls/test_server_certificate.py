@@ -130,7 +130,7 @@ async def test_bad_certificate_keeps_the_old_one_and_is_logged_once(
         await served.certificate.check()
     assert served.serial() == old
     (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert logged.getMessage() == "the new certificate cannot be used, the old one stays in use"
+    assert logged.getMessage() == "the new certificate cannot be used; the old one stays in use"
     option = "tls_key_file" if fault == "mismatched" else "tls_cert_file"
     assert logged.__dict__["fields"]["reason"].startswith(f"{option}: expected ")
     assert served.counts.reloads == [False]
@@ -156,7 +156,7 @@ async def test_certificate_outside_its_dates_keeps_the_valid_old_one(
         await served.certificate.check()
     assert (served.serial(), served.counts.expires_s) == (old, old_expires_s)
     (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert logged.getMessage() == "the new certificate cannot be used, the old one stays in use"
+    assert logged.getMessage() == "the new certificate cannot be used; the old one stays in use"
     reason = logged.__dict__["fields"]["reason"]
     assert reason.startswith("tls_cert_file: expected a certificate that is valid now, got one from 20")
     assert served.counts.reloads == [False]
@@ -223,7 +223,7 @@ def test_expired_certificate_is_used_with_a_warning(tmp_path: Path, caplog: pyte
     secret.renew(expires=datetime.now(UTC) - timedelta(days=1))
     ServerCertificate(TlsFiles(secret.cert, secret.key, None), "1.2", Counts())
     (logged,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert logged.getMessage() == "certificate serves, but clients will refuse its dates"
+    assert logged.getMessage() == "certificate is in use, but clients will reject its validity dates"
 
 
 def test_error_for_weak_files_names_their_option(tmp_path: Path) -> None:

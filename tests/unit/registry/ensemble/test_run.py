@@ -409,7 +409,7 @@ async def test_a_sequence_ends_after_the_requests_that_wait_if_one_behind_them_i
     requests = [stage.submit(value) for value in (1, 2, 3)]
     monkeypatch.setattr("ortserve.registry.ensemble.turns.MOST_WAITING", 2)
     for _ in range(2):  # the second time, the queue has room
-        with pytest.raises(ServeError, match="requests wait for earlier ones of their sequences"):
+        with pytest.raises(ServeError, match="requests wait for earlier requests of their sequences"):
             stage.submit(4)
         await stage.answer()
     assert stage.follows.ended == []

@@ -80,15 +80,15 @@ def test_real_child_process_reports_a_missing_device(tmp_path: Path) -> None:
     ("script", "expected"),
     [
         (f"print('ORT says hello'); print({VERDICT + json.dumps('no')!r}); print('more')", "no"),
-        ("sys.exit('it is bad')", "trying it in another process failed: exit status 1: it is bad"),
+        ("sys.exit('it is bad')", "the trial in another process failed: exit status 1: it is bad"),
         (
             "os.kill(os.getpid(), signal.SIGSEGV)",
-            f"trying it in another process failed: ended by signal {int(signal.SIGSEGV)}: no output",
+            f"the trial in another process failed: ended by signal {int(signal.SIGSEGV)}: no output",
         ),
-        ("pass", "trying it in another process failed: exit status 0: no output"),
+        ("pass", "the trial in another process failed: exit status 0: no output"),
         (
             f"print({VERDICT + json.dumps('')!r}, flush=True); os.abort()",
-            f"trying it in another process failed: ended by signal {int(signal.SIGABRT)}: no output",
+            f"the trial in another process failed: ended by signal {int(signal.SIGABRT)}: no output",
         ),
     ],
     ids=["refusal", "failure", "crash", "silence", "crash after the verdict"],
@@ -103,7 +103,7 @@ def test_hanging_child_process_is_killed(tmp_path: Path) -> None:
     hanging = child(f"open({str(noted)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)")
     trials = CaptureTrials(hanging, timeout_s=1)
     assert trials.why_not(order(builders.mlp(tmp_path / "m.onnx"))) == (
-        "trying it in another process took more than 1 s"
+        "the trial in another process took more than 1 s"
     )
     with pytest.raises(ProcessLookupError):
         os.kill(int(noted.read_text()), 0)
@@ -131,7 +131,7 @@ def test_verdict_of_the_child_is_the_reason(tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "m.onnx")
     assert tried(path) == ""
     assert tried(path, Broken).startswith("its capture failed: CUDA failure 900")
-    assert tried(path, Lost).startswith("the process that tried it lost its device: host:0 is lost: CUDA failure 700")
+    assert tried(path, Lost).startswith("the process of the trial lost its device: host:0 is lost: CUDA failure 700")
     assert "decided during the run, by Loop" in tried(builders.slow(tmp_path / "l.onnx", steps=3))
     assert "does not fix the shapes" in tried(builders.unnamed_dims(tmp_path / "t.onnx"))
     assert "cannot load the model" in tried(builders.not_onnx(tmp_path / "n.onnx"))

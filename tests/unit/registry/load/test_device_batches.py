@@ -376,7 +376,11 @@ def test_obstacle_that_the_trial_missed_prevents_the_capture(tmp_path: Path) -> 
     ("build", "options", "because"),
     [
         (builders.fixed_batch, {}, "none: requests run one at a time: "),
-        (builders.row_mixer, {}, "none: requests run one at a time: rows may meet: node 'ReduceMean #0'"),
+        (
+            builders.row_mixer,
+            {},
+            "none: requests run one at a time: rows may depend on each other: node 'ReduceMean #0'",
+        ),
         (builders.variable_length, {}, "none: the number of rows does not fix the shapes of its inputs"),
         (builders.mlp, {"warmup_s": 0}, "none: the model was not warmed up"),
     ],

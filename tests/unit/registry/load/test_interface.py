@@ -148,7 +148,7 @@ def test_optional_input_that_the_model_requires_is_reported_and_stays_required()
             {"inputs": {"a": {"dims": (4, 5), "reshape": (16,)}}},
             "'a': dims [4,5] and reshape [16] have different numbers of elements",
         ),
-        (BATCHED, {"inputs": {"a": {"reshape": (16,)}}}, "'a': expected dims beside reshape: dims are"),
+        (BATCHED, {"inputs": {"a": {"reshape": (16,)}}}, "'a': expected dims to be set with reshape: dims are"),
     ],
 )
 def test_options_that_contradict_the_model_are_rejected(

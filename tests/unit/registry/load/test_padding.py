@@ -86,7 +86,7 @@ def test_buckets_pad_only_rows() -> None:
         (
             TOKENS,
             {"ids": axis()},
-            "pad.mask: axis 1 of 'mask' is dimension 'seq', as is axis 1 of 'ids': pad both, one axis an input",
+            "pad.mask: axis 1 of 'mask' is dimension 'seq', as is axis 1 of 'ids': pad both, one axis per input",
         ),
         (
             TOKENS,
@@ -96,17 +96,17 @@ def test_buckets_pad_only_rows() -> None:
         (
             ModelSignature((spec("mask", "batch", "seq", "seq"),), (spec("y", "batch"),)),
             {"mask": axis()},
-            "pad.mask: axis 2 of 'mask' is dimension 'seq', as is axis 1 of 'mask': pad both, one axis an input",
+            "pad.mask: axis 2 of 'mask' is dimension 'seq', as is axis 1 of 'mask': pad both, one axis per input",
         ),
         (
             ModelSignature((spec("ids", "n", "n"),), (spec("y", "n"),)),
             {"ids": axis()},
-            "pad.ids: axis 0 of 'ids' is dimension 'n', as is axis 1 of 'ids': pad both, one axis an input",
+            "pad.ids: axis 0 of 'ids' is dimension 'n', as is axis 1 of 'ids': pad both, one axis per input",
         ),
         (
             ModelSignature((spec("ids", "batch", "seq"),), (spec("y", "batch", None),)),
             {"ids": axis()},
-            "pad: axis 1 of output 'y' has no name in the model: it might need to be cut back",
+            "pad: axis 1 of output 'y' has no name in the model: so the server cannot tell whether to cut it back",
         ),
     ],
 )

@@ -98,7 +98,7 @@ def test_long_runs_get_the_whole_budget(tmp_path: Path) -> None:
 
 def test_signature_names_dependent_rows_as_the_reason(tmp_path: Path) -> None:
     loaded = load(builders.row_mixer(tmp_path / "model.onnx"))
-    because = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
+    because = "rows may depend on each other: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
     assert loaded.signature.unbatched_because == because
 
 
@@ -110,7 +110,7 @@ def test_dependence_that_no_trial_reveals_prevents_batching(tmp_path: Path) -> N
     """For the small synthetic counts of warm-up, a scale over all rows equals the scale of each row."""
     path = builders.quantized_counts(tmp_path / "model.onnx")
     loaded = load(path)
-    because = "rows may meet: node 'scale': DynamicQuantizeLinear quantizes all rows with one scale"
+    because = "rows may depend on each other: node 'scale': DynamicQuantizeLinear quantizes all rows with one scale"
     assert loaded.signature.unbatched_because.startswith(because)
     believed = load(path, QUICK.model_copy(update={"batched": True}))
     assert believed.signature.is_batched
@@ -301,7 +301,7 @@ def test_configured_batch_axis_missing_in_the_model_fails_the_load(tmp_path: Pat
 def test_batch_options_are_reported_if_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
     (logged,) = [record for record in caplog.records if record.message == "option has no effect"]
-    assert "buckets: each request runs alone: rows may meet: node 'ReduceMean #0'" in str(vars(logged))
+    assert "buckets: each request runs alone: rows may depend on each other: node 'ReduceMean #0'" in str(vars(logged))
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_failing_provider_fails_the_load_without_allow_fallback(tmp_path: Path) 
     assert progress.steps[2:4] == [f"opening the session on {name}" for name in (AZURE, "CPUExecutionProvider")]
     assert (loaded.execution_provider, loaded.nodes) == ("CPUExecutionProvider", {"CPUExecutionProvider": 4})
     assert loaded.providers.passed_over == (
-        f"execution_providers: {AZURE} takes none of the model's nodes; CPUExecutionProvider takes 4",
+        f"execution_providers: {AZURE} runs none of the model's nodes; CPUExecutionProvider runs 4",
     )
     assert len(loaded.instances) == 2
     assert not workers()
@@ -654,7 +654,9 @@ def test_batch_sizes_are_those_that_fit_in_warm_up(
     assert loaded.signature.is_batched
     assert found.max_rows == 8
     assert [size.rows for size in found.latencies] == list(loaded.on_device.sizes) == [1, 2, 4, 8]
-    (fields,) = [vars(line)["fields"] for line in caplog.records if line.message == "memory keeps batches small"]
+    (fields,) = [
+        vars(line)["fields"] for line in caplog.records if line.message == "too little memory for larger batches"
+    ]
     assert fields["max_rows"] == 8
     assert fields["reason"] == f"host:0 has too little memory for the batch: {NO_MEMORY}"
     assert (set(providers.opened), providers.tried) == ({CUDA}, [])
@@ -761,7 +763,7 @@ def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
 
 def test_endless_warm_up_fails_the_load(tmp_path: Path) -> None:
     options = ModelOptions(warmup_run_timeout_s=0.2, warmup_s=0.1)
-    with pytest.raises(ServeError, match=r"a run in warm-up was ended after warmup_run_timeout_s 0.2 s") as caught:
+    with pytest.raises(ServeError, match=r"a run in warm-up was terminated after warmup_run_timeout_s 0.2 s") as caught:
         load(builders.repeats(tmp_path / "m.onnx", steps=2**62), options)
     assert caught.value.kind is ErrorKind.DEADLINE
     assert not workers()
@@ -770,7 +772,7 @@ def test_endless_warm_up_fails_the_load(tmp_path: Path) -> None:
 def test_load_does_not_wait_for_an_unabortable_run(tmp_path: Path) -> None:
     options = ModelOptions(warmup_run_timeout_s=0.1, run_grace_s=0.1, warmup_s=0.1, intra_op_threads=1)
     path = builders.multiplies(tmp_path / "m.onnx", least=3072)
-    with pytest.raises(ServeError, match="a run in warm-up was ended"):
+    with pytest.raises(ServeError, match="a run in warm-up was terminated"):
         load(path, options)
     (worker,) = workers()  # it is still inside the operator
     worker.join(60)

@@ -54,7 +54,7 @@ def test_row_axes_are_found_in_the_graph() -> None:
 def test_graph_in_which_rows_meet_is_reported_with_the_node(tmp_path: Path) -> None:
     path = builders.row_mixer(tmp_path / "m.onnx")
     found = find(path)
-    reason = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
+    reason = "rows may depend on each other: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
     assert (found.grounds, found.is_mixed, found.known_dependence) == (Grounds.TRIED, True, reason)
     believed = find(path, batched=True)
     assert (believed.grounds, believed.doubt, believed.known_dependence) == (Grounds.CONFIGURED, reason, "")

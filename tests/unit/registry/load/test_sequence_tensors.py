@@ -142,7 +142,7 @@ def test_controls_are_not_for_clients() -> None:
 
 def test_direct_needs_rows_in_all_inputs() -> None:
     model = ModelSignature((spec("x"), spec("scale", axis=None)), (spec("y"),))
-    with pytest.raises(ServeError, match="direct needs rows in all inputs, and 'scale' has none"):
+    with pytest.raises(ServeError, match="direct needs rows in all inputs, but 'scale' has none"):
         resolve(model, strategy="direct")
 
 

@@ -90,7 +90,7 @@ def test_progress_says_when_tensorrt_builds_engines(tmp_path: Path, build: Any, 
         (
             builders.variable_length,
             {},
-            "expected trt_profile_…_shapes, as no profile can be derived and each new shape would build an engine",
+            "expected trt_profile_…_shapes, because no profile can be derived and each new shape would build an engine",
         ),
         (
             builders.mlp,
@@ -136,7 +136,7 @@ def test_graphs_on_tensorrt_need_fixed_engines(
     assert opened.open_for_graph is None
     if asked:
         assert opened.no_replay is not None
-        silent = "trying it in another process failed: exit status 0: no output"
+        silent = "the trial in another process failed: exit status 0: no output"
         assert opened.no_replay.because == (f"each graph has a session of its own: {because}" if because else silent)
     else:
         assert opened.no_replay is None

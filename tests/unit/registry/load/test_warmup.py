@@ -330,7 +330,9 @@ def test_batch_size_is_learned_from_sizes_that_fit() -> None:
 def test_requests_run_alone_if_two_rows_do_not_fit() -> None:
     found = sweep_cramped(1)
     assert (sizes(found), found.max_rows, found.no_memory) == ([1], 1, "no memory for 2 rows")
-    assert found.rows_depend == ("rows could not be tried together, as not even two find memory: no memory for 2 rows")
+    assert found.rows_depend == (
+        "rows could not be tried together, because there is too little memory for two: no memory for 2 rows"
+    )
 
 
 def test_model_is_not_served_if_one_row_does_not_fit() -> None:

@@ -96,14 +96,14 @@ def test_file_that_is_a_folder_of_another_is_rejected(tmp_path: Path) -> None:
 
 def test_clients_cannot_set_operator_libraries() -> None:
     config = {"model_operations": {"op_library_filename": ["/tmp/evil.so"]}}
-    assert "model_operations.op_library_filename may be set in the server's own repository only" in refusal(config)
-    assert "runtime may be set in the server's own repository only" in refusal({"runtime": "evil.so"})
+    assert "model_operations.op_library_filename can be set only in the server's own repository" in refusal(config)
+    assert "runtime can be set only in the server's own repository" in refusal({"runtime": "evil.so"})
 
 
 @pytest.mark.parametrize("entry", sorted(FILE_ENTRIES))
 def test_clients_cannot_set_entries_that_access_files(entry: str) -> None:
     config = {"parameters": {entry: {"string_value": "/tmp/x"}}}
-    assert f"parameters['{entry}'] may be set in the server's own repository only" in refusal(config)
+    assert f"parameters['{entry}'] can be set only in the server's own repository" in refusal(config)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_clients_cannot_set_entries_that_access_files(entry: str) -> None:
 def test_clients_can_set_only_known_harmless_provider_options(accelerator: str, option: str) -> None:
     accelerators = {"gpu_execution_accelerator": [{"name": accelerator, "parameters": {option: "1"}}]}
     config = {"optimization": {"execution_accelerators": accelerators}, "instance_group": [{"kind": "KIND_GPU"}]}
-    assert "may be set in the server's own repository only" in refusal(config)
+    assert "can be set only in the server's own repository" in refusal(config)
 
 
 def test_server_defaults_apply_to_models_sent_by_clients() -> None:
@@ -146,7 +146,9 @@ def test_server_defaults_apply_to_models_sent_by_clients() -> None:
         "tensorrt": wished["tensorrt"] | {"trt_fp16_enable": "1"}
     }
     for option, value in (("trt_engine_cache_path", "/etc"), ("trt_timing_cache_path", "/var/cache/engines")):
-        with pytest.raises(ServeError, match=f"option '{option}' .* only, not by a client"):
+        with pytest.raises(
+            ServeError, match=f"option '{option}' .* can be set only in the server's own repository, not by a client"
+        ):
             read_client_model("m", asking_for(option, value), {}, defaults)
     with pytest.raises(ServeError, match="at most 300 threads in all instances, got 600"):
         read_client_model("m", '{"instance_group": [{"count": 2}]}', {}, defaults)

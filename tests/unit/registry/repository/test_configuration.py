@@ -141,7 +141,7 @@ def test_both_file_formats_yield_the_same_options(tmp_path: Path, pbtxt: str, ya
 @pytest.mark.parametrize(
     ("text", "kind", "problem"),
     [
-        ('name: "other"', ErrorKind.INVALID_INPUT, "name: expected 'm', as the model's folder, got 'other'"),
+        ('name: "other"', ErrorKind.INVALID_INPUT, "name: expected 'm', the name of the model's folder, got 'other'"),
         ('platform: "tensorrt_plan"', ErrorKind.UNSUPPORTED, "platform: expected 'onnxruntime_onnx', got"),
         ('platform: "ensemble"', ErrorKind.INVALID_INPUT, "ensemble scheduling must be set for ensemble m whose"),
         (
@@ -320,9 +320,9 @@ def test_parameters_without_effect_are_reported(tmp_path: Path) -> None:
         'parameters { key: "gpu_mem_limit" value { string_value: "1" } } instance_group { kind: KIND_CPU }',
     )
     assert sorted(read_here.without_effect) == [
-        "parameters['FORCE_CPU_ONLY_INPUT_TENSORS']: this server does not know it",
+        "parameters['FORCE_CPU_ONLY_INPUT_TENSORS']: unknown parameter",
         "parameters['gpu_mem_limit']: the model is not on a GPU",
-        "parameters['intra_op_num_threads']: this server does not know it; did you mean 'intra_op_thread_count'?",
+        "parameters['intra_op_num_threads']: unknown parameter; did you mean 'intra_op_thread_count'?",
     ]
 
 

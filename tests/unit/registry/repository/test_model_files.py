@@ -96,7 +96,7 @@ def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, fold
             ["m/1/model.onnx", "m/config.pbtxt", "m/model.yaml"],
             "it has both model.yaml and config.pbtxt: expected one of them",
         ),
-        (["m/1/model.onnx", "m.onnx"], "there are two models of this name in the repositories"),
+        (["m/1/model.onnx", "m.onnx"], "the repositories have two models of this name"),
     ],
 )
 def test_model_that_cannot_be_read_is_found_with_its_problem(tmp_path: Path, files: list[str], problem: str) -> None:
@@ -146,7 +146,7 @@ def test_repository_given_as_a_model_is_recognized(tmp_path: Path) -> None:
 def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path) -> None:
     touch(tmp_path, "one/m.onnx", "two/m/1/model.onnx", "two/n.onnx")
     m, n = read_repositories([tmp_path / "one", tmp_path / "two"])
-    assert m.problem == "there are two models of this name in the repositories"
+    assert m.problem == "the repositories have two models of this name"
     assert not m.versions
     assert not n.problem
 

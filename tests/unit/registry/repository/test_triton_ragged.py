@@ -69,13 +69,13 @@ def test_faults_are_named(tmp_path: Path, text: str, error: str) -> None:
 @pytest.mark.parametrize(
     ("more", "error"),
     [
-        ("max_rows: 4", "inputs.X.ragged: expected batched: true and max_rows beside it"),
-        ("batched: true", "inputs.X.ragged: expected batched: true and max_rows beside it"),
+        ("max_rows: 4", "inputs.X.ragged: expected batched: true and max_rows to be set, too"),
+        ("batched: true", "inputs.X.ragged: expected batched: true and max_rows to be set, too"),
         ("batched: true\nmax_rows: 4\nbuckets: [4]", "padding rows would count as requests"),
         ("batched: true\nmax_rows: 4\noutputs: {Y: {batch_axis: 1}}", "Y: expected no batch_axis"),
         (
             "batched: true\nmax_rows: 4\nbatch_inputs: {X: {kind: item_shape, source: X}}",
-            "expected 'X' there or in inputs",
+            "expected 'X' in batch_inputs or in inputs",
         ),
         ("batched: true\nmax_rows: 4\nbatch_inputs: {N: {kind: counts, source: X}}", "batch_inputs.N.kind"),
     ],

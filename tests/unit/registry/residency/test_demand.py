@@ -104,7 +104,7 @@ def test_number_of_waiting_requests_is_limited() -> None:
         loads = Loads()
         demands = loads.demands(clock)
         demands.join("m").waiting = MAX_WAITING
-        with pytest.raises(ServeError, match=f"{MAX_WAITING} requests wait for 'm'") as caught:
+        with pytest.raises(ServeError, match=f"{MAX_WAITING} requests, the maximum, already wait for 'm'") as caught:
             await demands.wait("m", clock(), None)
         assert caught.value.kind is ErrorKind.OVERLOADED
         await asyncio.sleep(3)

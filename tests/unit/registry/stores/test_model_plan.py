@@ -78,7 +78,7 @@ def test_digests_are_read_as_sha256sum_writes_them(tmp_path: Path) -> None:
     file.write_text(f"{DIGEST}  1/model.onnx\n{DIGEST} *./2/model.onnx\n")
     assert read_digests(file) == {"1/model.onnx": DIGEST, "2/model.onnx": DIGEST}
     file.write_text("no digest\n")
-    with pytest.raises(StoreError, match="not line 1"):
+    with pytest.raises(StoreError, match="in line 1"):
         read_digests(file)
 
 

@@ -135,7 +135,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (end_by_signal, Failure("ended with signal 11: no output"), 60),
         (fail, Failure("ended with exit status 1: RuntimeError: libfoo.so: no such symbol in bad"), 60),
-        (hang, Failure("gave no result within 2 s", is_late=True), 2),
+        (hang, Failure("returned no result within 2 s", is_late=True), 2),
     ],
 )
 def test_process_that_crashes_or_hangs_is_a_failure(work: Callable[[str], str], failure: Failure, limit_s: int) -> None:

@@ -67,7 +67,7 @@ def assert_same(source: Path, target: Path) -> None:
 
 
 def test_equal_weights_are_kept_once(source: Path, target: Path) -> None:
-    assert steps.share_weights(source, target) == ("1 weights that were there twice",)
+    assert steps.share_weights(source, target) == ("1 duplicate weights",)
     assert {one.name for one in onnx.load(target).graph.initializer} == {"W", "yes"}
     assert_same(source, target)
 
@@ -145,7 +145,7 @@ def test_outputs_are_kept_with_what_they_need(source: Path, target: Path) -> Non
     graph = onnx.load(target).graph
     assert [one.name for one in graph.input] == ["x"]
     assert [one.name for one in graph.initializer] == ["W"]
-    assert made == ("inputs that nothing needs any more are removed: z",)
+    assert made == ("inputs that no node needs any more are removed: z",)
     np.testing.assert_array_equal(run(target, {"x": feeds()["x"]})["a"], run(source, feeds())["a"])
 
 

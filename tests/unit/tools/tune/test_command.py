@@ -176,7 +176,7 @@ def test_an_interrupted_search_keeps_its_journal_and_goes_on(
     [
         ([], "expected --slo"),
         (["--slo", "fast"], "expected a time such as 20ms"),
-        (["--slo", "20ms", "--resume"], "there is none"),
+        (["--slo", "20ms", "--resume"], "found no such file"),
         (["--slo", "20ms", "--resume", "--dry-run"], "expected --journal"),
         (["--slo", "20ms", "--resume", "--fresh"], "not allowed with"),
         (["--slo", "20ms", "--max-error", "much"], "expected a number"),

@@ -123,14 +123,14 @@ def test_killed_search_resumes_from_its_journal(tmp_path: Path) -> None:
 
 def test_a_journal_of_another_search_is_not_gone_on_with(tmp_path: Path) -> None:
     file = tmp_path / "journal"
-    with pytest.raises(ServeError, match="there is none"), open_journal(file, {"model": "m"}, SPACE, resume=True):
+    with pytest.raises(ServeError, match="found no such file"), open_journal(file, {"model": "m"}, SPACE, resume=True):
         pass
     search(VirtualLab(two_keys_help), minutes=1, journal=file)
     with open_journal(file, {"model": "m"}, SPACE, resume=True) as journal:
         assert journal.trials
         with pytest.raises(ServeError, match="in use"), open_journal(file, {"model": "m"}, SPACE, resume=None):
             pass
-    with pytest.raises(ServeError, match="of another search"), open_journal(file, {"model": "n"}, SPACE, resume=True):
+    with pytest.raises(ServeError, match="to another search"), open_journal(file, {"model": "n"}, SPACE, resume=True):
         pass
     with open_journal(file, {"model": "n"}, SPACE, resume=None) as journal:
         assert not journal.trials

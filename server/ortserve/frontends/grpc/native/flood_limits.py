@@ -150,7 +150,7 @@ class ConnectionErrors:
         log_event(
             logger,
             logging.WARNING,
-            "a gRPC connection was closed for a flood",
+            "a gRPC connection was closed because of a flood of frames",
             reason=error.text,
             peer=peer,
             open_calls=open_calls,

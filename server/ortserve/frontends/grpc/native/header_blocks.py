@@ -128,10 +128,10 @@ class HeaderReader:
                 name, value = table.get_by_index(index)
             elif first & 0xE0 == 0x20:
                 if list_bytes or position > _MOST_RESIZES_BYTES:
-                    raise ValueError("a table size after the first header, or too many sizes")
+                    raise ValueError("a table size update after the first header, or too many updates")
                 table_size, position = _read_integer(block, position, 0x1F)
                 if table_size > frames.DEFAULT_TABLE_SIZE:
-                    raise ValueError("a table larger than ours")
+                    raise ValueError("a table larger than this side allows")
                 table.maxsize = table_size
                 continue
             else:
@@ -247,4 +247,4 @@ def _percent_encoded(details: str) -> bytes:
     while len(encoded) > _MAX_DETAILS:
         details = details[: min(len(details) - 1, len(details) * _MAX_DETAILS // len(encoded))]
         encoded = quote(details, safe=_SAFE, errors="replace")
-    return encoded.encode()
+    return encoded.strip(" ").encode()  # HTTP/2 allows no field value with a space at an end

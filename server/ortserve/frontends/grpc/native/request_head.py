@@ -110,7 +110,7 @@ TOO_LARGE: Final = RequestHead(
     rejection=status_of(
         ServeError(
             ErrorKind.HEADERS_TOO_LARGE,
-            f"metadata: expected at most {MAX_LIST_BYTES} bytes, 32 more counted for each entry, got more",
+            f"metadata: expected at most {MAX_LIST_BYTES} bytes, with 32 bytes added for each entry, got more",
         )
     )[:2],
 )

@@ -85,7 +85,7 @@ class CallTimeouts:
 
     def end_unsendable(self) -> None:
         """End the calls whose answers wait for window: the peer has closed its side, so no WINDOW_UPDATE can arrive."""
-        text = "the caller has closed its side of the connection, and its window has no room for the rest of the answer"
+        text = "the caller closed its side of the connection, and its flow-control window is too small for the answer"
         for stream in list(self._streams.values()):
             if self._sending.waits_for_window(stream):
                 self._sending.end(stream, grpc.StatusCode.UNAVAILABLE, text, is_prompt=True)
@@ -104,8 +104,8 @@ class CallTimeouts:
                 continue
             elif kept - stream.since_bytes < waited_s * limits.min_message_bytes_per_s:
                 text = (
-                    f"grpc_message_timeout_s: received less than {limits.min_message_bytes_per_s} bytes a second of a "
-                    f"message for {limits.message_timeout_s:g} s"
+                    f"grpc_message_timeout_s: a message arrived at less than {limits.min_message_bytes_per_s} bytes "
+                    f"per second for {limits.message_timeout_s:g} s"
                 )
                 self._sending.end(stream, *status_of(ServeError(ErrorKind.TOO_SLOW, text)), is_prompt=True)
             else:

@@ -643,7 +643,7 @@ def test_stalled_message_ends_its_call_and_releases_its_bytes() -> None:
         await asyncio.sleep(62)
         await client.exchange()
         assert client.answers[stalled].status == CANCELLED
-        assert b"received less than 4096 bytes a second of a message for 60 s" in client.answers[stalled].text
+        assert b"a message arrived at less than 4096 bytes per second for 60 s" in client.answers[stalled].text
         assert wire.gate.held_bytes == 0
         assert not client.answers[waiting].is_ended
 

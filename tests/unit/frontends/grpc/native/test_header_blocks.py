@@ -1,5 +1,8 @@
 """Cached header blocks decode as in the hpack library, after any earlier blocks."""
 
+from urllib.parse import unquote
+
+import grpc
 import hpack
 import pytest
 from hpack.huffman import HuffmanEncoder
@@ -8,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
-from ortserve.frontends.grpc.native.header_blocks import HeaderReader, literal
+from ortserve.frontends.grpc.native.header_blocks import HeaderReader, literal, status_block
 
 MAX_LIST = 16 * 1024
 MOST_LIST = 128 * 1024
@@ -154,3 +157,12 @@ def test_discarded_header_list_still_updates_the_table() -> None:
 def test_literal_is_readable_by_a_decoder(name: bytes, value: bytes) -> None:
     decoder = hpack.Decoder(max_header_list_size=100_000)
     assert [tuple(header) for header in decoder.decode(literal(name, value), raw=True)] == [(name, value)]
+
+
+@pytest.mark.parametrize("details", [" expected a tensor ", "é" * 999 + " " * 9, "four " * 9_000, "\n", " "])
+def test_status_message_has_no_space_at_an_end(details: str) -> None:
+    """HTTP/2 clients reject such header values."""
+    trailers = dict(hpack.Decoder().decode(status_block(grpc.StatusCode.INTERNAL, details, []), raw=True))
+    message = trailers[b"grpc-message"].decode()
+    assert message == message.strip(" ")
+    assert details.strip(" ").startswith(unquote(message))
