@@ -315,7 +315,7 @@ def test_model_that_cannot_have_lone_synthetic_requests_says_what_it_needs(tmp_p
         (["URL", "--model", "digits", "--arrivals", "poisson"], "--arrivals: expected --rate or --find-capacity to be"),
         (
             ["URL", "--model", "digits", "--rate", "5", "--arrivals", __file__],
-            "--arrivals: expected constant, poisson or bursts:N beside --rate, or a file without --rate",
+            "--arrivals: expected constant, poisson or bursts:N with --rate, or a file without --rate",
         ),
         (["http://user:s3cret@127.0.0.1:1"], "expected a URL without user and password"),
         (["URL", "--model", "digits", "--header", "x"], "--header: expected NAME: VALUE"),

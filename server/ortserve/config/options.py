@@ -304,7 +304,7 @@ def combination_problems(options: ServerOptions) -> list[str]:
         got = options.model_control_mode
         problems.append(f"load_model: expected model_control_mode to be 'explicit', got '{got}'")
     if options.trace_level != "OFF" and options.trace_file is None:
-        problems.append(f"trace_level: expected trace_file beside '{options.trace_level}', got none")
+        problems.append(f"trace_level: '{options.trace_level}' also needs trace_file, got none")
     folder = options.record_dir
     if folder is not None and any(
         isinstance(root, Path) and folder.resolve().is_relative_to(root.resolve()) for root in options.repositories

@@ -246,7 +246,7 @@ def _check_tensorrt(options: Mapping[str, str]) -> None:
     ):
         # Otherwise the files would be written to the server's working directory.
         if options.get(enable) == "true" and path not in options:
-            raise _invalid(TENSORRT, f"{path}: expected a folder beside {enable}, got nothing")
+            raise _invalid(TENSORRT, f"{path}: {enable} also needs a folder, got none")
 
 
 def _openvino_options(options: dict[str, str]) -> dict[str, str]:

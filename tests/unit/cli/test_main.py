@@ -79,7 +79,7 @@ def test_repositories_can_be_set_in_the_file(served: list[ServerOptions], tmp_pa
         ),
         (
             ["serve", "--example", "--trace-level", "TIMESTAMPS"],
-            "ortserve serve: trace_level: expected trace_file beside 'TIMESTAMPS', got none\n",
+            "ortserve serve: trace_level: 'TIMESTAMPS' also needs trace_file, got none\n",
         ),
         (
             ["serve", "--example", "--tls-key-file", "k.pem"],

@@ -127,7 +127,7 @@ def test_options_of_openvino_are_properties_of_its_device(
         (
             TENSORRT,
             {"trt_engine_cache_enable": "1"},
-            "trt_engine_cache_path: expected a folder beside trt_engine_cache_enable, got nothing",
+            "trt_engine_cache_path: trt_engine_cache_enable also needs a folder, got none",
         ),
         (TENSORRT, {"trt_engine_cache_path": ""}, "trt_engine_cache_path: expected text, got ''"),
         (OPENVINO, {"device_type": "CPU_FP32"}, "device_type: expected one of CPU, GPU, NPU, got 'CPU_FP32'"),

@@ -268,7 +268,7 @@ def parse_certificate(contents: FileContents, files: TlsFiles) -> Certificate:
         kinds = f"for RSA, Ed25519 or ECDSA on {', '.join(_CURVES.values())}"
         raise invalid_input(f"{expected}, {kinds}, got '{files.key}', which is for another algorithm")
     if key.public_key() != chain[0].public_key():
-        raise invalid_input(f"{expected}, got '{files.key}', which holds the key of another")
+        raise invalid_input(f"{expected}, got '{files.key}', which holds the key of another certificate")
     client_ca = None
     if files.client_ca is not None:
         assert contents.client_ca is not None

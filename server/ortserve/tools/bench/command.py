@@ -193,7 +193,7 @@ def _loads(given: argparse.Namespace) -> list[Load]:
     if sum(map(bool, (given.concurrency, given.rate or is_file, given.find_capacity))) > 1:
         raise invalid_input("expected one of --concurrency, --rate, --arrivals FILE and --find-capacity, got several")
     if is_file and given.rate:
-        expected = "expected constant, poisson or bursts:N beside --rate, or a file without --rate"
+        expected = "expected constant, poisson or bursts:N with --rate, or a file without --rate"
         raise invalid_input(f"--arrivals: {expected}, got --rate and '{given.arrivals}'")
     if given.arrivals != "constant" and not (is_file or given.rate or given.find_capacity):
         raise invalid_input(

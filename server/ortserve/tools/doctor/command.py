@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if subject is not None and is_url(subject):
         result = _look_at_server(subject, arguments)
     elif arguments.model:
-        raise invalid_input("--model: expected the URL of a server beside it")
+        raise invalid_input("--model: also expected the URL of a server, got none")
     else:
         result = _look_at_machine(subject, arguments)
     result = replace(result, findings=tuple(worst_first(result.findings)))

@@ -65,7 +65,7 @@ def test_key_of_another_certificate_is_rejected(secret: Secret) -> None:
     secret.put(secret.cert.read_bytes(), other)
     assert complaint(secret) == (
         f"tls_key_file: expected the private key of the first certificate of '{secret.cert}' in PEM, "
-        f"got '{secret.key}', which holds the key of another"
+        f"got '{secret.key}', which holds the key of another certificate"
     )
 
 

@@ -55,7 +55,7 @@ def test_status_follows_the_worst_finding(
         (["http://[::1"], 2, "http://[::1: Invalid IPv6 URL"),
         (["grpc://127.0.0.1:8001"], 2, "grpc://127.0.0.1:8001: expected the server's HTTP port, such as"),
         (["--config", "/nowhere"], 2, "--config: expected a file, got '/nowhere'"),
-        (["--model", "digits"], 2, "--model: expected the URL of a server beside it"),
+        (["--model", "digits"], 2, "--model: also expected the URL of a server, got none"),
         (["http://127.0.0.1:1", "--key-file", "/nowhere"], 2, "--key-file: expected a file with a key: No such file"),
         (["http://127.0.0.1:1", "--model", "a/b"], 2, "a/b: expected a model file or REPOSITORY/name"),
         (["-o", "/nowhere/page.html"], 2, "PAGE.html: expected a file in an existing folder"),
