@@ -26,7 +26,7 @@ PROTOCOLS = pytest.mark.parametrize("infer", [rest_binary, grpc_raw])
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cached")
-    for name in ("plain", "http", "grpc", "together", "shapes"):
+    for name in ("plain", "http", "grpc", "together", "shapes", "empty"):
         model = add_model(folder, name, builders.mlp)
         (model / "model.yaml").write_text(f"response_cache: {'false' if name == 'plain' else 'true'}\n")
     (add_model(folder, "outputs", builders.two_outputs) / "model.yaml").write_text("response_cache: true\n")
@@ -74,6 +74,15 @@ def test_a_repeated_request_is_a_hit(server: ServerProcess, model: str, infer: I
     assert (results[f"{model} hit"], results[f"{model} miss"]) == (1, 1)
     assert metrics.value("nv_cache_num_hits_per_model", model=model, version="1") == 1
     assert metrics.value("ortserve_response_cache_bytes") > 500
+
+
+def test_hits_of_requests_without_rows_do_not_lower_the_inference_count(server: ServerProcess) -> None:
+    rest_binary(server, "empty", {"x": ROW})
+    for _ in range(3):
+        assert rest_binary(server, "empty", {"x": ROW[:0]})["y"].shape == (0, 10)
+    assert counts(server, "empty") == (2, 2)
+    assert statistics(server, "empty")["inference_count"] == 1
+    assert statistics(server, "empty")["inference_stats"]["compute_infer"]["count"] == 2
 
 
 @PROTOCOLS

@@ -221,7 +221,6 @@ class CachedRuns:
         now_ns = self.clock()
         if entry is not None:
             counts.hits += 1
-            counts.hit_rows += request.rows
             counts.hit_ns += now_ns - began_ns
             counts.saved_ns += entry.run_ns
             _set_times(request.timing, now_ns)
@@ -316,7 +315,6 @@ class SharedRun:
         for one in waiting:
             if one.request is not self._first:
                 counts.hits += 1
-                counts.hit_rows += one.request.rows
                 counts.saved_ns += run_ns
                 _share_times(one.request.timing, timing, one.joined_ns)
             one.request.complete(outputs)
@@ -342,6 +340,7 @@ def _set_times(timing: Timing, now_ns: int) -> None:
     """Set the times of a request that is answered from the cache: queue, staging and computation take no time."""
     timing.queued_ns = timing.taken_ns = timing.staged_ns = timing.computed_ns = now_ns
     timing.batch_rows = 0  # a candidate of a rollout that failed before may have set it
+    timing.is_cached = True
 
 
 def _share_times(timing: Timing, run: Timing, joined_ns: int) -> None:
@@ -351,6 +350,7 @@ def _share_times(timing: Timing, run: Timing, joined_ns: int) -> None:
     timing.staged_ns = max(joined_ns, run.staged_ns)
     timing.computed_ns = max(joined_ns, run.computed_ns)
     timing.batch_rows = run.batch_rows
+    timing.is_cached = True
 
 
 def _copies(outputs: Arrays) -> Arrays:
