@@ -326,13 +326,16 @@ class SharedRun:
         Requests with the same deadline would be rejected again, so they fail in that case.
         """
         kind = error.kind if isinstance(error, ServeError) else None
-        by_ns = self._terms.finish_by_ns
+        by_ns, taken_ns = self._terms.finish_by_ns, self._child.timing.taken_ns
         for one in waiting:
             has_more_time = by_ns is not None and one.terms.finish_by_ns != by_ns
             is_late = kind is ErrorKind.DEADLINE or (kind is ErrorKind.OVERLOADED and has_more_time)
             if is_late and one.request is not self._first:
                 self._runs.resubmit(one.request, one.terms, one.enqueue, self._key)
             else:
+                if taken_ns and one.request is not self._first:  # a run was started, so they do not count as rejected
+                    one.request.timing.queued_ns = one.joined_ns
+                    one.request.timing.taken_ns = max(one.joined_ns, taken_ns)
                 one.request.fail(error)
 
 
