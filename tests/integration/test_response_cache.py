@@ -26,11 +26,13 @@ PROTOCOLS = pytest.mark.parametrize("infer", [rest_binary, grpc_raw])
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cached")
-    for name in ("plain", "http", "grpc", "together", "shapes"):
+    for name in ("plain", "http", "grpc", "together", "shapes", "empty"):
         model = add_model(folder, name, builders.mlp)
         (model / "model.yaml").write_text(f"response_cache: {'false' if name == 'plain' else 'true'}\n")
     (add_model(folder, "outputs", builders.two_outputs) / "model.yaml").write_text("response_cache: true\n")
     (add_model(folder, "slow", builders.slow) / "model.yaml").write_text("response_cache: true\nwarmup_s: 0.1\n")
+    delayed = add_model(folder, "delayed", builders.poison)
+    (delayed / "model.yaml").write_text("response_cache: true\nqueue_delay_s: 1\n")
     (add_model(folder, "refuses", builders.poison) / "model.yaml").write_text("response_cache: true\n")
     return folder
 
@@ -74,6 +76,15 @@ def test_a_repeated_request_is_a_hit(server: ServerProcess, model: str, infer: I
     assert (results[f"{model} hit"], results[f"{model} miss"]) == (1, 1)
     assert metrics.value("nv_cache_num_hits_per_model", model=model, version="1") == 1
     assert metrics.value("ortserve_response_cache_bytes") > 500
+
+
+def test_hits_of_requests_without_rows_do_not_lower_the_inference_count(server: ServerProcess) -> None:
+    rest_binary(server, "empty", {"x": ROW})
+    for _ in range(3):
+        assert rest_binary(server, "empty", {"x": ROW[:0]})["y"].shape == (0, 10)
+    assert counts(server, "empty") == (2, 2)
+    assert statistics(server, "empty")["inference_count"] == 1
+    assert statistics(server, "empty")["inference_stats"]["compute_infer"]["count"] == 2
 
 
 @PROTOCOLS
@@ -126,6 +137,19 @@ def test_failed_runs_are_not_kept(server: ServerProcess) -> None:
     answers = [httpx.post(rest_url(server, "refuses"), json=body, timeout=LONG_S) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [400, 400]
     assert counts(server, "refuses") == (0, 2)
+
+
+def test_requests_that_shared_a_failed_run_do_not_count_as_rejected(server: ServerProcess) -> None:
+    body = {"inputs": [json_input("x", np.full((1, 4), builders.POISON))]}
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(httpx.post, rest_url(server, "delayed"), json=body, timeout=LONG_S) for _ in range(4)]
+        assert [call.result().status_code for call in calls] == [400] * 4
+    metrics = read_metrics(server)
+    assert metrics.by_labels("ortserve_batching_decisions_total", "model", "decision")["delayed batches"] == 1
+    failed = metrics.by_labels("ortserve_request_duration_seconds_count", "model", "outcome")
+    assert failed["delayed rejected_by_model"] == 4
+    rejected = metrics.by_labels("ortserve_rejected_requests_total", "model", "reason")
+    assert not [labels for labels in rejected if labels.startswith("delayed")]
 
 
 def test_the_configuration_shows_the_cache(server: ServerProcess) -> None:

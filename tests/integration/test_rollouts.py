@@ -57,7 +57,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     add_pair(repository, "slower", lambda path: builders.slow(path, 150), lambda path: builders.slow(path, 5000))
     add_pair(repository, "crashing", halves, builders.poison)
     add_pair(repository, "other_inputs", builders.identity, builders.poison)
-    add_pair(repository, "cached", builders.identity, builders.identity, "response_cache: true\n")
+    for name in ("cached", "copied"):
+        add_pair(repository, name, builders.identity, builders.identity, "response_cache: true\n")
     with serving(repository, *SHORT_WARMUP) as started:
         yield started
 
@@ -183,6 +184,20 @@ def test_answers_from_the_response_cache_are_shed_and_have_no_times(server: Serv
             assert caller.ask()[0] == "2"
     figures = rollout_of(server, "cached")["figures"]
     assert (figures["requests"], figures["candidate_requests"]) == (10, 1)
+
+
+def test_copies_that_hit_the_cache_do_not_lower_the_statistics_of_the_candidate(server: ServerProcess) -> None:
+    values = [{"x": np.full((1, 4), number, np.float32)} for number in range(5)]
+    with calling(server, "copied") as caller, calling(server, "copied", "2") as direct:
+        for value in values:
+            direct.ask(value)
+        start(server, "copied", share=1)
+        for value in values:
+            caller.ask(value)
+    wait_for_sample(server, "nv_cache_num_hits_per_model", lambda hits: hits == 5, model="copied", version="2")
+    metrics = read_metrics(server)
+    assert metrics.value("nv_inference_count", model="copied", version="2") == 5
+    assert asked(server, "GET", "copied/versions/2/stats").json()["model_stats"][0]["inference_count"] == 5
 
 
 def test_p99_rule_stops_a_canary_that_is_slower(server: ServerProcess) -> None:

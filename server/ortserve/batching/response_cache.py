@@ -221,7 +221,6 @@ class CachedRuns:
         now_ns = self.clock()
         if entry is not None:
             counts.hits += 1
-            counts.hit_rows += request.rows
             counts.hit_ns += now_ns - began_ns
             counts.saved_ns += entry.run_ns
             _set_times(request.timing, now_ns)
@@ -316,7 +315,6 @@ class SharedRun:
         for one in waiting:
             if one.request is not self._first:
                 counts.hits += 1
-                counts.hit_rows += one.request.rows
                 counts.saved_ns += run_ns
                 _share_times(one.request.timing, timing, one.joined_ns)
             one.request.complete(outputs)
@@ -328,13 +326,16 @@ class SharedRun:
         Requests with the same deadline would be rejected again, so they fail in that case.
         """
         kind = error.kind if isinstance(error, ServeError) else None
-        by_ns = self._terms.finish_by_ns
+        by_ns, taken_ns = self._terms.finish_by_ns, self._child.timing.taken_ns
         for one in waiting:
             has_more_time = by_ns is not None and one.terms.finish_by_ns != by_ns
             is_late = kind is ErrorKind.DEADLINE or (kind is ErrorKind.OVERLOADED and has_more_time)
             if is_late and one.request is not self._first:
                 self._runs.resubmit(one.request, one.terms, one.enqueue, self._key)
             else:
+                if taken_ns and one.request is not self._first:  # a run was started, so they do not count as rejected
+                    one.request.timing.queued_ns = one.joined_ns
+                    one.request.timing.taken_ns = max(one.joined_ns, taken_ns)
                 one.request.fail(error)
 
 
@@ -342,6 +343,7 @@ def _set_times(timing: Timing, now_ns: int) -> None:
     """Set the times of a request that is answered from the cache: queue, staging and computation take no time."""
     timing.queued_ns = timing.taken_ns = timing.staged_ns = timing.computed_ns = now_ns
     timing.batch_rows = 0  # a candidate of a rollout that failed before may have set it
+    timing.is_cached = True
 
 
 def _share_times(timing: Timing, run: Timing, joined_ns: int) -> None:
@@ -351,6 +353,7 @@ def _share_times(timing: Timing, run: Timing, joined_ns: int) -> None:
     timing.staged_ns = max(joined_ns, run.staged_ns)
     timing.computed_ns = max(joined_ns, run.computed_ns)
     timing.batch_rows = run.batch_rows
+    timing.is_cached = True
 
 
 def _copies(outputs: Arrays) -> Arrays:

@@ -15,8 +15,9 @@ class Timing:
     """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields.
 
     Only ``begun_ns`` is earlier than the others: when the head of the request was complete, 0 if the protocol does not
-    show it. ``batch_rows`` is the number of rows of the request's batch, 0 if no batch was computed. ``steps`` are the
-    ended steps of an ensemble.
+    show it. ``batch_rows`` is the number of rows of the request's batch, 0 if no batch was computed. ``is_cached``:
+    whether the outputs are those of an equal request (``batching/response_cache``). ``steps`` are the ended steps of an
+    ensemble.
     """
 
     received_ns: int
@@ -27,6 +28,7 @@ class Timing:
     done_ns: int
     begun_ns: int
     batch_rows: int
+    is_cached: bool
     steps: tuple["EndedStep", ...]
 
     def __init__(
@@ -40,6 +42,7 @@ class Timing:
         begun_ns: int = 0,
         batch_rows: int = 0,
         *,
+        is_cached: bool = False,
         steps: tuple["EndedStep", ...] = (),
     ) -> None:
         self.received_ns = received_ns
@@ -50,6 +53,7 @@ class Timing:
         self.done_ns = done_ns
         self.begun_ns = begun_ns
         self.batch_rows = batch_rows
+        self.is_cached = is_cached
         self.steps = steps
 
     def phases_ns(self) -> tuple[int, int, int, int, int]:

@@ -156,6 +156,7 @@ async def try_candidate(
         rollout.candidate_answered(call.timing)
         return outputs
     call.timing.taken_ns = 0  # no run of the version has started
+    call.timing.is_cached = False
     # Looked up again, because the version may have been replaced meanwhile.
     served = call.served = registry.find(request.model_name, request.model_version)
     outputs = await run_on(served, call, request)

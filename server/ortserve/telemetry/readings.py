@@ -187,7 +187,6 @@ class CacheCounts:
 
     Attributes:
         hits: Requests that were answered without a run of their own, by an entry or by the run of an equal request.
-        hit_rows: Rows of the hits.
         hit_ns: Time of lookups that hit.
         misses: Requests that ran.
         miss_ns: Time of lookups that missed, and of storing their outputs.
@@ -195,7 +194,6 @@ class CacheCounts:
     """
 
     hits: int = 0
-    hit_rows: int = 0
     hit_ns: int = 0
     misses: int = 0
     miss_ns: int = 0

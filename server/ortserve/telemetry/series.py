@@ -61,6 +61,8 @@ class ModelMetrics:
     Attributes:
         load_ns: Duration of the load; 0 before it has ended.
         rows: Rows of answered requests.
+        ran_requests: Answered requests that ran: without those that the response cache answered.
+        ran_rows: Rows of ``ran_requests``.
         last_done_ns: Monotonic time of the last answer; 0 before the first.
         answered: Durations of answered requests, by protocol.
         failed: Durations of failed requests, by protocol and kind of error.
@@ -78,6 +80,8 @@ class ModelMetrics:
         self.state = ""
         self.load_ns = 0
         self.rows = 0
+        self.ran_requests = 0
+        self.ran_rows = 0
         self.last_done_ns = 0
         self.answered: dict[str, HistogramSeries] = {}
         self.failed: dict[tuple[str, ErrorKind], HistogramSeries] = {}
@@ -102,6 +106,9 @@ class ModelMetrics:
     def observe_success(self, protocol: str, timing: Timing, rows: int) -> None:
         """Count an answered request. All points of ``timing`` are set; callers cannot choose ``protocol`` freely."""
         self.rows += rows
+        if not timing.is_cached:
+            self.ran_requests += 1
+            self.ran_rows += rows
         self.last_done_ns = timing.done_ns
         series = self.answered.get(protocol)
         if series is None:

@@ -108,7 +108,7 @@ def read_statistics(model: ModelMetrics) -> VersionStatistics:
             known = by_reason[reason]
             by_reason[reason] = Duration(known.count + sum(series.counts), known.ns + series.total)
     cache = model.cache or CacheCounts()
-    ran = max(0, success.count - cache.hits)
+    ran = model.ran_requests
     queue, stage, compute, encode = (phase.total for phase in model.phases[1:])
     executions = sum(model.batch_rows.counts)
     if model.steps is not None:  # count as Triton does: an ensemble has no queue of its own
@@ -119,7 +119,7 @@ def read_statistics(model: ModelMetrics) -> VersionStatistics:
         model.name,
         model.version,
         model.last_done_ns,
-        max(0, model.rows - cache.hit_rows),
+        model.ran_rows,
         executions,
         InferStatistics(
             success,
@@ -199,7 +199,11 @@ TRITON_METRICS: Final = (
         ),
         _failures,
     ),
-    _counter("nv_inference_count", "Rows of answered requests.", lambda known: known.inference_count),
+    _counter(
+        "nv_inference_count",
+        "Rows of answered requests, without those that the response cache answered.",
+        lambda known: known.inference_count,
+    ),
     _counter("nv_inference_exec_count", "Batches that ran.", lambda known: known.execution_count),
     _time(
         "nv_inference_request_duration_us",

@@ -1,5 +1,7 @@
 """Triton's statistics and metric names, from the counts of the metrics."""
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -109,9 +111,9 @@ def registry() -> CollectorRegistry:
 
 
 def test_answers_from_the_cache_count_as_neither_inferences_nor_computed_requests(model: ModelMetrics) -> None:
-    model.cache = CacheCounts(hits=1, hit_rows=2, hit_ns=5, misses=1, miss_ns=7)
-    for rows in (3, 2):
-        model.observe_success("http", TIMING, rows)
+    model.cache = CacheCounts(hits=1, hit_ns=5, misses=1, miss_ns=7)
+    model.observe_success("http", TIMING, 3)
+    model.observe_success("http", replace(TIMING, is_cached=True), 2)
 
     numbers = read_statistics(model)
 
