@@ -5,6 +5,7 @@ import platform
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -32,6 +33,9 @@ from servers import (
 MIB = 1024 * 1024
 ON_DEMAND = "not in memory: the next request loads it"
 ROW = {"x": np.ones((1, 4), np.float32)}
+PAIR = {"a": np.ones((1, 2), np.float32)}
+TOO_LATE = "'m' is loaded on demand, which takes longer than the request may wait"
+SHORT_LOADS = ("--warmup-s", "0", "--intra-op-threads", "1")
 GLIBC = tuple(map(int, platform.libc_ver()[1].split(".")))
 PLAIN = ("env",) if GLIBC < (2, 43) else ("env", "GLIBC_TUNABLES=glibc.malloc.hugetlb=0")
 """Starts a server that is not forked from another process, because a forked process shares its memory. Newer versions
@@ -47,10 +51,33 @@ def states(server: ServerProcess) -> dict[str, tuple[str, str]]:
     return {entry["name"]: (entry["state"], entry.get("reason", "")) for entry in entries}
 
 
-def infer_http(server: ServerProcess) -> triton_http.InferResult:
-    """Ask ``m`` with a new client, because Triton's HTTP client belongs to a thread."""
+def is_loading(server: ServerProcess, model: str) -> bool:
+    return states(server)[model][0] == "LOADING"
+
+
+def versions(server: ServerProcess) -> set[tuple[str, str, str]]:
+    """Name, version and state of all models in the repository index."""
+    entries = httpx.post(f"{server.url}/v2/repository/index", timeout=LONG_S).json()
+    return {(entry["name"], entry["version"], entry["state"]) for entry in entries}
+
+
+def ask(server: ServerProcess, model: str, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the only output of a model. Uses a new client, because Triton's HTTP client belongs to a thread."""
     with triton_http.InferenceServerClient(server.http) as client:
-        return client.infer("m", triton_inputs(triton_http, ROW))
+        answer = client.infer(model, triton_inputs(triton_http, inputs))
+        return np.asarray(answer.as_numpy(answer.get_response()["outputs"][0]["name"]))
+
+
+def ask_briefly(server: ServerProcess, model: str, inputs: dict[str, np.ndarray]) -> str:
+    """Send a request that waits for 200 ms, and return the text of its rejection."""
+    answer = httpx.post(
+        rest_url(server, model),
+        json={"inputs": [json_input(name, array) for name, array in inputs.items()]},
+        headers={"x-request-timeout-ms": "200"},
+        timeout=LONG_S,
+    )
+    assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1"), answer.text
+    return str(answer.json()["error"])
 
 
 def test_requests_of_both_protocols_share_a_load_that_outlives_a_late_one(tmp_path: Path) -> None:
@@ -60,35 +87,96 @@ def test_requests_of_both_protocols_share_a_load_that_outlives_a_late_one(tmp_pa
     pipe = repository / "m.onnx"
     os.mkfifo(pipe)
     content = builders.identity(tmp_path / "real").read_bytes()
-    flags = ("--load-policy", "on_demand", "--warmup-s", "0", "--intra-op-threads", "1")
     with (
-        serving(repository, *flags) as server,
+        serving(repository, "--load-policy", "on_demand", *SHORT_LOADS) as server,
         triton_clients(server) as (http, grpc),
         ThreadPoolExecutor(2) as threads,
     ):
         assert states(server) == {"m": ("UNAVAILABLE", ON_DEMAND), "other": ("READY", "")}
         assert http.is_model_ready("m")
         assert grpc.is_model_ready("m")
-        late = httpx.post(
-            rest_url(server, "m"),
-            json={"inputs": [json_input("x", ROW["x"])]},
-            headers={"x-request-timeout-ms": "200"},
-            timeout=LONG_S,
-        )
-        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
-        assert "'m' is loaded on demand, which takes longer than the request may wait" in late.json()["error"]
+        assert TOO_LATE in ask_briefly(server, "m", ROW)
         with pytest.raises(InferenceServerException, match=r"Deadline Exceeded|loaded on demand"):
             grpc.infer("m", triton_inputs(triton_grpc, ROW), client_timeout=0.2)
         assert states(server)["m"][0] == "LOADING"
-        answers = [threads.submit(infer_http, server), threads.submit(grpc.infer, "m", triton_inputs(triton_grpc, ROW))]
+        by_http = threads.submit(ask, server, "m", ROW)
+        by_grpc = threads.submit(grpc.infer, "m", triton_inputs(triton_grpc, ROW))
         pipe.write_bytes(content)
-        for answer in answers:
-            np.testing.assert_array_equal(answer.result(LONG_S).as_numpy("y"), ROW["x"])
+        np.testing.assert_array_equal(by_http.result(LONG_S), ROW["x"])
+        np.testing.assert_array_equal(by_grpc.result(LONG_S).as_numpy("y"), ROW["x"])
         samples = read_metrics(server)
         assert samples.value("ortserve_model_loads_total", model="m", outcome="ok") == 1
         outcomes = samples.by_labels("ortserve_on_demand_requests_total", "outcome")
         assert outcomes["late"] >= 1
         assert states(server)["m"] == ("READY", "")
+
+
+def test_requests_wait_for_the_newer_load_that_cancels_the_one_they_waited_for(tmp_path: Path) -> None:
+    """A load that a pipe delays holds the only slot, so that the model's load is cancelled while it waits."""
+    repository = tmp_path / "repository"
+    folder = add_model(repository, "m", members.affine, offset=1)
+    pipe = repository / "slow.onnx"
+    os.mkfifo(pipe)
+    flags = ("--model-control-mode", "explicit", "--load-model", "*", "--load-policy", "on_demand")
+    with (
+        serving(repository, *flags, "--memory-budget-bytes", str(1024 * MIB), *SHORT_LOADS) as server,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        slow = threads.submit(ask, server, "slow", ROW)
+        wait_until(partial(is_loading, server, "slow"))
+        early = threads.submit(ask, server, "m", PAIR)
+        wait_until(partial(is_loading, server, "m"))
+        members.affine(folder / "1" / "model.onnx", offset=2)
+        load = threads.submit(httpx.post, f"{server.url}/v2/repository/models/m/load", timeout=LONG_S)
+        server.wait_for_line("load cancelled", "model=m")
+        assert TOO_LATE in ask_briefly(server, "m", PAIR)
+        pipe.write_bytes(builders.identity(tmp_path / "real").read_bytes())
+        np.testing.assert_array_equal(early.result(LONG_S), PAIR["a"] + 2)
+        assert load.result(LONG_S).status_code == 200
+        np.testing.assert_array_equal(slow.result(LONG_S), ROW["x"])
+
+
+def test_lower_version_does_not_answer_while_the_highest_one_is_loaded_on_demand(tmp_path: Path) -> None:
+    """A load that a pipe delays gets the only slot between the loads of versions 1 and 2."""
+    repository = tmp_path / "repository"
+    folder = add_model(repository, "m", members.affine, offset=1)
+    add_model(repository, "m", members.affine, version=2, offset=2)
+    write_options(folder, "version_policy: {all: true}")
+    pipes = [repository / "first.onnx", repository / "second.onnx"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    content = builders.identity(tmp_path / "real").read_bytes()
+    flags = ("--load-policy", "on_demand", "--memory-budget-bytes", str(1024 * MIB))
+    with (
+        serving(repository, *flags, *SHORT_LOADS) as server,
+        triton_clients(server) as (http, grpc),
+        ThreadPoolExecutor(4) as threads,
+    ):
+        waiting = []
+        for name, inputs in (("first", ROW), ("m", PAIR), ("second", ROW)):
+            waiting.append(threads.submit(ask, server, name, inputs))
+            wait_until(partial(is_loading, server, name))
+        pipes[0].write_bytes(content)
+        wait_until(lambda: ("m", "1", "READY") in versions(server))
+        assert ("m", "2", "LOADING") in versions(server)
+        for client, library in ((http, triton_http), (grpc, triton_grpc)):
+            answer = client.infer("m", triton_inputs(library, PAIR), model_version="1")
+            np.testing.assert_array_equal(answer.as_numpy("b"), PAIR["a"] + 1)
+        assert TOO_LATE in ask_briefly(server, "m", PAIR)
+        later = threads.submit(grpc.infer, "m", triton_inputs(triton_grpc, PAIR))
+        pipes[1].write_bytes(content)
+        np.testing.assert_array_equal(waiting[1].result(LONG_S), PAIR["a"] + 2)
+        np.testing.assert_array_equal(later.result(LONG_S).as_numpy("b"), PAIR["a"] + 2)
+
+
+def test_lower_version_answers_once_the_load_of_the_highest_one_has_failed(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "m", members.affine, offset=1)
+    write_options(folder, "version_policy: {all: true}")
+    (folder / "2").mkdir()
+    (folder / "2" / "model.onnx").write_bytes(b"no model")
+    with serving(tmp_path, "--load-policy", "on_demand", *SHORT_LOADS) as server:
+        for _ in range(2):
+            np.testing.assert_array_equal(ask(server, "m", PAIR), PAIR["a"] + 1)
 
 
 def test_start_without_a_model_in_memory_says_how_many_there_are(tmp_path: Path) -> None:

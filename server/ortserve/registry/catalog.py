@@ -76,6 +76,8 @@ class VersionRecord:
         """Whether requests may wait for the load."""
         self.cancelled_because = ""
         """Why the load was cancelled; empty if it was not."""
+        self.is_superseded = False
+        """Whether the load was cancelled because a newer one of the model follows."""
         self.waiting: asyncio.Timeout | None = None
         """Ends the wait of the load for a slot and for room; None while the load does not wait."""
         self.asked_ns = 0
@@ -103,9 +105,14 @@ class VersionRecord:
         return self.reason == ON_DEMAND
 
     @property
+    def is_coming(self) -> bool:
+        """Whether requests wait for a load of the version that is under way."""
+        return self.is_awaited and self.state < State.READY
+
+    @property
     def makes_requests_wait(self) -> bool:
         """Whether a request for the version waits for a load, which is under way or begins with the request."""
-        return self.is_on_demand or (self.is_awaited and self.state < State.READY)
+        return self.is_on_demand or self.is_coming
 
     @property
     def is_held(self) -> bool:
@@ -200,14 +207,18 @@ class Catalog:
         """Send requests for a model to its ready versions, by number and label.
 
         If a version is labelled ``stable``, it answers requests without a version, and such requests fail while it is
-        not ready. Otherwise the highest ready version answers them.
+        not ready. Otherwise the highest ready version answers them. While a model is loaded on demand, they wait for
+        higher versions, so that their answers do not depend on which version is ready first.
         """
+        was_answered = (name, "") in self._serving
+        coming = max((record.version for record in self.of(name).values() if record.is_coming), default=0)
         for key in [key for key in self._serving if key[0] == name]:
             del self._serving[key]
         for record in self.ready(name):
             assert record.served is not None
             self._serving[name, str(record.version)] = record.served
-            self._serving[name, ""] = record.served
+            if was_answered or record.version > coming:
+                self._serving[name, ""] = record.served
         labels = self.labels(name)
         for label, version in labels.items():
             if (served := self._serving.get((name, str(version)))) is not None:

@@ -287,7 +287,7 @@ class Registry:
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         if self._versions.is_loading(name) and await self._is_newer(name, config):
-            self._versions.cancel_loads(name, "a newer load of the model was requested")
+            self._versions.cancel_loads(name, "a newer load of the model was requested", is_superseded=True)
         source, failures = await self._load_once(name, config, files, None)
         if failures is None:  # It is an ensemble, some of whose members do not serve.
             closure = await self._reader.read_members(source)
@@ -353,7 +353,7 @@ class Registry:
         found = await self._reader.read_all()
         changed = [source for source in found if self._reconciler.is_due(source)]
         for source in changed:
-            self._versions.cancel_loads(source.name, "its files or options have changed")
+            self._versions.cancel_loads(source.name, "its files or options have changed", is_superseded=True)
         by_name = {source.name: source for source in found}
         kept = [source.name for source in changed if members_of(source) and not self._reconciler.stays_out(source)]
         forced = closure_of(kept, by_name)
@@ -401,6 +401,9 @@ class Registry:
             if source is None or not any(record.is_on_demand for record in self._catalog.of(name).values()):
                 return
             failures = await self._reconciler.apply(source, is_forced=True, is_awaited=True)
+        if any(record.is_on_demand and record.is_superseded for record in self._catalog.of(name).values()):
+            await self._load_with_members(name)  # The newer load already waits for the model's lock.
+            return
         for record in self._catalog.of(name).values():
             if record.no_room is not None:
                 raise record.no_room

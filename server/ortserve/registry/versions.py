@@ -252,10 +252,17 @@ class Versions:
         loading = self._loading.get(record.model, ())
         return next((one for one in loading if one.version == record.version and one is not record), None)
 
-    def cancel_loads(self, name: str, because: str) -> None:
-        """Cancel the loads of a model: those that wait at once, those under way at their next step."""
+    def cancel_loads(self, name: str, because: str, *, is_superseded: bool = False) -> None:
+        """Cancel the loads of a model: those that wait at once, those under way at their next step.
+
+        Args:
+            name: Name of the model.
+            because: Why, for the reason of each load.
+            is_superseded: Whether a newer load of the model follows. Requests then wait for that one.
+        """
         for record in self._loading.get(name, ()):
             record.cancelled_because = because
+            record.is_superseded = is_superseded
             if record.progress is not None:
                 record.progress.cancel(because)
             elif record.waiting is not None and not record.waiting.expired():
@@ -282,11 +289,11 @@ class Versions:
         The version is FAILED instead if room will never suffice, if the model is pinned, or if another record is shown.
         """
         source = record.source
-        is_shown = self._catalog.of(record.model).get(record.version) is record
-        if error.is_lasting or not is_shown or source is None or source.configuration.options.is_pinned:
+        if error.is_lasting or not self._is_shown(record) or source is None or source.configuration.options.is_pinned:
             return await self._fail(record, error)
         record.no_room = error
         record.advance(State.GONE, ON_DEMAND)
+        self._catalog.route(record.model)
         log_event(logger, logging.INFO, "model is not in memory", model=record.model, reason=error.message)
         return error.message
 
@@ -295,7 +302,11 @@ class Versions:
         if isinstance(error, DeviceLostError):
             self._on_lost(record, error.message)
         reason = error.message if isinstance(error, ServeError) else "unexpected error"
-        record.advance(State.FAILED, reason)
+        if record.is_superseded and record.is_awaited and self._is_shown(record):
+            record.advance(State.GONE, ON_DEMAND)
+        else:
+            record.advance(State.FAILED, reason)
+        self._catalog.route(record.model)
         if record.cancelled_because:
             log_event(logger, logging.INFO, "load cancelled", model=record.model, version=record.label, reason=reason)
             return reason
@@ -307,6 +318,9 @@ class Versions:
         else:
             _log_failure("model cannot be served", record, reason)
         return reason
+
+    def _is_shown(self, record: VersionRecord) -> bool:
+        return self._catalog.of(record.model).get(record.version) is record
 
     def _show(self, record: VersionRecord) -> VersionRecord | None:
         self._metrics.show(record.metrics)
