@@ -10,7 +10,7 @@ from ortserve.errors import invalid_input
 from ortserve.registry.repository.model_files import MODEL_FILE
 from ortserve.registry.repository.provenance import provenance_beside
 from ortserve.tools.command import ToolParser
-from ortserve.tools.provenance import Provenance, write_provenance
+from ortserve.tools.provenance import Provenance, external_files, write_provenance
 from ortserve.tools.publish.folder import Published, add_golden, publish_version
 from ortserve.tools.publish.place import find_place
 from ortserve.tools.staging import install_files, staging_folder
@@ -59,8 +59,10 @@ def check_destination(arguments: argparse.Namespace, source: Subject) -> None:
     if output is not None:
         if not output.absolute().parent.is_dir() or output.is_dir():
             raise invalid_input(f"OUT.onnx: expected a file in an existing folder, got '{output}'")
-        if output.resolve() == source.path.resolve():
-            raise invalid_input(f"OUT.onnx: expected another file than the model itself, got '{output}'")
+        own = {file.resolve() for file in (source.path, *external_files(source.path))}
+        for file in (output, output.with_name(f"{output.name}.data")):
+            if file.resolve() in own:
+                raise invalid_input(f"OUT.onnx: expected another file than the model itself, got '{file}'")
     if arguments.publish is not None:
         find_place(_target(arguments, source))
 
@@ -69,8 +71,8 @@ def check_destination(arguments: argparse.Namespace, source: Subject) -> None:
 def staged_model(arguments: argparse.Namespace, source: Subject) -> Iterator[Path]:
     """The path to write the model to, in a new folder that disappears again.
 
-    The file already has its last name, so that external data, best named ``<name>.data``, keep theirs. Write nothing
-    else into its folder: with ``--output``, all files of the folder go to the folder of that file.
+    The file already has its last name, so that external data keep theirs, which is ``<name>.data``. Write nothing else
+    into its folder: with ``--output``, all files of the folder go to the folder of that file.
     """
     if arguments.output is not None:
         beside, name = arguments.output, arguments.output.name

@@ -77,6 +77,7 @@ def test_a_version_is_published_to_where_the_source_came_from_and_a_file_is_writ
 
 def test_a_destination_is_checked_before_the_work(source: Subject, tmp_path: Path) -> None:
     single = Subject("single", Path(shutil.copy(source.path, tmp_path / "single.onnx")))
+    renamed = Subject("renamed", Path(shutil.copy(source.path, source.path.with_name("renamed.onnx"))))
     check_destination(parsed("--dry-run"), source)
     for words, subject, problem in (
         ((), source, "expected -o OUT.onnx or --publish"),
@@ -84,6 +85,7 @@ def test_a_destination_is_checked_before_the_work(source: Subject, tmp_path: Pat
         (("-o", tmp_path), source, "expected a file"),
         (("-o", source.path), source, "another file than the model itself"),
         (("--publish",), single, "is not a version of a model"),
+        (("-o", renamed.path.with_name("model.onnx")), renamed, "the model itself, got '.*/model.onnx.data'"),
         (("--publish", tmp_path / "none" / "m"), source, "existing repository"),
     ):
         with pytest.raises(ServeError, match=problem):

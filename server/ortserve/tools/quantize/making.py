@@ -109,7 +109,8 @@ def prepare(source: Path, folder: Path, settings: Settings, nbytes: int) -> Prep
         notes.append("quantized without inference of shapes, which failed")
     model = onnx.load(path)
     for value in (*model.graph.input, *model.graph.output):
-        value.CopyFrom(ends[value.name])  # the inference renames free dimensions, by which the server finds the rows
+        if value.name in ends:  # old IR versions list weights as inputs, also those that the inference has folded
+            value.CopyFrom(ends[value.name])  # it renames free dimensions, by which the server finds the rows
     if settings.mode != "static":
         _untie_weights(model)
         ONNXModel(model).replace_gemm_with_matmul()

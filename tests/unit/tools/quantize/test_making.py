@@ -105,6 +105,28 @@ def test_preparation_keeps_free_dimensions_and_the_current_folder(
     assert read_model(prepared.path).graph.outputs == read_model(source).graph.outputs
 
 
+def test_old_models_that_list_their_weights_as_inputs_are_prepared(tmp_path: Path) -> None:
+    """The inference makes weights of constant nodes, and lists them as inputs, too."""
+    weight = np.eye(4, dtype=np.float32)
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=onnx.numpy_helper.from_array(np.ones(4, np.float32))),
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Add", ["a", "c"], ["y"]),
+    ]
+    ends, outputs = [patterns.value("x", "batch", 4), patterns.value("w", 4, 4)], [patterns.value("y", "batch", 4)]
+    path = patterns.write(tmp_path / "m.onnx", nodes, ends, outputs, {"w": weight}, opset=8)
+    model = onnx.load(path)
+    model.ir_version = 3
+    onnx.save(model, path)
+
+    settings, prepared = prepared_by(Wish("dynamic"), path, tmp_path / "work")
+
+    found = find_candidates(read_model(prepared.path), settings, prepared.dtypes, (), "old")
+    make(prepared, tmp_path / "out.onnx", settings, found.nodes)
+    x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+    np.testing.assert_allclose(run(tmp_path / "out.onnx", x), x + 1, atol=0.1)
+
+
 def test_weights_that_several_gemms_share_are_not_transposed_twice(tmp_path: Path) -> None:
     """Layers that start with equal weights share them after deduplication, as do an embedding and an output layer."""
     nodes = [
