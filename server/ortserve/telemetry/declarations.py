@@ -85,12 +85,14 @@ BATCHING_DECISIONS: Final = Declaration(
     "counter",
     ("model", "version", "decision"),
     "Decisions of the batcher, counted in batches, requests or rows. batches, inline, retries: batches that ran, ran "
-    "on the event loop, ran again in part. inline_overruns: runs that took more than 2 ms of the event loop; the "
-    "next runs use workers. refused_full, refused_late, dropped_late, left: requests rejected because the queue was "
-    "full or the deadline could not be met, evicted because they could no longer finish in time, cancelled by the "
-    "caller. delayed: batches that waited for queue_delay_s. wasted_rows, padding_rows: computed rows that belong to "
-    "no request. run_timeouts, abandoned: batches that were terminated, and those that did not end. out_of_memory: "
-    "batches after which the maximum batch size was halved.",
+    "on the event loop, ran again in part. inline_overruns: runs that took more than 2 ms of the event loop; the next "
+    "runs use workers. refused_full, refused_late, dropped_late, left: requests rejected because the queue was full "
+    "or the deadline could not be met, evicted because they could no longer finish in time, cancelled in the queue. A "
+    "large request counts once for each piece that is evicted or cancelled; if one piece fails, the others are "
+    "cancelled. delayed: batches that waited for queue_delay_s. wasted_rows: rows computed for requests that were "
+    "cancelled meanwhile. padding_rows: computed rows that belong to no request. run_timeouts, abandoned: batches "
+    "that were terminated, and those that did not end. out_of_memory: batches after which the maximum batch size was "
+    "halved.",
 )
 CHECKED_REQUESTS: Final = Declaration(
     "ortserve_checked_requests_total",
@@ -104,8 +106,8 @@ CACHE_REQUESTS: Final = Declaration(
     "ortserve_response_cache_requests_total",
     "counter",
     ("model", "version", "result"),
-    "Requests of models with response_cache. hit: answered by the outputs, or by the run, of an equal request. miss: "
-    "it ran.",
+    "Requests of models with response_cache, and copies of them for a shadow. hit: answered by the outputs, or by the "
+    "run, of an equal request. miss: it ran.",
 )
 CACHE_SAVED: Final = Declaration(
     "ortserve_response_cache_saved_seconds_total",
