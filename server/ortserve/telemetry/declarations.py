@@ -87,11 +87,12 @@ BATCHING_DECISIONS: Final = Declaration(
     "ran on the event loop. inline_overruns: runs that took more than 2 ms of the event loop; the next runs use "
     "workers. retries: parts of failed batches that ran again. refused_full: requests rejected because the queue was "
     "full. refused_late: requests rejected because their deadline could not be met. dropped_late: queued requests "
-    "evicted because they could no longer finish in time. left: queued requests that the caller cancelled. delayed: "
-    "batches that waited for queue_delay_s. closed_loop_waits: batches that waited for the next requests of callers "
-    "that were just answered. wasted_rows, padding_rows: computed rows that belong to no request. run_timeouts, "
-    "abandoned: batches that were terminated, and those that did not end. out_of_memory: batches after which the "
-    "maximum batch size was halved.",
+    "evicted because they could no longer finish in time. left: queued requests that were cancelled. dropped_late and "
+    "left count each piece of a large request; if one piece fails, the others are cancelled. delayed: batches that "
+    "waited for queue_delay_s. closed_loop_waits: batches that waited for the next requests of callers that were just "
+    "answered. wasted_rows: rows computed for requests that were cancelled meanwhile. padding_rows: computed rows that "
+    "belong to no request. run_timeouts, abandoned: batches that were terminated, and those that did not end. "
+    "out_of_memory: batches after which the maximum batch size was halved.",
 )
 CHECKED_REQUESTS: Final = Declaration(
     "ortserve_checked_requests_total",
@@ -105,8 +106,8 @@ CACHE_REQUESTS: Final = Declaration(
     "ortserve_response_cache_requests_total",
     "counter",
     ("model", "version", "result"),
-    "Requests of models with response_cache. hit: answered with the outputs of an equal request, finished or still "
-    "running. miss: the request ran.",
+    "Requests of models with response_cache, and copies of them for a shadow. hit: answered with the outputs of an "
+    "equal request, finished or still running. miss: the request ran.",
 )
 CACHE_SAVED: Final = Declaration(
     "ortserve_response_cache_saved_seconds_total",
