@@ -320,6 +320,11 @@ BAD_BODIES: Final[dict[str, tuple[bytes, str]]] = {
     "not JSON": (b"{not json", "failed to parse the request JSON buffer"),
     "cut off": (b'{"inputs":[{"name":"INP', "failed to parse the request JSON buffer"),
     "not UTF-8": (b'{"inputs":[{"name":"\xff"}]}', "failed to parse the request JSON buffer"),
+    "surrogate in bytes, beside NaN": (
+        b'{"id":"\xed\xa0\x80","parameters":{"own":NaN},"inputs":[%b,%b]}'
+        % ((_ENTRY % ([0] * 16)).encode(), _OTHER.encode()),
+        "failed to parse the request JSON buffer",
+    ),
     "nested without end": (b'{"inputs":' + b"[" * 3000, "failed to parse the request JSON buffer"),
     "nested very deep": (b'{"inputs":' + b"[" * 3000 + b"]" * 3000 + b"}", ""),
     "data nested very deep": (

@@ -59,3 +59,15 @@ def test_invalid_parameter_is_400_and_named(server: ServerProcess, parameters: A
     answer = post(server, parameters)
     assert answer.status_code == 400
     assert text in answer.json()["error"]
+
+
+@pytest.mark.parametrize("columns", [3, 40_000], ids=["short body", "body that another process reads"])
+def test_error_of_a_parameter_names_the_request_of_a_known_model(server: ServerProcess, columns: int) -> None:
+    row = np.zeros((1, columns), np.float32)
+    document = {"id": "7", "inputs": [json_input("x", row)], "parameters": {"priority": -1}}
+    for model, status, text in (
+        ("echo", 400, "[request id: 7] parameter 'priority': expected an unsigned integer, got -1"),
+        ("nowhere", 404, "Request for unknown model: 'nowhere' is not found"),
+    ):
+        answer = httpx.post(rest_url(server, model), json=document, timeout=LONG_S)
+        assert (answer.status_code, answer.json()["error"]) == (status, text)

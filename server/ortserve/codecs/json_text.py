@@ -53,8 +53,9 @@ def parse_json(text: bytes | memoryview) -> Any:
     raw = bytes(text)
     if b"NaN" in raw or b"Infinity" in raw:
         try:
-            document = json.loads(raw, parse_float=_finite)
-            if b"\\u" in raw:  # the json module accepts lone surrogates, which cannot be encoded
+            # Decoded here, because the json module also accepts UTF-16, UTF-32 and surrogates in bytes.
+            document = json.loads(raw.decode(), parse_float=_finite)
+            if b"\\u" in raw:  # it accepts lone surrogates as escapes, too, which cannot be encoded
                 json.dumps(document, ensure_ascii=False).encode()
             return document
         except (ValueError, RecursionError):

@@ -35,8 +35,10 @@ def parse_config_json(text: str | bytes) -> ModelConfig:
     """Parse the proto3 JSON of a configuration. Integers may be texts; names may be ``snake_case`` or ``camelCase``.
 
     Raises:
-        ServeError: invalid_input for malformed JSON, an unknown field, or an invalid value.
+        ServeError: invalid_input for a text that is not a JSON object, an unknown field, or an invalid value.
     """
+    if text.lstrip()[:1] not in ("{", b"{"):  # protobuf reads an empty list or text as an empty configuration
+        raise invalid_input(f"config: expected a JSON object, got {text[:40]!r}")
     try:
         return json_format.Parse(text, ModelConfig())
     # protobuf raises UnicodeDecodeError for invalid UTF-8, and RecursionError for too deep nesting.

@@ -210,7 +210,11 @@ class InferenceService:
         request = await asyncio.shield(decoding)
         hold.count(sum([_memory_bytes(tensor) for tensor in request.inputs]))
         call.request = request
-        return await self._run_when_loaded(call, request)
+        try:
+            call.served = self._registry.find(request.model_name, request.model_version)
+        except NotInMemoryError:
+            return await self._run_when_loaded(call, request)
+        return await self._run_in_steps(call, request)
 
     async def _run_when_loaded(self, call: Call, request: InferRequest) -> Arrays:
         """Run a request whose model may have to be loaded first."""

@@ -81,9 +81,23 @@ def test_text_is_encoded_equally_with_and_without_tokens() -> None:
     assert json.loads(spell(one, DataType.FP64, text))["text"] == text
 
 
-def test_lone_surrogate_is_rejected_beside_tokens() -> None:
+@pytest.mark.parametrize(
+    "document",
+    [
+        b'{"id": "\\ud800", "data": [NaN]}',
+        b'{"id": "\xed\xa0\x80", "data": [NaN]}',
+        b'\xef\xbb\xbf{"data": [NaN]}',
+        '{"id": "\u614eN", "data": [NaN]}'.encode("utf-16-le"),
+    ],
+    ids=["escaped surrogate", "surrogate in three bytes", "byte order mark", "UTF-16"],
+)
+def test_text_that_is_not_utf8_is_rejected_beside_tokens(document: bytes) -> None:
+    assert b"NaN" in document
     with pytest.raises(ServeError, match="failed to parse the request JSON buffer"):
-        parse_json(b'{"id": "\\ud800", "data": [NaN]}')
+        parse_json(document)
+
+
+def test_escaped_characters_are_read_beside_tokens() -> None:
     assert parse_json(b'{"id": "\\ud83d\\ude00", "data": [Infinity]}') == {"id": "😀", "data": [math.inf]}
 
 
