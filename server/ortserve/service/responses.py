@@ -150,15 +150,21 @@ def _format_largest(row: np.ndarray, count: int, labels: Sequence[str]) -> list[
 
 
 def _largest(row: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the ``count`` largest elements, in descending order; equal elements in the order of their indices."""
-    keys = np.where(np.isnan(row), -np.inf, row) if row.dtype.kind == "f" else row
+    """Indices of the ``count`` largest elements, in descending order; equal elements in the order of their indices.
+
+    NaN comes last.
+    """
+    if row.dtype.kind == "f" and np.isnan(row).any():
+        numbers = np.flatnonzero(~np.isnan(row))
+        largest = numbers[_largest(row[numbers], min(count, len(numbers)))]
+        return np.concatenate((largest, np.flatnonzero(np.isnan(row))[: count - len(largest)]))
     if count < row.size:
-        least = np.partition(keys, row.size - count)[row.size - count]
-        above = np.flatnonzero(keys > least)
-        equal = np.flatnonzero(keys == least)[: count - len(above)]
+        least = np.partition(row, row.size - count)[row.size - count]
+        above = np.flatnonzero(row > least)
+        equal = np.flatnonzero(row == least)[: count - len(above)]
         chosen = np.sort(np.concatenate((above, equal)))
     else:
         chosen = np.arange(row.size)
     # Sorted ascending from the back and reversed, so that equal elements keep the order of their indices.
     from_back = chosen[::-1]
-    return from_back[np.argsort(keys[from_back], kind="stable")][::-1]
+    return from_back[np.argsort(row[from_back], kind="stable")][::-1]

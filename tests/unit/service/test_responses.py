@@ -67,6 +67,9 @@ def test_every_ordered_datatype_is_ordered_to_the_ends_of_its_range(datatype: Da
 def test_nan_comes_last() -> None:
     assert texts([[np.nan, 1, -np.inf, 2]], 2) == [["2.000000:3", "1.000000:1"]]
     assert texts([[np.nan, 1]], 2) == [["1.000000:1", "nan:0"]]
+    assert texts([[np.nan, 1, -np.inf, 2]], 3) == [["2.000000:3", "1.000000:1", "-inf:2"]]
+    assert texts([[np.nan, -np.inf, np.nan]], 2) == [["-inf:1", "nan:0"]]
+    assert texts([[np.nan, np.nan]], 1) == [["nan:0"]]
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=30), st.integers(1, 35))
