@@ -137,7 +137,12 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
 
 
 def expect_writable(option: str, path: Path | None) -> None:
-    """Raise ServeError: invalid_input, if a file cannot be written to a path that an option gives."""
+    """Raise ServeError: invalid_input, if a file cannot be written to a path that an option gives.
+
+    Names of models are refused, too: ``-o`` is a page for some commands and a model for others.
+    """
+    if path is not None and path.suffix == ".onnx":
+        raise invalid_input(f"{option}: expected a name other than that of a model, got '{path}'")
     if path is not None and (
         path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK)
     ):

@@ -40,7 +40,7 @@ def test_json_is_utf_8_whatever_the_locale_is(monkeypatch: pytest.MonkeyPatch) -
 def test_page_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for page in (tmp_path, tmp_path / "nowhere" / "page.html"):
+    for page in (tmp_path, tmp_path / "nowhere" / "page.html", tmp_path / "model.onnx"):
         assert run_tool("test", lambda _: pytest.fail("it ran"), given(page)) == INVALID
         assert f"got '{page}'" in capsys.readouterr().err
 
