@@ -171,6 +171,35 @@ def test_achieved_rate_is_that_of_the_whole_model(tmp_path: Path, capsys: pytest
     assert operations == pytest.approx(4 * 2 * 8 * 512 * 512, rel=0.001)
 
 
+def test_nodes_are_told_apart_from_those_that_have_their_number_as_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ONNX Runtime names the last node MatMul_2, as the first one. The weight of the branch is a constant node."""
+    weights = [numpy_helper.from_array(np.ones(shape, np.float32)) for shape in ((8, 32), (32, 16), (16, 4))]
+    wide, narrow, inner = (helper.make_node("Constant", [], [f"w{n}"], value=one) for n, one in enumerate(weights))
+    value = helper.make_tensor_value_info
+    multiply = helper.make_node("MatMul", ["c", "w2"], ["z"])
+    branch = helper.make_graph([inner, multiply], "branch", [], [value("z", TensorProto.FLOAT, None)])
+    nodes = [
+        *(wide, narrow, helper.make_node("MatMul", ["x", "w0"], ["a"], name="MatMul_2")),
+        helper.make_node("Tanh", ["a"], ["b"]),
+        helper.make_node("MatMul", ["b", "w1"], ["c"]),
+        helper.make_node("If", ["chosen"], ["y"], name="if", then_branch=branch, else_branch=branch),
+    ]
+    inputs = [value("x", TensorProto.FLOAT, ["n", 8]), value("chosen", TensorProto.BOOL, [])]
+    graph = helper.make_graph(nodes, "g", inputs, [value("y", TensorProto.FLOAT, ["n", 4])])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+
+    found = profiled(capsys, path, "--runs", "5")["profile"]["nodes"]
+    products = [node for node in found if node["op"] == "MatMul"]
+    assert {(*node["inside"], node["output_shapes"][0]): (node["calls"], node["call_bytes"]) for node in products} == {
+        ("float[1,32]",): (1, 4 * (8 + 8 * 32 + 32)),
+        ("float[1,16]",): (1, 4 * (32 + 32 * 16 + 16)),
+        ("if", "float[1,4]"): (1, 4 * (16 + 16 * 4 + 4)),
+    }
+
+
 def test_inputs_are_read_and_trace_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = tmp_path / "inputs.npz"
     (tensor,) = ort.InferenceSession(EXAMPLE / "digits" / "1" / "model.onnx").get_inputs()

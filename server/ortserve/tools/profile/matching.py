@@ -1,6 +1,7 @@
 """Finds traced nodes in the optimized graph, and the nodes of the file that each optimized node replaces. Pure."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -34,12 +35,14 @@ def match_nodes(trace: Trace, graph: Graph) -> dict[NodeKey, Placed]:
     for key in dict.fromkeys(node.key for node in trace.nodes):
         by_path.setdefault(key[0], []).append(key)
     for path, keys in by_path.items():
+        sharing = Counter((name, op) for _, name, op, _ in keys)
         for inner, constants in _graphs_at(graph, path):
             named = {(node.name, node.op): node for node in inner.nodes if node.name}
             unnamed = [node for node in inner.nodes if not node.name]
             for key in keys:
-                _, name, op = key
-                node = named.get((name, op))
+                _, name, op, index = key
+                is_unnamed = sharing[name, op] > 1 and name == f"{op}_{index}"
+                node = None if is_unnamed else named.get((name, op))
                 if node is None and name.startswith(f"{op}_"):
                     following = (place for place, node in enumerate(unnamed) if node.op == op)
                     node = None if (place := next(following, None)) is None else unnamed[place]
@@ -54,7 +57,7 @@ def _graphs_at(graph: Graph, path: Sequence[str]) -> list[tuple[Graph, Mapping[s
     reached: list[tuple[Graph, Mapping[str, Tensor]]] = [(graph, graph.constants)]
     for name in path:
         reached = [
-            (inner, {**constants, **inner.constants})
+            (inner, {**constants, **inner.constants, **_values(inner)})
             for outer, constants in reached
             for node in outer.nodes
             if node.name == name or (not node.name and name.startswith(f"{node.op}_"))
@@ -62,6 +65,12 @@ def _graphs_at(graph: Graph, path: Sequence[str]) -> list[tuple[Graph, Mapping[s
             if isinstance(inner, Graph)
         ]
     return reached
+
+
+def _values(graph: Graph) -> dict[str, Tensor]:
+    """The values of constant nodes, which ONNX Runtime keeps in inner graphs."""
+    made = ((node.outputs[0], node.attributes.get("value")) for node in graph.nodes if node.op == "Constant")
+    return {name: value for name, value in made if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ _EXECUTE: Final = "SequentialExecutor::Execute"
 
 Shape: TypeAlias = tuple[str, tuple[int, ...]]
 """The element type of a tensor, as ONNX Runtime names it, and its shape."""
-NodeKey: TypeAlias = tuple[tuple[str, ...], str, str]
-"""Path, name and operator."""
+NodeKey: TypeAlias = tuple[tuple[str, ...], str, str, str]
+"""Path, name, operator and index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,9 @@ class TracedNode:
 
     Attributes:
         path: Names of the nodes whose graphs contain it, the outermost first.
-        name: ``<operator>_<index>`` if the node has none.
+        name: ``<operator>_<index>`` if the node has none; another node may have this name.
         inputs: Shapes of the inputs, without those that the kernel has prepacked.
+        index: Number of the node in its graph.
     """
 
     path: tuple[str, ...]
@@ -38,10 +39,11 @@ class TracedNode:
     provider: str
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
+    index: str = ""
 
     @property
     def key(self) -> NodeKey:
-        return self.path, self.name, self.op
+        return self.path, self.name, self.op, self.index
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +182,11 @@ class _Reader:
         details = event.details
         name, op = event.name.removesuffix("_kernel_time"), details["op_name"]
         inputs, outputs = details.get("input_type_shape", ()), details.get("output_type_shape", ())
-        # Nodes may share a name; their indices differ.
-        key = (path, name, op, details.get("node_index"), orjson.dumps((inputs, outputs)))
+        number = details.get("node_index", "")
+        key = (path, name, op, number, orjson.dumps((inputs, outputs)))
         index = self._indices.setdefault(key, len(self.trace.nodes))
         if index == len(self.trace.nodes):
-            node = TracedNode(path, name, op, details.get("provider", ""), _shapes(inputs), _shapes(outputs))
+            node = TracedNode(path, name, op, details.get("provider", ""), _shapes(inputs), _shapes(outputs), number)
             self.trace.nodes.append(node)
         return index
 

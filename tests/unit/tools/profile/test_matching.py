@@ -59,6 +59,19 @@ def test_nodes_without_names_are_matched_in_order() -> None:
     assert [found[one.key].node.outputs for one in trace.nodes] == [("a",), ("b",), ("y",)]
 
 
+def test_nodes_without_names_may_be_called_as_others_are_named() -> None:
+    graph = chain(("Add", "Add_2", "x", "a"), ("Mul", "named", "a", "b"), ("Add", "", "b", "y"))
+    lines = (
+        node("Add_2", 0, 1, node_index="0"),
+        node("named", 5, 1, op="Mul", node_index="1"),
+        node("Add_2", 10, 1, node_index="2"),
+    )
+    trace = read_trace(trace_file(*lines, execution(0, 20), run(0, 20)))
+
+    found = match_nodes(trace, graph)
+    assert [found[one.key].node.outputs for one in trace.nodes] == [("a",), ("b",), ("y",)]
+
+
 @pytest.mark.parametrize("kind", ["encoder", "convolutions"])
 def test_every_node_that_runs_is_found_and_every_node_of_the_file_has_a_place(kind: str, tmp_path: Path) -> None:
     """The reference is ONNX Runtime's own: the optimized graph that it writes, and the trace of a run of it."""
@@ -82,7 +95,7 @@ def test_every_node_that_runs_is_found_and_every_node_of_the_file_has_a_place(ki
 
     matched = match_nodes(trace, optimized)
     assert len(matched) == len(trace.nodes) == len(optimized.nodes)
-    assert all(place.node.op == op for (_, _, op), place in matched.items())
+    assert all(place.node.op == op for (_, _, op, _), place in matched.items())
     found, removed = find_replacements(source, optimized)
     placed = Counter(id(node) for one in found for node in one.replaced)
     assert set(placed.values()) == {1}, "no node of the file has two successors"
