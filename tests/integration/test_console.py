@@ -440,7 +440,7 @@ def test_keys_are_asked_for_and_kept_in_memory_only(browser: Browser, keys: dict
         dialog = page.get_by_role("dialog")
         dialog.get_by_label("Key of the group metadata").fill("wrong")
         dialog.get_by_role("button", name="Use").click()
-        expect(dialog.get_by_text("got an unknown one")).to_be_visible()
+        expect(dialog.get_by_text("got an unknown key")).to_be_visible()
         dialog.get_by_label("Key of the group metadata").fill(keys["metadata"].read_text().strip())
         dialog.get_by_role("button", name="Use").click()
         expect(page.locator("#connection")).to_have_text("ready")

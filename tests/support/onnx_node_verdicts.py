@@ -133,7 +133,7 @@ def _judge(case: NodeCase, rest: httpx.Client, wires: Mapping[str, Ask]) -> Verd
     names = [spec["name"] for spec in metadata["outputs"]]
     if any(_differ(case.outputs[name]) for name in names):
         refusals = {wire: _refusal(ask, case.name, feeds) for wire, ask in wires.items()}
-        failures = [f"{wire}: {text}" for wire, text in refusals.items() if "makes no tensor" not in text]
+        failures = [f"{wire}: {text}" for wire, text in refusals.items() if "returned as one tensor" not in text]
         return Verdict(case.name, Fate.NOT_SERVED, refusals["http"].partition("<id_unknown>] ")[2], tuple(failures))
     expected: dict[str, np.ndarray] = {name: _comparable(case.outputs[name]) for name in names}
     try:
