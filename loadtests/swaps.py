@@ -44,7 +44,7 @@ FLAGS: Final = ("--model-control-mode=explicit", "--warmup-s=0.1")
 
 
 class Swaps:
-    """Publishes one version after the other until it is told to stop."""
+    """Publishes and loads one version of a model after another."""
 
     def __init__(self, folder: Path, pause_s: float) -> None:
         self.count = 0

@@ -141,7 +141,7 @@ async def test_it_is_settled_by_a_task_and_cancels_it() -> None:
         await failed
     cancelled.cancel()
     other.cancel()
-    # The caller, who still waits, has not cancelled it.
+    # The caller did not cancel the request and still waits.
     with pytest.raises(ServeError, match="the request was cancelled"):
         await ended
     assert task.cancelled()
