@@ -16,6 +16,7 @@ _RANGE_WEIGHTS: Final = "int64 zero = {0}, int64 one = {1}"
 _FLAT: Final = f"{_RANGE} b = Mul(r, five) c = Add(b, i) f = Reshape(x, s) y = Gather(f, c)"
 _FLAT_WEIGHTS: Final = f"{_RANGE_WEIGHTS}, int64 five = {{5}}, int64[2] s = {{-1, 4}}"
 _BRANCH: Final = "c1 = Squeeze(g) y = If(c1) <then_branch = t () => (a) { a = Softmax<axis=0>(x) }, else_branch = o () => (b) { b = Relu(x) }>"
+_FOLDED: Final = "n = Shape<start=0, end=1>(h) t = Concat<axis=0>(n, m1) r = Reshape(h, t) p = Softmax<axis=1>(r) s = Shape(x)"
 _INFINITE: Final = [[[1.0] * 4], [[float("inf")] * 4], [[2.0] * 4]]
 
 TRAPS: Final = [
@@ -37,6 +38,9 @@ TRAPS: Final = [
     Case("a product that transposes a matrix beside a vector", "float[3,N] x", "y = com.microsoft.FusedMatMul<transA=1>(x, w)", "float[3] w"),
     Case("torn rows", "float[N,6] x", "s = Shape(x) a = Reshape(x, t) b = Softmax(a) y = Reshape(b, s)", "int64[2] t = {-1, 4}", refused_alone=True),
     Case("batch folded into one axis", _X, "s = Shape(x) a = Reshape(x, t) b = Softmax<axis=1>(a) y = Reshape(b, s)", "int64[2] t = {1, -1}"),
+    Case("one row by the declaration of an inner tensor, which ONNX Runtime believes", _X, f"h = Relu(x) {_FOLDED} y = Reshape(p, s)", "int64[1] m1 = {-1}, float[1,4] h"),
+    Case("one row by a declaration in a branch", "float[N,4] x, bool c", f"y = If(c) <then_branch = t () => (a) <float[1,4] h> {{ h = Relu(x) {_FOLDED} a = Reshape(p, s) }}, else_branch = e () => (b) {{ b = Neg(x) }}>", "int64[1] m1 = {-1}", feeds={"c": [True] * 3}),
+    Case("one row by the declaration of a state", _X, f"y = Loop(k, , x) <body = step (int64 i, bool g, float[1,4] h) => (g2, o) {{ g2 = Identity(g) {_FOLDED} o = Reshape(p, s) }}>", "int64[1] m1 = {-1}, int64 k = {2}"),
     Case("batch flattened", _X, "s = Shape(x) a = Flatten<axis=0>(x) b = Softmax<axis=1>(a) y = Reshape(b, s)"),
     Case("transposed memory order", _X, "a = Transpose(x) y = Reshape(a, s)", "int64[2] s = {-1, 4}"),
     Case("rows interleaved, then split", "float[N,2,4] x", "a = Reshape(x, s) y1, y2 = Split<axis=0>(a)", "int64[2] s = {-1, 4}"),

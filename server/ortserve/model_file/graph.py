@@ -99,12 +99,17 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A graph. Each node comes after the nodes whose outputs it reads."""
+    """A graph. Each node comes after the nodes whose outputs it reads.
+
+    Attributes:
+        inner_dims: The declared shapes of results of nodes, as far as they have a fixed size (``value_info``).
+    """
 
     nodes: tuple[Node, ...] = ()
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: tuple[Declared, ...] = ()
     outputs: tuple[Declared, ...] = ()
+    inner_dims: Mapping[str, Dims] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

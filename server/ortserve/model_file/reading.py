@@ -151,6 +151,7 @@ class _Reader:
         constants: dict[str, Tensor] = {}
         inputs: list[Declared] = []
         outputs: list[Declared] = []
+        inner_dims: dict[str, Dims] = {}
         for number, wire_type, (begin, after) in fields(self._data, start, end):
             if wire_type != LENGTH_DELIMITED:
                 continue
@@ -163,10 +164,14 @@ class _Reader:
                 inputs.append(self._declared(begin, after))
             elif number == 12:
                 outputs.append(self._declared(begin, after))
+            elif number == 13:
+                inner = self._declared(begin, after)
+                if any(isinstance(size, int) for size in inner.dims or ()):
+                    inner_dims[inner.name] = inner.dims or ()
             elif number == 15:  # a sparse tensor, of which only the dense shape is needed
                 name, tensor = self._tensors.sparse(begin, after)
                 constants[name] = tensor
-        return Graph(in_order(nodes), constants, tuple(inputs), tuple(outputs))
+        return Graph(in_order(nodes), constants, tuple(inputs), tuple(outputs), inner_dims)
 
     def _node(self, start: int, end: int, depth: int) -> Node:
         self._nodes += 1

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.model_file.graph import Attribute, Function, Graph, Model, Node, Reference, Tensor
+from ortserve.model_file.graph import Attribute, Dims, Function, Graph, Model, Node, Reference, Tensor, names_read
 from ortserve.rows.number import contains_rows
 from ortserve.rows.rules import RULES
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
@@ -52,7 +52,10 @@ class Walk:
     def run(self, inputs: Mapping[str, Value]) -> dict[str, Value]:
         """The claims about all tensors of the main graph, by name."""
         scope = _Scope(self, self._model.opsets, {}, {}, 0)
-        return scope.walk(self._model.graph.nodes, self._model.graph.constants, dict(inputs))
+        graph = self._model.graph
+        read = {name for node in graph.nodes for name in names_read(node)}
+        declared = {output.name: output.dims or () for output in graph.outputs if output.name in read}
+        return scope.walk(graph.nodes, graph.constants, dict(inputs), {**graph.inner_dims, **declared})
 
     def next_order(self) -> int:
         self._order += 1
@@ -85,8 +88,17 @@ class _Scope:
         self._names = names
         self._depth = depth
 
-    def walk(self, nodes: Sequence[Node], constants: Mapping[str, Tensor], names: dict[str, Value]) -> dict[str, Value]:
-        """Analyse nodes, given the claims in ``names``. Adds the claims about their outputs to ``names``."""
+    def walk(
+        self,
+        nodes: Sequence[Node],
+        constants: Mapping[str, Tensor],
+        names: dict[str, Value],
+        declared: Mapping[str, Dims],
+    ) -> dict[str, Value]:
+        """Analyse nodes, given the claims in ``names``. Adds the claims about their outputs to ``names``.
+
+        A result with a fixed size in ``declared`` that does not follow from the graph is unknown.
+        """
         for name, tensor in constants.items():
             if name not in names:
                 names[name] = constant_value(tensor)
@@ -101,6 +113,10 @@ class _Scope:
                 )
             else:
                 results = self._results(node, operands, order, index)
+                for name, value in zip(node.outputs, results, strict=False):
+                    if name in declared and (wrong := _wrong_size(name, declared[name], value)):
+                        results = self._failed(node, Kind.UNKNOWN, order, index, f"gives {wrong}")
+                        break
             names.update((name, value) for name, value in zip(node.outputs, results, strict=False) if name)
         return names
 
@@ -114,10 +130,13 @@ class _Scope:
             names = {name: _hidden(value) for name, value in names.items()}
         for name in graph.constants:
             names.pop(name, None)
-        for declared, value in zip(graph.inputs, arguments, strict=True):
-            names[declared.name] = value
+        for given, value in zip(graph.inputs, arguments, strict=True):
+            if wrong := _wrong_size(given.name, given.dims or (), value):
+                raise NotKnownError(f"passes {wrong}")
+            names[given.name] = value
         inner = _Scope(self._walk, self._opsets, self._attributes, names, self._depth + 1)
-        inner.walk(graph.nodes, graph.constants, names)
+        declared = {output.name: output.dims or () for output in graph.outputs}
+        inner.walk(graph.nodes, graph.constants, names, {**graph.inner_dims, **declared})
         return [_given(names, output.name) for output in graph.outputs]
 
     def _results(self, node: Node, operands: list[Value | None], order: int, index: int) -> list[Value]:
@@ -227,7 +246,7 @@ class _Scope:
             else function.nodes
         )
         inner = _Scope(self._walk, self._opsets, attributes, names, self._depth + 1)
-        inner.walk(nodes, {}, names)
+        inner.walk(nodes, {}, names, {})  # ONNX Runtime does not read the sizes that a function declares
         return [_given(names, name) for name in function.outputs[: len(node.outputs)]]
 
     def _substituted(self, attributes: Mapping[str, Attribute]) -> Mapping[str, Attribute]:
@@ -241,6 +260,22 @@ class _Scope:
             elif value.name in self._attributes:
                 found[name] = self._attributes[value.name]
         return found
+
+
+def _wrong_size(name: str, declared: Dims, value: Value) -> str:
+    """A tensor and its declared fixed size that does not follow from the graph; empty if there is none.
+
+    ONNX Runtime believes declared sizes, and computes shapes from them when it loads a model. They are often those of
+    an export with one row, whose inputs were given a free axis later.
+    """
+    if value.dims is None or value.cause is not None or all(not isinstance(size, int) for size in declared):
+        return ""
+    if len(declared) != len(value.dims):
+        return f"'{name}', which is declared with {len(declared)} axes, but has {len(value.dims)}"
+    for axis, (size, length) in enumerate(zip(declared, value.dims, strict=True)):
+        if isinstance(size, int) and size != length:
+            return f"'{name}', whose declared size {size} on axis {axis} does not follow from the graph"
+    return ""
 
 
 def _check_operands(rule: Rule, operands: Sequence[Value | None]) -> None:
