@@ -34,10 +34,11 @@ class Case:
         body: Nodes; results named ``y``, ``y1``, ... are the outputs.
         weights: Initializers, with or without values.
         opset: Version of the default domain.
-        functions: Local functions, in the domain ``local``.
+        functions: Local functions.
         below: Integers of the inputs are at least 0 and less than this.
         scale: Factor of the floats of the inputs, which are normally distributed.
         feeds: Values of some inputs, one per row, in place of random ones.
+        function_domain: Domain of the functions.
         function_opset: Version of the functions' default domain, if it differs.
         sizes: Sizes of free dimensions in addition to the usual ones.
         refused_alone: ONNX Runtime rejects a single row, so brute force shows nothing.
@@ -52,6 +53,7 @@ class Case:
     below: int = 4
     scale: float = 3.0
     feeds: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    function_domain: str = "local"
     function_opset: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     refused_alone: bool = False
@@ -62,7 +64,8 @@ class Case:
         text = f"""<ir_version: {_IR_VERSION}, opset_import: ["": {self.opset}, "com.microsoft": 1, "ai.onnx.ml": 3,
             "local": 1]> model ({self.inputs}) => ({", ".join(outputs)}) <{self.weights}> {{ {self.body} }}"""
         if self.functions:
-            text += f'<domain: "local", opset_import: ["": {self.function_opset or self.opset}]> {self.functions}'
+            text += f'<domain: "{self.function_domain}", opset_import: ["": {self.function_opset or self.opset}]>'
+            text += self.functions
         model = onnx.parser.parse_model(text)
         fill_weights(model)
         return model

@@ -49,6 +49,7 @@ TRAPS: Final = [
     Case("old softmax over rows in the middle", "float[2,N,4] x", "y = Softmax(x)", opset=12),
     Case("a new function in an old model, where ONNX Runtime runs old operators", "float[2,N,4] x", "y = local.f(x)", functions="f (a) => (b) { b = Softmax(a) }", opset=12, function_opset=17),
     Case("a function that is called like an operator", _X, "y = local.Relu(x)", functions="Relu (a) => (b) { b = Softmax<axis=0>(a) }"),
+    Case("a function in place of which ONNX Runtime runs its own operator", "float[N,1,2,2] x, float[N,4] b, int32[N] i", "y = com.microsoft.CropAndResize(x, b, i, s)", "int32[2] s = {2, 2}", functions="CropAndResize (x, b, i, s) => (y) { y = Relu(x) }", function_domain="com.microsoft", feeds={"b": [[[0, 0, 1, 1]]] * 3, "i": [[0]] * 3}),
     Case("the last row", _X, "a = Gather(x, i) y = Add(x, a)", "int64 i = {-1}"),
     Case("all but the first row", "float[N,4] x", "y = Slice(x, s, e, a)", "int64[1] s = {-1}, int64[1] e = {999}, int64[1] a = {0}"),
     Case("a flat index from an input", "float[N,5,4] x, int64[N] i", _FLAT, _FLAT_WEIGHTS, feeds={"i": [[-1], [2], [-1]]}),

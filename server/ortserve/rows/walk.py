@@ -17,6 +17,9 @@ RANDOM: Final = frozenset(
     {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"}
     | {"RandomUniformLike", "Sampling"}
 )
+_BUILT_IN: Final = DOMAINS | {"ai.onnx.contrib"}
+"""Domains, besides ``com.microsoft`` and its subdomains, whose operators have kernels, which run in place of a function
+of the model with the same name."""
 MOST_VISITS: Final = 40_000
 """Maximum of visits of nodes for one model, over all hypotheses and rounds of loops. A visit takes some 50 µs."""
 _STEPS_A_VISIT: Final = 2
@@ -150,7 +153,7 @@ class _Scope:
         function = self._walk.function(node)
         try:
             if function is not None:
-                if rule is not None:
+                if node.domain in _BUILT_IN or node.domain.startswith(("com.microsoft", "com.ms.")):
                     raise NotKnownError("is redefined by a function of the model")
                 return self._call(function, node, operands)
             if rule is None:
