@@ -141,10 +141,16 @@ def _einsum(g: Grower) -> object:
     if right:
         pool = letters + "xy"
         terms += "," + "".join(g.rng.sample(pool, len(g.graph.shape(right))))
-    used = sorted(set(terms) - {","})
+    if g.rng.random() < 0.3:
+        cuts = [(term, g.rng.randint(0, len(term))) for term in terms.split(",")]
+        terms = ",".join(f"...{term[cut:]}" if cut else term for term, cut in cuts)
+    used = sorted(set(terms) - {",", "."}) or ["b"]
     output = g.rng.sample(used, g.rng.randint(1, len(used)))
     if "b" not in output and g.rng.random() < 0.6:
         output.insert(0, "b")
+    output = [letter for letter in output if letter in terms]
+    if "..." in terms:
+        output.insert(g.rng.randint(0, len(output)), "...")
     return g.graph.add("Einsum", *filter(None, (left, right)), equation=f"{terms}->{''.join(output)}")
 
 

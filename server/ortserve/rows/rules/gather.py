@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
+from ortserve.model_file.graph import INT64
 from ortserve.rows.number import Number
 from ortserve.rows.rules.call import (
     Call,
@@ -15,7 +16,7 @@ from ortserve.rows.rules.call import (
     off_axis,
     rule,
 )
-from ortserve.rows.values import NO_FACTS, Value, taken
+from ortserve.rows.values import NO_FACTS, Kind, Value, taken
 
 _WRONG_ROWS: Final = "needs all its operands to carry the same rows along the same axis"
 
@@ -180,6 +181,25 @@ def one_hot(call: Call) -> Output:
     return call.result(lengths, indices, shifted, call.operand(2).dtype)
 
 
+def compress(call: Call) -> Output:
+    """``Compress`` keeps the entries of an axis for which a vector is true."""
+    value = call.operand(0)
+    if "axis" not in call.attributes or value.kind is Kind.SIZE or not call.is_free(1):
+        return whole_tensor(call)
+    dims = list(call.dims(value))
+    axis = call.axis("axis", 0, len(dims))
+    off_axis(value, (axis,), "picks entries")
+    dims[axis] = call.symbols.fresh(0)
+    return call.result(dims, value, value.axis, value.dtype)
+
+
+def nonzero(call: Call) -> Output:
+    value = call.operand(0)
+    if value.kind is not Kind.FREE or not call.dims(value):
+        return whole_tensor(call)
+    return call.result((len(call.dims(value)), call.symbols.fresh(0)), dtype=INT64)
+
+
 def whole_tensor(call: Call) -> Output:
     """Operators whose number of results depends on all elements."""
     if any(value.is_rows for value in call.present()):
@@ -196,6 +216,8 @@ RULES: Final[Rules] = {
     ("com.microsoft", "GatherND"): rule(gather_nd, keeps_stride=True),
     ("", "ScatterND"): rule(scatter_nd, keeps_stride=True),
     ("", "OneHot"): rule(one_hot, arguments=(1,), parameters=(2,)),
-    **{("", op): rule(whole_tensor) for op in ("Compress", "NonMaxSuppression", "NonZero", "Unique")},
+    ("", "Compress"): rule(compress),
+    ("", "NonZero"): rule(nonzero),
+    **{("", op): rule(whole_tensor) for op in ("NonMaxSuppression", "Unique")},
     ("com.microsoft", "Unique"): rule(whole_tensor),
 }

@@ -1,6 +1,8 @@
 """Rules of matrix products: plain, fused and quantized."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from string import ascii_letters
 from typing import Final
 
 from ortserve.model_file.graph import FLOAT, INT32
@@ -199,16 +201,15 @@ def matmul_nbits(call: Call) -> Output:
 
 def einsum(call: Call) -> Output:
     equation = call.text("equation", "").replace(" ", "")
-    if not equation or "." in equation:
-        raise NotKnownError("has an equation with an ellipsis")
-    terms, _, result = equation.partition("->")
+    terms, arrow, result = equation.partition("->")
     operands = terms.split(",")
-    if "->" not in equation:
-        letters = terms.replace(",", "")
-        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    if not arrow:
+        letters = terms.replace(",", "").replace("...", "")
+        result = "..." + "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     values = call.present()
     if len(operands) != len(values):
         raise NotKnownError("has an equation that does not fit its operands")
+    operands, result = _without_ellipses(operands, result, [len(call.dims(value)) for value in values])
     lengths: dict[str, Number] = {}
     carried: tuple[str, Value] | None = None
     for term, value in zip(operands, values, strict=True):
@@ -232,6 +233,19 @@ def einsum(call: Call) -> Output:
     if result.count(letter) != 1:
         raise RowsMeetError(_MIXED_TERMS)
     return call.result([lengths.get(each, 1) for each in result], like, result.index(letter), values[0].dtype)
+
+
+def _without_ellipses(operands: Sequence[str], result: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """The terms of an equation with a letter for each axis of its ellipses, which are aligned from the right."""
+    used = "".join((*operands, result))
+    unused = "".join(letter for letter in ascii_letters if letter not in used)
+    counts = [rank - len(term) + 3 if "..." in term else 0 for term, rank in zip(operands, ranks, strict=True)]
+    most = max(counts)
+    if min(counts) < 0 or most > len(unused):
+        raise NotKnownError("has an equation that does not fit its operands")
+    letters = unused[:most]
+    terms = [term.replace("...", letters[most - count :], 1) for term, count in zip(operands, counts, strict=True)]
+    return terms, result.replace("...", letters, 1)
 
 
 RULES: Final[Rules] = {
