@@ -16,9 +16,9 @@ A = np.arange(16, dtype=np.int32).reshape(1, 16)
 B = np.ones((1, 16), np.int32)
 
 
-def request(*, binary: bool) -> InferRequest:
+def request(*, binary: bool, rows: int = 1) -> InferRequest:
     inputs = []
-    for name, array in (("INPUT0", A), ("INPUT1", B)):
+    for name, array in (("INPUT0", A[:rows]), ("INPUT1", B[:rows])):
         tensor = InferInput(name=name, shape=list(array.shape), datatype="INT32")
         tensor.set_data_from_numpy(array, binary_data=binary)
         inputs.append(tensor)
@@ -37,6 +37,8 @@ async def main(http: str, grpc: str) -> None:
     for binary in (False, True):
         response = await rest.infer(base, request(binary=binary), model_name="simple")
         came[f"rest binary={binary}"] = [response.id, *(output.as_numpy().tolist() for output in response.outputs)]
+        response = await rest.infer(base, request(binary=binary, rows=0), model_name="simple")
+        came[f"rest binary={binary} rows=0"] = [output.as_numpy().shape for output in response.outputs]
     await rest.close()
     client = InferenceGRPCClient(grpc)
     came["grpc"] = [
@@ -47,6 +49,8 @@ async def main(http: str, grpc: str) -> None:
     for binary in (False, True):
         response = await client.infer(request(binary=binary))
         came[f"grpc binary={binary}"] = [response.id, *(output.as_numpy().tolist() for output in response.outputs)]
+        response = await client.infer(request(binary=binary, rows=0))
+        came[f"grpc binary={binary} rows=0"] = [output.as_numpy().shape for output in response.outputs]
     await client.close()
     print(json.dumps(came))
 

@@ -37,11 +37,16 @@ def test_kserves_clients_are_answered_on_both_protocols(library: Path, example_s
     came = json.loads(run.stdout.splitlines()[-1])
     sums = [list(range(1, 17))]
     differences = [list(range(-1, 15))]
+    empty = [[0, 16], [0, 16]]
     assert came == {
         "rest": [True, True, True],
         "rest binary=False": ["7", sums, differences],
+        "rest binary=False rows=0": empty,
         "rest binary=True": ["7", sums, differences],
+        "rest binary=True rows=0": empty,
         "grpc": [True, True, True],
         "grpc binary=False": ["7", sums, differences],
+        "grpc binary=False rows=0": empty,
         "grpc binary=True": ["7", sums, differences],
+        "grpc binary=True rows=0": empty,
     }

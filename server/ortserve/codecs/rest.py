@@ -237,16 +237,18 @@ def _inputs(
             )
         given = entry.get("parameters")
         parameters = _NO_PARAMETERS if given is None else read_parameters(given, "parameters")
+        data = entry.get("data")
         size = parameters.get("binary_data_size") if parameters else None
         if parameters and REGION in parameters:
-            if "data" in entry or size is not None:
-                raise _source_error(name, {"data": "data" in entry, "binary_data_size": size is not None, REGION: True})
+            if data is not None or size is not None:
+                raise _source_error(
+                    name, {"data": data is not None, "binary_data_size": size is not None, REGION: True}
+                )
             in_regions.append(RegionInput(name, datatype, shape, read_span(parameters, f"input '{name}'")))
             continue
-        if ("data" in entry) == (size is not None):
+        if (data is not None) == (size is not None):
             raise _source_error(name, {"data": size is not None, "binary_data_size": size is not None})
         if size is None:
-            data = entry["data"]
             if type(data) is not list:
                 raise _parse_error("data", f"an array for input '{name}'", data)
             array = decode_json_data(data, datatype, shape, name)
