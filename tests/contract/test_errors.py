@@ -470,11 +470,11 @@ def test_unknown_method_is_unimplemented(server: ServerProcess) -> None:
         ("GET", "/v2/models/nowhere/ready", 404, "Request for unknown model: 'nowhere' is not found"),
         ("GET", "/v2/models/simple/versions/7", 404, "Request for unknown model: 'simple' version 7 is not found"),
         ("GET", "/v2/models/broken/ready", 400, "Model version not ready"),
-        ("GET", "/v2/models/simple/infer", 405, "Method Not Allowed"),
-        ("PUT", "/v2/models/simple/versions/1/infer", 405, "Method Not Allowed"),
-        ("POST", "/v2/health/live", 405, "Method Not Allowed"),
-        ("DELETE", "/v2/models/simple", 405, "Method Not Allowed"),
-        ("POST", "/v2", 405, "Method Not Allowed"),
+        ("GET", "/v2/models/simple/infer", 405, "Method Not Allowed: expected POST, got GET"),
+        ("PUT", "/v2/models/simple/versions/1/infer", 405, "Method Not Allowed: expected POST, got PUT"),
+        ("POST", "/v2/health/live", 405, "Method Not Allowed: expected GET, HEAD, got POST"),
+        ("DELETE", "/v2/models/simple", 405, "Method Not Allowed: expected GET, HEAD, got DELETE"),
+        ("POST", "/v2", 405, "Method Not Allowed: expected GET, HEAD, got POST"),
     ],
 )
 def test_unknown_path_and_wrong_method_get_json_errors(

@@ -17,7 +17,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import http_group, is_unambiguous
 from ortserve.frontends.http.connection import Connection, Exchange
 from ortserve.frontends.http.request_head import Header, credentials, match_infer_path
-from ortserve.frontends.http.responses import STATUS_LINES, WRONG_METHOD, HttpResponse, failure
+from ortserve.frontends.http.responses import STATUS_LINES, HttpResponse, failure, wrong_method
 from ortserve.service.access import Group, Guard
 from ortserve.telemetry.logs import log_fault
 
@@ -117,8 +117,8 @@ class AsgiExchange(Exchange):
                 self.write_rejection(error)
             else:
                 self._respond(failure(error))
-        elif is_infer:  # with another method than POST
-            self._respond(WRONG_METHOD)
+        elif is_infer:
+            self._respond(wrong_method(self._method, "POST"))
         else:
             self._task = connection.loop.create_task(self._run(self._scope(path)))
             connection.server_state.tasks.add(self._task)

@@ -33,7 +33,7 @@ from ortserve.frontends.http.management_routes import (
     shared_memory_routes,
 )
 from ortserve.frontends.http.model_routes import as_response, health_routes, model_routes, statistics_routes
-from ortserve.frontends.http.responses import failure
+from ortserve.frontends.http.responses import failure, wrong_method
 from ortserve.service.access import Group
 from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import Management
@@ -155,17 +155,16 @@ async def _answer_serve_error(_: Request, error: Exception) -> Response:
     return as_response(failure(error))
 
 
-async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
+async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    headers = error.headers
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         # Starlette lists only the methods of the first route with this path.
         path = request.scope["path"]
         matching = [route for route in iter_route_contexts(request.app.routes) if _matches(path, route.path or "")]
         allowed = {method for route in matching for method in route.methods or ()}
         allowed |= {"HEAD"} if "GET" in allowed else set()
-        headers = {"Allow": ", ".join(sorted(allowed))}
-    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=headers)
+        return as_response(wrong_method(request.method, ", ".join(sorted(allowed))))
+    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
 
 
 def _matches(path: str, template: str) -> bool:

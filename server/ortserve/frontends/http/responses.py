@@ -39,8 +39,10 @@ class HttpResponse(NamedTuple):
         return HttpResponse(self.status, self.body, (*self.headers, header))
 
 
-WRONG_METHOD: Final = HttpResponse(405, b'{"error":"Method Not Allowed"}', (_JSON, (b"allow", b"POST")))
-"""Response to a method other than POST on an infer path."""
+def wrong_method(method: str, allowed: str) -> HttpResponse:
+    """Return the response to a method other than the ``allowed`` ones, which are separated by commas."""
+    error = f"Method Not Allowed: expected {allowed}, got {method}"
+    return HttpResponse(405, orjson.dumps({"error": error}), (_JSON, (b"allow", allowed.encode())))
 
 
 def success(encoded: EncodedResponse, timing: Timing) -> HttpResponse:
