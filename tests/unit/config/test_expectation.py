@@ -20,6 +20,12 @@ def test_lists_count_as_tuples_but_texts_not_as_numbers() -> None:
         validate(RolloutOptions, {"candidate": "2"})
 
 
+@pytest.mark.parametrize("given", [{}, {"candidate": None}])
+def test_required_key_that_is_missing_or_null_is_named(given: dict[str, object]) -> None:
+    with pytest.raises(InvalidValuesError, match=r"^candidate: expected integer, got nothing$"):
+        validate(RolloutOptions, given)
+
+
 @pytest.mark.parametrize("levels", [MOST_LEVELS + 1, 300, 3000])
 def test_key_with_a_deeply_nested_value_is_named(levels: int) -> None:
     with pytest.raises(InvalidValuesError, match=r"^share: nested too deep: expected at most 64 levels$"):
