@@ -111,3 +111,19 @@ def test_openapi_document_and_its_page_describe_inference(server: ServerProcess)
     assert "post" in paths["/v2/models/{model}/infer"]
     assert "post" in paths["/v2/models/{model}/versions/{version}/infer"]
     assert get(server, "/docs").status_code == 200
+
+
+def test_openapi_document_names_the_calls_of_labels_and_rollouts(server: ServerProcess) -> None:
+    paths = get(server, "/openapi.json").json()["paths"]
+    names = {
+        f"{method} {part}": call["summary"]
+        for part in ("labels", "rollout")
+        for method, call in paths[f"/v2/models/{{model}}/{part}"].items()
+    }
+    assert names == {
+        "get labels": "Read Labels",
+        "put labels": "Change Labels",
+        "get rollout": "Read Rollout",
+        "put rollout": "Start Rollout",
+        "delete rollout": "End Rollout",
+    }

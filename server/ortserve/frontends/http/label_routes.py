@@ -30,12 +30,12 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
     router = APIRouter(prefix="/v2/models/{model}", tags=["versions"])
 
     @router.get("/labels", response_model=LabelsDocument)
-    async def read(model: ModelName) -> JSONResponse:
+    async def read_labels(model: ModelName) -> JSONResponse:
         """The labels of the model, and the version that a rollback would make `stable` again."""
         return _answer(model, labels.read(model))
 
     @router.put("/labels", response_model=LabelsDocument, openapi_extra=_LABELS_BODY)
-    async def change(model: ModelName, request: Request) -> JSONResponse:
+    async def change_labels(model: ModelName, request: Request) -> JSONResponse:
         """Change the given labels in one step; other labels stay. null removes a label that a call set, and a label
         with this name in the model's configuration holds again. The change survives a restart.
         """
@@ -57,17 +57,19 @@ def label_routes(labels: LabelService, rollouts: RolloutService) -> APIRouter:
         return _answer(model, await rollouts.rollback(model))
 
     @router.get("/rollout", response_model=RolloutDocument)
-    async def rollout(model: ModelName) -> Response:
+    async def read_rollout(model: ModelName) -> Response:
         """The rollout of the model, the figures of its candidate, and the end of the last rollout."""
         return _describe(model, rollouts.read(model))
 
     @router.put("/rollout", response_model=RolloutDocument, openapi_extra=_ROLLOUT_BODY)
-    async def start(model: ModelName, request: Request) -> Response:
-        """Start a rollout, or change the current one, which resets its figures. A rollout survives a restart."""
+    async def start_rollout(model: ModelName, request: Request) -> Response:
+        """Start a rollout, or replace the options of the current one, which resets its figures. A rollout survives a
+        restart.
+        """
         return _describe(model, await rollouts.start(model, await read_json_object(request.receive)))
 
     @router.delete("/rollout", response_model=RolloutDocument)
-    async def stop(model: ModelName) -> Response:
+    async def end_rollout(model: ModelName) -> Response:
         """End the rollout and leave the labels as they are."""
         return _describe(model, await rollouts.stop(model))
 
