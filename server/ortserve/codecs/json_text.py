@@ -227,9 +227,10 @@ def _numbers(elements: list[Any], types: set[type], datatype: DataType, name: st
             try:
                 return np.array(elements, target)
             except OverflowError:
+                limits = np.iinfo(target)
                 low, high = min(elements), max(elements)
-                came = str(low if low < np.iinfo(target).min else high)
-                raise _type_error(name, datatype, came) from None
+                came = low if low < limits.min else high
+                raise _type_error(name, datatype, f"{came}: its range is {limits.min} to {limits.max}") from None
     elif types == {bool} or (types <= {bool, int} and set(elements) <= {0, 1}):
         return np.array(elements, target)
     raise _type_error(name, datatype, _first_odd(elements, datatype))

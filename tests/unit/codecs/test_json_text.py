@@ -147,8 +147,8 @@ def test_integers_are_decoded_within_their_range_only(datatype: DataType) -> Non
     limits = np.iinfo(datatype.numpy)
     low, high = int(limits.min), int(limits.max)
     assert decode([low, 0, high], datatype, 3).tolist() == [low, 0, high]
-    expect_wrong_type([0, low - 1], datatype, "integers", str(low - 1))
-    expect_wrong_type([0, high + 1], datatype, "integers", str(high + 1))
+    for beyond in (low - 1, high + 1):
+        expect_wrong_type([0, beyond], datatype, "integers", f"{beyond}: its range is {low} to {high}")
 
 
 @pytest.mark.parametrize("datatype", INTEGERS)
