@@ -408,14 +408,18 @@ def test_memory_of_another_process_is_accessed_within_its_bounds(gpu: Place) -> 
 @pytest.mark.gpu
 @both_ways
 @pytest.mark.parametrize("strategy", ["oldest", "direct"])
-async def test_states_of_sequences_stay_on_the_gpu(gpu: Place, tmp_path: Path, strategy: str, captures: bool) -> None:
+def test_states_of_sequences_stay_on_the_gpu(gpu: Place, tmp_path: Path, strategy: str, captures: bool) -> None:
     path = sequences.accumulate(tmp_path / "m.onnx")
     draw = random.Random(0)
     chosen: dict[str, Any] = {"execution_providers": ["cuda"], "graph_replay": captures}
-    async with serving_on(None, path, strategy=strategy, **chosen) as served:
-        assert where(served) == "on cuda:0"
-        for first in (1, 101):
-            await asyncio.gather(*[one_sequence(served, first + each, 20, draw) for each in range(32)])
+
+    async def send() -> None:
+        async with serving_on(None, path, strategy=strategy, **chosen) as served:
+            assert where(served) == "on cuda:0"
+            for first in (1, 101):
+                await asyncio.gather(*[one_sequence(served, first + each, 20, draw) for each in range(32)])
+
+    asyncio.run(send())
 
 
 @pytest.mark.gpu
@@ -425,15 +429,19 @@ async def test_states_of_sequences_stay_on_the_gpu(gpu: Place, tmp_path: Path, s
     ids=["kernels", "copies"],
 )
 @pytest.mark.parametrize("strategy", ["oldest", "direct"])
-async def test_growing_states_stay_on_the_gpu(
+def test_growing_states_stay_on_the_gpu(
     gpu: Place, tmp_path: Path, strategy: str, build: Any, live: Any, first: list[int]
 ) -> None:
     states = [{"input": "PAST", "output": "PRESENT", "initial_dims": first}]
     chosen: dict[str, Any] = {"execution_providers": ["cuda"], "states": states, "controls": {}, "instances": 2}
     draw = random.Random(0)
-    async with serving_on(None, build(tmp_path / "m.onnx"), strategy=strategy, **chosen) as served:
-        assert where(served) == "on cuda:0"
-        await asyncio.gather(*[live(served, name, draw.randint(1, 60), draw) for name in range(1, 33)])
+
+    async def send() -> None:
+        async with serving_on(None, build(tmp_path / "m.onnx"), strategy=strategy, **chosen) as served:
+            assert where(served) == "on cuda:0"
+            await asyncio.gather(*[live(served, name, draw.randint(1, 60), draw) for name in range(1, 33)])
+
+    asyncio.run(send())
 
 
 @pytest.mark.gpu

@@ -108,6 +108,23 @@ def test_script_of_figures_runs_on_host_memory() -> None:
     pytest_in(host_cuda(), TESTS / "host_cuda" / "test_figures.py")
 
 
+def test_script_of_figures_runs_the_gpu_tests_without_plugins_of_pytest() -> None:
+    """Its settings differ from the repository's, which need plugins that a GPU machine may lack."""
+    script = TESTS.parent / "loadtests" / "gpu_figures.py"
+    which = {"PYTEST_ADDOPTS": "-k 'another_process or gpu_runs or (growing and copies)'"}
+    run = subprocess.run(
+        [sys.executable, str(script), "--only", "checks"],
+        env=host_cuda() | which,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    assert re.search(r"\b4 passed", run.stdout), run.stdout
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     environment = host_cuda()
