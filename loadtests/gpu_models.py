@@ -66,15 +66,15 @@ def mlp(path: Path, *, layers: int, width: int, dtype: type[np.floating] = np.fl
 
 
 def counting(path: Path, width: int = 8) -> Path:
-    """A model that cannot be captured, because NonZero returns its count to the host: x [batch, width] → y, the same.
+    """A model that cannot be captured, because NonZero reports its count to the host: x [batch, width] → y, the same.
 
-    y = x + 0 · (count of nonzero elements). Rows are independent, but the analysis of the graph cannot know that the
-    product is 0, so the model is batched only with ``batched: true``.
+    y = x + 0 · (sum of the positions of nonzero elements). Rows are independent, but the analysis of the graph cannot
+    know that the product is 0, so the model is batched only with ``batched: true``. All nodes are on the GPU: the
+    positions are no shapes, with which ONNX Runtime would compute on the CPU and refuse to capture anything.
     """
     graph = _Graph(np.dtype(np.float32))
-    found = graph.add("Shape", graph.add("NonZero", "x"))
-    count = graph.add("Gather", found, graph.constant(np.array(1, np.int64)))
-    nothing = graph.add("Mul", graph.add("Cast", count, to=TensorProto.FLOAT), graph.number(0))
+    positions = graph.add("Cast", graph.add("NonZero", "x"), to=TensorProto.FLOAT)
+    nothing = graph.add("Mul", graph.add("ReduceSum", positions, keepdims=0), graph.number(0))
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", width])
     return graph.save(path, x, graph.add("Add", "x", nothing), "batch", width)
 

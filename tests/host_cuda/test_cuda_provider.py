@@ -16,6 +16,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import gpu_models
 from device_models import SIZES, OnDevice, batch_of, landed, numbered, on_device, run_apart
 from device_sequences import history_sequence, send_array, serving_on, where
 from models import builders, sequences
@@ -25,7 +26,10 @@ from ortserve.device.devices import DeviceRuntime, OpenDevice
 from ortserve.device.graph_sessions import SETS
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import CAPTURING_RUNS
+from ortserve.engine.placement import read_placement
 from ortserve.engine.provider_options import CUDA
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import OutOfMemoryError
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
@@ -253,6 +257,13 @@ def test_model_that_its_provider_cannot_capture_is_served_without_replay(
         assert np.array_equal(instance.run(batch_of((x,))).outputs[0], x)
     finally:
         instance.close()
+
+
+def test_model_that_breaks_its_capture_is_whole_on_the_gpu(tmp_path: Path) -> None:
+    """Otherwise its provider would refuse the session, and ``tests/gpu`` would try no capture that fails."""
+    choice = ProviderChoice(CUDA, options={"enable_cuda_graph": "1"})
+    session = open_session(gpu_models.counting(tmp_path / "m.onnx"), "m", SessionOptions(choice, 1))
+    assert set(read_placement(session)) == {CUDA}
 
 
 def test_instances_are_on_their_own_gpus(tmp_path: Path) -> None:
