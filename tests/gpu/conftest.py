@@ -13,6 +13,7 @@ from device_models import Place, StrictDevice, strict_trials
 from fakes.host_device import Pace
 from ortserve.device.cuda import CudaDevice
 from ortserve.engine.provider_options import CPU, CUDA, TENSORRT
+from ortserve.engine.runtime import preload_libraries
 from ortserve.registry.load.capture_trial import CaptureTrials
 
 _TENSORRT = "libnvinfer.so.10"
@@ -55,6 +56,7 @@ def first_gpu() -> Place:
 def first_gpu_by_tensorrt(engines: Path) -> Place:
     """The first GPU with TensorRT. Its engines are built once and stored in this folder for later sessions."""
     gpu = first_gpu()
+    preload_libraries(TENSORRT)
     try:
         ctypes.CDLL(_TENSORRT)
     except OSError as error:

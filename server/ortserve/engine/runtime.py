@@ -5,11 +5,13 @@ The state belongs to the process and cannot be undone while sessions exist.
 
 import ctypes
 import importlib
+import importlib.util
 import pkgutil
 import re
+import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +32,9 @@ _LIBRARY: Final = "library_path"
 
 _LIBRARIES: Final = Path(ort.__file__).parent / "capi"
 _LIBRARY_OF: Final = {CUDA: "libonnxruntime_providers_cuda.so", TENSORRT: "libonnxruntime_providers_tensorrt.so"}
+_TENSORRT_PACKAGE: Final = "tensorrt_libs"
+"""The folder of NVIDIA's package ``tensorrt-cu13-libs``, on which ``tensorrt-cu13`` depends."""
+_TENSORRT_LIBRARIES: Final = ("libnvinfer.so.10", "libnvonnxparser.so.10")  # the parser needs the first one
 _MISSING: Final = re.compile(r"([^\s/:]+): cannot open shared object file")
 """The message of the dynamic loader about a missing dependency."""
 
@@ -54,7 +59,19 @@ def preload_libraries(name: str) -> None:
     Otherwise ONNX Runtime finds only libraries in the search path of the dynamic loader, and logs each missing one.
     """
     if name in GPU_PROVIDERS and name in ort.get_available_providers():
-        ort.preload_dlls()
+        with redirect_stdout(sys.stderr):  # it prints what it does not find, but a command may print JSON
+            ort.preload_dlls()
+        if name == TENSORRT:
+            _preload_tensorrt()
+
+
+def _preload_tensorrt() -> None:
+    """Load the libraries of TensorRT's package, which ``preload_dlls`` omits."""
+    package = importlib.util.find_spec(_TENSORRT_PACKAGE)
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        for library in _TENSORRT_LIBRARIES:
+            with suppress(OSError):  # another version, or a library that it needs is missing: the provider reports it
+                ctypes.CDLL(str(Path(folder) / library))
 
 
 def loader_problem(name: str, folder: Path = _LIBRARIES) -> str:

@@ -1,6 +1,7 @@
 """The options of CUDA's and TensorRT's providers, passed to ONNX Runtime's own package for GPUs."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -56,16 +57,19 @@ def provider(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> list[bool]:
-    """Whether ONNX Runtime rejects the options; valid options pass until it finds no GPU."""
+def environment_of(provider: str) -> dict[str, str]:
     try:
-        environment = environment_for_options("cuda" if provider == CUDA else "tensorrt")
+        return environment_for_options("cuda" if provider == CUDA else "tensorrt")
     except UnavailableError as error:
         pytest.skip(f"ONNX Runtime's package for GPUs cannot be had here: {error}")
+
+
+def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> list[bool]:
+    """Whether ONNX Runtime rejects the options; valid options pass until it finds no GPU."""
     completed = subprocess.run(
         [sys.executable, "-c", _TRY, path],
         input=json.dumps([[provider, one] for one in options]),
-        env=environment,
+        env=environment_of(provider),
         stdout=subprocess.PIPE,
         text=True,
         timeout=LONG_S,
@@ -108,3 +112,32 @@ def test_defaults_and_profiles_are_accepted(tmp_path: Path) -> None:
     assert profile
     assert refused(path, TENSORRT, [make_provider_options(TENSORRT, {}), profile]) == [False, False]
     assert refused(path, CUDA, [make_provider_options(CUDA, {})]) == [False]
+
+
+_MISSING: Final = """
+from ortserve.engine.provider_options import TENSORRT
+from ortserve.engine.runtime import Runtime, missing_library
+
+assert not Runtime().offer(TENSORRT).problem
+print(missing_library(TENSORRT))
+"""
+
+
+def test_libraries_of_tensorrts_package_are_loaded(tmp_path: Path) -> None:
+    """The provider finds them there although the dynamic loader does not search the package's folder."""
+    environment = environment_of(TENSORRT)
+    package, others = tmp_path / "packages" / "tensorrt_libs", tmp_path / "others"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    others.mkdir()
+    for library in Path(environment["LD_LIBRARY_PATH"]).glob("lib*"):
+        ((package if library.name.startswith("libnv") else others) / library.name).symlink_to(library)
+    environment["LD_LIBRARY_PATH"] = str(others)
+
+    def missing() -> str:
+        command = [sys.executable, "-c", _MISSING]
+        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+    assert missing() == "; the library libnvinfer.so.10 is missing here"
+    environment["PYTHONPATH"] = os.pathsep.join([str(package.parent), environment["PYTHONPATH"]])
+    assert missing() == ""

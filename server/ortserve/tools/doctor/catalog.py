@@ -55,7 +55,7 @@ runtime_variables (warning): they change ONNX Runtime behind the options that mo
 runtime_distributions (problem): ortserve serve refuses to start
     → run the commands above
 provider_unusable (problem): models that request it fail to load, or run elsewhere with allow_fallback
-    → pip install 'onnxruntime-gpu[cuda,cudnn]', for TensorRT also tensorrt-cu13; see whether nvidia-smi works
+    → pip install 'onnxruntime-gpu[cuda,cudnn]', for TensorRT also 'tensorrt-cu13<11'; see whether nvidia-smi works
 provider_without_gpu (warning): models that request it fail to load, or run elsewhere with allow_fallback
     → give the container the GPU (docker run --gpus all); on a machine without one install ortserve[cpu]
 missing_library (warning): operators that need it fail: without cuDNN convolutions, without cuFFT Fourier transforms
