@@ -58,7 +58,7 @@ def read_signature(
 
     Raises:
         ServeError: unsupported: the protocols cannot carry an input that the model needs, or any of its outputs;
-            invalid_input: a name is not UTF-8.
+            invalid_input: the model has no outputs, or a name is not UTF-8.
     """
     try:
         return _read_signature(session, model, served_outputs)
@@ -148,7 +148,9 @@ def _read_outputs(
         why = "it is a sequence beside BF16 outputs, and ONNX Runtime's Python API does not return both in one run"
         unserved |= {spec.name: why for spec in outputs if spec.is_sequence}
         outputs = [spec for spec in outputs if not spec.is_sequence]
-    if unserved and not outputs:
+    if not args:  # ONNX Runtime opens such a model, but refuses to run it
+        raise invalid_input("expected a model with outputs, got one without")
+    if not outputs:
         raise _unsupported([f"output '{arg.name}' has type {arg.type}" for arg in args])
     return outputs, unserved
 
@@ -185,8 +187,6 @@ def _unsupported(problems: Sequence[str]) -> ServeError:
 def _why_unbatched(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
     if not inputs:
         return "the model has no inputs"
-    if not outputs:
-        return "the model has no outputs"
     names: dict[str, str] = {}
     for role, specs in (("input", inputs), ("output", outputs)):
         for spec in specs:

@@ -362,7 +362,8 @@ def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believ
     if refusals:
         return refusals[0]
     if all(axis is None for axis in output_axes.values()):
-        return RowVerdict(Outcome.MIXED, node=model.graph.outputs[0].name, reason="no output carries the rows")
+        first = next(iter(output_axes), "")  # the file may declare no outputs
+        return RowVerdict(Outcome.MIXED, node=first, reason="no output carries the rows")
     input_axes = {declared.name: axes.get(declared.name) for declared in real_inputs(model)}
     return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes)
 

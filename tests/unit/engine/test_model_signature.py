@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from models import builders, interfaces
@@ -15,6 +16,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.model_file.reading import read_model
+from ortserve.rows.verdict import Outcome, prove_model
 
 FP32, INT64 = DataType.FP32, DataType.INT64
 Spec = tuple[str, DataType, tuple[int, ...]]
@@ -211,3 +213,12 @@ def test_names_that_are_not_text_are_an_error(tmp_path: Path) -> None:
     session = open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1))
     with pytest.raises(ServeError, match=r"names of inputs, outputs and dimensions: expected UTF-8, got 'b\\xfftch'"):
         read_signature(session, read_model(path))
+
+
+def test_model_without_outputs_is_an_error(tmp_path: Path) -> None:
+    model = onnx.load(builders.identity(tmp_path / "model.onnx"))
+    del model.graph.output[:]
+    onnx.save(model, tmp_path / "model.onnx")
+    assert prove_model(read_model(tmp_path / "model.onnx")).outcome is Outcome.MIXED
+    with pytest.raises(ServeError, match="expected a model with outputs, got one without"):
+        read(tmp_path / "model.onnx")
