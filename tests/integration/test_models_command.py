@@ -123,6 +123,15 @@ def test_versions_of_other_servers_may_be_names(capsys: pytest.CaptureFixture[st
     assert (version["version"], version["is_default"]) == ("v0.1", None)
 
 
+@pytest.mark.parametrize("entry", [7, {}, {"name": ["m"]}])
+def test_index_that_cannot_be_read_is_one_line(capsys: pytest.CaptureFixture[str], entry: object) -> None:
+    with small_server(index=[entry]) as server:
+        status = main(["models", "status", "m", "--url", server.url, "--json"])
+    out, said = capsys.readouterr()
+    assert (status, out, said.count("\n")) == (1, "", 1)
+    assert said.startswith(f"ortserve models: {server.url}: expected a server of the Open Inference Protocol v2, got ")
+
+
 def test_interruption_ends_a_load_that_is_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

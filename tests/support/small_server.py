@@ -19,6 +19,7 @@ class SmallServer:
     """One worker that takes ``service_s`` per request, and stalls for ``stall_s`` at every multiple of ``every_s``.
 
     The model ``m`` answers with its input. ``served_s`` are the actual service times of requests, without stalls.
+    ``index`` replaces the index of the repository.
     """
 
     behave: Behave = lambda number: "ok"
@@ -27,6 +28,7 @@ class SmallServer:
     every_s: float = 1.0
     is_protocol: bool = True
     version: str = "1"
+    index: Any = None
     port: int = 0
     requests: int = 0
     served_s: list[float] = field(default_factory=list)
@@ -69,7 +71,7 @@ class SmallServer:
         if path == "/v2":
             return _http(200, {"name": "small", "version": "1", "extensions": []})
         if path == "/v2/repository/index":
-            return _http(200, [{"name": "m", "version": self.version, "state": "READY"}])
+            return _http(200, self.index or [{"name": "m", "version": self.version, "state": "READY"}])
         if path == "/v2/models/m":
             tensors = [{"name": name, "datatype": "FP32", "shape": [-1, 2]} for name in ("x", "y")]
             return _http(200, {"name": "m", "inputs": tensors[:1], "outputs": tensors[1:]})

@@ -95,6 +95,13 @@ def test_answers_that_are_errors_say_what_they_are(answer: bytes, kind: str, mes
     assert raised.value.message.startswith(client.address.url)
 
 
+def test_long_errors_are_cut() -> None:
+    with peer(http(500, '{"error": "' + "long " * 20_000 + '"}')) as client, pytest.raises(ServeError) as raised:
+        client.call("/v2/models/m")
+    assert "status 500: long long" in raised.value.message
+    assert len(raised.value.message) < 1100
+
+
 def test_answer_may_end_with_its_connection() -> None:
     with peer(b"HTTP/1.0 200 OK\r\n\r\n{}") as client:
         assert client.call("/v2").json() == {}

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ortserve.errors import invalid_input
 from ortserve.tools.address import add_access, address_of
-from ortserve.tools.client import path_of
+from ortserve.tools.client import another_kind, path_of
 from ortserve.tools.command import Outcome, ToolParser, json_or_text, number, run_tool
 from ortserve.tools.console import print_report, progress
 from ortserve.tools.models.result import ModelsResult
@@ -85,7 +85,8 @@ def act(arguments: argparse.Namespace) -> Outcome:
     labels = _labels(arguments.changes) if action == "labels" else {}
     options = _options(arguments.changes) if action == "rollout" else {}
     promoted = _version(arguments.changes) if action == "promote" else {}
-    server = ModelServer(address_of(arguments.url, arguments, needs_http=True), arguments.timeout_s)
+    address = address_of(arguments.url, arguments, needs_http=True)
+    server = ModelServer(address, arguments.timeout_s)
     note = ""
     try:
         if action in ("load", "unload"):
@@ -109,6 +110,8 @@ def act(arguments: argparse.Namespace) -> Outcome:
             print_report(outcome.report)
             outcome = _next(server, arguments, outcome)
         return outcome
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise another_kind(address, f"got an answer that cannot be read: {error!r}") from None
     finally:
         server.close()
 
