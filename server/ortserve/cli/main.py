@@ -1,11 +1,15 @@
 """The command ``ortserve``: runs the subcommand that its first argument names."""
 
 import argparse
+import os
 import platform
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from typing import NoReturn
 
 from ortserve import __version__
 from ortserve.cli.huge_pages import restart_with_huge_pages
@@ -52,6 +56,8 @@ Run ortserve COMMAND --help for the options of a command.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status of the process, 2 for invalid arguments or options."""
     command, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    if sys.stdout is None or sys.stderr is None:  # the caller has closed it, as with >&- in a shell
+        _open_closed_streams()
     if argv is None and command in _OPENS_MODELS:
         restart_with_huge_pages()
     try:
@@ -91,11 +97,39 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
         sys.stderr.write(f"ortserve {command}: expected arguments in the encoding of the locale, got {strange[0]!r}\n")
         return 2
     try:
-        tool = import_module(f"ortserve.tools.{command}.command")
+        with _left_at_ctrl_c(command):
+            tool = import_module(f"ortserve.tools.{command}.command")
         return int(tool.main(arguments))
     except KeyboardInterrupt:
         sys.stderr.write(f"ortserve {command}: interrupted\n")
         return 130
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in place of closed standard streams, so that no other file gets their descriptors."""
+    while os.open(os.devnull, os.O_RDWR) < 2:
+        pass
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
+@contextmanager
+def _left_at_ctrl_c(command: str) -> Iterator[None]:
+    """End the process at Ctrl-C. The block imports libraries, which turn KeyboardInterrupt into other errors."""
+
+    def leave(*_: object) -> NoReturn:
+        sys.stderr.write(f"ortserve {command}: interrupted\n")
+        sys.stderr.flush()
+        os._exit(130)
+
+    if (previous := signal.getsignal(signal.SIGINT)) is not signal.default_int_handler:
+        yield  # shells let background commands ignore Ctrl-C
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def print_versions(arguments: Sequence[str]) -> int:

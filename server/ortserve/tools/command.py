@@ -18,6 +18,7 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.tools.console import print_report, printable
 from ortserve.tools.page import render_page
 from ortserve.tools.report import LEVELS, Finding, Report
+from ortserve.tools.staging import naming
 
 _Value = TypeVar("_Value")
 _Number = TypeVar("_Number", int, float)
@@ -122,7 +123,8 @@ def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments:
             outcome = run(arguments)
         try:
             if page is not None:
-                page.write_text(render_page(outcome.report), encoding="utf-8")
+                with naming(page):
+                    page.write_text(render_page(outcome.report), encoding="utf-8")
         finally:  # print the result even if the page cannot be written
             _print(outcome, as_json=arguments.json)
     except ServeError as error:

@@ -58,12 +58,18 @@ def progress(doing: str, total: float | None = None) -> Iterator[Step]:
         yield step
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise the error for the caller. Otherwise the process would exit with status 1."""
+        raise BrokenPipeError
+
+
 def _console(stream: TextIO) -> Console:
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")  # streams in ASCII cannot show µ
     is_terminal = stream.isatty()
     # Set explicitly, because FORCE_COLOR would put escape codes into pipes.
-    return Console(
+    return _Console(
         file=stream,
         force_terminal=is_terminal,
         width=None if is_terminal else _PIPE_WIDTH,

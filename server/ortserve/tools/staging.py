@@ -20,9 +20,20 @@ def staging_folder(beside: Path) -> Iterator[Path]:
     folder = beside.absolute().parent / f".ortserve-{secrets.token_hex(8)}"
     try:  # an interruption between the next two lines leaves no folder either
         folder.mkdir(mode=0o700)
-        yield folder
+        with naming(beside):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Add the file to errors of the block that name none, as those of writes to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
 
 
 def install_files(staged: Path, target: Path) -> None:

@@ -1,6 +1,7 @@
 """Commands, and the options that the command line passes to the server."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -191,3 +192,30 @@ def test_malloc_of_glibc_2_35_requests_huge_pages(version: str, has_it: bool, mo
     monkeypatch.setattr(os, "confstr", lambda name: version)
 
     assert huge_pages._has_tunable() is has_it
+
+
+def test_command_runs_with_closed_standard_streams(tmp_path: Path) -> None:
+    command = f'exec "{sys.executable}" -c "from ortserve.cli.main import main; raise SystemExit(main())" compare a b'
+    for closed in ("<&- >&- 2>&-", ">&-"):
+        assert subprocess.run(["sh", "-c", f"{command} {closed}"], cwd=tmp_path, timeout=60).returncode == 2, closed
+
+
+def test_ctrl_c_ends_a_tool_while_a_library_is_imported() -> None:
+    script = """
+import os, signal, sys, time
+
+class Library:
+    def find_spec(self, name, path, target=None):
+        if name == "onnxruntime.capi":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+            except KeyboardInterrupt:  # as native libraries do while they start
+                raise ImportError("initialization failed") from None
+
+sys.meta_path.insert(0, Library())
+from ortserve.cli.main import main
+raise SystemExit(main(["compare", "a.onnx", "b.onnx"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"ortserve compare: interrupted\n")

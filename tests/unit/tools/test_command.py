@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,15 @@ def test_json_is_utf_8_whatever_the_locale_is(monkeypatch: pytest.MonkeyPatch) -
     assert json.loads(written.getvalue().decode("utf-8")) == {"schema": "ortserve.test/1", "name": "größe"}
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_closed_pipe_changes_no_status(monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert run_tool("test", outcome, given(as_json=as_json)) == OK
+
+
 def test_page_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +67,11 @@ def test_result_is_printed_if_its_page_fails(tmp_path: Path, capsys: pytest.Capt
     printed = capsys.readouterr()
     assert "the result" in printed.out
     assert printed.err == f"ortserve test: {page}: Is a directory\n"
+
+
+def test_full_disk_is_reported_with_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool("test", outcome, given(Path("/dev/full"))) == FAILED
+    assert capsys.readouterr().err == "ortserve test: /dev/full: No space left on device\n"
 
 
 @pytest.mark.parametrize(

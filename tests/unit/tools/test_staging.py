@@ -1,3 +1,4 @@
+import errno
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,9 @@ def test_nothing_stays_after_an_error(tmp_path: Path, error: type[BaseException]
     with pytest.raises(error):
         write_half(tmp_path / "model.onnx", error)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_of_writes_name_the_target(tmp_path: Path) -> None:
+    target = tmp_path / "model.onnx"
+    with pytest.raises(OSError, match=r"No space left on device: '.*model\.onnx'"), staging_folder(target):
+        raise OSError(errno.ENOSPC, "No space left on device")

@@ -16,6 +16,7 @@ from optuna.trial import TrialState
 from pydantic import TypeAdapter
 
 from ortserve.errors import invalid_input
+from ortserve.tools.staging import naming
 from ortserve.tools.tune.result import Trial
 from ortserve.tools.tune.space import Parameter, Point
 
@@ -111,7 +112,7 @@ def open_journal(
     none = invalid_input(f"--resume: expected the journal of a search in {file}, found no such file")
     if resume and not file.exists():
         raise none
-    with file.open("ab+") as held:
+    with naming(file), file.open("ab+") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
