@@ -219,12 +219,15 @@ def test_requests_without_an_answer_time_out() -> None:
 @pytest.mark.parametrize("way", ["wrong", "nonsense"])
 def test_wrong_outputs_are_seen(way: str) -> None:
     with small_server(behave=lambda number: way if number >= LONE else "ok") as lying:
-        ran = bench(lying.url, "--model", "m", "--rate", "100", "--seconds", "2", "--warmup", "0", "--json")
+        ran = bench(
+            lying.url, "--model", "m", "--rate", "100", "--seconds", "2", "--warmup", "0", "--slo", "9999", "--json"
+        )
 
     checked = ran.point["outputs"]
     assert checked["checked"] == checked["different"] == ran.failures["wrong_output"] >= 4
     assert ran.status == 1
     assert any("wrong outputs" in problem for problem in ran.problems)
+    assert (ran.point["throughput"]["value"], ran.point["goodput_per_s"]) == (0, 0)
 
 
 def test_slow_generator_is_refused() -> None:

@@ -52,8 +52,9 @@ def make_point(
         slo_ms: The latency bound of ``--slo``; None without one.
         batches: Counts of the batches that ran meanwhile, by rows.
         usage: The usage of the server; None if unknown.
-        outputs: The result of comparing answers; None if none was compared.
+        outputs: The result of comparing answers; None if none was compared. Rates leave out the share of wrong ones.
     """
+    right_share = 1 - outputs.different / outputs.checked if outputs and outputs.checked else 1.0
     parts = [_Part(seen, is_open=subject.concurrency is None) for seen in rounds]
     chunks = [chunk for seen in rounds for chunk in seen.chunks]
     seconds = sum(part.seconds for part in parts)
@@ -73,8 +74,8 @@ def make_point(
         requests=sum(len(part.samples.due_ns) for part in parts),
         answers=len(latencies_ms) - (outputs.different if outputs else 0),
         failures=_failures(chunks, outputs),
-        throughput=_mean_rate([part.rate for part in parts]),
-        goodput_per_s=None if slo_ms is None else float((latencies_ms <= slo_ms).sum()) / seconds,
+        throughput=_mean_rate([part.rate for part in parts], right_share),
+        goodput_per_s=None if slo_ms is None else float((latencies_ms <= slo_ms).sum()) / seconds * right_share,
         mean_ms=float(latencies_ms.mean()) if len(latencies_ms) else None,
         percentiles=tuple(percentiles.values()),
         most_ms=float(latencies_ms.max()) if len(latencies_ms) else None,
@@ -122,13 +123,13 @@ def _percentile(latencies_ms: np.ndarray, percent: float) -> Percentile:
     return Percentile(percent, found.value, found.low, found.high)
 
 
-def _mean_rate(rates: Sequence[Estimate]) -> Estimate:
-    """The mean over rounds of equal length. Their errors are independent."""
+def _mean_rate(rates: Sequence[Estimate], share: float) -> Estimate:
+    """The mean over rounds of equal length, multiplied by ``share``. The errors of rounds are independent."""
     count = len(rates)
-    value = sum(rate.value for rate in rates) / count
+    value = sum(rate.value for rate in rates) / count * share
     if any(rate.high is None for rate in rates):
         return Estimate(value)
-    reach = sum(((rate.high or 0.0) - rate.value) ** 2 for rate in rates) ** 0.5 / count
+    reach = sum(((rate.high or 0.0) - rate.value) ** 2 for rate in rates) ** 0.5 / count * share
     return Estimate(value, max(0.0, value - reach), value + reach)
 
 

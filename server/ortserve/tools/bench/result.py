@@ -158,8 +158,9 @@ class Point(LoadOnTarget):
         requests: Requests sent in this time.
         answers: Requests that were answered without a failure.
         failures: Failures by kind.
-        throughput: Answers per second, with the 95 % interval.
-        goodput_per_s: Answers per second within ``--slo``; null without it.
+        throughput: Right answers per second, with the 95 % interval: answers less the share of compared ones that were
+            wrong.
+        goodput_per_s: Right answers per second within ``--slo``; null without it.
         mean_ms: Mean latency; null without answers.
         percentiles: Percentiles of the latency.
         most_ms: Longest latency; null without answers.

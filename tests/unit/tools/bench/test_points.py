@@ -94,6 +94,15 @@ def test_growing_queue_is_overload_and_a_stall_is_not() -> None:
     assert not point(seen_of(growing), load=CLOSED).is_overloaded
 
 
+def test_rates_leave_out_the_share_of_wrong_answers() -> None:
+    found = point(seen_of(np.full(10_000, 0.001)), outputs=OutputCheck(200, 50, "x", "different"), slo_ms=5.0)
+
+    assert found.goodput_per_s == pytest.approx(750)
+    assert found.throughput.value == pytest.approx(750, rel=0.01)
+    assert found.throughput.low is not None
+    assert found.throughput.low <= found.throughput.value
+
+
 def test_failures_are_counted_by_kind_over_generators() -> None:
     first, second = Recorder(0), Recorder(0)
     for number, kind in enumerate(["http_503", "timeout", "http_503"]):
