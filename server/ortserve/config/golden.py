@@ -36,7 +36,7 @@ class GoldenFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     tolerances: Mapping[str, Tolerance] = Field(default_factory=dict)
-    """By the name of an output. Outputs that are not listed have the tolerance of their datatype."""
+    """By the name of an output. Outputs without a measure have the tolerance of their datatype."""
 
 
 def load_golden_file(path: Path) -> GoldenFile:

@@ -71,8 +71,7 @@ class GoldenSamples:
         Without configured bounds, floats may differ by the relative tolerance of the server's own comparisons, as a
         share of the largest expected element. Elements of other datatypes must be equal.
         """
-        configured = self.tolerances.get(spec.name)
-        if configured is not None:
+        if configured := self.tolerances.get(spec.name):  # not a mapping without measures, which would bound nothing
             return configured
         if spec.datatype not in TOLERANCES:
             return {"max": 0.0}

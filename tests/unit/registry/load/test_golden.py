@@ -133,6 +133,8 @@ def test_the_same_weights_pass_and_configured_tolerances_count(tmp_path: Path) -
     np.savez(folder / "1" / "golden" / "a.npz", **given)
     message = refused(folder)
     assert all(f"{measure} error at most" in message for measure in ("max", "cosine", "top1"))
+    settings.write_text("tolerances: {y: {}}\n")
+    assert "relative error at most 0.001 expected" in refused(folder)
 
 
 def test_a_row_that_depends_on_its_batch_fails(tmp_path: Path) -> None:
