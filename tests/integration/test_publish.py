@@ -327,6 +327,22 @@ def test_a_full_disk_leaves_nothing(repository: Path, tmp_path: Path) -> None:
     assert content(repository) == before
 
 
+def test_options_that_cannot_be_replaced_leave_no_version(
+    repository: Path, better: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "new.yaml").write_text("max_rows: 8\n")
+    copy = shutil.copyfile
+
+    def copy_beside_a_folder(source: Path, target: Path) -> Path:
+        (repository / "mlp" / "model.yaml").mkdir(exist_ok=True)  # while the command runs
+        return copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_beside_a_folder)
+    status = main(["publish", str(better), str(repository / "mlp"), "--options", str(tmp_path / "new.yaml")])
+    assert (status, capsys.readouterr().err) == (1, f"ortserve publish: {repository / 'mlp'}: Is a directory\n")
+    assert sorted(path.name for path in (repository / "mlp").iterdir()) == [".highest-version", "1", "model.yaml"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_repository_that_cannot_be_written_is_named(
     repository: Path, better: Path, capsys: pytest.CaptureFixture[str]

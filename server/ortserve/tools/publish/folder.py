@@ -85,8 +85,7 @@ def publish_version(
     Raises:
         ServeError: invalid_input: the model does not open, its interface differs, it disagrees with the golden samples,
             or the target cannot get a version.
-        OSError: The repository cannot be written. Nothing has changed then, unless ``model.yaml`` of a model that
-            existed could not be replaced: the new version is in place, with the previous options.
+        OSError: The repository cannot be written. Nothing has changed then but the highest version number.
     """
     published: Published | None = None
     while published is None:
@@ -227,9 +226,13 @@ def _install(staging: Path, place: Place) -> int:
     with _locked(place.folder):
         number = 1 + max((_recorded(place.folder), *_numbers(place.folder)))
         _record(staging, number).replace(place.folder / RECORD)
-        (staging / "version").rename(place.folder / str(number))
-        if (staging / OPTIONS_FILE).is_file():
-            (staging / OPTIONS_FILE).replace(place.folder / OPTIONS_FILE)
+        version = (staging / "version").rename(place.folder / str(number))
+        try:
+            if (staging / OPTIONS_FILE).is_file():
+                (staging / OPTIONS_FILE).replace(place.folder / OPTIONS_FILE)
+        except BaseException:
+            version.rename(staging / "version")
+            raise
         sync(place.folder)
     return number
 
