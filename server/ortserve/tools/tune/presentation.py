@@ -42,7 +42,7 @@ def present(result: TuneResult, *, has_pictures: bool) -> Report:
             "trial": one.number,
             "changes": describe(one.changes),
             "ratio": str(one.ratio or one.why),
-            "state": one.state,
+            "state": f"{one.state}: {one.why}" if one.ratio and one.why else one.state,
             **_cells(one.figures),
             "front": one.is_on_front,
         }

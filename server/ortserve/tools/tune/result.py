@@ -39,7 +39,7 @@ class Trial:
         changes: Keys of model.yaml that differ from the current configuration, with their values.
         state: ``measured``; ``pruned``, ended early because a gain was no longer possible or the time was over;
             ``failed``, because of wrong outputs, a missed bound, or a model that does not run.
-        why: Why it failed; else empty.
+        why: Why it failed, or that it was pruned because the time was over; else empty.
         ratio: How many times as good as the current configuration it is by the objective, from alternate rounds; null
             if it failed.
         pairs: The number of pairs of rounds.

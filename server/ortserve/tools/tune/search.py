@@ -190,8 +190,11 @@ class Search:
             why = error.message
         ratio = None if why else bench.noise.estimate(logs)
         state: State = "failed" if why else "pruned" if len(logs) < _PAIRS else "measured"
+        mean = None if why else sum(logs) / len(logs)
+        if state == "pruned" and bench.budget.is_over:
+            why = "the time was over"
         trial = Trial(number, changes, state, why, ratio, len(logs), figures)
-        self._journal.tell(point, trial, None if why else sum(logs) / len(logs))
+        self._journal.tell(point, trial, mean)
         return trial
 
     def _is_better(self, trial: Trial, than: Point) -> bool:

@@ -78,6 +78,16 @@ def test_confirms_nothing_when_the_time_is_over() -> None:
     assert "there was no time to confirm it" in ending.why
 
 
+def test_trial_says_that_it_was_pruned_because_the_time_was_over(tmp_path: Path) -> None:
+    lab = VirtualLab(lambda changes: 1.2 if changes else 1.0)
+    lab.slowness = lambda now_s: 100 if now_s > 60 else 1.0
+    search(lab, minutes=3, journal=tmp_path / "journal")
+    with open_journal(tmp_path / "journal", {"model": "m"}, SPACE, resume=True) as journal:
+        trials = sorted(journal.trials.values(), key=lambda trial: trial.number)
+    assert (trials[-1].state, trials[-1].why) == ("pruned", "the time was over")
+    assert not any(trial.why for trial in trials[:-1])
+
+
 def test_never_chooses_a_configuration_with_wrong_outputs() -> None:
     def truth(changes: Changes) -> float:
         return 0.0 if changes.get("session.spinning") else two_keys_help(changes)
