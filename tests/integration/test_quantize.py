@@ -18,6 +18,7 @@ import onnxruntime as ort
 import pytest
 from sklearn.datasets import load_digits
 
+from models import builders
 from ortserve.cli.main import main
 from pages import DOCS, Command, blocks, commands
 
@@ -150,6 +151,19 @@ def test_eight_bits_of_gather_and_matmul_are_one_file(tmp_path: Path, capsys: py
     assert result["nbytes"] == out.stat().st_size
     assert result["floating"] == []
     assert operators(out)["MatMulNBits"] == 8
+
+
+def test_weights_that_are_no_longer_inputs_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = onnx.load(builders.mlp(tmp_path / "model.onnx"))
+    weight = model.graph.initializer[0]
+    model.graph.input.append(onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims))
+    onnx.save(model, tmp_path / "model.onnx")
+    arguments = (tmp_path / "model.onnx", "-o", tmp_path / "out.onnx", "--mode", "weights", "--seconds", "0")
+
+    notes = quantized(capsys, *arguments)["notes"]
+
+    assert [value.name for value in onnx.load(tmp_path / "out.onnx").graph.input] == ["x"]
+    assert f"requests can no longer replace the weights {weight.name}, which were inputs" in notes
 
 
 def test_a_model_that_loses_its_batching_is_compared_in_the_form_of_its_source(

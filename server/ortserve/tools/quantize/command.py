@@ -225,8 +225,11 @@ def _quantize(
     if given.seconds and not missed:
         timed = Timed(source, "cpu")
         speeds = compare_speed([timed, timed.at(target)], ready.feeds, seconds=given.seconds)
-    nbytes = model_nbytes(target, read_model(target))
+    made = read_model(target)
+    nbytes = model_nbytes(target, made)
     notes = [*ready.notes, *left_out(model, settings)]
+    if lost_inputs := ready.feeds[0].keys() - {one.name for one in made.graph.inputs}:
+        notes.append(f"requests can no longer replace the weights {', '.join(sorted(lost_inputs))}, which were inputs")
     notes += consequences(settings, nbytes / source_nbytes, speeds[1], lost)
     if left:
         notes.append(f"calibrated without {left} of the samples, for lack of time: more --minutes use them")
