@@ -135,6 +135,10 @@ def test_outputs_of_another_model_are_expected_within_the_given_tolerances(
         (("record", "mlp.onnx"), "expected REPOSITORY/name[/version], got a single file"),
         (("record", "sum"), "expected --from URL of a server with the ensemble"),
         (("check", "sum"), "sum is an ensemble: use ortserve check"),
+        (("check", "mlp", "--from", "other.onnx"), "--from: expected the action record, got check"),
+        (("check", "mlp", "--tolerance", "y:1"), "--tolerance: expected the action record, got check"),
+        (("record", "mlp", "--model", "m"), "--model: expected --from URL, too, got none"),
+        (("record", "mlp", "--from", "a.onnx", "--version", "2"), "--version: expected --from URL, too, got a.onnx"),
     ],
 )
 def test_what_cannot_be_recorded_or_checked_is_refused(

@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         ServeError: invalid_input: wrong arguments; internal: the version disagrees with the samples.
         OSError: The samples cannot be written.
     """
+    _check_options(arguments)
     subject = find_version(arguments.target)
     folder = golden_folder(subject.path, subject.folder, subject.options)
     if folder is None or subject.version is None:
@@ -98,6 +99,17 @@ def run(arguments: argparse.Namespace) -> Outcome:
     title = f"Golden samples of version {result.version} of {result.model}"
     hidden = ("schema", "action", *(("samples", "inputs", "outputs") if result.action == "check" else ()))
     return Outcome(result, Report(title, (facts_of("", result, without=hidden),)))
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise ServeError: invalid_input, for options that would have no effect."""
+    of_record = ("inputs", arguments.inputs), ("from", arguments.source), ("tolerance", arguments.tolerance)
+    for name, value in (*of_record, ("replace", arguments.replace)):
+        if value and arguments.action == "check":
+            raise invalid_input(f"--{name}: expected the action record, got check")
+    for name, value in (("model", arguments.model), ("version", arguments.version)):
+        if value and not is_url(arguments.source or ""):
+            raise invalid_input(f"--{name}: expected --from URL, too, got {arguments.source or 'none'}")
 
 
 def _check(subject: Subject, folder: Path) -> str:
