@@ -219,6 +219,7 @@ def test_wrong_models_and_targets_are_refused_with_one_line(
     assert "got a repository, a folder of models: it has both, mlp" in refused(capsys, better, repository)
     assert "without a version" in refused(capsys, better, repository / "mlp" / "2")
     assert "got '.hidden'" in refused(capsys, better, repository / ".hidden")
+    assert "/: expected the name of a model after the repository, got ''" in refused(capsys, better, "/")
     (repository / "mlp" / ".highest-version").write_text("many\n")
     assert ".highest-version" in refused(capsys, better, repository / "mlp")
     (repository / "mlp" / ".highest-version").unlink()

@@ -79,7 +79,7 @@ def find_place(target: str) -> Place:
         raise invalid_input(
             f"{target}: expected REPOSITORY/name with an existing repository, but {repository} does not exist"
         )
-    if name.startswith(".") or not name.isprintable() or name.endswith(".onnx") or "\\" in name:
+    if not name or name.startswith(".") or not name.isprintable() or name.endswith(".onnx") or "\\" in name:
         raise invalid_input(f"{target}: expected the name of a model after the repository, got '{name}'")
     models = read_repositories([repository])
     files = next((files for files in models if files.name == name), None)
